@@ -1,0 +1,28 @@
+"""Operators on tensors for 2:4 sparse training. They know nothing of modules, models or training."""
+
+from common_kernels.decay import masked_decay_
+from common_kernels.fp8 import fake_fp8, quantize_fp8
+from common_kernels.masks import (
+    check24,
+    double_prune_mask,
+    flip_rate,
+    nm_mask,
+    transposable_mask24,
+)
+from common_kernels.mvue import mvue24
+from common_kernels.philox import philox4x32
+from common_kernels.soft_threshold import soft_threshold24
+
+__all__ = [
+    "check24",
+    "double_prune_mask",
+    "fake_fp8",
+    "flip_rate",
+    "masked_decay_",
+    "mvue24",
+    "nm_mask",
+    "philox4x32",
+    "quantize_fp8",
+    "soft_threshold24",
+    "transposable_mask24",
+]

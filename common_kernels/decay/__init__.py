@@ -1,0 +1,32 @@
+"""The decay of masked-out weights (SR-STE, arXiv 2102.04010; on gradients, FST, arXiv 2404.01847, section 4.2)."""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.decay import naive
+
+
+def masked_decay_(
+    grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float, *, backend: str | None = None
+) -> torch.Tensor:
+    """In place: grad += alpha * weight where mask is False. Where it is True grad keeps its bits. Returns grad."""
+    checks.float_tensor(grad, "grad")
+    checks.float_tensor(weight, "weight")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, not {mask.dtype}")
+    checks.same_shape(grad, weight, "grad and weight")
+    checks.same_shape(grad, mask, "grad and mask")
+    backends.resolve(grad.device, backend)
+    torch.ops.sparse24.masked_decay_(grad, weight, mask, alpha)
+    return grad
+
+
+@torch.library.custom_op("sparse24::masked_decay_", mutates_args=("grad",))
+def _masked_decay_(grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float) -> None:
+    naive.masked_decay_(grad, weight, mask, alpha)
+
+
+@_masked_decay_.register_fake
+def _(grad, weight, mask, alpha):
+    return None

@@ -1,0 +1,77 @@
+"""Hard masks: N:M along one dim, 2:4 along both dims of every tile, SLoPe's double pruning, and what measures them.
+
+Ties: the lower index wins. Magnitudes are ranked by their bit pattern, so NaN ranks above Inf and Inf above every
+finite number: exactly n of m are kept whatever the input holds, and a NaN is kept rather than hidden.
+"""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.masks import naive
+
+ALGORITHMS = ("exact", "greedy", "two_approx")
+
+
+def nm_mask(x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1, *, backend: str | None = None) -> torch.Tensor:
+    """Bool mask of x's shape and strides that keeps the n largest magnitudes of each m consecutive entries along dim."""
+    checks.float_tensor(x)
+    if not 0 <= n <= m or m < 1:
+        raise ValueError(f"an N:M mask needs 0 <= n <= m and m >= 1, not n={n} and m={m}")
+    dim = checks.group_dim(x, m, dim)
+    backends.resolve(x.device, backend)
+    return torch.ops.sparse24.nm_mask(x, n, m, dim)
+
+
+@torch.library.custom_op("sparse24::nm_mask", mutates_args=())
+def _nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
+    return naive.nm_mask(x, n, m, dim)
+
+
+@_nm_mask.register_fake
+def _(x, n, m, dim):
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+def double_prune_mask(w: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None) -> torch.Tensor:
+    """SLoPe's second mask (arXiv 2405.15951): n:m along dim 0 of a weight `w` that is already pruned along dim 1.
+
+    A column group may hold more than m-n pruned entries; a pruned entry that the mask "keeps" is still zero in w.
+    """
+    if w.ndim != 2:
+        raise ValueError(f"w must have two dims, not shape {tuple(w.shape)}")
+    return nm_mask(w, n, m, dim=0, backend=backend)
+
+
+def transposable_mask24(w: torch.Tensor, algorithm: str = "exact", *, backend: str | None = None) -> torch.Tensor:
+    """Bool mask that is 2:4 along both of the last two dims (FST, arXiv 2404.01847, section 5.1)."""
+    checks.float_tensor(w, "w")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
+    if w.ndim < 2:
+        raise ValueError(f"w must have at least two dims, not shape {tuple(w.shape)}")
+    checks.group_dim(w, 4, -2)
+    checks.group_dim(w, 4, -1)
+    backends.resolve(w.device, backend)
+    return torch.ops.sparse24.transposable_mask24(w, algorithm)
+
+
+@torch.library.custom_op("sparse24::transposable_mask24", mutates_args=())
+def _transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
+    return naive.transposable_mask24(w, algorithm)
+
+
+@_transposable_mask24.register_fake
+def _(w, algorithm):
+    return torch.empty_like(w, dtype=torch.bool)
+
+
+def check24(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Number of groups of four along dim with more than two non-zeros, a 0-dim int64 tensor. 0 means a legal x."""
+    return naive.check24(x, checks.group_dim(x, 4, dim))
+
+
+def flip_rate(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Fraction of mask bits that differ (FST, section 4.1), a 0-dim float32 tensor; 0 for empty masks."""
+    checks.same_shape(old, new, "old and new")
+    return (old != new).sum() / max(old.numel(), 1)

@@ -1,0 +1,48 @@
+"""Unbiased 2:4 samples of minimum variance."""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.mvue import naive
+
+DESIGNS = ("exact", "sequential")
+
+
+def mvue24(
+    x: torch.Tensor,
+    seed: int | torch.Tensor,
+    offset: int | torch.Tensor = 0,
+    design: str = "exact",
+    dim: int = -1,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """A random tensor with x as its mean and at most two non-zeros in each group of four along dim.
+
+    seed and offset are ints or 0-dim int64 tensors. No gradient is defined.
+    """
+    checks.float_tensor(x)
+    if design not in DESIGNS:
+        raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")
+    dim = checks.group_dim(x, 4, dim)
+    backends.resolve(x.device, backend)
+    return torch.ops.sparse24.mvue24(x, _scalar(seed, "seed"), _scalar(offset, "offset"), design, dim)
+
+
+def _scalar(value: int | torch.Tensor, name: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.dtype != torch.int64 or value.ndim:
+            raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {value.dtype} {tuple(value.shape)}")
+        return value
+    return torch.tensor(value, dtype=torch.int64)
+
+
+@torch.library.custom_op("sparse24::mvue24", mutates_args=())
+def _mvue24(x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int) -> torch.Tensor:
+    return naive.mvue24(x, seed, offset, design, dim)
+
+
+@_mvue24.register_fake
+def _(x, seed, offset, design, dim):
+    return torch.empty_like(x)

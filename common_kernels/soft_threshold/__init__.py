@@ -1,0 +1,32 @@
+"""The continuous 2:4 projection of S-STE (arXiv 2409.09099, section 4.1)."""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.soft_threshold import naive
+
+
+def soft_threshold24(x: torch.Tensor, gamma: float = 0.0, *, backend: str | None = None) -> torch.Tensor:
+    """sign(x) * max(|x| - t, 0) in each group of four along the last dim, with x's shape, dtype and strides.
+
+    t = (1 - gamma) * t2 + gamma * t3, where t2 <= t3 are the second and third smallest magnitudes of the group, so at
+    most two entries survive. gamma = 0 is the paper's choice. No gradient is defined: the caller owns its
+    straight-through rule.
+    """
+    checks.float_tensor(x)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must lie in [0, 1], not {gamma}")
+    checks.group_dim(x, 4, -1)
+    backends.resolve(x.device, backend)
+    return torch.ops.sparse24.soft_threshold24(x, gamma)
+
+
+@torch.library.custom_op("sparse24::soft_threshold24", mutates_args=())
+def _soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
+    return naive.soft_threshold24(x, gamma)
+
+
+@_soft_threshold24.register_fake
+def _(x, gamma):
+    return torch.empty_like(x)

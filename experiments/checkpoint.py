@@ -1,0 +1,90 @@
+"""Atomic, checked checkpoints: a killed process leaves the previous one whole.
+
+A checkpoint is one `torch.save` file of tensors and plain values, read back with
+`weights_only=True` (nothing is unpickled), and a sidecar with its size and SHA-256. The file is
+written beside its place, synced, and renamed; the sidecar follows. The two newest are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEPT = 2
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` on a temporary path beside `path`, sync, and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as indented JSON, atomically."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write the state before optimizer step `step` as `directory/step-<step>.pt`."""
+    path = directory / f"step-{step:09d}.pt"
+    write_atomic(path, lambda p: torch.save(state, p))
+    write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": _sha256(path)})
+    for old in sorted(directory.glob("step-*.pt"))[:-KEPT]:
+        _sidecar(old).unlink(missing_ok=True)
+        old.unlink()
+    return path
+
+
+def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """The newest whole checkpoint, on the CPU, or None; `warn` hears of each damaged one."""
+    for path in sorted(directory.glob("step-*.pt"), reverse=True):
+        damage = _damage(path)
+        if damage is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        warn(f"checkpoint {path} is damaged ({damage}); the one before it is used")
+    return None
+
+
+def clear(directory: Path) -> None:
+    """Remove all checkpoints of a finished run."""
+    for path in directory.glob("step-*.pt"):
+        _sidecar(path).unlink(missing_ok=True)
+        path.unlink()
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        expected = json.loads(_sidecar(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        # The process ended between the two writes: the file itself was renamed when complete,
+        # but nothing vouches for it.
+        return "its checksum file is missing"
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        return f"{size} bytes instead of {expected['bytes']}"
+    if _sha256(path) != expected["sha256"]:
+        return "its SHA-256 does not match"
+    return None

@@ -1,0 +1,240 @@
+"""From hydra's overrides to one frozen, typed configuration, and back to a run directory.
+
+The config is composed and resolved once; every group becomes a frozen dataclass, so a key that
+does not exist or a value of the wrong kind stops the run before any work. No code beyond this
+file sees a `DictConfig`.
+
+`train` and the other groups say what is computed; `impl` may change nothing but the speed.
+So the identity of a run is a hash of everything except `impl` and paths, and its directory is a
+function of that alone: never of the clock, never of the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import methods
+from experiments.data import DataConfig
+from experiments.errors import UserError
+from models.gpt2 import GPTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What a run computes. Batches are in sequences, periods in optimizer steps.
+
+    batch_size: sequences per optimizer step, over all ranks and micro-batches.
+    learning_rate: peak; linear warm-up from 0, cosine to `min_learning_rate` at `steps`.
+    grad_clip: global norm; 0 = off. eval_sequences: validation windows per evaluation.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    log_every: int = 10
+    eval_every: int = 50
+    eval_sequences: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "eval_every", "eval_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(
+                f"train.warmup_steps={self.warmup_steps} does not fit train.steps={self.steps}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplConfig:
+    """How fast it runs, and where.
+
+    device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
+    gradient scaler). micro_batch: sequences per rank and forward pass; null = all of a step.
+    checkpoint_every: optimizer steps; 0 = only at the end. threads: of the CPU; 0 = torch's
+    choice. loggers: of `tensorboard`, `wandb`, beside the JSONL file.
+    """
+
+    device: str = "auto"
+    dtype: str = "fp32"
+    compile: bool = False
+    micro_batch: int | None = None
+    backend: str = "auto"
+    checkpoint_every: int = 50
+    threads: int = 0
+    loggers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, choices in {
+            "device": ("auto", "cpu", "cuda"),
+            "dtype": ("fp32", "bf16", "fp16"),
+            "backend": ("auto", "naive", "triton", "cuda"),
+        }.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        unknown = set(self.loggers) - {"tensorboard", "wandb"}
+        if unknown:
+            raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. `method_options` are the fields of the method's own `Config`."""
+
+    seed: int
+    tier: str
+    runs: Path
+    model_name: str
+    model: GPTConfig
+    data: DataConfig
+    method: str
+    method_options: methods.base.Config
+    train: TrainConfig
+    impl: ImplConfig
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the result depends on, as plain values."""
+        data = dataclasses.asdict(self.data)
+        del data["root"], data["source"]  # where the files are; what they are is in the manifest
+        return {
+            "seed": self.seed,
+            "model": {"name": self.model_name, **dataclasses.asdict(self.model)},
+            "data": data,
+            "method": {"name": self.method, **dataclasses.asdict(self.method_options)},
+            "train": dataclasses.asdict(self.train),
+        }
+
+    def digest(self) -> str:
+        """Hash of `identity()`, 16 hex digits."""
+        return _digest(self.identity())
+
+    def directory(self) -> Path:
+        """`<runs>/<model>-<data>/<method>-<hash without the seed>/seed<seed>`."""
+        family = self.identity()
+        del family["seed"], family["method"]["seed"]
+        name = f"{self.method}-{_digest(family)[:8]}"
+        return self.runs / f"{self.model_name}-{self.data.name}" / name / f"seed{self.seed}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole resolved config as plain values, for `config.json` and `result.json`."""
+        return self.identity() | {"tier": self.tier, "impl": dataclasses.asdict(self.impl)}
+
+    def build_method(self) -> methods.Method:
+        return importlib.import_module(f"methods.{self.method}").Method(self.method_options)
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
+    """Compose `experiments/conf/<config_name>.yaml` with hydra overrides.
+
+    Raises:
+        UserError: an override that does not fit, in one line.
+    """
+    from hydra import compose, initialize_config_module
+
+    with one_line_errors(), initialize_config_module("experiments.conf", version_base="1.3"):
+        return freeze(compose(config_name, overrides=overrides or []))
+
+
+def freeze(composed: Any) -> RunConfig:
+    """The typed form of a composed `DictConfig`."""
+    from omegaconf import OmegaConf
+
+    groups = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(groups, dict)
+
+    def typed(schema: type, group: str, values: dict[str, Any]) -> Any:
+        known = {f.name for f in dataclasses.fields(schema)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UserError(
+                f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+            )
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+
+    method, model = dict(groups["method"]), dict(groups["model"])
+    method_name, model_name = str(method.pop("name")), str(model.pop("name"))
+    if method_name not in methods.available():
+        choices = ", ".join(methods.available())
+        raise UserError(f"no method {method_name!r}; choose one of {choices}")
+    schema = importlib.import_module(f"methods.{method_name}").Config
+    return RunConfig(
+        seed=int(groups["seed"]),
+        tier=str(groups["tier"]),
+        runs=Path(groups["runs"]),
+        model_name=model_name,
+        model=typed(GPTConfig, "model", model),
+        data=typed(DataConfig, "data", groups["data"]),
+        method=method_name,
+        method_options=typed(schema, "method", method),
+        train=typed(TrainConfig, "train", groups["train"]),
+        impl=typed(ImplConfig, "impl", groups["impl"]),
+    )
+
+
+class one_line_errors:  # noqa: N801  (used as a statement)
+    """Turn hydra's and omegaconf's errors, and a dataclass's ValueError, into a `UserError`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        if isinstance(error, HydraException | OmegaConfBaseException | ValueError):
+            cause: BaseException = error
+            while isinstance(cause.__cause__, HydraException | OmegaConfBaseException):
+                cause = cause.__cause__
+            lines = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
+            kept = [x for x in dict.fromkeys(lines) if not x.startswith(("full_key", "object_type"))]
+            raise UserError("; ".join(kept)) from error
+
+
+def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
+    """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line."""
+
+    def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def command() -> None:
+            import hydra
+
+            # Hydra then raises its errors instead of printing them over several lines.
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            run = hydra.main(
+                config_path="pkg://experiments.conf", config_name=config_name, version_base="1.3"
+            )(lambda composed: main(freeze(composed)))
+            try:
+                with one_line_errors():
+                    run()
+            except UserError as error:
+                sys.exit(f"error: {' '.join(str(error).split())}")
+            except KeyboardInterrupt:
+                sys.exit("interrupted; start the same command again to go on")
+
+        return command
+
+    return decorate

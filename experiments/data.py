@@ -1,0 +1,254 @@
+"""Token corpora on disk and the windows that training and evaluation cut from them.
+
+A prepared corpus is a folder with `train.bin`, `val.bin` (uint16, little endian, documents
+separated by the end-of-text token), `manifest.json`, and `tokenizer.json` when the tokenizer was
+trained on it. `python -m experiments.prepare_data` writes it; the embedded one is prepared here,
+on first use. Shapes: B sequences of T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.errors import UserError
+from experiments.tokenizer import gpt2_encoding, load_bpe
+
+if TYPE_CHECKING:
+    import tiktoken
+
+SCHEMA = 1
+SPLITS = ("train", "val")
+TOKEN = np.dtype("<u2")
+EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
+
+_FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
+_END = 2**20
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it becomes tokens.
+
+    `source` is "stdlib" (the embedded corpus), a local file or folder with .parquet, .jsonl(.gz) or
+    .txt files, or a pattern of Parquet files on the hub (`hf://datasets/...`). The corpus is kept
+    in a folder of `root`. `tokenizer` is "gpt2", or "bpe" for one of `vocab_size` tokens trained on
+    the corpus.
+    """
+
+    name: str
+    source: str
+    root: str = "data"
+    tokenizer: str = "gpt2"
+    vocab_size: int = 50257
+    text_column: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.tokenizer not in ("gpt2", "bpe"):
+            raise UserError(f"data.tokenizer must be gpt2 or bpe, got {self.tokenizer!r}")
+        if self.tokenizer == "gpt2" and self.vocab_size != 50257:
+            raise UserError(
+                f"data.vocab_size={self.vocab_size}, but GPT-2's vocabulary has 50257 tokens; "
+                "pass data.tokenizer=bpe to train one of another size"
+            )
+        if self.vocab_size > 2 ** (8 * TOKEN.itemsize):
+            raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint16 tokens")
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the prepared corpus: everything that changes its tokens is in the name."""
+        python = f"-py{platform.python_version()}" if self.source == EMBEDDED else ""
+        tokenizer = "gpt2" if self.tokenizer == "gpt2" else f"v{self.vocab_size}"
+        return Path(self.root) / f"{self.name}{python}-{tokenizer}"
+
+    @property
+    def prepare_command(self) -> str:
+        command = f"python -m experiments.prepare_data data={self.name} "
+        if self.tokenizer == "bpe":
+            command += f"data.tokenizer=bpe data.vocab_size={self.vocab_size} "
+        return command + shlex.quote(f"data.source={self.source}")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus, memory-mapped. `seed` chooses the training windows and nothing else."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    tokens: dict[str, np.ndarray]  # split -> [tokens] uint16
+    seed: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the tokenizer; every token id is below it."""
+        return self.manifest["tokenizer"]["vocab_size"]
+
+    @cached_property
+    def encoding(self) -> tiktoken.Encoding:
+        if self.manifest["tokenizer"]["kind"] == "gpt2":
+            return gpt2_encoding()
+        return load_bpe(self.directory / self.manifest["tokenizer"]["file"])
+
+    def batch(
+        self, split: str, step: int, sequences: slice | Sequence[int], block: int
+    ) -> dict[str, Tensor]:
+        """Windows of `block` tokens, uniform over the split, drawn with replacement.
+
+        `sequences` are indices into the global batch of this optimizer step. A window's position is
+        a pure function of (seed, split, step, index): ranks, micro-batches and a resumed run that
+        ask for their share of the indices see exactly the batch that one process would see.
+
+        Returns {"input": [B, T], "target": [B, T]}, int64, the targets shifted by one.
+        """
+        if isinstance(sequences, slice):
+            sequences = range(sequences.start or 0, sequences.stop, sequences.step or 1)
+        indices = np.asarray(sequences, dtype=np.int64)
+        positions = len(self.tokens[split]) - block
+        words = np.random.Philox(
+            key=np.array([self.seed, SPLITS.index(split)], dtype=np.uint64),
+            counter=np.array([0, step, 0, 0], dtype=np.uint64),
+        ).random_raw(int(indices.max()) + 1)
+        # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
+        return self._windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
+
+    def eval_batches(
+        self, n_sequences: int | None, batch_size: int, block: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """The fixed evaluation windows: non-overlapping, evenly spaced over the validation split.
+
+        They depend on `n_sequences` and `block` alone; None takes every window that fits. The last
+        batch can be smaller, so an average over batches is to be weighted by their sizes.
+        """
+        available = (len(self.tokens["val"]) - 1) // block
+        count = available if n_sequences is None else n_sequences
+        if not 1 <= count <= available:
+            raise UserError(
+                f"{count} evaluation sequences of {block} tokens asked for, but the validation "
+                f"split of {self.directory} holds {available}: ask for 1 to {available}"
+            )
+        starts = np.arange(count, dtype=np.int64) * available // count * block
+        return (
+            self._windows("val", starts[first : first + batch_size], block)
+            for first in range(0, count, batch_size)
+        )
+
+    def _windows(self, split: str, starts: np.ndarray, block: int) -> dict[str, Tensor]:
+        tokens = self.tokens[split]
+        rows = np.stack([tokens[start : start + block + 1] for start in starts])
+        windows = torch.from_numpy(rows.astype(np.int64))
+        return {"input": windows[:, :-1].contiguous(), "target": windows[:, 1:].contiguous()}
+
+
+def load_tokens(config: DataConfig, seed: int) -> Corpus:
+    """Memory-map the corpus of `config` after checking it against its manifest.
+
+    Sizes and hashes are checked: the whole file up to 256 MiB, the first and the last MiB of a
+    larger one. The embedded corpus is prepared when it is not there yet (some seconds; processes
+    that start at once may do so in parallel, and one of them wins).
+    """
+    if seed < 0:
+        raise UserError(f"seed={seed} must not be negative")
+    directory = config.directory
+    if config.source == EMBEDDED and not directory.exists():
+        from experiments.prepare_data import prepare  # it imports this module
+
+        prepare(config)
+    manifest = read_manifest(config)
+    for split in SPLITS:
+        _check_file(config, manifest["splits"][split])
+    if manifest["tokenizer"]["file"] is not None:
+        _check_file(config, manifest["tokenizer"])
+    tokens: dict[str, np.ndarray] = {
+        split: np.memmap(directory / manifest["splits"][split]["file"], dtype=TOKEN, mode="r")
+        for split in SPLITS
+    }
+    return Corpus(directory, manifest, tokens, seed)
+
+
+def read_manifest(config: DataConfig) -> dict[str, Any]:
+    """The manifest of a prepared corpus; a UserError if there is none for this config."""
+    path = config.directory / "manifest.json"
+    if not path.is_file():
+        remove = f"delete {path.parent} and " if path.parent.exists() else ""
+        raise UserError(
+            f"no prepared corpus: {path} is missing; {remove}run `{config.prepare_command}`"
+        )
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if manifest["schema"] != SCHEMA:
+        raise UserError(
+            f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; delete "
+            f"{path.parent} and run `{config.prepare_command}`"
+        )
+    return manifest
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file: its name, size and two hashes."""
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": _hash(path),
+        "sha256_ends": _hash_ends(path),
+    }
+
+
+def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
+    """A UserError unless a model of this vocabulary and context can train on the corpus."""
+    if corpus.vocab_size > vocab_size:
+        raise UserError(
+            f"the corpus {corpus.directory} has {corpus.vocab_size} token ids, the model only "
+            f"{vocab_size}: set model.vocab_size to {math.ceil(corpus.vocab_size / 64) * 64}"
+        )
+    for split in SPLITS:
+        if len(corpus.tokens[split]) < block_size + 1:
+            raise UserError(
+                f"the {split} split of {corpus.directory} has {len(corpus.tokens[split])} tokens, "
+                f"a window needs {block_size + 1}: use a larger corpus or a smaller "
+                "model.block_size"
+            )
+
+
+def _check_file(config: DataConfig, record: dict[str, Any]) -> None:
+    path = config.directory / record["file"]
+    remedy = f"delete {config.directory} and run `{config.prepare_command}`"
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {remedy}")
+    if path.stat().st_size != record["bytes"]:
+        raise UserError(
+            f"{path} has {path.stat().st_size} bytes, its manifest says {record['bytes']}; {remedy}"
+        )
+    whole = record["bytes"] <= _FULL_HASH_LIMIT
+    found, expected = (
+        (_hash(path), record["sha256"]) if whole else (_hash_ends(path), record["sha256_ends"])
+    )
+    if found != expected:
+        raise UserError(
+            f"{path} was changed: its sha256 is {found[:12]}..., its manifest says "
+            f"{expected[:12]}...; {remedy}"
+        )
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_ends(path: Path) -> str:
+    """sha256 of the first and the last MiB (of a file below one MiB: of its content twice)."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_END))
+        file.seek(max(0, path.stat().st_size - _END))
+        digest.update(file.read(_END))
+    return digest.hexdigest()

@@ -1,0 +1,256 @@
+"""Text to token files: `python -m experiments.prepare_data data=openwebtext data.source=FOLDER`.
+
+One path for every corpus: a source gives the documents of its two splits, the tokenizer encodes
+them in batches, and the folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.data import EMBEDDED, SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
+from experiments.errors import UserError
+from experiments.tokenizer import gpt2_encoding, load_bpe, train_bpe
+
+if TYPE_CHECKING:
+    import tiktoken
+
+_BATCH = 256  # documents encoded at once
+_BPE_SAMPLE = 32 * 2**20  # characters of the training split that a BPE is trained on
+_TESTS = {"test", "tests", "idle_test"}
+_THIRD_PARTY = {"site-packages", "dist-packages"}
+_VAL_EVERY = 20
+_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".jsonl.gz": "json", ".txt": "text"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first."""
+
+    batches: Callable[[str], Iterator[list[str]]]
+    documents: dict[str, int]  # split -> how many
+    description: dict[str, Any]  # for the manifest: where they come from, how they were split
+
+
+def prepare(config: DataConfig) -> Path:
+    """Write the corpus of `config` and return its folder; one that is there is kept.
+
+    It is built in a folder beside its final place and renamed at the end, so that an interrupted
+    run leaves nothing half-written and of two that run at once one wins. Needs little memory: the
+    documents are read and encoded 256 at a time.
+    """
+    directory = config.directory
+    if directory.exists():
+        made_from = read_manifest(config)["source"]["path"]
+        if made_from != config.source:
+            raise UserError(
+                f"{directory} was prepared from {made_from}, not from {config.source}: delete it, "
+                "or give this corpus another data.name"
+            )
+        return directory
+    gpt2 = gpt2_encoding() if config.tokenizer == "gpt2" else None  # fail before the long work
+    source = _stdlib() if config.source == EMBEDDED else _files(config.source, config.text_column)
+    building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    building.mkdir(parents=True)
+    try:
+        if gpt2 is None:
+            path = building / "tokenizer.json"
+            path.write_text(train_bpe(_sample(source), config.vocab_size), encoding="utf-8")
+            encoding, tokenizer_file = load_bpe(path), file_record(path)
+        else:
+            encoding, tokenizer_file = gpt2, {"file": None, "sha256": None}
+        manifest = {
+            "schema": SCHEMA,
+            "name": config.name,
+            "source": {"path": config.source, **source.description},
+            "tokenizer": {
+                "kind": config.tokenizer,
+                "vocab_size": encoding.n_vocab,
+                "end_of_text": encoding.eot_token,
+                **tokenizer_file,
+            },
+            "splits": _write_splits(building, directory.name, source, encoding),
+            "versions": {
+                "python": platform.python_version(),
+                "tiktoken": version("tiktoken"),
+                "tokenizers": version("tokenizers"),
+            },
+        }
+        text = json.dumps(manifest, indent=2) + "\n"
+        (building / "manifest.json").write_text(text, encoding="utf-8")
+        try:
+            building.rename(directory)
+        except OSError:
+            if not (directory / "manifest.json").is_file():
+                raise
+            # another process finished the same corpus first: its folder stays, ours goes
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return directory
+
+
+def _write_splits(
+    building: Path, name: str, source: Source, encoding: tiktoken.Encoding
+) -> dict[str, dict[str, Any]]:
+    """Encode every split into `<split>.bin`; a document is its tokens and the end-of-text token."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    records = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for split in SPLITS:
+            task = progress.add_task(f"{name} {split}", total=source.documents[split])
+            tokens = text_bytes = 0
+            with (building / f"{split}.bin").open("wb") as file:
+                for documents in source.batches(split):
+                    encoded = encoding.encode_ordinary_batch(
+                        documents, num_threads=os.cpu_count() or 1
+                    )
+                    for document, ids in zip(documents, encoded, strict=True):
+                        file.write(np.array([*ids, encoding.eot_token], dtype=TOKEN).tobytes())
+                        tokens += len(ids) + 1
+                        text_bytes += len(document.encode("utf-8"))
+                    progress.advance(task, len(documents))
+            records[split] = {
+                **file_record(building / f"{split}.bin"),
+                "tokens": tokens,
+                "documents": source.documents[split],
+                "text_bytes": text_bytes,
+            }
+    return records
+
+
+def _sample(source: Source) -> Iterator[str]:
+    """The first documents of the training split, until there is enough to train a BPE on."""
+    size = 0
+    for documents in source.batches("train"):
+        for document in documents:
+            yield document
+            size += len(document)
+        if size >= _BPE_SAMPLE:
+            return
+
+
+def _stdlib() -> Source:
+    """The Python standard library that runs this program: its .py files in sorted order.
+
+    Left out: third-party packages, tests, and files that are not UTF-8. A file is for validation
+    when the hash of its path says so, one in twenty, so that the split depends on no order.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    documents: dict[str, list[str]] = {split: [] for split in SPLITS}
+    undecodable = 0
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not (_TESTS | _THIRD_PARTY).isdisjoint(name.parts[:-1]):
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            undecodable += 1
+            continue
+        digest = hashlib.sha256(name.as_posix().encode()).digest()
+        held_out = int.from_bytes(digest, "big") % _VAL_EVERY == 0
+        documents["val" if held_out else "train"].append(text)
+    if not all(documents.values()):
+        raise UserError(
+            f"the standard library in {root} has no source files; run a Python that ships them, "
+            "or pass data.source=FOLDER"
+        )
+
+    def batches(split: str) -> Iterator[list[str]]:
+        texts = documents[split]
+        return (texts[first : first + _BATCH] for first in range(0, len(texts), _BATCH))
+
+    return Source(
+        batches,
+        {split: len(texts) for split, texts in documents.items()},
+        {
+            "description": f"standard library of Python {platform.python_version()}, .py files "
+            "in sorted order without tests",
+            "split": f"one file in {_VAL_EVERY} by the sha256 of its path",
+            "undecodable_files": undecodable,
+        },
+    )
+
+
+def _files(source: str, text_column: str) -> Source:
+    """Documents of local or remote files, split as nanoGPT splits OpenWebText."""
+    if find_spec("datasets") is None:
+        raise UserError("reading data files needs the datasets library: pip install 'sparse24[hf]'")
+    import datasets
+
+    builder, paths = _data_files(source)
+    options = {"sample_by": "document"} if builder == "text" else {}
+    try:
+        table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
+    except OSError as error:
+        raise UserError(
+            f"could not read data.source={source} ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); pass data.source=FOLDER with .parquet, .jsonl or .txt "
+            "files"
+        ) from error
+    if text_column not in table.column_names:
+        raise UserError(
+            f"data.text_column={text_column!r} is not a column of {source}, which has "
+            f"{', '.join(table.column_names)}"
+        )
+    if len(table) < 2:
+        raise UserError(f"{source} holds {len(table)} documents; two splits need at least 2")
+    table = table.select_columns([text_column])
+    parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    by_split = {"train": parts["train"], "val": parts["test"]}
+
+    def batches(split: str) -> Iterator[list[str]]:
+        return (rows[text_column] for rows in by_split[split].iter(_BATCH))
+
+    return Source(
+        batches,
+        {split: len(rows) for split, rows in by_split.items()},
+        {
+            "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
+            "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)",
+        },
+    )
+
+
+def _data_files(source: str) -> tuple[str, list[str] | str]:
+    """The `datasets` builder for a source, and its files in sorted order."""
+    if source.startswith("hf://"):
+        return "parquet", source
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"data.source={source} does not exist")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    by_builder: dict[str, list[str]] = {}
+    for file in files:
+        for suffix, builder in _BUILDERS.items():
+            if file.name.endswith(suffix):
+                by_builder.setdefault(builder, []).append(str(file))
+    if len(by_builder) != 1:
+        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
+        raise UserError(
+            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
+            f"found: {found}"
+        )
+    return next(iter(by_builder.items()))

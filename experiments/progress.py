@@ -1,0 +1,52 @@
+"""Progress of a training run: a live bar on a terminal, one line per tenth elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import rich.progress
+
+
+class Progress:
+    """Shows step, loss, tokens per second and the time left; silent unless `enabled`."""
+
+    def __init__(self, steps: int, first: int, tokens_per_step: int, enabled: bool) -> None:
+        self.steps, self.first, self.tokens = steps, first, tokens_per_step
+        self.start = time.perf_counter()
+        self.next_line = first + max(1, steps // 10)
+        self.bar: rich.progress.Progress | None = None
+        self.enabled = enabled
+        if enabled and sys.stderr.isatty():
+            self.bar = rich.progress.Progress(
+                rich.progress.TextColumn("step {task.completed}/{task.total}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.TimeRemainingColumn(),
+                console=rich.console.Console(stderr=True),
+            )
+            self.task = self.bar.add_task("", total=steps, completed=first)
+
+    def __enter__(self) -> Progress:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def update(self, done: int, record: dict[str, Any]) -> None:
+        """`done` steps are complete; `record` holds the latest `loss`."""
+        if not self.enabled:
+            return
+        seconds = time.perf_counter() - self.start
+        speed = (done - self.first) * self.tokens / seconds
+        text = f"loss {record['loss']:.4f}, {speed:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, description=text)
+        elif done >= self.next_line or done == self.steps:
+            self.next_line = done + max(1, self.steps // 10)
+            left = seconds / (done - self.first) * (self.steps - done)
+            print(f"step {done}/{self.steps}: {text}, {left:.0f} s left", flush=True)

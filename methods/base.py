@@ -1,0 +1,380 @@
+"""What every 2:4 training method shares: configuration, the sparse layer and the step protocol.
+
+A driver, ours or the user's, calls a method in this order and nothing else:
+
+    method = methods.build("s_ste", **options)
+    report = method.convert(model)
+    for step in range(steps):
+        method.on_step_begin(step)
+        for batch in micro_batches:
+            (method.loss(model, batch) / len(micro_batches)).backward()
+        # unscale and clip the gradients here
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        print(method.metrics())
+    method.finalize(model)
+
+Whatever depends on the weights alone (masks, thresholds, scales, quantised copies) is computed
+in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass only multiplies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common_kernels import check24, flip_rate, nm_mask
+
+from .gemms import Fp8Formats, sparse_linear
+
+# The FFN linears by the names of this project's models; every paper here leaves attention,
+# embeddings and heads dense.
+FFN_LINEARS = ("*mlp.*",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options that every method takes.
+
+    include, exclude: globs on module names (`transformer.h.0.mlp.c_fc`); a linear is converted
+        when an include glob matches and no exclude glob does.
+    total_steps: optimizer steps of the whole training; fractions are resolved against it.
+    seed: of the method's own randomness (MVUE), apart from the seed of model and data.
+    measure_every: optimizer steps between two measurements of the flip rate; 0 = never.
+    """
+
+    include: tuple[str, ...] = FFN_LINEARS
+    exclude: tuple[str, ...] = ()
+    total_steps: int = 0
+    seed: int = 0
+    measure_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("include", "exclude"):
+            globs = getattr(self, name)
+            if isinstance(globs, str) or not all(isinstance(g, str) for g in globs):
+                raise ValueError(f"{name} must be a list of globs on module names, got {globs!r}")
+            object.__setattr__(self, name, tuple(globs))
+        if self.measure_every < 0 or self.total_steps < 0:
+            raise ValueError("measure_every and total_steps must not be negative")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` did: names of the matched linears, and parameters in them and in all."""
+
+    names: tuple[str, ...]
+    sparse_parameters: int
+    total_parameters: int
+
+    def __str__(self) -> str:
+        share = self.sparse_parameters / self.total_parameters
+        return (
+            f"{len(self.names)} linears, {self.sparse_parameters:,} of "
+            f"{self.total_parameters:,} parameters ({share:.0%})"
+        )
+
+
+class SparseLinear(nn.Linear):
+    """`nn.Linear` with a dense master weight and operands derived from it.
+
+    State: `weight` [out, in] is the Parameter that the optimizer sees. `sparse_weight` [out, in]
+    is what the layer computes with, in the dtype of the matrix products; it is a buffer that is
+    not saved, because `refresh` derives it again from what is. `key` (int64 [2]) selects the
+    random bits of the backward pass.
+
+    After a change of `weight` that did not come through a method's hooks, call `refresh()`.
+    """
+
+    config: Any
+    sparse_weight: Tensor
+    key: Tensor
+
+    def setup(self, config: Any, dtype: torch.dtype | None) -> None:
+        """Turn this module, an `nn.Linear` until now, into a sparse one."""
+        self.config = config
+        weight = self.weight.detach()
+        self.register_buffer("sparse_weight", weight.to(dtype, copy=True), persistent=False)
+        key = torch.zeros(2, dtype=torch.int64, device=weight.device)
+        self.register_buffer("key", key, persistent=False)
+
+    @property
+    def mvue(self) -> str | None:
+        """Design of the sample of dY in dW; None takes the whole of dY."""
+        return None
+
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        """Formats of simulated FP8 products; None for the dtype of the run."""
+        return None
+
+    def effective_weight(self) -> Tensor:
+        """The sparse weight [out, in] in the master's dtype: what evaluation and export use."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which weight it uses")
+
+    def current_mask(self) -> Tensor:
+        """bool [out, in]: the 2:4 mask whose changes the flip rate counts."""
+        return nm_mask(self.weight.detach())
+
+    def refresh_mask(self) -> None:
+        """Choose a new mask from the weights; for layers that keep one."""
+
+    def refresh(self) -> None:
+        """Derive the operands from weight, mask and scale."""
+        self.sparse_weight.copy_(self.effective_weight())
+
+    def forward_operand(self) -> Tensor:
+        return self.sparse_weight
+
+    def backward_operand(self) -> Tensor:
+        return self.sparse_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        # Asked of autograd, not of `self.training`: some recipes pre-train in eval mode.
+        if not torch.is_grad_enabled():
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.linear(x, self.sparse_weight.to(x.dtype), bias)
+        operand_dtype = torch.float32 if self.fp8 else x.dtype
+        return sparse_linear(
+            x,
+            self.weight,
+            self.forward_operand().to(operand_dtype),
+            self.backward_operand().to(operand_dtype),
+            self.bias,
+            # A copy: the next micro-batch changes the key, this one's backward needs its own.
+            self.key.clone(),
+            self.mvue,
+            self.fp8,
+        )
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        with torch.no_grad():
+            self.refresh()
+
+
+class Method:
+    """A training method; see the module docstring for the order of calls.
+
+    Subclasses set `Config` and `Linear` and override the hooks they need. `mask_period` is the
+    number of optimizer steps between two choices of the masks.
+    """
+
+    Config: ClassVar[type[Config]] = Config
+    Linear: ClassVar[type[SparseLinear] | None] = None
+    mask_period: int = 1
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.layers: dict[str, nn.Linear] = {}
+        self.micro_batch = 0
+        self.flips_per_step = 0.0
+        self.flips_per_refresh = 0.0
+        self._masks_before: list[Tensor] | None = None
+
+    # ------------------------------------------------------------------ conversion
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> Report:
+        """Make the matching linears of `model` sparse, in place.
+
+        The modules keep their identity, parameters, hooks and training flag: only their class
+        changes. Call it after initialisation (S-STE's scale is measured here) and on the final
+        device.
+
+        Args:
+            dtype: of the operands of the matrix products, when autocast will run them in another
+                one than the weights'; casting once per step then replaces casting per use.
+        Raises:
+            ValueError: nothing matches, the model is converted already, or a dimension does not
+                fit 2:4. The model is then unchanged.
+        """
+        chosen = dict(self._matching(model))
+        self._check(model, chosen)
+        if self.Linear is not None:
+            with torch.no_grad():
+                for module in chosen.values():
+                    module.__class__ = self.Linear
+                    assert isinstance(module, SparseLinear)
+                    module.setup(self.config, dtype)
+                    module.refresh_mask()
+                    module.refresh()
+        self.layers = chosen
+        return Report(
+            names=tuple(chosen),
+            sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
+            total_parameters=sum(p.numel() for p in model.parameters()),
+        )
+
+    def _matching(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+        for name, module in model.named_modules():
+            if (
+                isinstance(module, nn.Linear)
+                and any(fnmatchcase(name, glob) for glob in self.config.include)
+                and not any(fnmatchcase(name, glob) for glob in self.config.exclude)
+            ):
+                yield name, module
+
+    def _check(self, model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+        if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
+            raise ValueError("the model is converted already; build a new method and model")
+        if not chosen:
+            linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+            some = ", ".join(linears[:6]) + (", ..." if len(linears) > 6 else "")
+            raise ValueError(
+                f"no linear matches include={list(self.config.include)} "
+                f"exclude={list(self.config.exclude)}; the model's linears are: {some or 'none'}"
+            )
+        for name, module in chosen.items():
+            if type(module) is not nn.Linear:
+                raise ValueError(
+                    f"{name} is a {type(module).__name__}, not a plain nn.Linear, and would lose "
+                    "its own behaviour; exclude it"
+                )
+            out_features, in_features = module.weight.shape
+            if out_features % 4 or in_features % 4:
+                raise ValueError(
+                    f"{name} has weight [{out_features}, {in_features}]; 2:4 needs both dims to "
+                    "be multiples of 4; change the width or exclude it"
+                )
+
+    @property
+    def sparse_layers(self) -> dict[str, SparseLinear]:
+        """The converted layers by name."""
+        return {n: m for n, m in self.layers.items() if isinstance(m, SparseLinear)}
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    def on_step_begin(self, step: int) -> None:
+        """Before the first micro-batch of optimizer step `step`."""
+        self.micro_batch = 0
+        for name, layer in self.sparse_layers.items():
+            layer.key[0] = _layer_seed(self.config.seed, name, step)
+        if self._measures(step):
+            self._masks_before = [mask.clone() for mask in self._masks()]
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """The model's own loss on one micro-batch: `model(**batch)` returns (logits, loss) or an
+        object with `.loss`."""
+        self.open_micro_batch()
+        output = model(**batch)
+        return output.loss if hasattr(output, "loss") else output[1]
+
+    def open_micro_batch(self) -> None:
+        """Give the coming forward and backward pass random bits of their own."""
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for layer in self.sparse_layers.values():
+            layer.key[1] = self.micro_batch * ranks + rank
+        self.micro_batch += 1
+
+    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """After unscaling and clipping, before `optimizer.step()`.
+
+        `optimizer` is only needed by options that depend on the learning rate.
+        """
+
+    @torch.no_grad()
+    def on_step_end(self, step: int) -> None:
+        """After `optimizer.step()`: masks that are due and all derived operands."""
+        due = (step + 1) % self.mask_period == 0
+        for layer in self.sparse_layers.values():
+            if due:
+                layer.refresh_mask()
+            layer.refresh()
+        if self._masks_before is not None:
+            changed = sum(
+                float(flip_rate(old, new)) * new.numel()
+                for old, new in zip(self._masks_before, self._masks(), strict=True)
+            )
+            self.flips_per_refresh = changed / sum(m.numel() for m in self._masks_before)
+            self.flips_per_step = self.flips_per_refresh
+            self._masks_before = None
+        elif not due:
+            self.flips_per_step = 0.0
+
+    def _measures(self, step: int) -> bool:
+        if self.mask_period > 1:
+            return (step + 1) % self.mask_period == 0
+        return self.config.measure_every > 0 and step % self.config.measure_every == 0
+
+    def _masks(self) -> Iterator[Tensor]:
+        for layer in self.layers.values():
+            if isinstance(layer, SparseLinear):
+                yield layer.current_mask()
+            else:
+                yield nm_mask(layer.weight.detach())
+
+    def phase(self) -> str:
+        """Name of the current phase of training."""
+        return "sparse"
+
+    def metrics(self) -> dict[str, float | int | str]:
+        """Figures over all layers of the method, as of now.
+
+        flip_rate: share of mask bits that changed in the last measured optimizer step.
+        flip_rate_refresh: share that changed at the last measured choice of masks; the same
+            number for methods that choose in every step.
+        density: share of non-zeros in the weights in use. illegal_groups: groups of four along
+            the input dim with more than two non-zeros.
+        """
+        weights = [
+            m.sparse_weight if isinstance(m, SparseLinear) else m.weight.detach()
+            for m in self.layers.values()
+        ]
+        nonzeros = sum(int(torch.count_nonzero(w)) for w in weights)
+        return {
+            "flip_rate": self.flips_per_step,
+            "flip_rate_refresh": self.flips_per_refresh,
+            "density": nonzeros / max(1, sum(w.numel() for w in weights)),
+            "illegal_groups": sum(int(check24(w)) for w in weights),
+            "phase": self.phase(),
+        }
+
+    # ------------------------------------------------------------------ the end, and state
+
+    @torch.no_grad()
+    def finalize(self, model: nn.Module) -> nn.Module:
+        """Turn the converted layers back into plain `nn.Linear`, in place, zeros written out."""
+        for layer in self.sparse_layers.values():
+            layer.weight.copy_(layer.effective_weight())
+            for name in [n for n, _ in layer.named_buffers(recurse=False)]:
+                delattr(layer, name)
+            del layer.config
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        self.layers = {}
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is neither a parameter nor a buffer of the model; plain Python values."""
+        return {
+            "flips_per_step": self.flips_per_step,
+            "flips_per_refresh": self.flips_per_refresh,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.flips_per_step = state["flips_per_step"]
+        self.flips_per_refresh = state["flips_per_refresh"]
+
+
+def _layer_seed(seed: int, name: str, step: int) -> int:
+    """63-bit Philox seed of one layer in one optimizer step."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; choose one of {', '.join(map(str, choices))}")

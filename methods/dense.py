@@ -1,0 +1,26 @@
+"""Dense training: the baseline of every table.
+
+    GEMM   operand 1   operand 2   sparse
+    Y      X           W           none
+    dX     dY          W           none
+    dW     dY          X           none; flows to W
+
+Nothing is changed. The matched linears are those that a sparse method with the same globs would
+convert; on them the *virtual* flip rate is measured, that of the 2:4 masks which the weights
+would have (FST section 4.1).
+"""
+
+from __future__ import annotations
+
+from . import base
+
+
+class Config(base.Config):
+    """`include` and `exclude` choose the linears that are measured."""
+
+
+class Method(base.Method):
+    Config = Config
+
+    def phase(self) -> str:
+        return "dense"

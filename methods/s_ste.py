@@ -1,0 +1,150 @@
+"""S-STE: a continuous 2:4 projection, a frozen scale, MVUE on the output gradient, FP8.
+
+    GEMM   operand 1        operand 2             sparse operand, along        FP8 (paper)
+    Y      X                beta * S(W)           weight, 2:4 along `in`       e4m3 x e4m3
+    dX     dY               beta * S(W)           the same weight              e5m2 x e5m2
+    dW     MVUE(dY)         X                     dY, 2:4 along tokens         e5m2 x e5m2
+           flows to W as it is: not multiplied by beta, not masked
+
+S subtracts from each group of four its second smallest magnitude and clips at zero (S-STE
+section 4.1), so a weight enters and leaves the support continuously. beta = <W, S(W)> /
+<S(W), S(W)> is measured once, at conversion, and frozen (section 4.2): measured again during
+training it grows and the flip rate with it. There is no decay and no dense phase; the model ends
+2:4 sparse, as beta * S(W).
+
+The released code casts dY to fp16 before the backward products, whatever the precision of the
+run; here dY stays in the dtype of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common_kernels import fake_fp8, mvue24, soft_threshold24
+
+from . import base
+from .gemms import FP8, Fp8Formats
+
+BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
+
+# Random numbers of the weight's sample, apart from those of dY, which count up from 0.
+_WEIGHT_STREAM = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.Config):
+    """Options of S-STE; the defaults are the paper's without FP8.
+
+    beta: scale of the projection (Table 2): `none` (1), `keep_l1` (|W|_1 / |S(W)|_1), `mse`
+        (minimises |W - beta S(W)|^2, frozen at conversion), `mse_dynamic` (the same, measured in
+        every step).
+    gamma: the threshold lies between the second and third smallest magnitude, at this fraction of
+        the way (Table 1).
+    mvue: sample dY for dW: `exact` (minimum variance), `sequential` (the released code's design)
+        or `off`.
+    mvue_weight: sample the weight along `out` for dX, the arm that Table 3 warns of.
+    fp8: simulated FP8 products: `off`, `paper` (formats above) or `hybrid` (e5m2 for dY alone).
+    """
+
+    beta: str = "mse"
+    gamma: float = 0.0
+    mvue: str = "exact"
+    mvue_weight: bool = False
+    fp8: str = "off"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("beta", self.beta, BETA_RECIPES)
+        base.check_choice("mvue", self.mvue, ("exact", "sequential", "off"))
+        base.check_choice("fp8", self.fp8, tuple(FP8))
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"gamma={self.gamma}; it must lie in [0, 1]")
+
+
+def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
+    """beta for `weight` [out, in] and S(weight), a 0-dim fp32 tensor; 1 where S(weight) is 0."""
+    w, s = weight.float(), projected.float()
+    if recipe == "none":
+        return w.new_ones(())
+    if recipe == "keep_l1":
+        numerator, denominator = w.abs().sum(), s.abs().sum()
+    else:
+        numerator, denominator = (w * s).sum(), (s * s).sum()
+    return torch.where(denominator > 0, numerator / denominator, 1.0)
+
+
+class Linear(base.SparseLinear):
+    """State beyond the base class: `scale` (beta, fp32, saved); with FP8 or `mvue_weight` the
+    operands of the products, derived and not saved."""
+
+    config: Config
+    scale: Tensor
+    operand_forward: Tensor
+    operand_backward: Tensor
+
+    @property
+    def mvue(self) -> str | None:
+        return None if self.config.mvue == "off" else self.config.mvue
+
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        return FP8[self.config.fp8]
+
+    def setup(self, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(config, dtype)
+        weight = self.weight.detach()
+        projected = soft_threshold24(weight, config.gamma)
+        self.register_buffer("scale", projection_scale(weight, projected, config.beta))
+        own = torch.empty_like(self.sparse_weight, dtype=torch.float32 if self.fp8 else None)
+        if self.fp8:
+            self.register_buffer("operand_forward", own.clone(), persistent=False)
+        if self.fp8 or config.mvue_weight:
+            self.register_buffer("operand_backward", own.clone(), persistent=False)
+
+    def effective_weight(self) -> Tensor:
+        weight = self.weight.detach()
+        return (self.scale * soft_threshold24(weight, self.config.gamma)).to(weight.dtype)
+
+    def refresh(self) -> None:
+        weight = self.weight.detach()
+        projected = soft_threshold24(weight, self.config.gamma)
+        if self.config.beta == "mse_dynamic":
+            self.scale.copy_(projection_scale(weight, projected, self.config.beta))
+        sparse = self.scale * projected
+        self.sparse_weight.copy_(sparse)
+        if self.fp8:
+            self.operand_forward.copy_(fake_fp8(sparse.float(), self.fp8.forward))
+            self.operand_backward.copy_(fake_fp8(sparse.float(), self.fp8.backward))
+        elif self.config.mvue_weight:
+            self.operand_backward.copy_(sparse)
+
+    def sample_backward_operand(self) -> None:
+        """Draw dX's weight anew. Micro-batches share it: it belongs to the step."""
+        sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
+        if self.fp8:
+            sample = fake_fp8(sample.float(), self.fp8.backward)
+        self.operand_backward.copy_(sample)
+
+    def forward_operand(self) -> Tensor:
+        return self.operand_forward if self.fp8 else self.sparse_weight
+
+    def backward_operand(self) -> Tensor:
+        own = self.fp8 or self.config.mvue_weight
+        return self.operand_backward if own else self.sparse_weight
+
+
+class Method(base.Method):
+    Config = Config
+    Linear = Linear
+
+    @torch.no_grad()
+    def on_step_begin(self, step: int) -> None:
+        super().on_step_begin(step)
+        if self.config.mvue_weight:
+            for layer in self.layers.values():
+                assert isinstance(layer, Linear)
+                layer.sample_backward_operand()

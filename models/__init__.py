@@ -1,0 +1,1 @@
+"""Plain modules: no model here knows a training method."""

@@ -1,0 +1,286 @@
+"""GPT-2 (Radford et al., 2019), with the module names and the initialisation of nanoGPT.
+
+Shapes: B sequences, T tokens, C = n_embd channels, H = n_head heads, V = vocab_size, L = n_layer.
+
+The head is tied to the token embedding: `lm_head.weight is transformer.wte.weight`, one entry of
+`parameters()`, two names in `state_dict()`. Checkpoints of nanoGPT load with `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+SIZES: dict[str, dict[str, int]] = {
+    "nano": {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 2048, "block_size": 128},
+    "124M": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "774M": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "1558M": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a GPT-2. `vocab_size` 50304 is GPT-2's 50257 rounded up to a multiple of 64.
+
+    `gelu` is "erf" (exact) or "tanh" (the approximation of the released GPT-2 weights). `bias`
+    switches the biases of all linears and layer norms; the head and the embeddings have none.
+    """
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int = 50304
+    block_size: int = 1024
+    bias: bool = False
+    dropout: float = 0.0
+    gelu: str = "erf"
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
+                f"n_head={self.n_head}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.gelu not in ("erf", "tanh"):
+            raise ValueError(f"gelu must be 'erf' or 'tanh', got {self.gelu!r}")
+
+    @classmethod
+    def of_size(cls, size: str, **overrides: Any) -> GPTConfig:
+        """The published size (or `nano`, for the CPU); `overrides` are fields of this class."""
+        if size not in SIZES:
+            raise ValueError(f"unknown GPT-2 size {size!r}; choose from {', '.join(SIZES)}")
+        return cls(**{**SIZES[size], **overrides})
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, C/H]
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, T, C/H]
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """Feed-forward network, [B, T, C] -> [B, T, 4C] -> [B, T, C]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate="none" if config.gelu == "erf" else "tanh")
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and the final norm: token ids [B, T] -> hidden states [B, T, C]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.drop(self.wte(idx) + self.wpe(positions))
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    """GPT-2 language model."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """N(0, 0.02), zero biases; the 2L projections into the residual stream 0.02/sqrt(2L)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif parameter.dim() == 2:
+                parameter.normal_(std=0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
+
+        `targets` [B, T] are the ids to predict, already shifted by one; -1 is ignored. The loss is
+        the mean cross entropy in nats. A ValueError tells of a sequence longer than `block_size`.
+        """
+        if idx.shape[1] > self.config.block_size:
+            raise ValueError(
+                f"sequence of {idx.shape[1]} tokens is longer than the model's "
+                f"block_size={self.config.block_size}"
+            )
+        logits = self.lm_head(self.transformer(idx))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Scalar loss of `{"input": [B, T] int64, "target": [B, T] int64}`."""
+        _, loss = self(batch["input"], batch["target"])
+        return loss
+
+    def num_params(self) -> int:
+        """Number of parameters: the tied head counts once, position embeddings are included."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+
+# Hugging Face's GPT-2 stores these weights as [in, out] (its Conv1D), torch.nn.Linear as [out, in].
+_CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_GELU_FROM_HF = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layout of one side turned into the layout of the other; the names are the same."""
+    return {k: v.t().contiguous() if k.endswith(_CONV1D) else v for k, v in state.items()}
+
+
+@torch.no_grad()
+def from_hf(hf_model: GPT2LMHeadModel) -> GPT:
+    """Our GPT with a copy of the weights of transformers' `GPT2LMHeadModel`, in its dtype.
+
+    Raises a ValueError naming every setting of its config that this model does not have.
+    """
+    hf = hf_model.config
+    required = {
+        "model_type": "gpt2",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
+        "resid_pdrop": hf.embd_pdrop,  # one dropout rate for all places
+        "attn_pdrop": hf.embd_pdrop,
+    }
+    problems = [
+        f"{name}={getattr(hf, name)!r} (needs {value!r})"
+        for name, value in required.items()
+        if getattr(hf, name) != value
+    ]
+    if hf.n_inner not in (None, 4 * hf.n_embd):
+        problems.append(f"n_inner={hf.n_inner} (needs 4 * n_embd = {4 * hf.n_embd})")
+    if hf.activation_function not in _GELU_FROM_HF:
+        choices = ", ".join(_GELU_FROM_HF)
+        problems.append(f"activation_function={hf.activation_function!r} (needs one of {choices})")
+    if problems:
+        raise ValueError(f"this GPT-2 cannot be converted: {'; '.join(problems)}")
+    model = GPT(
+        GPTConfig(
+            n_layer=hf.n_layer,
+            n_head=hf.n_head,
+            n_embd=hf.n_embd,
+            vocab_size=hf.vocab_size,
+            block_size=hf.n_positions,
+            bias=True,
+            dropout=hf.embd_pdrop,
+            gelu=_GELU_FROM_HF[hf.activation_function],
+        )
+    ).to(hf_model.dtype)
+    model.load_state_dict(_transpose_conv1d(hf_model.state_dict()))
+    return model.train(hf_model.training)
+
+
+@torch.no_grad()
+def to_hf(model: GPT) -> GPT2LMHeadModel:
+    """transformers' `GPT2LMHeadModel` with a copy of our weights, in their dtype.
+
+    It has biases always: those that we lack are written as zeros. Its begin and end tokens are
+    unset, because the model does not know its tokenizer. Raises a ValueError when the model holds
+    tensors that GPT-2 does not have, as it does while a sparse method is attached.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    state = model.state_dict()
+    with torch.device("meta"):
+        expected = GPT(model.config).state_dict()
+    if extra := sorted(state.keys() ^ expected.keys()):
+        raise ValueError(
+            f"not a plain GPT-2 ({extra[0]} and {len(extra) - 1} more names differ); "
+            "call the method's finalize(model) first"
+        )
+    config = model.config
+    hf_model: Any = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.block_size,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            activation_function="gelu" if config.gelu == "erf" else "gelu_new",
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    hf_model.to(model.lm_head.weight.dtype)
+    biases = {k: torch.zeros_like(v) for k, v in hf_model.state_dict().items() if "bias" in k}
+    hf_model.load_state_dict({**biases, **_transpose_conv1d(state)})
+    return hf_model.train(model.training)

@@ -1,0 +1,1 @@
+"""Turns runs into "paper vs ours" tables; holds no training code."""

@@ -1,0 +1,325 @@
+"""From text in its real formats to token files, and the embedded corpus."""
+
+import gzip
+import hashlib
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import yaml
+
+from experiments import prepare_data
+from experiments.data import DataConfig, load_tokens
+from experiments.errors import UserError
+from experiments.prepare_data import prepare
+from experiments.tokenizer import END_OF_TEXT, gpt2_encoding, load_bpe, train_bpe
+from models.gpt2 import GPTConfig
+
+CONF = Path(prepare_data.__file__).parent / "conf"
+TEXTS = [f"document {i}: naïve café \U0001f600\n" for i in range(30)]
+
+
+def documents_of(corpus, split):
+    """The documents of a split, decoded one by one."""
+    tokens = corpus.tokens[split]
+    ends = np.flatnonzero(tokens == corpus.manifest["tokenizer"]["end_of_text"])
+    assert ends[-1] == len(tokens) - 1
+    pieces = np.split(tokens, ends[:-1] + 1)
+    return [corpus.encoding.decode(piece[:-1].tolist()) for piece in pieces]
+
+
+# ------------------------------------------------------------------------------ tokenizer
+
+
+def test_bpe_by_hand(tmp_path):
+    """`ab` is the most frequent pair, then `abc`; end-of-text is the last token."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe(["abc abc abc ab ab"], vocab_size=259), encoding="utf-8")
+    encoding = load_bpe(path)
+    assert encoding.n_vocab == 259
+    assert encoding.decode_single_token_bytes(256) == b"ab"
+    assert encoding.decode_single_token_bytes(257) == b" ab"
+    assert encoding.encode_single_token(END_OF_TEXT) == encoding.eot_token == 258
+    ids = encoding.encode_ordinary("ab ab b")
+    assert [encoding.decode_single_token_bytes(i) for i in ids] == [b"ab", b" ab", b" ", b"b"]
+
+
+def test_bpe_keeps_every_byte_and_every_text(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe(TEXTS, vocab_size=300), encoding="utf-8")
+    encoding = load_bpe(path)
+    singles = {encoding.decode_single_token_bytes(i) for i in range(256)}
+    assert singles == {bytes([i]) for i in range(256)}
+    text = "".join(map(chr, range(0x3000))) + f"\r\n\t  \u3042 \U0001f9ea {END_OF_TEXT} don't"
+    assert encoding.decode(encoding.encode_ordinary(text)) == text
+    assert encoding.eot_token not in encoding.encode_ordinary(text)
+
+
+def test_tiktoken_and_tokenizers_agree_on_a_trained_bpe(tmp_path):
+    from tokenizers import Tokenizer
+
+    source = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe([source], vocab_size=600), encoding="utf-8")
+    theirs = Tokenizer.from_file(str(path))
+    assert load_bpe(path).encode_ordinary(source) == theirs.encode(source).ids
+    assert theirs.token_to_id(END_OF_TEXT) == 599
+
+
+def test_bpe_training_is_deterministic():
+    assert train_bpe(TEXTS, vocab_size=350) == train_bpe(iter(TEXTS), vocab_size=350)
+
+
+def test_a_vocabulary_below_the_bytes_is_refused():
+    with pytest.raises(UserError, match="vocab_size=256 is too small"):
+        train_bpe(TEXTS, vocab_size=256)
+
+
+def test_gpt2_without_network_names_the_choices(tmp_path, monkeypatch):
+    import requests
+
+    def unreachable(*args, **kwargs):
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.setattr(requests, "get", unreachable)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
+    with pytest.raises(UserError, match=r"TIKTOKEN_CACHE_DIR .* data\.tokenizer=bpe"):
+        gpt2_encoding()
+    config = DataConfig("x", "stdlib", str(tmp_path / "data"))
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        prepare(config)
+    assert not (tmp_path / "data").exists()
+
+
+# ------------------------------------------------------------------------------ files
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The `datasets` library, offline, with its cache in the test's folder."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def byte_gpt2(monkeypatch):
+    """An encoding with GPT-2's size and end-of-text token, but with bytes as its only tokens."""
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=r"(?s).", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
+    )
+    monkeypatch.setattr(prepare_data, "gpt2_encoding", lambda: encoding)
+    return encoding
+
+
+def write_parquet(folder, texts):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    for i, part in enumerate((texts[:20], texts[20:])):
+        pq.write_table(pa.table({"text": part}), folder / f"train-{i:05d}-of-00002.parquet")
+
+
+def write_jsonl(folder, texts):
+    lines = [json.dumps({"text": text, "url": "x"}) for text in texts]
+    (folder / "c4-train.00000.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_jsonl_gz(folder, texts):
+    lines = [json.dumps({"text": text, "timestamp": "x"}) + "\n" for text in texts]
+    (folder / "shard.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+
+
+def write_txt(folder, texts):
+    (folder / "sub").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "sub" / f"{i:02d}.txt").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl, write_jsonl_gz, write_txt])
+def test_every_format_gives_the_same_documents(tmp_path, hub_cache, write):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=280)
+    assert prepare(config) == tmp_path / "data" / "mini-v280"
+    corpus = load_tokens(config, seed=0)
+    # nanoGPT's split: the first ceil(0.05%) of NumPy's permutation with seed 2357 is validation
+    order = np.random.default_rng(2357).permutation(30)
+    assert documents_of(corpus, "val") == [TEXTS[order[0]]]
+    assert documents_of(corpus, "train") == [TEXTS[i] for i in order[1:]]
+
+
+def test_the_validation_part_is_that_of_nanogpt(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    texts = [f"{i}" for i in range(4100)]
+    write_jsonl(folder, texts)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    prepare(config)
+    # 4100 * 0.0005 = 2.05, rounded up
+    val = np.random.default_rng(2357).permutation(4100)[:3]
+    expected = [token for i in val for token in (*str(i).encode(), 50256)]
+    found = np.fromfile(config.directory / "val.bin", dtype="<u2").tolist()
+    assert found == expected
+
+
+def test_the_manifest_describes_the_files(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    directory = prepare(config)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["tokenizer"]["kind"] == "gpt2"
+    assert manifest["tokenizer"]["vocab_size"] == 50257
+    total = sum(len(text.encode()) for text in TEXTS)
+    splits = manifest["splits"].values()
+    assert sum(s["text_bytes"] for s in splits) == total
+    assert sum(s["documents"] for s in splits) == 30
+    assert sum(s["tokens"] for s in splits) == total + 30  # bytes, and an end for each document
+    for split in splits:
+        content = (directory / split["file"]).read_bytes()
+        assert split["bytes"] == len(content) == 2 * split["tokens"]
+        assert split["sha256"] == hashlib.sha256(content).hexdigest()
+    assert manifest["source"]["path"] == str(folder)
+
+
+def test_a_prepared_corpus_is_kept_and_another_source_is_refused(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    root = str(tmp_path / "data")
+    path = prepare(DataConfig("mini", str(folder), root)) / "train.bin"
+    before = path.stat().st_mtime_ns
+    prepare(DataConfig("mini", str(folder), root))
+    assert path.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match=r"was prepared from .*source, not from elsewhere"):
+        prepare(DataConfig("mini", "elsewhere", root))
+
+
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, hub_cache, byte_gpt2, monkeypatch):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "file_record", interrupt)  # after train.bin was written
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config)
+    assert list((tmp_path / "data").iterdir()) == []
+    assert prepare(config).is_dir()
+
+
+def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, monkeypatch):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    write_splits = prepare_data._write_splits
+
+    def another_finishes_first(*args):
+        monkeypatch.setattr(prepare_data, "_write_splits", write_splits)
+        prepare(config)
+        (config.directory / "theirs").touch()
+        return write_splits(*args)
+
+    monkeypatch.setattr(prepare_data, "_write_splits", another_finishes_first)
+    assert (prepare(config) / "theirs").exists()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["mini-gpt2"]
+    load_tokens(config, seed=0)
+
+
+def test_a_folder_without_manifest_is_not_taken_for_a_corpus(tmp_path):
+    config = DataConfig("mini", "anything", str(tmp_path), "bpe", vocab_size=300)
+    config.directory.mkdir()
+    with pytest.raises(UserError, match=r"manifest\.json is missing; delete .*mini-v300"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "does not exist"),
+        ({}, "found: none"),
+        ({"a.csv": "x"}, "found: none"),
+        ({"a.txt": "x", "b.jsonl": '{"text": "x"}\n'}, "found: 1 text, 1 json"),
+        ({"a.jsonl": '{"body": "x"}\n'}, "data.text_column='text' .* has body"),
+        ({"a.jsonl": '{"text": "x"}\n'}, "holds 1 documents; two splits need at least 2"),
+    ],
+)
+def test_unusable_sources_are_refused(tmp_path, hub_cache, files, message):
+    folder = tmp_path / "source"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_unreachable_hub_names_the_way_out(tmp_path, hub_cache):
+    source = "hf://datasets/Skylion007/openwebtext/**/*.parquet"
+    with pytest.raises(UserError, match=r"could not read data\.source=hf://.*data\.source=FOLDER"):
+        prepare(DataConfig("openwebtext", source, str(tmp_path), "bpe", vocab_size=300))
+
+
+# ------------------------------------------------------------------------------ embedded corpus
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory):
+    options = yaml.safe_load((CONF / "data" / "stdlib.yaml").read_text())
+    return load_tokens(
+        DataConfig(**{**options, "root": str(tmp_path_factory.mktemp("data"))}), seed=0
+    )
+
+
+def test_stdlib_is_the_source_of_this_python(stdlib):
+    train, val = documents_of(stdlib, "train"), documents_of(stdlib, "val")
+    root = Path(sysconfig.get_path("stdlib"))
+    for name in ("ast.py", "json/decoder.py", "concurrent/futures/thread.py"):
+        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+        text = (root / name).read_bytes().decode()
+        assert (text in val, text in train) == (held_out, not held_out)
+    unit_test = (root / "test" / "__init__.py").read_bytes().decode()
+    assert unit_test not in train + val
+    # one file in 20: within 4 sigma of the binomial
+    total = len(train) + len(val)
+    assert total > 500
+    assert abs(len(val) - total / 20) < 4 * math.sqrt(total * 0.05 * 0.95)
+
+
+def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):
+    nano = yaml.safe_load((CONF / "model" / "gpt2_nano.yaml").read_text())
+    assert stdlib.vocab_size == nano["vocab_size"] == 2048
+    assert max(int(tokens.max()) for tokens in stdlib.tokens.values()) == 2047
+
+
+# ------------------------------------------------------------------------------ yaml files
+
+
+def test_openwebtext_is_prepared_with_the_vocabulary_of_gpt2():
+    config = DataConfig(**yaml.safe_load((CONF / "data" / "openwebtext.yaml").read_text()))
+    assert (config.tokenizer, config.vocab_size) == ("gpt2", 50257)
+    assert config.directory == Path("data/openwebtext-gpt2")
+
+
+@pytest.mark.parametrize("size", ["nano", "124M", "350M", "774M", "1558M"])
+def test_the_model_files_are_the_sizes(size):
+    path = CONF / "model" / f"gpt2_{size.lower()}.yaml"
+    options = yaml.safe_load(path.read_text())
+    assert options.pop("name") == "gpt2"
+    assert GPTConfig(**options) == GPTConfig.of_size(size)
