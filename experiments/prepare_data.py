@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.config import RunConfig, driver
 from experiments.data import EMBEDDED, SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError
 from experiments.tokenizer import gpt2_encoding, load_bpe, train_bpe
@@ -204,7 +205,7 @@ def _files(source: str, text_column: str) -> Source:
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
         table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
-    except OSError as error:
+    except Exception as error:  # of many libraries: network, file system, Parquet, JSON
         raise UserError(
             f"could not read data.source={source} ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}); pass data.source=FOLDER with .parquet, .jsonl or .txt "
@@ -254,3 +255,15 @@ def _data_files(source: str) -> tuple[str, list[str] | str]:
             f"found: {found}"
         )
     return next(iter(by_builder.items()))
+
+
+@driver("pretrain")
+def main(config: RunConfig) -> None:
+    directory = prepare(config.data)
+    splits = read_manifest(config.data)["splits"].items()
+    sizes = ", ".join(f"{record['tokens']:,} {split} tokens" for split, record in splits)
+    print(f"{directory}: {sizes}")
+
+
+if __name__ == "__main__":
+    main()

@@ -136,8 +136,9 @@ class SparseLinear(nn.Linear):
     def forward_operand(self) -> Tensor:
         return self.sparse_weight
 
-    def backward_operand(self) -> Tensor:
-        return self.sparse_weight
+    def backward_operand(self) -> Tensor | None:
+        """None: the forward operand."""
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -148,12 +149,13 @@ class SparseLinear(nn.Linear):
         if not torch.is_grad_enabled():
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.sparse_weight.to(x.dtype), bias)
-        operand_dtype = torch.float32 if self.fp8 else x.dtype
+        dtype = torch.float32 if self.fp8 else x.dtype
+        backward_operand = self.backward_operand()
         return sparse_linear(
             x,
             self.weight,
-            self.forward_operand().to(operand_dtype),
-            self.backward_operand().to(operand_dtype),
+            self.forward_operand().to(dtype),
+            None if backward_operand is None else backward_operand.to(dtype),
             self.bias,
             # A copy: the next micro-batch changes the key, this one's backward needs its own.
             self.key.clone(),

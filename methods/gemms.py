@@ -49,17 +49,25 @@ class _SparseLinear(torch.autograd.Function):
     def forward(ctx, x, weight, forward_operand, backward_operand, bias, key, mvue, fp8):
         ctx.mvue, ctx.fp8, ctx.weight_dtype = mvue, fp8, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        if backward_operand is None:
+            backward_operand = forward_operand
         if fp8 is None:
             ctx.save_for_backward(x, backward_operand, key)
             return F.linear(x, forward_operand, None if bias is None else bias.to(x.dtype))
-        x_forward = fake_fp8(x.float(), fp8.forward)
-        # With one format for both passes X is quantised once.
-        x_saved = x_forward if fp8.backward == fp8.forward else x
-        ctx.save_for_backward(x_saved, backward_operand, key)
-        return F.linear(x_forward, forward_operand, bias).to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            x_forward = fake_fp8(x.float(), fp8.forward)
+            # With one format for both passes X is quantised once.
+            x_saved = x_forward if fp8.backward == fp8.forward else x
+            ctx.save_for_backward(x_saved, backward_operand, key)
+            return F.linear(x_forward, forward_operand, bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad_y):
+        with torch.autocast(grad_y.device.type, enabled=False):
+            return _SparseLinear._backward(ctx, grad_y)
+
+    @staticmethod
+    def _backward(ctx, grad_y):
         x, backward_operand, key = ctx.saved_tensors
         fp8 = ctx.fp8
         dy = grad_y.reshape(-1, grad_y.shape[-1])
@@ -100,7 +108,7 @@ def sparse_linear(
     x: Tensor,
     weight: Tensor,
     forward_operand: Tensor,
-    backward_operand: Tensor,
+    backward_operand: Tensor | None,
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None = None,
@@ -110,7 +118,8 @@ def sparse_linear(
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        forward_operand, backward_operand: [out, in], in x's dtype (fp32 when `fp8` is set).
+        forward_operand, backward_operand: [out, in], in x's dtype (fp32 when `fp8` is set);
+            None for the latter means the former.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch).

@@ -132,9 +132,8 @@ class Linear(base.SparseLinear):
     def forward_operand(self) -> Tensor:
         return self.operand_forward if self.fp8 else self.sparse_weight
 
-    def backward_operand(self) -> Tensor:
-        own = self.fp8 or self.config.mvue_weight
-        return self.operand_backward if own else self.sparse_weight
+    def backward_operand(self) -> Tensor | None:
+        return self.operand_backward if self.fp8 or self.config.mvue_weight else None
 
 
 class Method(base.Method):

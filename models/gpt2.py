@@ -157,26 +157,25 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
 
-        `targets` [B, T] are the ids to predict, already shifted by one; -1 is ignored. The loss is
+        `target` [B, T] holds the ids to predict, already shifted by one; -1 is ignored. The loss is
         the mean cross entropy in nats. A ValueError tells of a sequence longer than `block_size`.
         """
-        if idx.shape[1] > self.config.block_size:
+        if input.shape[1] > self.config.block_size:
             raise ValueError(
-                f"sequence of {idx.shape[1]} tokens is longer than the model's "
+                f"sequence of {input.shape[1]} tokens is longer than the model's "
                 f"block_size={self.config.block_size}"
             )
-        logits = self.lm_head(self.transformer(idx))
-        if targets is None:
+        logits = self.lm_head(self.transformer(input))
+        if target is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Scalar loss of `{"input": [B, T] int64, "target": [B, T] int64}`."""
-        _, loss = self(batch["input"], batch["target"])
-        return loss
+        return self(**batch)[1]
 
     def num_params(self) -> int:
         """Number of parameters: the tied head counts once, position embeddings are included."""

@@ -181,7 +181,7 @@ def test_check_fits(corpus):
     check_fits(corpus, vocab_size=7000, block_size=999)
     with pytest.raises(UserError, match=r"7000 token ids, the model only 6999.*vocab_size to 7040"):
         check_fits(corpus, vocab_size=6999, block_size=999)
-    with pytest.raises(UserError, match="val split .* has 1000 tokens, a window needs 1001"):
+    with pytest.raises(UserError, match=r"val split .* has 1000 tokens, a window needs 1001"):
         check_fits(corpus, vocab_size=7000, block_size=1000)
 
 

@@ -13,7 +13,7 @@ import tiktoken
 import yaml
 
 from experiments import prepare_data
-from experiments.data import DataConfig, load_tokens
+from experiments.data import SPLITS, DataConfig, load_tokens
 from experiments.errors import UserError
 from experiments.prepare_data import prepare
 from experiments.tokenizer import END_OF_TEXT, gpt2_encoding, load_bpe, train_bpe
@@ -36,7 +36,7 @@ def documents_of(corpus, split):
 
 
 def test_bpe_by_hand(tmp_path):
-    """`ab` is the most frequent pair, then `abc`; end-of-text is the last token."""
+    """Words abc, " abc" twice, " ab" twice: pair ab counts 5, then " ab" 4; end-of-text is last."""
     path = tmp_path / "tokenizer.json"
     path.write_text(train_bpe(["abc abc abc ab ab"], vocab_size=259), encoding="utf-8")
     encoding = load_bpe(path)
@@ -104,8 +104,7 @@ def hub_cache(tmp_path, monkeypatch):
     """The `datasets` library, offline, with its cache in the test's folder."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -205,6 +204,17 @@ def test_a_prepared_corpus_is_kept_and_another_source_is_refused(tmp_path, hub_c
         prepare(DataConfig("mini", "elsewhere", root))
 
 
+def test_a_changed_tokenizer_is_refused(tmp_path, hub_cache):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=280)
+    path = prepare(config) / "tokenizer.json"
+    path.write_text(path.read_text().replace('"do"', '"od"'))
+    with pytest.raises(UserError, match=r"tokenizer\.json was changed"):
+        load_tokens(config, seed=0)
+
+
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, hub_cache, byte_gpt2, monkeypatch):
     folder = tmp_path / "source"
     folder.mkdir()
@@ -241,6 +251,19 @@ def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, mo
     load_tokens(config, seed=0)
 
 
+def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    monkeypatch.chdir(tmp_path)
+    command = ["prepare_data", "data=openwebtext", "data.source=source", "data.root=out"]
+    monkeypatch.setattr("sys.argv", command)
+    prepare_data.main()
+    size = len(TEXTS[np.random.default_rng(2357).permutation(30)[0]].encode()) + 1
+    assert f"{size} val tokens" in capsys.readouterr().out
+    assert Path("out/openwebtext-gpt2/manifest.json").is_file()
+
+
 def test_a_folder_without_manifest_is_not_taken_for_a_corpus(tmp_path):
     config = DataConfig("mini", "anything", str(tmp_path), "bpe", vocab_size=300)
     config.directory.mkdir()
@@ -256,6 +279,8 @@ def test_a_folder_without_manifest_is_not_taken_for_a_corpus(tmp_path):
         ({"a.csv": "x"}, "found: none"),
         ({"a.txt": "x", "b.jsonl": '{"text": "x"}\n'}, "found: 1 text, 1 json"),
         ({"a.jsonl": '{"body": "x"}\n'}, "data.text_column='text' .* has body"),
+        ({"a.jsonl": '{"text": "x'}, "could not read data.source=.* .DatasetGenerationError"),
+        ({"a.parquet": "PAR1"}, "could not read data.source=.* .ArrowInvalid"),
         ({"a.jsonl": '{"text": "x"}\n'}, "holds 1 documents; two splits need at least 2"),
     ],
 )
@@ -294,12 +319,35 @@ def test_stdlib_is_the_source_of_this_python(stdlib):
         held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
         text = (root / name).read_bytes().decode()
         assert (text in val, text in train) == (held_out, not held_out)
-    unit_test = (root / "test" / "__init__.py").read_bytes().decode()
-    assert unit_test not in train + val
     # one file in 20: within 4 sigma of the binomial
     total = len(train) + len(val)
-    assert total > 500
+    assert total > 300
     assert abs(len(val) - total / 20) < 4 * math.sqrt(total * 0.05 * 0.95)
+
+
+def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, monkeypatch):
+    names = [f"module{i}.py" for i in range(200)] + ["pkg/__init__.py", "pkg/latest.py"]
+    left_out = ["test/a.py", "pkg/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py"]
+    for name in [*names, *left_out, "notes.txt", "latin1.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\r\n", encoding="utf-8", newline="")
+    (tmp_path / "latin1.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+
+    source = prepare_data._stdlib()
+    assert source.description["undecodable_files"] == 1
+    found = {split: [text for texts in source.batches(split) for text in texts] for split in SPLITS}
+    held_out = [n for n in names if int(hashlib.sha256(n.encode()).hexdigest(), 16) % 20 == 0]
+    assert len(held_out) > 0
+    assert found["val"] == [f"# {name}\r\n" for name in sorted(held_out)]
+    assert found["train"] == [f"# {name}\r\n" for name in sorted(set(names) - set(held_out))]
+    assert source.documents == {split: len(texts) for split, texts in found.items()}
+
+
+def test_a_python_without_its_source_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="has no source files"):
+        prepare_data._stdlib()
 
 
 def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):

@@ -240,7 +240,8 @@ def test_a_config_that_we_do_not_carry_is_refused(overrides, message):
 def test_a_model_with_a_method_attached_is_refused():
     pytest.importorskip("transformers")
     model = GPT(tiny())
-    model.transformer.h[0].mlp.c_fc.register_buffer("mask", torch.ones(64, 16, dtype=torch.bool))
+    layer = model.get_submodule("transformer.h.0.mlp.c_fc")
+    layer.register_buffer("mask", torch.ones(64, 16, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"mlp\.c_fc\.mask .* finalize"):
         to_hf(model)
 

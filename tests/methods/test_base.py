@@ -1,0 +1,193 @@
+"""Conversion, protocol and bookkeeping shared by all methods."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import methods
+from methods import base, dense, s_ste, sr_ste, ste
+
+
+def mlp(width=8):
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {
+            "mlp": nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width)),
+            "head": nn.Linear(width, 4),
+        }
+    )
+
+
+def test_globs_choose_the_layers():
+    model = mlp()
+    report = ste.Method(ste.Config(include=["*"], exclude=["head", "mlp.2"])).convert(model)
+    assert report.names == ("mlp.0",)
+    assert report.sparse_parameters == 8 * 16
+    assert isinstance(model["mlp"][0], ste.Linear)
+    assert type(model["mlp"][2]) is type(model["head"]) is nn.Linear
+
+
+def test_nothing_matched_names_what_there_is():
+    with pytest.raises(ValueError, match=r"no linear matches include=\['encoder.*'\].*mlp\.0"):
+        ste.Method(ste.Config(include=["encoder.*"])).convert(mlp())
+
+
+def test_converting_twice_is_an_error():
+    model = mlp()
+    method = ste.Method(ste.Config())
+    method.convert(model)
+    with pytest.raises(ValueError, match="converted already"):
+        method.convert(model)
+    with pytest.raises(ValueError, match="converted already"):
+        s_ste.Method(s_ste.Config()).convert(model)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
+def test_dims_that_do_not_fit_leave_the_model_alone(shape):
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(*shape))})
+    with pytest.raises(ValueError, match=r"mlp\.1 has weight.*multiples of 4"):
+        ste.Method(ste.Config()).convert(model)
+    assert all(type(m) is nn.Linear for m in model["mlp"])
+
+
+def test_a_subclass_of_linear_is_not_swallowed():
+    model = nn.MultiheadAttention(8, 2)
+    with pytest.raises(ValueError, match="NonDynamicallyQuantizableLinear"):
+        ste.Method(ste.Config(include=["*"])).convert(model)
+
+
+def test_conversion_keeps_identity_hooks_flags_and_the_generator():
+    model = mlp().eval()
+    layer, weight = model["mlp"][0], model["mlp"][0].weight
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    state = torch.get_rng_state()
+    s_ste.Method(s_ste.Config()).convert(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model["mlp"][0] is layer and layer.weight is weight and not layer.training
+    layer(torch.randn(2, 8))
+    assert calls == [1]
+
+
+def test_a_root_linear_can_be_converted():
+    layer = nn.Linear(8, 8)
+    method = ste.Method(ste.Config(include=["*"]))
+    method.convert(layer)
+    assert isinstance(layer, ste.Linear)
+    method.finalize(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_build_errors_name_the_choices():
+    with pytest.raises(ValueError, match=r"no method 'sste'; choose one of .*s_ste"):
+        methods.build("sste")
+    with pytest.raises(ValueError, match=r"ste has no option alpha; it takes include"):
+        methods.build("ste", alpha=1.0)
+    with pytest.raises(ValueError, match=r"beta='max'; choose one of none, keep_l1"):
+        methods.build("s_ste", beta="max")
+    with pytest.raises(ValueError, match="list of globs"):
+        methods.build("ste", include="mlp")
+    assert {"dense", "ste", "sr_ste", "s_ste"} <= set(methods.available())
+    assert not {"base", "gemms"} & set(methods.available())
+
+
+# ---------------------------------------------------------------- flip rate
+
+
+def one_group(values):
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(values).expand(4, 4))
+    return layer
+
+
+def step_to(method, layer, values, step):
+    method.on_step_begin(step)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(values).expand(4, 4))
+    method.on_step_end(step)
+    return method.metrics()
+
+
+@pytest.mark.parametrize("module", [dense, ste, s_ste])
+def test_flip_rate_by_hand(module):
+    layer = one_group([4.0, 3.0, 2.0, 1.0])
+    method = module.Method(module.Config(include=["*"], measure_every=1))
+    method.convert(layer)
+    assert method.metrics()["flip_rate"] == 0.0  # the first masks changed nothing
+    assert step_to(method, layer, [4.0, 3.0, 2.5, 1.0], 0)["flip_rate"] == 0.0
+    # {0, 1} -> {0, 2}: two of four bits in every row.
+    assert step_to(method, layer, [4.0, 3.0, 3.5, 1.0], 1)["flip_rate"] == 0.5
+    assert step_to(method, layer, [1.0, 5.0, 1.5, 6.0], 2)["flip_rate"] == 1.0
+    assert step_to(method, layer, [1.0, 5.0, 1.5, 6.0], 3)["flip_rate"] == 0.0
+
+
+def test_flip_rate_per_step_and_per_refresh_differ_when_masks_are_kept():
+    layer = one_group([4.0, 3.0, 2.0, 1.0])
+    method = ste.Method(ste.Config(include=["*"]))
+    method.mask_period = 2
+    method.convert(layer)
+    first = step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 0)  # no choice is due after step 0
+    assert (first["flip_rate"], first["flip_rate_refresh"]) == (0.0, 0.0)
+    second = step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 1)
+    assert (second["flip_rate"], second["flip_rate_refresh"]) == (1.0, 1.0)
+    third = step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 2)
+    assert (third["flip_rate"], third["flip_rate_refresh"]) == (0.0, 1.0)
+
+
+def test_virtual_flip_rate_leaves_a_dense_model_untouched():
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    method = dense.Method(dense.Config(measure_every=1))
+    method.convert(model)
+    method.on_step_begin(0)
+    method.on_step_end(0)
+    method.metrics()
+    method.finalize(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_measuring_every_third_step():
+    layer = one_group([4.0, 3.0, 2.0, 1.0])
+    method = ste.Method(ste.Config(include=["*"], measure_every=3))
+    method.convert(layer)
+    assert step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 1)["flip_rate"] == 0.0  # not measured
+    assert step_to(method, layer, [4.0, 3.0, 2.0, 1.0], 3)["flip_rate"] == 1.0
+
+
+# ---------------------------------------------------------------- random keys
+
+
+def test_keys_differ_by_layer_step_seed_and_micro_batch():
+    def keys(seed, step, micro):
+        model = mlp()
+        method = s_ste.Method(s_ste.Config(seed=seed))
+        method.convert(model)
+        method.on_step_begin(step)
+        for _ in range(micro + 1):
+            method.open_micro_batch()
+        return [tuple(layer.key.tolist()) for layer in method.sparse_layers.values()]
+
+    everything = [
+        key for seed in (0, 1) for step in (0, 1) for micro in (0, 1)
+        for key in keys(seed, step, micro)
+    ]  # fmt: skip
+    assert len(set(everything)) == len(everything) == 16
+    assert keys(0, 5, 1) == keys(0, 5, 1)
+
+
+def test_a_method_without_effective_weight_says_so():
+    class Method(base.Method):
+        Linear = base.SparseLinear
+
+    with pytest.raises(NotImplementedError, match="SparseLinear"):
+        Method(base.Config()).convert(mlp())
+
+
+def test_sr_ste_is_exported_as_the_readme_says():
+    method = sr_ste.Method(sr_ste.Config(alpha=2e-4))
+    assert method.config.alpha == 2e-4

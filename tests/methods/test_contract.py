@@ -1,0 +1,255 @@
+"""What every method must satisfy; a new file in methods/ is tested here without being named.
+
+Options that need their own arm are listed in ARMS; a method that is not there runs with its
+defaults.
+"""
+
+import copy
+import io
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import methods
+from common_kernels import check24
+from models.gpt2 import GPT, GPTConfig
+
+STEPS, SEQUENCES, BLOCK = 6, 8, 16
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
+
+ARMS = {
+    "sr_ste": [{"alpha": 1e-2}, {"alpha": 1e-2, "decay_on": "weights"}],
+    "s_ste": [
+        {},
+        {"fp8": "paper"},
+        {"fp8": "hybrid", "mvue": "sequential"},
+        {"beta": "mse_dynamic"},
+        {"mvue_weight": True},
+    ],
+}
+CASES = [
+    pytest.param(name, options, id="-".join([name, *map(str, options.values())]))
+    for name in methods.available()
+    for options in ARMS.get(name, [{}])
+]
+every_method = pytest.mark.parametrize(("name", "options"), CASES)
+
+
+class Run:
+    """A model, its method and its optimizer, trained on batches that follow from the step."""
+
+    def __init__(self, name, options, seed=0):
+        torch.manual_seed(seed)
+        self.model = GPT(TINY)
+        self.method = methods.build(name, total_steps=STEPS, measure_every=1, **options)
+        self.report = self.method.convert(self.model)
+        groups = self.model.param_groups(0.1)
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+    def step(self, step, parts=1, runner=None, share=slice(None)):
+        self.method.on_step_begin(step)
+        losses = []
+        for micro in batch(step).chunk(parts):
+            micro = micro[share]
+            loss = self.method.loss(
+                self.model if runner is None else runner, {"input": micro[:, :-1], "target": micro[:, 1:]}
+            )
+            (loss / parts).backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.method.on_gradients(step, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.method.on_step_end(step)
+        return sum(losses) / parts
+
+    def state(self):
+        buffer = io.BytesIO()
+        parts = self.model, self.method, self.optimizer
+        torch.save([part.state_dict() for part in parts], buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+    def load(self, state):
+        for part, saved in zip((self.model, self.method, self.optimizer), state, strict=True):
+            part.load_state_dict(saved)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, TINY.vocab_size, (SEQUENCES, BLOCK + 1), generator=generator)
+
+
+@every_method
+def test_resume_is_exact_at_every_step(name, options):
+    run = Run(name, options)
+    states, losses, metrics = [], [], []
+    for step in range(STEPS):
+        states.append(run.state())
+        losses.append(run.step(step))
+        metrics.append(run.method.metrics())
+    for start in range(1, STEPS):
+        resumed = Run(name, options, seed=99)
+        resumed.load(states[start])
+        for step in range(start, STEPS):
+            assert resumed.step(step) == losses[step]
+            assert resumed.method.metrics() == metrics[step]
+
+
+@every_method
+def test_accumulation_equals_one_big_batch(name, options):
+    """With MVUE on, too: its random bits belong to the tokens, not to the micro-batch."""
+    name, options = _without_fp8(name, options)
+    whole, cut = Run(name, options), Run(name, options)
+    for step in range(STEPS):
+        # fp32 sums in another order; Adam's division amplifies it a little every step.
+        assert cut.step(step, parts=4) == pytest.approx(whole.step(step), abs=1e-5)
+
+
+@every_method
+def test_the_end_has_plain_linears_and_legal_groups(name, options):
+    run = Run(name, options)
+    for step in range(STEPS):
+        run.step(step)
+    names = run.report.names
+    phase = run.method.phase()
+    run.method.finalize(run.model)
+    assert all(type(run.model.get_submodule(n)) is nn.Linear for n in names)
+    assert run.model.state_dict().keys() == GPT(TINY).state_dict().keys()
+    if phase != "dense":
+        assert sum(int(check24(run.model.get_submodule(n).weight)) for n in names) == 0
+        nonzeros = [run.model.get_submodule(n).weight.count_nonzero() for n in names]
+        assert 0 < sum(map(int, nonzeros)) <= run.report.sparse_parameters / 2
+
+
+@every_method
+def test_evaluation_agrees_with_the_finalized_model(name, options):
+    run = Run(name, options)
+    run.step(0)
+    idx = batch(1)[:, :-1]
+    with torch.no_grad():
+        before, _ = run.model(idx)
+        after, _ = run.method.finalize(run.model)(idx)
+    assert torch.equal(before, after)
+
+
+@every_method
+def test_layers_that_do_not_match_are_as_in_a_dense_model(name, options):
+    run, reference = Run(name, options), GPT(TINY)
+    converted = {f"{n}.weight" for n in run.report.names}
+    types = {n: type(m) for n, m in reference.named_modules()}
+    for module_name, module in run.model.named_modules():
+        if module_name not in run.report.names:
+            assert type(module) is types[module_name]
+    assert {n for n in converted if "mlp" not in n} == set()
+    assert len(converted) == 2 * TINY.n_layer
+
+
+@every_method
+def test_every_parameter_moves_in_the_first_step(name, options):
+    run = Run(name, options)
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    run.step(0)
+    assert [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])] == []
+
+
+@every_method
+def test_deepcopy_is_independent_and_continues_equally(name, options):
+    run = Run(name, options)
+    run.step(0)
+    twin = copy.deepcopy(run)
+    loss = run.step(1)
+    assert twin.step(1) == loss
+    pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
+    assert all(a is not b and torch.equal(a, b) for a, b in pairs)
+
+
+@every_method
+def test_compile_without_a_graph_break_changes_no_bit(name, options):
+    torch._dynamo.reset()
+    run, compiled = Run(name, options), Run(name, options)
+    runner = torch.compile(compiled.model, fullgraph=True, backend="aot_eager")
+    for step in range(2):
+        assert compiled.step(step, runner=runner) == run.step(step)
+    torch._dynamo.reset()
+
+
+@every_method
+def test_gradients_do_not_depend_on_activation_checkpointing(name, options):
+    """The forward pass then runs twice per micro-batch; random bits and masks must not notice."""
+    from torch.utils.checkpoint import checkpoint
+
+    plain, checkpointed = Run(name, options), Run(name, options)
+    for block in checkpointed.model.transformer.h:
+        forward = block.forward
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+    for step in range(2):
+        assert checkpointed.step(step) == plain.step(step)
+    for a, b in zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_method
+def test_operands_cast_once_per_step_equal_operands_cast_at_every_use(name, options):
+    """`convert(dtype=...)` changes the speed under autocast and nothing else."""
+    losses = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = GPT(TINY)
+        method = methods.build(name, total_steps=STEPS, **options)
+        method.convert(model, dtype=dtype)
+        method.on_step_begin(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = method.loss(model, {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]})
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def _two_ranks(rank, port, queue):
+    """Losses of every case, trained by two processes on half of each batch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    half = SEQUENCES // 2
+    share = slice(rank * half, (rank + 1) * half)
+    results = {}
+    for case in CASES:
+        run = Run(*_without_fp8(*case.values))
+        runner = DistributedDataParallel(run.model, broadcast_buffers=False)
+        losses = [run.step(step, runner=runner, share=share) for step in range(STEPS)]
+        gathered = [None, None]
+        dist.all_gather_object(gathered, losses)
+        results[case.id] = [sum(pair) / 2 for pair in zip(*gathered, strict=True)]
+    if rank == 0:
+        queue.put(results)
+    dist.destroy_process_group()
+
+
+def _without_fp8(name, options):
+    """FP8 scales by the largest value of a micro-batch, which depends on where it is cut."""
+    return name, {k: v for k, v in options.items() if k != "fp8"}
+
+
+@pytest.fixture(scope="module")
+def losses_of_two_ranks():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_two_ranks, (port, queue), nprocs=2)
+    return queue.get()
+
+
+@every_method
+def test_two_ranks_equal_one(name, options, losses_of_two_ranks, request):
+    """MVUE included: rank r samples with the numbers of its own tokens in the global batch."""
+    single = Run(*_without_fp8(name, options))
+    expected = [single.step(step) for step in range(STEPS)]
+    case = request.node.callspec.id
+    assert losses_of_two_ranks[case] == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,157 @@
+"""S-STE: the scale beta, the operands, the options of the paper's tables."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from common_kernels import soft_threshold24
+from methods import s_ste
+from models.gpt2 import GPT, GPTConfig
+
+
+def converted(out=32, inputs=64, weight=None, **options):
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, out, bias=False)
+    if weight is not None:
+        layer.weight.data = weight
+    method = s_ste.Method(s_ste.Config(include=["*"], **options))
+    method.convert(layer)
+    return layer, method
+
+
+@pytest.mark.parametrize("std", [1e-3, 0.02, 1.0])
+def test_beta_of_gaussian_weights(std):
+    """1.484 whatever the scale, and 25.8 % of the energy is left out."""
+    generator = torch.Generator().manual_seed(1)
+    weight = std * torch.randn(768, 3072, generator=generator)
+    layer, _ = converted(weight=weight)
+    assert layer.scale.dtype == torch.float32
+    assert float(layer.scale) == pytest.approx(1.484, abs=0.005)
+    residual = (weight - layer.effective_weight()).square().sum() / weight.square().sum()
+    assert float(residual) == pytest.approx(0.258, abs=0.003)
+
+
+def test_beta_is_the_least_squares_scale():
+    layer, _ = converted()
+    weight = layer.weight.detach()
+    projected = soft_threshold24(weight)
+    inner = ((weight - layer.scale * projected) * projected).sum()
+    assert abs(float(inner)) <= 1e-6 * float(weight.square().sum())
+    assert float(layer.scale) >= 1.0
+    scaled, _ = converted(weight=8.0 * weight)
+    assert torch.equal(scaled.scale, layer.scale)
+
+
+def test_keep_l1_beta_of_gaussian_weights():
+    generator = torch.Generator().manual_seed(1)
+    layer, _ = converted(weight=torch.randn(512, 1024, generator=generator), beta="keep_l1")
+    assert float(layer.scale) == pytest.approx(2.515, abs=0.02)
+    weight = layer.weight.detach()
+    kept = layer.effective_weight().abs().sum()
+    torch.testing.assert_close(kept, weight.abs().sum(), rtol=1e-5, atol=0)
+
+
+def train(layer, method, steps=5):
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(steps):
+        method.on_step_begin(step)
+        method.open_micro_batch()
+        layer(torch.randn(16, layer.in_features, generator=generator)).square().mean().backward()
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+
+
+@pytest.mark.parametrize("recipe", ["none", "keep_l1", "mse", "mse_dynamic"])
+def test_beta_is_frozen_except_in_the_dynamic_recipe(recipe):
+    layer, method = converted(beta=recipe)
+    before = layer.scale.clone()
+    train(layer, method)
+    if recipe == "mse_dynamic":
+        weight = layer.weight.detach()
+        expected = s_ste.projection_scale(weight, soft_threshold24(weight), "mse")
+        assert torch.equal(layer.scale, expected)
+        assert not torch.equal(layer.scale, before)
+    else:
+        assert torch.equal(layer.scale, before)
+    if recipe == "none":
+        assert float(layer.scale) == 1.0
+
+
+def test_beta_survives_save_and_load():
+    layer, method = converted()
+    train(layer, method)
+    other, _ = converted(weight=torch.randn(32, 64))
+    assert not torch.equal(other.scale, layer.scale)
+    other.load_state_dict(copy.deepcopy(layer.state_dict()))
+    assert torch.equal(other.scale, layer.scale)
+    assert torch.equal(other.sparse_weight, layer.sparse_weight)  # derived again at loading
+
+
+def test_beta_is_measured_after_the_residual_scaled_initialisation():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=32, block_size=8))
+    s_ste.Method(s_ste.Config()).convert(model)
+    projection = model.transformer.h[0].mlp.c_proj
+    assert float(projection.weight.detach().std()) == pytest.approx(0.01, rel=0.05)  # 0.02 / sqrt(2 L)
+    weight = projection.weight.detach()
+    expected = s_ste.projection_scale(weight, soft_threshold24(weight), "mse")
+    assert torch.equal(projection.scale, expected)
+
+
+def test_all_zero_weights_give_a_finite_scale():
+    layer, _ = converted(weight=torch.zeros(4, 8))
+    assert float(layer.scale) == 1.0
+    assert torch.equal(layer.effective_weight(), torch.zeros(4, 8))
+
+
+def test_gamma_moves_the_threshold():
+    weight = torch.tensor([[4.0, -3.0, 2.0, 1.0]]).repeat(4, 1)
+    # Second smallest 2, third smallest 3: thresholds 2, 2.5 and 3.
+    for gamma, expected in ((0.0, [2.0, -1.0]), (0.5, [1.5, -0.5]), (1.0, [1.0, 0.0])):
+        layer, _ = converted(weight=weight.clone(), gamma=gamma, beta="none")
+        assert layer.effective_weight()[0].tolist() == [*expected, 0.0, 0.0]
+
+
+def test_mvue_on_the_weight_is_unbiased_and_leaves_the_forward_alone():
+    layer, method = converted(out=8, inputs=8, mvue_weight=True)
+    sparse = layer.effective_weight()
+    draws = []
+    for step in range(4000):
+        method.on_step_begin(step)
+        assert torch.equal(layer.forward_operand(), sparse)
+        draws.append(layer.backward_operand().double().clone())
+    draws = torch.stack(draws)
+    assert ((draws.reshape(-1, 2, 4, 8) != 0).sum(2) <= 2).all()  # 2:4 along `out`
+    sigma = draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - sparse).abs() <= 5 * sigma + 1e-6).all()
+    assert sigma.max() > 0
+
+
+def test_fp8_is_for_training_the_evaluated_weights_are_not_quantised():
+    layer, _ = converted(fp8="paper")
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        evaluated = layer(x)
+    assert torch.equal(evaluated, nn.functional.linear(x, layer.effective_weight()))
+    assert not torch.equal(layer(x).detach(), evaluated)
+
+
+def test_fp8_under_bf16_autocast_quantises_in_fp32():
+    layer, _ = converted(fp8="hybrid")
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    reference = layer(x.bfloat16().float())
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, reference.bfloat16())
+
+
+@pytest.mark.parametrize("options", [{"gamma": 1.5}, {"fp8": "e3m4"}, {"mvue": "yes"}])
+def test_bad_options(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        s_ste.Config(**options)

@@ -1,0 +1,109 @@
+"""Masked decay: where it acts, what it passes through."""
+
+import pytest
+import torch
+from torch import nn
+
+from methods import sr_ste
+
+
+def converted(values, **options):
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(values).expand(4, 4))
+    method = sr_ste.Method(sr_ste.Config(include=["*"], **options))
+    method.convert(layer)
+    return layer, method
+
+
+def test_decay_by_hand():
+    layer, method = converted([4.0, 1.0, 3.0, 2.0], alpha=0.03)  # keeps 4 and 3
+    layer.weight.grad = torch.ones(4, 4)
+    method.on_gradients(0)
+    expected = torch.tensor([1.0, 1.03, 1.0, 1.06]).expand(4, 4)
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=0, atol=1e-7)
+
+
+def test_alpha_zero_changes_no_bit():
+    layer, method = converted([4.0, 1.0, 3.0, 2.0], alpha=0.0)
+    layer.weight.grad = torch.randn(4, 4)
+    before = layer.weight.grad.clone()
+    method.on_gradients(0)
+    assert torch.equal(layer.weight.grad, before)
+
+
+def run_adam(decay_on, alpha, steps=20, lr=1e-3, weight_decay=0.0):
+    """Training with a task gradient of exactly zero; returns the change of each weight."""
+    layer, method = converted([4.0, 1.0, 3.0, 2.0], alpha=alpha, decay_on=decay_on)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=lr, eps=1e-12, weight_decay=weight_decay)
+    before = layer.weight.detach().clone()
+    for step in range(steps):
+        method.on_step_begin(step)
+        layer.weight.grad = torch.zeros(4, 4)
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        method.on_step_end(step)
+    return (layer.weight.detach() - before)[0]
+
+
+def test_on_gradients_passes_through_adam():
+    """Pruned weights move by lr per step whatever alpha is; kept ones by weight decay alone."""
+    for alpha in (1e-4, 1e-2):
+        change = run_adam("gradients", alpha)
+        torch.testing.assert_close(change[[1, 3]], torch.full((2,), -20e-3), rtol=2e-2, atol=0)
+        assert torch.equal(change[[0, 2]], torch.zeros(2))
+    decayed = run_adam("gradients", 1e-4, weight_decay=0.1)
+    expected = torch.tensor([4.0, 3.0]) * ((1 - 1e-4) ** 20 - 1)
+    torch.testing.assert_close(decayed[[0, 2]], expected, rtol=1e-3, atol=0)
+
+
+def test_on_weights_is_proportional_to_alpha_and_weight():
+    change = run_adam("weights", 1e-2)
+    expected = torch.tensor([1.0, 2.0]) * ((1 - 1e-3 * 1e-2) ** 20 - 1)
+    torch.testing.assert_close(change[[1, 3]], expected, rtol=2e-3, atol=1e-6)
+    assert torch.equal(change[[0, 2]], torch.zeros(2))
+
+
+def test_decay_shrinks_pruned_weights_and_leaves_kept_ones_alone():
+    """An integer mask would make `~mask` -1 or -2 and move every weight; ours is boolean."""
+    layer, _ = converted([1.0, 1.0, 1.0, 1.0])
+    assert layer.mask.dtype == torch.bool
+    change = run_adam("gradients", 0.1, steps=1, lr=0.1)
+    torch.testing.assert_close(change, torch.tensor([0.0, -0.1, 0.0, -0.1]), rtol=1e-5, atol=0)
+
+
+def test_on_weights_needs_the_optimizer():
+    layer, method = converted([4.0, 1.0, 3.0, 2.0], decay_on="weights")
+    with pytest.raises(ValueError, match=r"on_gradients\(step, optimizer\)"):
+        method.on_gradients(0)
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ValueError, match="does not hold the weights"):
+        method.on_gradients(0, stranger)
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_loss_scale_does_not_change_the_update(clip):
+    """Decay is added after unscaling and clipping, so a loss scale of 2^16 changes nothing."""
+
+    def update(scale):
+        torch.manual_seed(0)
+        layer, method = converted([4.0, 1.0, 3.0, 2.0], alpha=0.1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        method.on_step_begin(0)
+        x = torch.randn(8, 4)
+        (layer(x).square().mean() * scale).backward()
+        layer.weight.grad /= scale
+        if clip:
+            nn.utils.clip_grad_norm_(layer.parameters(), clip)
+        method.on_gradients(0, optimizer)
+        optimizer.step()
+        return layer.weight.detach()
+
+    torch.testing.assert_close(update(1.0), update(2.0**16), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{"alpha": -1.0}, {"decay_on": "momentum"}])
+def test_bad_options(options):
+    with pytest.raises(ValueError, match="alpha=-1.0|decay_on='momentum'"):
+        sr_ste.Config(**options)
