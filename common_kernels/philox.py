@@ -10,10 +10,10 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-def philox4x32(
-    seed: int | torch.Tensor, counter: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def philox4x32(seed: int | torch.Tensor, counter: torch.Tensor) -> Words:
     """Four random words for each counter.
 
     Args:
@@ -27,14 +27,16 @@ def philox4x32(
     return rounds(seed, (counter & WORD, (counter >> 32) & WORD, zero, zero))
 
 
-def rounds(seed, words):
-    """The ten rounds on four counter words, each an int64 tensor with entries in [0, 2^32)."""
-    c0, c1, c2, c3 = words
+def rounds(seed: int | torch.Tensor, counter: Words) -> Words:
+    """The ten rounds, for a counter of four words, int64 tensors with entries in [0, 2^32)."""
+    c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
-        # The product wraps as an unsigned 64-bit number does; masking undoes the sign of the shift.
+        # The products wrap as unsigned 64-bit numbers do. Their low words may carry the high ones along until the
+        # last mask, for only the low 32 bits of an exclusive or are used.
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c2 = ((right >> 32) & WORD) ^ c1 ^ k0, ((left >> 32) & WORD) ^ c3 ^ k1
-        c1, c3 = right & WORD, left & WORD
+        c0 = ((right >> 32) ^ c1 ^ k0) & WORD
+        c2 = ((left >> 32) ^ c3 ^ k1) & WORD
+        c1, c3 = right, left
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0, c1, c2, c3
+    return c0, c1 & WORD, c2, c3 & WORD

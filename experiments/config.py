@@ -18,7 +18,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class TrainConfig:
     eval_sequences: int = 64
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # omegaconf makes a list of it
         for name in ("steps", "batch_size", "log_every", "eval_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
@@ -81,6 +83,7 @@ class ImplConfig:
     loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "loggers", tuple(self.loggers))
         for name, choices in {
             "device": ("auto", "cpu", "cuda"),
             "dtype": ("fp32", "bf16", "fp16"),
@@ -162,6 +165,7 @@ def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> R
 def freeze(composed: Any) -> RunConfig:
     """The typed form of a composed `DictConfig`."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     groups = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(groups, dict)
@@ -173,7 +177,11 @@ def freeze(composed: Any) -> RunConfig:
             raise UserError(
                 f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
             )
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        try:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{group}.{error.full_key}: {reason}") from error
 
     method, model = dict(groups["method"]), dict(groups["model"])
     method_name, model_name = str(method.pop("name")), str(model.pop("name"))
@@ -181,6 +189,7 @@ def freeze(composed: Any) -> RunConfig:
         choices = ", ".join(methods.available())
         raise UserError(f"no method {method_name!r}; choose one of {choices}")
     schema = importlib.import_module(f"methods.{method_name}").Config
+    train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
     return RunConfig(
         seed=int(groups["seed"]),
         tier=str(groups["tier"]),
@@ -190,28 +199,30 @@ def freeze(composed: Any) -> RunConfig:
         data=typed(DataConfig, "data", groups["data"]),
         method=method_name,
         method_options=typed(schema, "method", method),
-        train=typed(TrainConfig, "train", groups["train"]),
+        train=train,
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )
 
 
-class one_line_errors:  # noqa: N801  (used as a statement)
-    """Turn hydra's and omegaconf's errors, and a dataclass's ValueError, into a `UserError`."""
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
-    def __enter__(self) -> None:
-        pass
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        parts = [str(error)]
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            parts.append(str(error.__cause__))
+        lines = [line.strip() for line in "\n".join(parts).splitlines()]
+        kept = [x for x in dict.fromkeys(lines) if x and not x.startswith(_NOISE)]
+        raise UserError("; ".join(kept)) from error
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        from hydra.errors import HydraException
-        from omegaconf.errors import OmegaConfBaseException
 
-        if isinstance(error, HydraException | OmegaConfBaseException | ValueError):
-            cause: BaseException = error
-            while isinstance(cause.__cause__, HydraException | OmegaConfBaseException):
-                cause = cause.__cause__
-            lines = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
-            kept = [x for x in dict.fromkeys(lines) if not x.startswith(("full_key", "object_type"))]
-            raise UserError("; ".join(kept)) from error
+# Lines of hydra's messages that tell a user nothing.
+_NOISE = ("full_key", "object_type", "Config search path", "provider=", "_common")
 
 
 def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
@@ -222,19 +233,31 @@ def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable
         def command() -> None:
             import hydra
 
+            def task(composed: Any) -> None:
+                with exit_with_one_line(), one_line_errors():
+                    main(freeze(composed))
+
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            run = hydra.main(
-                config_path="pkg://experiments.conf", config_name=config_name, version_base="1.3"
-            )(lambda composed: main(freeze(composed)))
-            try:
-                with one_line_errors():
-                    run()
-            except UserError as error:
-                sys.exit(f"error: {' '.join(str(error).split())}")
-            except KeyboardInterrupt:
-                sys.exit("interrupted; start the same command again to go on")
+            with exit_with_one_line(), one_line_errors():
+                hydra.main(
+                    config_path="pkg://experiments.conf",
+                    config_name=config_name,
+                    version_base="1.3",
+                )(task)()
 
         return command
 
     return decorate
+
+
+@contextmanager
+def exit_with_one_line() -> Iterator[None]:
+    """End the process with one line on a `UserError` (status 1) or an interrupt (status 130)."""
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)

@@ -26,6 +26,15 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 runs the body before the others: it prepares what they then find."""
+        if self.size > 1 and not self.is_main:
+            dist.barrier()
+        yield
+        if self.size > 1 and self.is_main:
+            dist.barrier()
+
     def mean(self, value: Tensor) -> Tensor:
         """Average of a tensor over the ranks; every rank must call it."""
         if self.size > 1:

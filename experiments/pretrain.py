@@ -59,7 +59,8 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 report(f"done already: {config.directory()}")
             return done
         micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
-        corpus = load_tokens(config.data, config.seed)
+        with here.main_first():
+            corpus = load_tokens(config.data, config.seed)
         check_fits(corpus, config.model.vocab_size, config.model.block_size)
         try:
             backend.resolve(here.device)

@@ -173,10 +173,6 @@ class GPT(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Scalar loss of `{"input": [B, T] int64, "target": [B, T] int64}`."""
-        return self(**batch)[1]
-
     def num_params(self) -> int:
         """Number of parameters: the tied head counts once, position embeddings are included."""
         return sum(parameter.numel() for parameter in self.parameters())

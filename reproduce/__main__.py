@@ -86,7 +86,10 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         draw(done, f"{table.title} ({tier})", stem.with_name(f"{stem.name}.png"))
     rendered.print()
     print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if done else ""))
-    return len(done) == len(jobs)
+    missing = [str(job) for job in jobs if job not in [run.job for run in done]]
+    if missing:
+        print(f"missing: {'; '.join(missing)}", file=sys.stderr)
+    return not missing
 
 
 def list_tables(tables: list[Table], runs: Path) -> None:

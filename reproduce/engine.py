@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,12 @@ def plan(table: Table, tier: str, runs: Path) -> list[Job]:
     jobs = []
     for row in table.rows:
         for seed in chosen.seeds:
-            own = [f"tier={tier}", f"seed={seed}", f"runs={runs}"]
+            own = [f"tier={tier}", f"seed={seed}"]
             try:
                 config = load([*chosen.overrides, *row.overrides, *own])
             except UserError as error:
                 raise UserError(f"{table.name}, tier {tier}, {row.label}: {error}") from error
-            jobs.append(Job(row.label, seed, config))
+            jobs.append(Job(row.label, seed, replace(config, runs=runs)))
     return jobs
 
 

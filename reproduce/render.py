@@ -46,6 +46,7 @@ class Rendered:
     def print(self) -> None:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table as RichTable
 
         # Into a file or a pipe without line breaks inside cells, whatever the terminal's width.
@@ -55,37 +56,57 @@ class Rendered:
             console.print(f"- {line}", markup=False)
         table = RichTable(box=SIMPLE_HEAD)
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", overflow="fold")
+            words = number == 0 or column == "method"
+            table.add_column(column, justify="left" if words else "right", overflow="fold")
         for row in self.cells:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         console.print(table)
 
 
 def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
-    """The table of a tier from the runs that there are; what is missing says so."""
+    """The table of a tier from the runs that there are; what is missing says so.
+
+    A paper's table has one row per metric and method, ours beside the published value; a table of
+    our own has one row per method, the metrics side by side.
+    """
     seeds = table.tiers[tier].seeds
     by_label = {row.label: [r for r in runs if r.job.label == row.label] for row in table.rows}
     baseline = by_label[table.rows[0].label]
-    columns = ["method"]
-    for column in table.columns:
-        n = f" (n={len(seeds)})" if column.show == "mean_std" and column.value else ""
-        if column.published:
-            columns += [f"{column.label}: {part}" for part in ("paper", f"ours{n}", "difference")]
-        else:
-            columns.append(column.label + n)
+    ours = {
+        (row.label, column.label): _ours(column, by_label[row.label], baseline, len(seeds))
+        for row in table.rows
+        for column in table.columns
+    }
+    paper = {
+        (row.label, column.label): _paper(table, tier, row, column, ours[row.label, column.label])
+        for row in table.rows
+        for column in table.columns
+        if column.published
+    }
     if table.paper:
-        columns.append("tier")
-    cells, summary = [], []
+        no_paper = (Cell("-"), Cell("-"))
+        columns = ["metric", "method", "paper", f"ours (n={len(seeds)})", "difference", "tier"]
+        cells = []
+        for column in table.columns:
+            for row in table.rows:
+                key = (row.label, column.label)
+                published, difference = paper.get(key, no_paper)
+                cells.append(
+                    [key[1], key[0], published.text, ours[key].text, difference.text, tier]
+                )
+    else:
+        columns = ["method", *(_heading(column, len(seeds)) for column in table.columns)]
+        cells = [
+            [row.label, *(ours[row.label, column.label].text for column in table.columns)]
+            for row in table.rows
+        ]
+    summary = []
     for row in table.rows:
-        texts: list[str] = [row.label]
         numbers: Numbers = {"method": row.label, "tier": tier}
         for column in table.columns:
-            own = _ours(column, by_label[row.label], baseline, len(seeds))
-            parts = _beside_paper(table, tier, row, column, own) if column.published else [own]
-            texts += [part.text for part in parts]
-            for part in parts:
-                numbers |= {f"{column.label}: {key}": v for key, v in part.numbers.items()}
-        cells.append([*texts, tier] if table.paper else texts)
+            key = (row.label, column.label)
+            for part in (ours[key], *paper.get(key, ())):
+                numbers |= {f"{column.label}: {name}": v for name, v in part.numbers.items()}
         summary.append(numbers)
     return Rendered(
         title=table.title,
@@ -164,20 +185,24 @@ def _ours(column: Column, runs: list[Run], baseline: list[Run], wanted: int) -> 
     return Cell(f"{amount:{form}}{few}", {column.show: amount, "n": n})
 
 
-def _beside_paper(table: Table, tier: str, row: Row, column: Column, own: Cell) -> list[Cell]:
-    """Three cells: paper, ours, difference. Only the full tier is the paper's setting."""
+def _paper(table: Table, tier: str, row: Row, column: Column, own: Cell) -> tuple[Cell, Cell]:
+    """The published value, and our difference to it in the full tier: the paper's setting."""
     assert table.paper and table.published_table and column.published
     if row.published is None:
-        return [Cell("not in the table"), own, Cell("-")]
+        return Cell("extra row of ours"), Cell("-")
     cell = look_up(table.paper, table.published_table, row.published, column.published)
     if cell is None:
-        return [Cell("not available"), own, Cell("-")]
-    paper = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
+        return Cell("not available"), Cell("-")
+    published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
     mean = own.numbers.get("mean")
     if tier != "full" or not isinstance(mean, float):
-        return [paper, own, Cell("-")]
+        return published, Cell("-")
     difference = mean - cell.value
-    return [paper, own, Cell(f"{difference:+{column.format}}", {"difference": difference})]
+    return published, Cell(f"{difference:+{column.format}}", {"difference": difference})
+
+
+def _heading(column: Column, n: int) -> str:
+    return f"{column.label} (n={n})" if column.show == "mean_std" else column.label
 
 
 def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:

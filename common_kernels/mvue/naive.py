@@ -2,62 +2,121 @@
 
 import torch
 
+from common_kernels import chunks
 from common_kernels.philox import philox4x32
+
+MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)
+
+
+def mvue24(x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if x.numel() == 0:
+        return out
+    # Numbers where that costs no synchronisation: what they decide then needs no gathering.
+    key, first = (int(t) if t.device.type == "cpu" else t for t in (seed, offset))
+    groups, results = chunks.as_groups(x, dim, 4), chunks.as_groups(out, dim, 4)
+    rows, _, lanes = groups.shape
+    draw, sample = {"exact": (one_uniform, exact), "sequential": (two_uniforms, sequential)}[design]
+    reordered = None
+    if not x.is_contiguous():
+        grouped = [*x.shape[:dim], x.shape[dim] // 4, *x.shape[dim + 1 :]]
+        u = draw(key, first, x.numel() // 4, x.device).view(-1, *grouped)
+        order = [0, *(1 + d for d in chunks.memory_order(out))]
+        reordered = u.permute(order).reshape(-1, rows, lanes).transpose(0, 1)
+    scratch = chunks.Scratch(x.device)
+    start = 0
+    for piece, result in chunks.split(groups, results):
+        length = len(piece)
+        if reordered is None:
+            u = draw(key, first + start * lanes, length * lanes, x.device).view(-1, length, lanes)
+        else:
+            u = reordered[start : start + length].transpose(0, 1)
+        v = chunks.gather_lanes(piece, scratch("v", 4, length, lanes))
+        chunks.scatter_lanes(sample(v, u, scratch), result)
+        start += length
+    return out
 
 
 def uniform(word: torch.Tensor) -> torch.Tensor:
     """[0, 1) in steps of 2^-24, exact in fp32."""
-    return (word >> 8).to(torch.float32) * 2.0**-24
+    return (word >> 8).to(torch.float32).mul_(2.0**-24)
 
 
-def exact(x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """x `[..., 4]` fp32, u `[...]`."""
+def one_uniform(seed: int | torch.Tensor, first: int | torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+    """For groups first, first + 1, ...: word q % 4 of counter q // 4, for one counter serves four groups. `[count]`"""
+    counter = (first >> 2) + torch.arange(count // 4 + 2, device=device)
+    u = torch.empty(len(counter), 4, device=device)
+    for i, word in enumerate(philox4x32(seed, counter)):
+        u[:, i] = uniform(word)
+    if isinstance(first, int):
+        return u.view(-1)[first & 3 :][:count]
+    return u.view(-1)[(first & 3) + torch.arange(count, device=device)]
+
+
+def two_uniforms(seed: int | torch.Tensor, first: int | torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+    """For groups first, first + 1, ...: words 0 and 1 of counter q. `[2, count]`"""
+    words = philox4x32(seed, first + torch.arange(count, device=device))
+    return torch.stack([uniform(word) for word in words[:2]])
+
+
+def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
+    """Systematic sampling with inclusion probabilities min(1, |x| / H); x is overwritten.
+
+    With o_i the sum of the other three magnitudes, H = min(S/2, o_0, .., o_3): half the sum, or the sum of the rest
+    if one entry is dominant, a_i > o_i, and then kept always. The others line up as intervals of length |x|; those
+    that hold u*H and (u+1)*H are kept. A kept entry becomes max(a_i, H) with its sign. x: `[4, ...]`, u: `[1, ...]`.
+    """
+    shape, u = x.shape[1:], u[0]
+    a, others = scratch("a", *x.shape), scratch("others", *x.shape)
+    bits = torch.bitwise_and(x.view(torch.int32), MAGNITUDE, out=a.view(torch.int32))
+    s01 = torch.add(a[0], a[1], out=scratch("s01", *shape))
+    s23 = torch.add(a[2], a[3], out=scratch("s23", *shape))
+    for i, (neighbour, rest) in enumerate(((1, s23), (0, s23), (3, s01), (2, s01))):
+        torch.add(a[neighbour], rest, out=others[i])
+    h = torch.amin(others, 0, out=scratch("h", *shape))
+    torch.minimum(h, s01.add_(s23).mul_(0.5), out=h)
+    value = torch.maximum(a, h, out=scratch("value", *x.shape))
+    dominant = torch.gt(a, others, out=others.view(torch.int32))  # 0 or 1; never more than one of the four
+    # p < H holds by itself save where u*H rounds up among the subnormals.
+    p = torch.mul(u, h, out=s01).view(torch.int32)
+    p = torch.minimum(p, h.view(torch.int32) - 1, out=p).view(torch.float32)
+    kept = scratch("kept", *x.shape).view(torch.int32)
+    bits.bitwise_and_(torch.sub(dominant, 1, out=kept))  # dominant entries leave the line
+    line = a[:3]
+    line[1].add_(line[0])
+    line[2].add_(line[1])
+    below = torch.le(line, p, out=kept[:3])
+    one = torch.add(below[0], below[1], out=s23.view(torch.int32)).add_(below[2])
+    below = torch.le(line.sub_(h), p, out=kept[:3])
+    two = below[0].add_(below[1]).add_(below[2])
+    # A dominant entry takes the place of the second one.
+    two = torch.add(two, dominant.sum(0, dtype=torch.int32), alpha=4)
+    for i in range(4):
+        torch.eq(one, i, out=kept[i])
+        dominant[i].bitwise_or_(kept[i]).bitwise_or_(torch.eq(two, i, out=kept[i])).neg_()
+    result = x.view(torch.int32).bitwise_and_(SIGN).bitwise_or_(value.view(torch.int32)).bitwise_and_(dominant)
+    return result.view(torch.float32)
+
+
+def sequential(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
+    """Two draws with probability proportional to |x|, the second among the other three; a kept entry becomes x / pi_i.
+
+    pi_i = t_i + sum over j != i of t_j * a_i / o_j, with t = a / S and o_j the sum of all but a_j, added up without
+    a_j so that nothing cancels. x: `[4, ...]`, u: `[2, ...]`.
+    """
     a = x.abs()
-    a0, a1, a2, a3 = a.unbind(-1)
-    s01, s23 = a0 + a1, a2 + a3
-    others = torch.stack((a1 + s23, a0 + s23, a3 + s01, a2 + s01), -1)
-    half = torch.minimum((s01 + s23) / 2, others.amin(-1))
-    dominant = a > others
-    c = a.masked_fill(dominant, 0).cumsum(-1)[..., :3]
-    p = (u * half)[..., None]
-    lanes = torch.arange(4, device=x.device)
-    first = (c <= p).sum(-1, keepdim=True) == lanes
-    second = (c - half[..., None] <= p).sum(-1, keepdim=True) == lanes
-    kept = first | torch.where(dominant.any(-1, keepdim=True), dominant, second)
-    return torch.where(kept, x.sign() * torch.maximum(a, half[..., None]), 0)
+    a = a / a.amax(0).clamp_min(2.0**-149)  # only ratios matter, and the sum of these cannot overflow
+    others = torch.stack([sum(a[j] for j in range(4) if j != i) for i in range(4)])
+    total = a[0] + others[0]
+    lane = torch.arange(4, device=x.device).view(4, *[1] * (x.ndim - 1))
 
+    def drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        line = weights.cumsum(0)
+        return (line[:3] <= u * line[3]).sum(0) == lane
 
-def sequential(x: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """x `[..., 4]` fp32, u and v `[...]`."""
-    a = x.abs()
-    total = a.sum(-1, keepdim=True)
+    first = drawn(a, u[0])
+    second = drawn(a.masked_fill(first, 0), u[1])
     t = a / total
-    others = torch.stack([a[..., [j for j in range(4) if j != i]].sum(-1) for i in range(4)], -1)
-    lanes = torch.arange(4, device=x.device)
-
-    def draw(b, u):
-        c = b.cumsum(-1)
-        return ((c[..., :3] <= u[..., None] * c[..., 3:]).sum(-1, keepdim=True)) == lanes
-
-    first = draw(a, u)
-    second = draw(a.masked_fill(first, 0), v)
-    k = torch.where(others > 0, t / others, 0)
-    k_others = torch.stack([k[..., [j for j in range(4) if j != i]].sum(-1) for i in range(4)], -1)
-    pi = t + a * k_others
-    return torch.where((first | second) & (a > 0), x / pi, 0)
-
-
-def mvue24(x, seed, offset, design, dim):
-    out = torch.empty_like(x)
-    groups = x.movedim(dim, -1).unflatten(-1, (-1, 4)).float()
-    grouped = list(x.shape)
-    grouped[dim] //= 4
-    q = torch.arange(x.numel() // 4, device=x.device).view(grouped).movedim(dim, -1) + offset
-    if design == "exact":
-        words = torch.stack(philox4x32(seed, q >> 2), -1)
-        value = exact(groups, uniform(words.gather(-1, (q & 3)[..., None])[..., 0]))
-    else:
-        w0, w1, _, _ = philox4x32(seed, q)
-        value = sequential(groups, uniform(w0), uniform(w1))
-    out.movedim(dim, -1).unflatten(-1, (-1, 4)).copy_(value)
-    return out
+    pi = [t[i] + sum(t[j] * (a[i] / others[j]) for j in range(4) if j != i) for i in range(4)]
+    value = torch.where(x == 0, 0 * total, x / torch.stack(pi))
+    return value.masked_fill_(~(first | second), 0)

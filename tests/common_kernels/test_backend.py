@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from common_kernels import backend, nm_mask
+
+
+def test_default_is_naive(monkeypatch):
+    monkeypatch.delenv("SPARSE24_BACKEND", raising=False)
+    assert backend.resolve("cpu") == "naive"
+
+
+def test_argument_beats_the_environment(monkeypatch):
+    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
+    assert backend.resolve("cpu", "naive") == "naive"
+    assert nm_mask(torch.ones(4), backend="naive").sum() == 2
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_unavailable_backend_by_name_says_why(monkeypatch, name):
+    with pytest.raises(RuntimeError, match=f"{name}.*'cpu'.*no {name} kernels"):
+        backend.resolve("cpu", name)
+    monkeypatch.setenv("SPARSE24_BACKEND", name)
+    with pytest.raises(RuntimeError, match=name):
+        nm_mask(torch.ones(4))
+
+
+def test_unknown_backend_lists_the_choices():
+    with pytest.raises(ValueError, match="'cutlass'.*naive, triton, cuda"):
+        nm_mask(torch.ones(4), backend="cutlass")

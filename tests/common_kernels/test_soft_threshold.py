@@ -1,0 +1,88 @@
+import itertools
+
+import pytest
+import torch
+
+from common_kernels import check24, nm_mask, soft_threshold24
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = float("inf"), float("nan")
+
+
+def expected(x: torch.Tensor, gamma: float = 0.0) -> torch.Tensor:
+    groups = x.float().unflatten(-1, (-1, 4))
+    low = groups.abs().kthvalue(2, -1, keepdim=True).values
+    t = torch.lerp(low, groups.abs().kthvalue(3, -1, keepdim=True).values, gamma)
+    return (groups.sign() * torch.relu(groups.abs() - t)).flatten(-2).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0])
+def test_definition_in_any_layout(dtype, gamma, pieces, generator):
+    x = torch.randn(12, 20, 28, generator=generator).to(dtype)
+    for view in (x, x.transpose(0, 2), x.permute(1, 2, 0), x[::2, :, 4:16], x[0, 0, :4].expand(3, 4)):
+        got = soft_threshold24(view, gamma)
+        assert torch.equal(got, expected(view, gamma))
+        assert got.stride() == torch.empty_like(view).stride()
+        assert check24(got) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "want"),
+    [
+        ((1, 1, 1, 1), (0, 0, 0, 0)),
+        ((2, 1, 2, 2), (0, 0, 0, 0)),
+        ((2, 2, 1, 1), (1, 1, 0, 0)),
+        ((-4, 1, 3, 2), (-2, 0, 1, 0)),
+        ((0, -5, 0, 0), (0, -5, 0, 0)),
+    ],
+)
+def test_literal_groups(group, want):
+    assert soft_threshold24(torch.tensor(group, dtype=torch.float32)).tolist() == list(want)
+
+
+def test_gamma_one_subtracts_the_third_smallest():
+    assert soft_threshold24(torch.tensor([-4.0, 1, 3, 2]), 1.0).tolist() == [-1, 0, 0, 0]
+    assert soft_threshold24(torch.tensor([-4.0, 1, 3, 2]), 0.5).tolist() == [-1.5, 0, 0.5, 0]
+
+
+def test_support_lies_in_the_hard_mask(generator):
+    x = torch.randint(-3, 4, (512, 4), generator=generator).float()
+    assert (soft_threshold24(x)[~nm_mask(x)] == 0).all()
+
+
+def test_lipschitz_where_the_hard_threshold_jumps(generator):
+    """|S(a + d) - S(a)| <= 2 |d| in the maximum norm (S-STE, section 4.1), up to a rounding of each of two values."""
+    a = torch.randn(20000, 4, generator=generator)
+    d = torch.randn(20000, 4, generator=generator) * torch.logspace(-6, 0, 20000)[:, None]
+    a[::2] = a[::2].round(decimals=1)  # ties and near-ties
+    moved = (soft_threshold24(a + d) - soft_threshold24(a)).abs().amax(1)
+    rounding = 8 * 2**-24 * (a.abs() + d.abs()).amax(1)
+    assert (moved <= 2 * d.abs().amax(1) + rounding).all()
+    x, y = torch.tensor([[1.0, 1.0 + 2**-20, 1, 0], [1.0, 1.0 - 2**-20, 1, 0]])
+    assert (x * nm_mask(x) - y * nm_mask(y)).abs().amax() > 0.9
+
+
+def test_homogeneous_for_powers_of_two(generator):
+    x = torch.randn(64, 64, generator=generator)
+    for c in (2.0**-20, -1.0, 2.0**30):
+        assert torch.equal(soft_threshold24(c * x), c * soft_threshold24(x))
+
+
+def test_non_finite_values_propagate_and_stay_legal(pieces):
+    values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
+    x = torch.tensor(list(itertools.product(values.tolist(), repeat=4)))
+    for dtype, gamma in itertools.product(DTYPES, (0.0, 0.5, 1.0)):
+        for got in (soft_threshold24(x.to(dtype), gamma), soft_threshold24(x.to(dtype).t().contiguous().t(), gamma)):
+            assert ((got != 0).sum(1) <= 2).all()
+            assert torch.equal((~got.isfinite()).any(1), (~x.isfinite()).any(1))
+
+
+def test_errors_and_empty_tensors():
+    assert soft_threshold24(torch.empty(2, 0)).shape == (2, 0)
+    with pytest.raises(ValueError, match=r"\(4, 6\).*no multiple of 4"):
+        soft_threshold24(torch.ones(4, 6))
+    with pytest.raises(ValueError, match=r"\[0, 1\], not 1.5"):
+        soft_threshold24(torch.ones(4), 1.5)
+    with pytest.raises(TypeError, match="float64"):
+        soft_threshold24(torch.ones(4, dtype=torch.float64))

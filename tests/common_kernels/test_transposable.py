@@ -1,0 +1,140 @@
+import itertools
+
+import pytest
+import torch
+
+from common_kernels import transposable_mask24
+
+INF, NAN = float("inf"), float("nan")
+ALGORITHMS = ["exact", "greedy", "two_approx"]
+
+
+def all_patterns() -> torch.Tensor:
+    """Of the 2^16 binary tiles those with row and column sums 2, largest number first: `[90, 16]`, fp64."""
+    bits = torch.tensor(list(itertools.product((1, 0), repeat=16))).view(-1, 4, 4)
+    legal = (bits.sum(1) == 2).all(1) & (bits.sum(2) == 2).all(1)
+    return bits[legal].flatten(1).double()
+
+
+def tiles(w: torch.Tensor) -> torch.Tensor:
+    """`[..., H, W]` to `[tiles, 16]`."""
+    return w.unflatten(-2, (-1, 4)).unflatten(-1, (-1, 4)).transpose(-2, -3).reshape(-1, 16)
+
+
+def assert_24_both_ways(mask: torch.Tensor, exactly: bool = True):
+    for dim in (-1, -2):
+        counts = mask.unflatten(dim, (-1, 4)).sum(dim)
+        assert (counts == 2).all() if exactly else (counts <= 2).all()
+
+
+def test_there_are_90_patterns():
+    assert len(all_patterns()) == 90
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_best_of_all_patterns(dtype, pieces, generator):
+    w = torch.randn(3, 32, 64, generator=generator).to(dtype)
+    scores = tiles(w.double().abs()) @ all_patterns().t()
+    mask = transposable_mask24(w)
+    assert_24_both_ways(mask)
+    # Continuous numbers: no two patterns come within the rounding of three fp32 additions here, save in 16 bits.
+    kept = (tiles(w.double().abs()) * tiles(mask)).sum(1)
+    assert (kept >= scores.amax(1) * (1 - 4 * 2**-24)).all()
+    if dtype == torch.float32:
+        assert torch.equal(tiles(mask).double(), all_patterns()[scores.argmax(1)])
+
+
+def test_ties_go_to_the_first_pattern(pieces, generator):
+    """Small integers: scores are exact and ties are everywhere."""
+    w = torch.randint(-2, 3, (64, 64), generator=generator).float()
+    scores = tiles(w.double().abs()) @ all_patterns().t()
+    first = (scores == scores.amax(1, keepdim=True)).double().argmax(1)
+    assert torch.equal(tiles(transposable_mask24(w)).double(), all_patterns()[first])
+
+
+def test_equal_magnitudes_give_pattern_zero():
+    want = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert transposable_mask24(torch.full((4, 4), -3.0)).int().tolist() == want
+
+
+def test_literal_tile():
+    """Column 0 wants three of its entries; the best legal choice gives up the 9."""
+    w = torch.tensor([[10.0, 8, 0, 0], [-10, 0, 8, 0], [9, 0, 0, 8], [0, 1, 1, 8]])
+    kept = (w.abs() * transposable_mask24(w)).sum().item()
+    assert kept == 10 + 8 + 10 + 8 + 8 + 1 + 8 or kept == 10 + 8 + 10 + 8 + 0 + 8 + 1 + 8
+    assert transposable_mask24(w)[:2].int().tolist() == [[1, 1, 0, 0], [1, 0, 1, 0]]
+
+
+def test_near_tie_is_resolved_in_fp32():
+    """Relative to the tile's sum the two best patterns differ by less than TF32 or bf16 resolve."""
+    w = torch.ones(4, 4)
+    w[0, 2], w[0, 3] = 1 + 1e-5, 1 + 1e-5
+    assert transposable_mask24(w)[0].tolist() == [False, False, True, True]
+
+
+def test_score_does_not_depend_on_transposition(generator):
+    w = torch.randn(64, 32, generator=generator).double().round(decimals=3).float()
+    a = w.abs().double() * transposable_mask24(w)
+    b = w.abs().double() * transposable_mask24(w.t()).t()
+    assert torch.allclose(tiles(a).sum(1), tiles(b).sum(1), rtol=4 * 2**-24, atol=0)
+
+
+def test_layout_does_not_matter(generator):
+    w = torch.randn(3, 8, 12, generator=generator)
+    want = transposable_mask24(w)
+    for view in (w.mT.contiguous().mT, w.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
+        got = transposable_mask24(view)
+        assert torch.equal(got, want) and got.stride() == view.stride()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_non_finite_values_never_make_an_illegal_mask(algorithm, generator):
+    choice = torch.randint(0, 6, (64, 64), generator=generator)
+    w = torch.tensor([0.0, 1.0, -2.0, INF, -INF, NAN])[choice]
+    assert_24_both_ways(transposable_mask24(w, algorithm), exactly=algorithm == "exact")
+    w = torch.ones(4, 4)
+    w[2, 1] = NAN
+    assert transposable_mask24(w, algorithm)[2, 1]
+
+
+def test_greedy_may_stop_at_seven():
+    """16, 15, 14, 13, 12, 11 fill rows 0 to 2 and columns 0 to 2, which leaves the 2 in the corner."""
+    w = torch.tensor([[13.0, 11, 10, 7], [12, 9, 14, 6], [3, 15, 16, 1], [5, 4, 8, 2]])
+    want = [[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    assert transposable_mask24(w, "greedy").int().tolist() == want
+
+
+def test_two_approx_prunes_from_the_smallest_up():
+    """1, 2, 3, 4 take one entry of each row and column, 5 to 8 the second; nothing lacks one then."""
+    w = torch.tensor([[1.0, 5, 9, 13], [14, 2, 6, 10], [11, 15, 3, 7], [8, 12, 16, 4]])
+    want = [[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0]]
+    assert transposable_mask24(w, "two_approx").int().tolist() == want
+
+
+def test_baselines_are_legal_and_no_better(generator):
+    w = torch.randn(128, 128, generator=generator)
+    best = tiles(w.abs() * transposable_mask24(w)).sum(1)
+    for algorithm in ("greedy", "two_approx"):
+        mask = transposable_mask24(w, algorithm)
+        assert_24_both_ways(mask, exactly=False)
+        assert (tiles(w.abs() * mask).sum(1) <= best * (1 + 1e-6)).all()
+
+
+def test_retained_magnitude_of_a_gaussian(generator):
+    """L1 retained: 0.703 +- 0.002 (row-wise 2:4 reaches 0.745); density exactly a half."""
+    w = torch.randn(1024, 1024, generator=generator)
+    mask = transposable_mask24(w)
+    assert mask.sum().item() == w.numel() // 2
+    assert abs((w.abs() * mask).sum() / w.abs().sum() - 0.703).item() < 0.002
+
+
+def test_errors_and_empty_tensors():
+    assert transposable_mask24(torch.empty(0, 8)).shape == (0, 8)
+    with pytest.raises(ValueError, match=r"dim 0 of shape \(6, 8\)"):
+        transposable_mask24(torch.ones(6, 8))
+    with pytest.raises(ValueError, match="two dims"):
+        transposable_mask24(torch.ones(8))
+    with pytest.raises(ValueError, match="'best'.*exact, greedy, two_approx"):
+        transposable_mask24(torch.ones(4, 4), "best")
+    with pytest.raises(TypeError, match="int64"):
+        transposable_mask24(torch.ones(4, 4, dtype=torch.int64))

@@ -1,0 +1,61 @@
+"""A small corpus and a model of a few thousand parameters for the drivers."""
+
+import random
+
+import pytest
+
+from experiments.config import load
+from experiments.data import DataConfig
+from experiments.prepare_data import prepare
+
+TINY_MODEL = [
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "model.vocab_size=320",
+    "model.block_size=16",
+]
+SHORT = [
+    "train.steps=12",
+    "train.batch_size=4",
+    "train.warmup_steps=2",
+    "train.log_every=1",
+    "train.eval_every=4",
+    "train.eval_sequences=4",
+    "impl.checkpoint_every=3",
+    "impl.threads=1",
+    "impl.device=cpu",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus_dir(tmp_path_factory):
+    """Folder with a prepared corpus named `words`: 400 documents of random words."""
+    root = tmp_path_factory.mktemp("corpus")
+    source = root / "text"
+    source.mkdir()
+    generator = random.Random(0)
+    words = "the mask keeps two of four weights and drops the other two".split()
+    for name in ("a.txt", "b.txt"):
+        lines = (" ".join(generator.choices(words, k=20)) for _ in range(200))
+        (source / name).write_text("\n".join(lines) + "\n")
+    prepare(DataConfig("words", str(source), str(root), tokenizer="bpe", vocab_size=300))
+    return root
+
+
+@pytest.fixture
+def overrides(corpus_dir, tmp_path):
+    """Hydra overrides of a run of twelve steps under `tmp_path/runs`."""
+    data = [
+        "data.name=words",
+        f"data.source={corpus_dir / 'text'}",
+        f"data.root={corpus_dir}",
+        "data.vocab_size=300",
+    ]
+    return [*TINY_MODEL, *SHORT, *data, f"runs={tmp_path / 'runs'}"]
+
+
+@pytest.fixture
+def tiny(overrides):
+    """`tiny("method=ste", "seed=1")` -> RunConfig."""
+    return lambda *more: load([*overrides, *more])

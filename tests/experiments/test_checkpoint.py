@@ -1,0 +1,67 @@
+"""Atomic writing and damage."""
+
+import pytest
+import torch
+
+from experiments import checkpoint
+
+
+def heard(directory):
+    messages = []
+    return checkpoint.load_latest(directory, messages.append), messages
+
+
+def test_the_newest_is_loaded_and_two_are_kept(tmp_path):
+    for step in (5, 10, 15):
+        checkpoint.save(tmp_path, step, {"step": step, "w": torch.tensor([1.5])})
+    state, messages = heard(tmp_path)
+    assert state["step"] == 15 and torch.equal(state["w"], torch.tensor([1.5]))
+    assert messages == []
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step-000000010.pt", "step-000000015.pt"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", ["half", "bit", "sidecar"])
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, damage):
+    checkpoint.save(tmp_path, 5, {"step": 5})
+    path = checkpoint.save(tmp_path, 10, {"step": 10})
+    content = path.read_bytes()
+    if damage == "half":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "bit":
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    else:
+        path.with_suffix(".json").unlink()
+    state, messages = heard(tmp_path)
+    assert state["step"] == 5
+    assert len(messages) == 1 and str(path) in messages[0] and "damaged" in messages[0]
+
+
+def test_nothing_there(tmp_path):
+    assert heard(tmp_path / "none") == (None, [])
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "x.json"
+    checkpoint.write_json(path, {"old": 1})
+
+    def fail(temporary):
+        temporary.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write_atomic(path, fail)
+    assert path.read_text() == '{\n  "old": 1\n}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_unpickled(tmp_path):
+    """A file that would run code on a plain `torch.load` is refused."""
+
+    class Evil:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    checkpoint.save(tmp_path, 1, {"x": Evil()})
+    with pytest.raises(Exception, match="[Ww]eights"):
+        heard(tmp_path)

@@ -1,0 +1,124 @@
+"""The commands as a user runs them: sweeps, SIGKILL, torchrun, and errors in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.config import load
+from experiments.tracking import read_metrics
+
+PRETRAIN = ["-m", "experiments.pretrain"]
+
+
+def python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def losses(directory):
+    return {r["step"]: r["loss"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r}
+
+
+def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
+    done = python(*PRETRAIN, "-m", "method=ste,s_ste", "seed=0,1", "train.steps=2", *overrides[:5],
+                  *[o for o in overrides[5:] if not o.startswith("train.steps")])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = sorted((tmp_path / "runs").glob("*/*/*/result.json"))
+    shorter = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=2"]
+    expected = [
+        load([*shorter, f"method={method}", f"seed={seed}"]).directory() / "result.json"
+        for method in ("s_ste", "ste")
+        for seed in (0, 1)
+    ]
+    assert results == sorted(expected)
+    assert len(results) == 4
+
+
+@pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
+def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
+    """The process gets no chance to tidy up; the losses are equal to the last bit all the same."""
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=300"]
+    command = [sys.executable, *PRETRAIN, *steps, f"method={method}"]
+    whole = [*command, f"runs={tmp_path / 'whole'}"]
+    killed = [*command, f"runs={tmp_path / 'killed'}"]
+    directory = load([*steps, f"method={method}", f"runs={tmp_path / 'killed'}"]).directory()
+    reference = load([*steps, f"method={method}", f"runs={tmp_path / 'whole'}"]).directory()
+
+    process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(read_metrics(directory / "metrics.jsonl")) < 40:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (directory / "result.json").exists()
+
+    for command in (killed, whole):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        if command is killed:
+            assert "resumed at step" in done.stdout
+    assert losses(directory) == losses(reference)
+    assert len(losses(directory)) == 300
+
+
+@pytest.mark.parametrize("method", ["dense", "s_ste"])
+def test_torchrun_with_two_ranks_on_half_the_micro_batch(overrides, tmp_path, method):
+    arguments = [*overrides, f"method={method}"]
+    one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
+    two = [*arguments, "impl.micro_batch=2", f"runs={tmp_path / 'two'}"]
+    done = python(*PRETRAIN, *one)
+    assert done.returncode == 0, done.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = python(*torchrun, *PRETRAIN, *two, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    single, double = (losses(load(a).directory()) for a in (one, two))
+    assert single.keys() == double.keys() and len(single) == 12
+    assert all(single[s] == pytest.approx(double[s], abs=1e-5) for s in single)
+
+
+BAD_INPUT = {
+    "unknown key": (["trian.steps=3"], "Key 'trian' is not in struct"),
+    "globs match nothing": (["method.include=[encoder.*]"], "no linear matches include="),
+    "no multiple of 4": (["model.n_embd=18"], "2:4 needs both dims to be multiples of 4"),
+    "missing data": (["data.root=nowhere"], "run `python -m experiments.prepare_data"),
+    "short corpus": (["model.block_size=100000"], "use a larger corpus"),
+    "large vocabulary": (["model.vocab_size=200"], "set model.vocab_size to 320"),
+    "batch": (["impl.micro_batch=3"], "is no multiple of impl.micro_batch=3"),
+    "backend": (["impl.backend=cuda"], "backend 'cuda' cannot serve"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line_and_leaves_nothing(overrides, tmp_path, arguments, message):
+    kept = [o for o in overrides if o.split("=")[0] != arguments[0].split("=")[0]]
+    done = python(*PRETRAIN, *kept, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_do_not_divide_the_batch(overrides, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    kept = [o for o in overrides if not o.startswith("train.batch_size")]
+    done = python(*torchrun, *PRETRAIN, *kept, "train.batch_size=3", cwd=tmp_path)
+    assert done.returncode != 0
+    message = "error: train.batch_size=3 cannot be shared by 2 processes"
+    assert message in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_methods_import_with_nothing_but_torch():
+    heavy = "{'hydra', 'omegaconf', 'transformers', 'timm', 'datasets', 'matplotlib', 'experiments'}"
+    for module in ("s_ste", "sr_ste", "ste", "dense"):
+        done = python(
+            "-c", f"import methods.{module}, sys; assert not {heavy} & set(sys.modules)"
+        )
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,123 @@
+"""Composition, typing and identity of configs."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+
+import experiments
+import methods
+from experiments.config import ImplConfig, TrainConfig, load
+from experiments.errors import UserError
+
+CONF = Path(experiments.__file__).parent / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+PUBLISHED_SHAPES = {
+    "124m": (12, 12, 768),
+    "350m": (24, 16, 1024),
+    "774m": (36, 20, 1280),
+    "1558m": (48, 25, 1600),
+}
+PUBLISHED_DECAY = {"124m": 6e-5, "350m": 2e-4, "774m": 2e-4, "1558m": 6e-5}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_published_recipes(name):
+    """Constants of FST and S-STE: 524,288 tokens a step, the schedule, the decay per size."""
+    config = load([f"experiment={name}"])
+    method, size = name.rsplit("_gpt2_", 1)
+    train, model = config.train, config.model
+    assert config.method == method
+    assert (model.n_layer, model.n_head, model.n_embd) == PUBLISHED_SHAPES[size]
+    assert (model.vocab_size, model.bias, model.dropout, model.gelu) == (50304, False, 0.0, "erf")
+    assert train.batch_size * model.block_size == 524_288
+    assert (train.steps, train.warmup_steps) == (300_000, 3000)
+    assert (train.learning_rate, train.min_learning_rate) == (1.5e-4, 1e-5)
+    assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
+    assert config.impl.dtype == "fp16"
+    assert config.data.name == "openwebtext"
+    if method == "sr_ste":
+        assert config.method_options.alpha == PUBLISHED_DECAY[size]
+        assert config.method_options.decay_on == "gradients"
+    if method == "s_ste":
+        options = config.method_options
+        assert (options.fp8, options.beta, options.mvue) == ("paper", "mse", "exact")
+    assert config.method_options.include == ("*mlp.*",)
+
+
+def test_every_size_and_method_has_a_recipe():
+    assert set(EXPERIMENTS) == {
+        f"{method}_gpt2_{size}" for method in ("dense", "sr_ste", "s_ste") for size in PUBLISHED_SHAPES
+    }
+
+
+@pytest.mark.parametrize("name", methods.available())
+def test_method_yaml_states_the_defaults_of_its_dataclass(name):
+    config = load([f"method={name}"])
+    defaults = importlib.import_module(f"methods.{name}").Config()
+    steps, every = config.train.steps, config.train.log_every
+    expected = dataclasses.replace(defaults, total_steps=steps, measure_every=every)
+    assert config.method_options == expected
+    assert load([f"method={name}", "seed=5"]).method_options.seed == 5
+
+
+def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
+    from omegaconf import OmegaConf
+
+    for schema, path in ((TrainConfig, "train/nano"), (TrainConfig, "train/gpt2"), (ImplConfig, "impl/default")):
+        keys = set(OmegaConf.load(CONF / f"{path}.yaml"))
+        assert keys == {f.name for f in dataclasses.fields(schema)}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.steps=5", "Key 'trian' is not in struct"),
+        ("train.step=5", "Key 'step' is not in struct"),
+        ("method=sste", "Could not find 'method/sste'"),
+        ("+method.decay=1", "method has no key decay; it takes"),
+        ("train.steps=many", "train.steps: Value 'many'"),
+        ("train.steps=0", "train.steps=0; it must be at least 1"),
+        ("train.warmup_steps=900", "train.warmup_steps=900 does not fit train.steps=200"),
+        ("impl.dtype=fp8", "impl.dtype=fp8; choose one of fp32, bf16, fp16"),
+        ("impl.device=tpu", "impl.device=tpu; choose one of auto, cpu, cuda"),
+        ("impl.loggers=[csv]", "choose of tensorboard, wandb"),
+        ("impl.micro_batch=0", "impl.micro_batch=0"),
+        ("method.beta=max", "beta='max'; choose one of none"),
+        ("method.gamma=2", "gamma=2.0; it must lie in"),
+        ("model.n_head=3", "n_embd must be a multiple of n_head"),
+        ("data.tokenizer=words", "data.tokenizer must be gpt2 or bpe"),
+    ],
+)
+def test_bad_overrides_are_one_line(override, message):
+    with pytest.raises(UserError) as caught:
+        load([override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_run_directory_follows_from_what_is_computed():
+    base = load([])
+    assert load([]).directory() == base.directory()
+    assert base.directory().parts[-1] == "seed0"
+    assert base.directory().parts[-2].startswith("s_ste-")
+    same = ["impl.dtype=bf16", "impl.micro_batch=4", "tier=smoke", "data.root=elsewhere"]
+    for override in same:
+        assert load([override]).directory() == base.directory()
+        assert load([override]).digest() == base.digest()
+    for override in ("train.steps=50", "method.gamma=0.5", "model.n_layer=2", "data.vocab_size=999"):
+        assert load([override]).directory().parent != base.directory().parent
+    seeded = load(["seed=1"])
+    assert seeded.directory().parent == base.directory().parent
+    assert seeded.directory() != base.directory()
+    assert seeded.digest() != base.digest()
+
+
+def test_configs_are_frozen():
+    config = load([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1

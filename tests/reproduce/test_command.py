@@ -1,0 +1,137 @@
+"""`python -m reproduce`: arguments, and one table from the first command to the last file."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+
+from reproduce.__main__ import main, parse
+from reproduce.spec import read_tables
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table9"], "error: no table 'table9'; there are quickstart, table2"),
+        (["table2", "paper=nobody"], "error: no table2 of paper 'nobody'; there is sste"),
+        (["quickstart", "paper=sste"], "it is this project's own"),
+        (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
+        (["table2", "tier="], "error: cannot use 'tier='"),
+        (["table2", "tier=smoke", "tier=mini"], "error: cannot use 'tier=mini'"),
+        (["quickstart", "train.steps=3"], "error: cannot use 'train.steps=3'"),
+    ],
+)
+def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):
+    assert main(arguments, runs=tmp_path) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_no_argument_shows_the_usage(capsys):
+    assert main([]) == 2
+    assert "python -m reproduce quickstart" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+
+
+def test_usage_errors_come_before_torch():
+    """They are immediate: nothing heavy is imported for them."""
+    code = (
+        "import sys; from reproduce.__main__ import main; status = main(['table9']); "
+        "sys.exit(status if not {'torch', 'matplotlib'} & set(sys.modules) else 99)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
+
+
+def test_the_default_is_every_paper_and_the_smallest_tier():
+    tables = read_tables()
+    request = parse(["table2"], tables)
+    assert request.tier == "smoke"
+    assert request.tables == [t for t in tables if t.number == 2]
+    assert parse(["table2", "tier=mini", "paper=sste"], tables).tier == "mini"
+
+
+def test_a_tier_that_is_not_offered(capsys, tmp_path):
+    assert main(["table2", "tier=full"], runs=tmp_path) == 1
+    assert capsys.readouterr().err == (
+        "sste_table2, tier full, is not offered: there is no WMT14 translation driver in this "
+        "project\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+SPEC = """
+title: Tiny
+tiers:
+  smoke:
+    setting: Nothing to learn from.
+    seeds: [5]
+    overrides:
+      - model.n_layer=1
+      - model.n_embd=32
+      - model.n_head=2
+      - model.block_size=16
+      - train.steps=4
+      - train.warmup_steps=1
+      - train.batch_size=2
+      - train.log_every=1
+      - train.eval_every=2
+      - train.eval_sequences=2
+      - data.root={root}
+      - data.vocab_size=300
+      - impl.threads=1
+rows:
+  - {{label: dense, overrides: [method=dense]}}
+  - {{label: S-STE, overrides: [method=s_ste]}}
+columns:
+"""
+
+
+def test_a_table_from_nothing(tmp_path, capsys):
+    """Real trainings on the embedded corpus, with every column that the quickstart shows."""
+    folder, runs = tmp_path / "tables", tmp_path / "runs"
+    folder.mkdir()
+    quickstart = next(t for t in read_tables() if t.name == "quickstart")
+    columns = [
+        f"  - {{label: {c.label}, value: {c.value}, show: {c.show}, format: '{c.format}'}}\n"
+        for c in quickstart.columns
+    ]
+    text = SPEC.format(root=tmp_path / "data") + "".join(columns)
+    (folder / "tiny.yaml").write_text(text, encoding="utf-8")
+
+    assert main(["--list"], folder, runs) == 0
+    assert "tiny tier=smoke: 0 of 2 runs done (2 rows x 1 seeds)" in capsys.readouterr().out
+    assert main(["tiny"], folder, runs) == 0
+    assert "2 runs: 0 done already, 2 to do" in capsys.readouterr().out
+    written = {path.name for path in (runs / "tables").iterdir()}
+    stem = "tiny-smoke"
+    assert written == {
+        f"{stem}.md", f"{stem}.csv", f"{stem}-runs.csv", f"{stem}.png", f"{stem}-curves.csv",
+    }  # fmt: skip
+    with (runs / "tables" / f"{stem}-runs.csv").open(encoding="utf-8") as file:
+        dense, sparse = csv.DictReader(file)
+    assert (dense["method"], dense["seed"], dense["sparsity.density"]) == ("dense", "5", "1.0")
+    assert sparse["method"] == "S-STE"
+    assert float(sparse["sparsity.density"]) <= 0.5
+    assert sparse["sparsity.illegal_groups"] == "0"
+
+    before = (runs / "tables" / f"{stem}.md").read_bytes()
+    assert main(["tiny"], folder, runs) == 0
+    assert "2 runs: 2 done already, 0 to do" in capsys.readouterr().out
+    assert (runs / "tables" / f"{stem}.md").read_bytes() == before
+
+
+def test_a_table_with_a_hole_exits_with_1(tmp_path, capsys):
+    """A row that no training can do: half a batch for each of the sequences."""
+    (tmp_path / "tiny.yaml").write_text(
+        SPEC.format(root=tmp_path / "data").replace("impl.threads=1", "impl.micro_batch=3")
+        + "  - {label: loss, value: metrics.val_loss}\n",
+        encoding="utf-8",
+    )
+    assert main(["tiny"], tmp_path, tmp_path / "runs") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("failed: ") == 2
+    assert "| dense | not run |" in (tmp_path / "runs/tables/tiny-smoke.md").read_text()
+    assert captured.err == "missing: dense, seed 5; S-STE, seed 5\n"

@@ -1,0 +1,198 @@
+"""Tables from given results, against tables written by hand."""
+
+import csv
+import io
+
+import pytest
+
+from experiments.errors import UserError
+from reproduce import published
+from reproduce.figure import curves, draw
+from reproduce.render import csv_text, render, value
+from reproduce.spec import Column, Row, Table, Tier
+
+ROWS = [Row("dense", ["method=dense"]), Row("S-STE", ["method=s_ste"])]
+COLUMNS = [
+    Column("loss", "metrics.val_loss", "mean_std", ".2f"),
+    Column("to dense", "metrics.val_loss", "paired", "+.2f"),
+    Column("density", "sparsity.density", "mean", ".1f"),
+    Column("illegal", "sparsity.illegal_groups", "sum", ",.0f"),
+    Column("time", "step_seconds", "ratio", ".1f"),
+]
+
+
+def own_table(seeds, columns=COLUMNS, **changed):
+    tier = Tier(setting="A small thing.", seeds=seeds)
+    return Table(name="t", title="T", tiers={"smoke": tier, "full": tier}, rows=ROWS,
+                 columns=columns, **changed)  # fmt: skip
+
+
+def body(rendered):
+    return [line for line in rendered.markdown().splitlines() if line.startswith("|")][2:]
+
+
+@pytest.fixture
+def runs(finished_run):
+    full = {"density": 1.0, "illegal_groups": 1000}
+    dense = [finished_run("dense", s, v, sparsity=full) for s, v in enumerate([1.0, 2.0, 3.0])]
+    sparse = [
+        finished_run("S-STE", seed, loss, step_seconds=seconds)
+        for seed, loss, seconds in [(0, 1.5, 3.0), (1, 2.0, 4.0), (2, 4.0, 5.0)]
+    ]
+    return dense + sparse
+
+
+def test_whole_table(runs):
+    """Differences 0.5, 0, 1: 0.5 ± 4.3027 * 0.5 / sqrt(3) = 0.5 ± 1.242."""
+    assert render(own_table([0, 1, 2]), "smoke", runs).markdown() == """\
+# T
+
+- Tier smoke: A small thing.
+- Runs: 6 of 6, seeds 0, 1, 2. ± is the standard deviation over seeds; [ ] is the 95 % interval of \
+the difference at equal seeds, that is, equal initial weights and data.
+- Corpus: tiny, 1,000 training and 50 validation tokens (sha256 abababababab, abababababab).
+- Device: abacus, backend naive, torch 2.0.
+- Code: revision c0ffeec0ffee.
+
+| method | loss (n=3) | to dense | density | illegal | time |
+| --- | --- | --- | --- | --- | --- |
+| dense | 2.00 ± 1.00 | baseline | 1.0 | 3,000 | 1.0 |
+| S-STE | 2.50 ± 1.32 | +0.50 [-0.74, +1.74] | 0.5 | 0 | 2.0 |
+"""
+
+
+def test_csv_has_all_digits(runs):
+    rendered = render(own_table([0, 1, 2]), "smoke", runs)
+    summary = list(csv.DictReader(io.StringIO(csv_text(rendered.summary))))
+    assert summary[0]["to dense: mean"] == ""
+    assert float(summary[1]["loss: std"]) == pytest.approx(1.75**0.5)
+    assert float(summary[1]["to dense: low"]) == pytest.approx(0.5 - 1.2420, abs=1e-4)
+    assert (summary[1]["loss: n"], summary[1]["method"]) == ("3", "S-STE")
+    single = list(csv.DictReader(io.StringIO(csv_text(rendered.per_run))))
+    assert [(r["method"], r["seed"], r["metrics.val_loss"]) for r in single[-2:]] == [
+        ("S-STE", "1", "2.0"),
+        ("S-STE", "2", "4.0"),
+    ]
+
+
+def test_what_is_missing_says_so(runs, finished_run):
+    table = own_table([0, 1, 2])
+    assert body(render(table, "smoke", [])) == [
+        "| dense | not run | not run | not run | not run | not run |",
+        "| S-STE | not run | not run | not run | not run | not run |",
+    ]
+    # Dense at seed 0, S-STE at 0 and 1: one pair only, and so no interval.
+    assert body(render(table, "smoke", [runs[0], *runs[3:5]])) == [
+        "| dense | 1.00 (n=1 of 3) | baseline | 1.0 (n=1 of 3) | 1,000 (n=1 of 3) "
+        "| 1.0 (n=1 of 3) |",
+        "| S-STE | 1.75 ± 0.35 (n=2 of 3) | +0.50 (n=1 of 3) | 0.5 (n=2 of 3) | 0 (n=2 of 3) "
+        "| 1.5 (n=1 of 3) |",
+    ]
+    unmeasured = finished_run("dense", 0, None)
+    assert "| not measured | baseline |" in body(render(own_table([0]), "smoke", [unmeasured]))[0]
+
+
+def test_a_single_seed_has_no_interval(runs):
+    assert body(render(own_table([0], COLUMNS[:2]), "smoke", [runs[0], runs[3]])) == [
+        "| dense | 1.00 | baseline |",
+        "| S-STE | 1.50 | +0.50 (n=1) |",
+    ]
+
+
+def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
+    run = finished_run("dense", 0, 1.0)
+    changed = run.result["environment"] | {"git_dirty": True}
+    other = finished_run("S-STE", 0, 1.0, environment=changed)
+    text = render(own_table([0]), "smoke", [run, other]).markdown()
+    assert (
+        "- Code: NOT THE SAME FOR ALL RUNS: revision c0ffeec0ffee; revision c0ffeec0ffee with "
+        "uncommitted changes." in text
+    )
+    assert "Corpus: tiny" in text
+
+
+PAPER = {"paper": "w", "number": 1, "published_table": "Table 1", "published_setting": "Big thing"}
+BESIDE = [
+    Column("BLEU", published="bleu"),
+    Column("loss", "metrics.val_loss", "mean_std", ".2f", published="val"),
+]
+
+
+@pytest.fixture
+def values(monkeypatch):
+    """The paper says 2.0 for S-STE's loss, by somebody's notes, and nothing else."""
+    cells = {("w", "Table 1", "ours", "val"): published.Published(2.0, "", "second-hand", "notes")}
+    monkeypatch.setattr(published, "_cells", lambda path: cells)
+    rows = [ROWS[0], Row("S-STE", ["method=s_ste"], published="ours")]
+
+    def build():
+        table = own_table([0, 1, 2], BESIDE, **PAPER)
+        table.rows = rows
+        return table
+
+    return build()
+
+
+def test_paper_and_ours(values, runs):
+    assert body(render(values, "full", runs)) == [
+        "| BLEU | dense | extra row of ours | not measured | - | full |",
+        "| BLEU | S-STE | not available | not measured | - | full |",
+        "| loss | dense | extra row of ours | 2.00 ± 1.00 | - | full |",
+        "| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | +0.50 | full |",
+    ]
+
+
+def test_a_smaller_tier_is_not_set_against_the_paper(values, runs):
+    rendered = render(values, "smoke", runs)
+    assert body(rendered)[-1] == (
+        "| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | - | smoke |"
+    )
+    assert "This tier is not the paper's setting: no difference to it is taken." in rendered.header
+    assert "The paper: Big thing." in rendered.header
+
+
+def test_values_of_a_run(finished_run):
+    log = [{"step": s, "loss": float(s)} for s in range(18)] + [{"step": 18, "val_loss": 0.5}]
+    run = finished_run("dense", 0, 1.25, log, steps=18)
+    assert value(run, "metrics.val_loss") == 1.25
+    assert value(run, "tail.loss") == 17.0  # steps from 16.2 on
+    assert value(run, "tail.unknown") is None
+    with pytest.raises(UserError, match=r"runs/dense/seed0/result.json has no metrics.bleu"):
+        value(run, "metrics.bleu")
+
+
+def test_the_terminal_shows_every_cell(runs, capsys):
+    render(own_table([0, 1, 2]), "smoke", runs).print()
+    shown = capsys.readouterr().out
+    assert "+0.50 [-0.74, +1.74]" in shown
+    assert "revision c0ffeec0ffee" in shown
+
+
+def test_curves_and_figure(finished_run, tmp_path):
+    def log(first):
+        return [
+            {"step": 0, "val_loss": 9.0},
+            {"step": 4, "loss": 3.0, "flip_rate": first},
+            {"step": 5, "val_loss": first + 1},
+        ]
+
+    runs = [finished_run("dense", seed, 1.0, log(v)) for seed, v in enumerate([1.0, 3.0])]
+    found = [(p.quantity, p.step, p.mean, p.std, p.n) for p in curves(runs)]
+    root2 = pytest.approx(2**0.5)
+    assert found == [
+        ("val_loss", 5, 3.0, root2, 2),
+        ("val_loss", 10, 1.0, 0.0, 2),
+        ("flip_rate", 4, 2.0, root2, 2),
+    ]
+    path = tmp_path / "t.png"
+    draw(runs, "T", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    data = (tmp_path / "t-curves.csv").read_text(encoding="utf-8").splitlines()
+    assert data[0] == "quantity,method,step,mean,std,n"
+    assert len(data) == 1 + 3
+    # The same runs again: nothing is drawn. Other runs: it is.
+    path.write_bytes(b"kept")
+    draw(runs, "T", path)
+    assert path.read_bytes() == b"kept"
+    draw(runs[:1], "T", path)
+    assert path.read_bytes() != b"kept"
