@@ -1,1 +1,1 @@
-"""Drivers, trainer, data, evaluation and benchmarks. Run them as modules: `python -m experiments.pretrain`."""
+"""Drivers, trainer, data and benchmarks; run as modules, `python -m experiments.pretrain`."""

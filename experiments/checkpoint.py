@@ -19,7 +19,7 @@ import torch
 KEPT = 2
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` on a temporary path beside `path`, sync, and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -118,7 +118,8 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
         data = dataclasses.asdict(self.data)
-        del data["root"], data["source"]  # where the files are; what they are is in the manifest
+        del data["root"], data["source"]  # where the text comes from; its tokens are named here
+        data["corpus"] = self.data.directory.name
         return {
             "seed": self.seed,
             "model": {"name": self.model_name, **dataclasses.asdict(self.model)},

@@ -73,6 +73,8 @@ def _run(
     config: RunConfig, corpus: Corpus, here: World, report: Callable[[str], None]
 ) -> dict[str, Any]:
     started = time.time()
+    if here.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
     model = GPT(config.model).to(here.device)
     method = config.build_method()
@@ -142,7 +144,7 @@ def _run(
 
 def measure_sparsity(model: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     """Density and groups of four with more than two non-zeros, over the named linears."""
-    weights = [model.get_submodule(name).weight.detach() for name in names]
+    weights = [model.get_parameter(f"{name}.weight").detach() for name in names]
     entries = sum(w.numel() for w in weights)
     nonzeros = sum(int(torch.count_nonzero(w)) for w in weights)
     return {

@@ -1,4 +1,4 @@
-"""Progress of a training run: a live bar on a terminal, one line per tenth elsewhere."""
+"""Progress of a training run: a live bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import rich.progress
 
 
+_SECONDS_PER_LINE = 10.0
+
+
 class Progress:
     """Shows step, loss, tokens per second and the time left; silent unless `enabled`."""
 
     def __init__(self, steps: int, first: int, tokens_per_step: int, enabled: bool) -> None:
         self.steps, self.first, self.tokens = steps, first, tokens_per_step
         self.start = time.perf_counter()
-        self.next_line = first + max(1, steps // 10)
+        self.next_line = _SECONDS_PER_LINE
         self.bar: rich.progress.Progress | None = None
         self.enabled = enabled
         if enabled and sys.stderr.isatty():
@@ -46,7 +49,7 @@ class Progress:
         text = f"loss {record['loss']:.4f}, {speed:,.0f} tokens/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=done, description=text)
-        elif done >= self.next_line or done == self.steps:
-            self.next_line = done + max(1, self.steps // 10)
+        elif seconds >= self.next_line or done == self.steps:
+            self.next_line = seconds + _SECONDS_PER_LINE
             left = seconds / (done - self.first) * (self.steps - done)
             print(f"step {done}/{self.steps}: {text}, {left:.0f} s left", flush=True)

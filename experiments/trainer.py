@@ -104,9 +104,7 @@ class Trainer:
             eps=train.eps,
             fused=True,
         )
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=self.dtype is torch.float16
-        )
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
         runner: Any = torch.compile(model) if compiled else model
         if world.size > 1:
             # Masks and scales are equal on all ranks by construction; the random keys must not be.
@@ -207,9 +205,7 @@ class Trainer:
         return {k: v.to(self.world.device, non_blocking=True) for k, v in batch.items()}
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.world.device.type, self.dtype, enabled=self.dtype is not None
-        )
+        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
 
     @torch.no_grad()
     def evaluate(self) -> float:

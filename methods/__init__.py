@@ -38,7 +38,5 @@ def build(name: str, **options: Any) -> Method:
     fields = [f.name for f in dataclasses.fields(module.Config)]
     unknown = sorted(set(options) - set(fields))
     if unknown:
-        raise ValueError(
-            f"{name} has no option {', '.join(unknown)}; it takes {', '.join(fields)}"
-        )
+        raise ValueError(f"{name} has no option {', '.join(unknown)}; it takes {', '.join(fields)}")
     return module.Method(module.Config(**options))

@@ -126,6 +126,4 @@ def sparse_linear(
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
         fp8: formats of the simulated FP8 products, or None.
     """
-    return _SparseLinear.apply(
-        x, weight, forward_operand, backward_operand, bias, key, mvue, fp8
-    )
+    return _SparseLinear.apply(x, weight, forward_operand, backward_operand, bias, key, mvue, fp8)

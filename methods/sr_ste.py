@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from common_kernels import masked_decay_
 
@@ -54,9 +54,11 @@ class Method(base.Method):
                 masked_decay_(layer.weight.grad, layer.weight, layer.mask, alpha)
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer | None, weight: nn.Parameter) -> float:
+def _learning_rate(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> float:
     if optimizer is None:
-        raise ValueError('decay_on="weights" needs the learning rate: on_gradients(step, optimizer)')
+        raise ValueError(
+            'decay_on="weights" needs the learning rate: call on_gradients(step, optimizer)'
+        )
     for group in optimizer.param_groups:
         if any(p is weight for p in group["params"]):
             return float(group["lr"])

@@ -16,6 +16,7 @@ PANELS = {"val_loss": "validation loss", "flip_rate": "flip rate per step"}
 
 # Okabe and Ito's colours, told apart by colour-blind readers; the baseline, first, is black.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
+MARKERS = ("o", "s", "^", "v", "D", "P", "X")
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,10 @@ def _plot(data: list[Point], title: str, path: Path) -> None:
                 label=label,
                 color=colour,
                 linestyle="--" if number == 0 else "-",
-                linewidth=1.4,
-                marker="o" if quantity == "val_loss" else None,
-                markersize=3,
+                # Thinner from row to row, so that a curve under another one still shows.
+                linewidth=max(1.0, 2.6 - 0.4 * number),
+                marker=MARKERS[number % len(MARKERS)] if quantity == "val_loss" else None,
+                markersize=4,
             )
             low = [p.mean - (p.std or 0.0) for p in points]
             high = [p.mean + (p.std or 0.0) for p in points]

@@ -116,9 +116,9 @@ def test_ranks_that_do_not_divide_the_batch(overrides, tmp_path):
 
 
 def test_methods_import_with_nothing_but_torch():
-    heavy = "{'hydra', 'omegaconf', 'transformers', 'timm', 'datasets', 'matplotlib', 'experiments'}"
+    heavy = (
+        "{'hydra', 'omegaconf', 'transformers', 'timm', 'datasets', 'matplotlib', 'experiments'}"
+    )
     for module in ("s_ste", "sr_ste", "ste", "dense"):
-        done = python(
-            "-c", f"import methods.{module}, sys; assert not {heavy} & set(sys.modules)"
-        )
+        done = python("-c", f"import methods.{module}, sys; assert not {heavy} & set(sys.modules)")
         assert done.returncode == 0, done.stderr

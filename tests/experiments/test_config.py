@@ -48,9 +48,8 @@ def test_published_recipes(name):
 
 
 def test_every_size_and_method_has_a_recipe():
-    assert set(EXPERIMENTS) == {
-        f"{method}_gpt2_{size}" for method in ("dense", "sr_ste", "s_ste") for size in PUBLISHED_SHAPES
-    }
+    names = ("dense", "sr_ste", "s_ste")
+    assert set(EXPERIMENTS) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}
 
 
 @pytest.mark.parametrize("name", methods.available())
@@ -66,7 +65,8 @@ def test_method_yaml_states_the_defaults_of_its_dataclass(name):
 def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
     from omegaconf import OmegaConf
 
-    for schema, path in ((TrainConfig, "train/nano"), (TrainConfig, "train/gpt2"), (ImplConfig, "impl/default")):
+    groups = {"train/nano": TrainConfig, "train/gpt2": TrainConfig, "impl/default": ImplConfig}
+    for path, schema in groups.items():
         keys = set(OmegaConf.load(CONF / f"{path}.yaml"))
         assert keys == {f.name for f in dataclasses.fields(schema)}
 
@@ -107,7 +107,12 @@ def test_run_directory_follows_from_what_is_computed():
     for override in same:
         assert load([override]).directory() == base.directory()
         assert load([override]).digest() == base.digest()
-    for override in ("train.steps=50", "method.gamma=0.5", "model.n_layer=2", "data.vocab_size=999"):
+    for override in (
+        "train.steps=50",
+        "method.gamma=0.5",
+        "model.n_layer=2",
+        "data.vocab_size=999",
+    ):
         assert load([override]).directory().parent != base.directory().parent
     seeded = load(["seed=1"])
     assert seeded.directory().parent == base.directory().parent

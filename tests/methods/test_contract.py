@@ -57,7 +57,8 @@ class Run:
         for micro in batch(step).chunk(parts):
             micro = micro[share]
             loss = self.method.loss(
-                self.model if runner is None else runner, {"input": micro[:, :-1], "target": micro[:, 1:]}
+                self.model if runner is None else runner,
+                {"input": micro[:, :-1], "target": micro[:, 1:]},
             )
             (loss / parts).backward()
             losses.append(loss.item())

@@ -37,7 +37,7 @@ def test_without_sampling_equals_masked_dense_autograd(shape, dtype):
     y_ref = F.linear(x, operand, bias)
     dx_ref, dw_ref, db_ref = gradients((y_ref * dy).sum(), x, operand, bias)
     # Sums of at most 24 products, taken in another order.
-    tolerance = dict(rtol=0, atol=24 * 16 * torch.finfo(dtype).eps)
+    tolerance = {"rtol": 0, "atol": 24 * 16 * torch.finfo(dtype).eps}
     torch.testing.assert_close(y, y_ref, **tolerance)
     torch.testing.assert_close(dx, dx_ref, **tolerance)
     torch.testing.assert_close(dw, dw_ref, **tolerance)  # of the operand: straight through
@@ -136,7 +136,7 @@ def test_fp8_products_use_the_formats_of_the_recipe(recipe):
     backward = {"paper": "e5m2", "hybrid": "e4m3"}[recipe]
     xd = x.detach()
     dy8 = fake_fp8(dy, "e5m2")
-    tolerance = dict(rtol=0, atol=1e-5)
+    tolerance = {"rtol": 0, "atol": 1e-5}
     torch.testing.assert_close(
         y.detach(), fake_fp8(xd, "e4m3") @ fake_fp8(w, "e4m3").t(), **tolerance
     )

@@ -97,7 +97,9 @@ def test_beta_is_measured_after_the_residual_scaled_initialisation():
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=32, block_size=8))
     s_ste.Method(s_ste.Config()).convert(model)
     projection = model.transformer.h[0].mlp.c_proj
-    assert float(projection.weight.detach().std()) == pytest.approx(0.01, rel=0.05)  # 0.02 / sqrt(2 L)
+    assert float(projection.weight.detach().std()) == pytest.approx(
+        0.01, rel=0.05
+    )  # 0.02 / sqrt(2 L)
     weight = projection.weight.detach()
     expected = s_ste.projection_scale(weight, soft_threshold24(weight), "mse")
     assert torch.equal(projection.scale, expected)

@@ -105,5 +105,5 @@ def test_loss_scale_does_not_change_the_update(clip):
 
 @pytest.mark.parametrize("options", [{"alpha": -1.0}, {"decay_on": "momentum"}])
 def test_bad_options(options):
-    with pytest.raises(ValueError, match="alpha=-1.0|decay_on='momentum'"):
+    with pytest.raises(ValueError, match=r"alpha=-1\.0|decay_on='momentum'"):
         sr_ste.Config(**options)

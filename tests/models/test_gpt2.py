@@ -111,7 +111,7 @@ def test_loss_is_the_mean_over_the_targets_that_count():
     kept = target != -1
     picked = logits.log_softmax(-1)[kept].gather(-1, target[kept][:, None])
     torch.testing.assert_close(loss, -picked.mean())
-    assert torch.equal(model(**{"input": idx, "target": target})[1], loss)
+    assert torch.equal(model(input=idx, target=target)[1], loss)
 
 
 def test_a_token_does_not_see_the_future():

@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from common_kernels import fake_fp8, quantize_fp8
+
+FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+both = pytest.mark.parametrize("fmt", FORMATS)
+
+
+@both
+def test_every_code_and_everything_between(fmt):
+    """All finite codes, all midpoints and their fp32 neighbours; the largest code makes the scale 1."""
+    dtype, top = FORMATS[fmt]
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].unique()
+    assert len(codes) == {"e4m3": 253, "e5m2": 247}[fmt]
+    middle = (codes[1:] + codes[:-1]) / 2
+    up, down = torch.full((), torch.inf), torch.full((), -torch.inf)
+    x = torch.cat((codes, middle, middle.nextafter(up), middle.nextafter(down)))
+    x = torch.cat((x, torch.linspace(-top, top, 100001)))
+    got, scale = quantize_fp8(x, fmt)
+    assert scale.item() == 1 and got.dtype == dtype
+    assert torch.equal(got.float(), x.to(dtype).float())
+    assert torch.equal(fake_fp8(x, fmt), x.to(dtype).float())
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-42, 1e30])
+def test_fake_is_codes_over_scale(fmt, dtype, size, pieces, generator):
+    x = torch.randn(12, 20, 28, generator=generator)
+    x = (x * torch.randn(12, 20, 28, generator=generator).mul(4).exp() * size).clamp(-6e4, 6e4).to(dtype)
+    for view in (x, x.transpose(0, 2), x[::2, 3:, 4:16], x[0, 0, :1].expand(5, 7), x[0, 0, 0]):
+        codes, scale = quantize_fp8(view, fmt)
+        assert codes.shape == view.shape and scale.shape == () and scale.dtype == torch.float32
+        got = fake_fp8(view, fmt)
+        assert torch.equal(got, (codes.float() / scale).to(dtype))
+        assert got.stride() == torch.empty_like(view).stride()
+
+
+@both
+def test_scale_is_the_largest_code_over_amax(fmt, generator):
+    x = torch.randn(64, 64, generator=generator)
+    codes, scale = quantize_fp8(x, fmt)
+    top = FORMATS[fmt][1]
+    assert scale.item() == (top / x.abs().max()).item()
+    assert codes.flatten()[x.abs().argmax()].float().abs().item() == top
+    again, _ = quantize_fp8(codes.float() / scale, fmt)
+    assert torch.equal(again.float(), codes.float())
+
+
+@both
+def test_zeros_stay_zeros(fmt):
+    for x in (torch.zeros(8), torch.full((8,), -0.0), torch.zeros(8, dtype=torch.float16)):
+        codes, scale = quantize_fp8(x, fmt)
+        assert scale.isfinite() and (codes.float() == 0).all() and (fake_fp8(x, fmt) == 0).all()
+
+
+@both
+def test_subnormal_amax_does_not_overflow(fmt):
+    x = torch.tensor([2.0**-149, -(2.0**-149), 2.0**-140, 0.0])
+    assert fake_fp8(x, fmt).isfinite().all()
+
+
+@both
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_values_propagate(fmt, bad):
+    assert not fake_fp8(torch.tensor([1.0, bad, 2.0]), fmt).isfinite().all()
+
+
+@pytest.mark.parametrize(("fmt", "percent"), [("e4m3", 2.64), ("e5m2", 5.26)])
+def test_relative_error_of_a_gaussian(fmt, percent, generator):
+    x = torch.randn(1 << 20, generator=generator)
+    error = (fake_fp8(x, fmt) - x).square().sum() / x.square().sum()
+    assert abs(100 * error.sqrt().item() - percent) < 0.05
+
+
+def test_errors_and_empty_tensors():
+    assert fake_fp8(torch.empty(0, 3), "e4m3").shape == (0, 3)
+    assert quantize_fp8(torch.empty(0, 3), "e4m3")[0].shape == (0, 3)
+    with pytest.raises(ValueError, match="'e3m4'.*e4m3, e5m2"):
+        fake_fp8(torch.ones(4), "e3m4")
+    with pytest.raises(TypeError, match="int64"):
+        quantize_fp8(torch.ones(4, dtype=torch.int64), "e4m3")

@@ -1,0 +1,223 @@
+import math
+
+import pytest
+import torch
+
+from common_kernels import check24, mvue24, philox4x32
+
+INF, NAN = float("inf"), float("nan")
+DRAWS = 10**6
+# Group, variance of the optimum, variance of sequential sampling (where it has a short decimal).
+GROUPS = [
+    ((1.0, -2.0, 3.0, -4.0), 20.0, 20.47),
+    ((0.1, 0.2, 0.3, 2.0), 0.22, 0.355),
+    ((0.5, 2.0, 2.0, 3.2), 11.155, None),
+    ((1.0, 1.0, 1.0, 1.0), 4.0, 4.0),
+]
+
+
+def specification(x: torch.Tensor, seed: int, offset: int, dim: int) -> torch.Tensor:
+    """The exact design once more, group by group in the order of x's shape, on fp32 tensors `[..., 4]`."""
+    groups = x.float().movedim(dim, -1).unflatten(-1, (-1, 4))
+    shape = list(x.shape)
+    shape[dim] //= 4
+    q = torch.arange(x.numel() // 4).view(shape).movedim(dim, -1) + offset
+    words = torch.stack(philox4x32(seed, q // 4), -1)
+    u = (words.gather(-1, (q % 4)[..., None]) // 256).float() / 2**24
+    a = groups.abs()
+    first, last = a[..., 0] + a[..., 1], a[..., 2] + a[..., 3]
+    others = torch.stack(
+        (a[..., 1] + last, a[..., 0] + last, a[..., 3] + first, a[..., 2] + first), -1
+    )
+    h = torch.minimum((first + last) / 2, others.amin(-1))[..., None]
+    dominant = a > others
+    line = a.masked_fill(dominant, 0)
+    ends = torch.stack((line[..., 0], line[..., 0] + line[..., 1]), -1)
+    ends = torch.cat((ends, ends[..., 1:] + line[..., 2:3]), -1)
+    one = torch.nn.functional.one_hot((ends <= u * h).sum(-1), 4).bool()
+    two = torch.nn.functional.one_hot((ends - h <= u * h).sum(-1), 4).bool()
+    kept = one | torch.where(dominant.any(-1, keepdim=True), dominant, two)
+    value = torch.where(kept, groups.sign() * torch.maximum(a, h), 0.0)
+    return value.flatten(-2).movedim(-1, dim).to(x.dtype)
+
+
+def closed_form(group: torch.Tensor) -> torch.Tensor:
+    """The least total variance of an unbiased 2:4 estimator, for groups `[..., 4]`."""
+    total, top, squares = group.abs().sum(-1), group.abs().amax(-1), (group**2).sum(-1)
+    spread = torch.where(top > total / 2, (total - top) ** 2 + top**2, total**2 / 2)
+    return spread - squares
+
+
+def draws(group: tuple[float, ...], design: str, seed: int = 1) -> torch.Tensor:
+    return mvue24(torch.tensor(group).expand(DRAWS, 4), seed, design=design).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("offset", [0, 3, 10**10 + 1])
+def test_specification_in_any_layout(dtype, dim, offset, pieces, generator):
+    x = torch.randn(8, 12, 20, generator=generator).to(dtype)
+    for view in (x, x.transpose(0, 2), x.permute(1, 2, 0), x[:4, 4:8, 8:16], x[:, :, :1].expand(8, 12, 4)):
+        got = mvue24(view, 7, offset, dim=dim)
+        assert torch.equal(got, specification(view, 7, offset, dim))
+        assert got.stride() == torch.empty_like(view).stride()
+        assert check24(got, dim) == 0
+
+
+@pytest.mark.parametrize("design", ["exact", "sequential"])
+@pytest.mark.parametrize(("group", "optimum", "pps"), GROUPS, ids=str)
+def test_mean_and_variance(group, optimum, pps, design):
+    """Mean within 5 sigma of the closed-form variance, total variance within 5 sigma of the sample's."""
+    x, sample = torch.tensor(group).double(), draws(group, design)
+    assert check24(sample) == 0
+    sigma = math.sqrt(pps or 1.5 * optimum) if design == "sequential" else math.sqrt(optimum)
+    assert ((sample.mean(0) - x).abs() < 5 * sigma / math.sqrt(DRAWS)).all()
+    squares = ((sample - x) ** 2).sum(1)
+    # Not less than the rounding of fp32 values, for groups whose error has one size only.
+    slack = 5 * squares.std() / math.sqrt(DRAWS) + 1e-6 * optimum
+    want = optimum if design == "exact" else pps
+    if want is None:
+        assert squares.mean() > optimum - slack
+    else:
+        # The reference values of the sequential design are given to 3 or 4 digits.
+        assert (squares.mean() - want).abs() < slack + (5e-3 if design == "sequential" else 0)
+    assert closed_form(x).item() == pytest.approx(optimum, rel=1e-6)
+
+
+def test_unbiased_with_least_variance_on_a_grid_of_uniforms(generator):
+    """No statistics: averaging over all u on a grid of step 1/K is wrong by at most a few steps of H."""
+    from common_kernels import chunks
+    from common_kernels.mvue.naive import exact
+
+    steps, groups = 4096, torch.randn(4, 256, 1, generator=generator) ** 3
+    u = ((torch.arange(steps) + 0.5) / steps).expand(1, 256, steps)
+    x = groups.expand(4, 256, steps).contiguous()
+    sample = exact(x.clone(), u, chunks.Scratch(x.device)).double()
+    total = groups.double().abs().sum(0)
+    assert ((sample.mean(2) - groups[..., 0]).abs() <= 3 * total.T / steps).all()
+    variance = ((sample - groups) ** 2).sum(0).mean(1)
+    assert ((variance - closed_form(groups.double()[..., 0].T)).abs() <= 8 * total[:, 0] ** 2 / steps).all()
+
+
+def test_kept_values():
+    """No dominant entry: both kept magnitudes are S/2. A dominant one is kept as it is, always, with R beside it."""
+    sample = draws((1.0, -2.0, 3.0, -4.0), "exact")
+    assert sample.abs().unique().tolist() == [0, 5]
+    assert ((sample != 0).sum(1) == 2).all()
+    sample = draws((0.25, 0.5, -8.0, 1.0), "exact")
+    assert (sample[:, 2] == -8).all()
+    assert sample[:, [0, 1, 3]].sum(1).unique().tolist() == [1.75]
+
+
+@pytest.mark.parametrize("design", ["exact", "sequential"])
+@pytest.mark.parametrize(
+    "group",
+    [
+        (4, 0, 0, 0), (0, 0, 0, 0), (100, 1e-9, 0, 0), (0, -65504, 0, 3), (0, 0, 5, 5), (3e38, 0, -3e38, 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_two_non_zeros_are_reproduced(group, design):
+    x = torch.tensor(group, dtype=torch.float32).expand(1000, 4)
+    got = mvue24(x, 3, design=design)
+    if design == "exact":
+        assert torch.equal(got, x)
+    else:
+        assert torch.allclose(got, x, rtol=1e-6, atol=0)
+
+
+def test_subnormal_groups_of_two_are_reproduced():
+    tiny = 2.0**-149
+    x = torch.tensor([[0, tiny, 0, tiny], [tiny, 0, 3 * tiny, 0]]).repeat(500, 1)
+    assert torch.equal(mvue24(x, 3), x)
+
+
+@pytest.mark.parametrize("design", ["exact", "sequential"])
+def test_extreme_finite_groups_stay_finite(design):
+    groups = [[65504.0, 1, 1, 1], [1e30, 1e-30, 1e-30, 1e-30], [1e-38, 1e-40, 1e-45, 0], [-0.0, 0, -0.0, 0]]
+    x = torch.tensor(groups).repeat(1000, 1)
+    assert mvue24(x, 5, design=design).isfinite().all()
+    assert mvue24(x[::4].half(), 5, design=design).isfinite().all()
+
+
+@pytest.mark.parametrize("design", ["exact", "sequential"])
+def test_non_finite_values_propagate_and_stay_legal(design):
+    values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
+    x = torch.cartesian_prod(values, values, values, values).repeat(8, 1)
+    got = mvue24(x, 5, design=design)
+    assert ((got != 0).sum(1) <= 2).all()
+    assert torch.equal((~got.isfinite()).any(1), (~x.isfinite()).any(1))
+
+
+def test_scale_invariance(generator):
+    x = torch.randn(1 << 12, 4, generator=generator)
+    assert torch.equal(mvue24(2.0**-20 * x, 11), 2.0**-20 * mvue24(x, 11))
+
+
+@pytest.mark.parametrize("std", [1.0, 1e-4, 1e-8])
+@pytest.mark.parametrize(("design", "want"), [("exact", 0.474), ("sequential", 0.503)])
+def test_relative_error_of_a_gaussian(std, design, want, generator):
+    x = std * torch.randn(1 << 20, generator=generator)
+    error = (mvue24(x, 2, design=design) - x).double()
+    assert abs((error**2).sum() / (x.double() ** 2).sum() - want).item() < 0.003
+
+
+def test_pieces_of_a_batch_draw_what_the_batch_draws(generator):
+    """Also where the cut is no multiple of the four groups that share a counter."""
+    x = torch.randn(6, 20, generator=generator)
+    for design in ("exact", "sequential"):
+        whole = mvue24(x, 9, 5, design)
+        parts = [mvue24(row, 9, 5 + 5 * i, design) for i, row in enumerate(x)]
+        assert torch.equal(whole, torch.stack(parts))
+
+
+def test_seed_and_offset_as_tensors():
+    x = torch.randn(64, 16)
+    assert torch.equal(mvue24(x, torch.tensor(2**40 + 3), torch.tensor(7)), mvue24(x, 2**40 + 3, 7))
+    with pytest.raises(TypeError, match="seed.*float32"):
+        mvue24(x, torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"offset.*\(2,\)"):
+        mvue24(x, 1, torch.tensor([1, 2]))
+
+
+def test_draws_depend_on_the_key_alone():
+    x = torch.ones(256, 64)
+    torch.manual_seed(0)
+    first = mvue24(x, 1)
+    torch.manual_seed(1)
+    assert torch.equal(mvue24(x, 1), first)
+    for other in (mvue24(x, 2), mvue24(x, 1 << 32 | 1), mvue24(x, 1, 256 * 16), mvue24(x, 1, 1 << 36)):
+        assert abs((other != first).float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(256 * 16)
+
+
+def test_masks_of_an_all_ones_matrix():
+    """Systematic sampling of equal entries has two outcomes, {0, 2} and {1, 3}, each with probability one half."""
+    pairs = mvue24(torch.ones(1 << 20, 4), 4).bool()
+    even = pairs[:, 0]
+    assert torch.equal(pairs, torch.stack((even, ~even, even, ~even), 1))
+    coin = even.double() * 2 - 1
+    assert abs(coin.mean()) < 5 / 2**10
+    for lag in (1, 2, 3, 4, 64, 1024):
+        assert abs((coin[lag:] * coin[:-lag]).mean()) < 5 / math.sqrt(len(coin) - lag)
+    assert len(even.view(-1, 64).unique(dim=0)) == (1 << 20) // 64  # no two tiles of 64 groups are alike
+
+
+def test_pair_frequencies_of_the_sequential_design():
+    """(1, 2, 3, 4): P{i, j} = t_i a_j / (S - a_i) + t_j a_i / (S - a_j)."""
+    group = (1.0, 2.0, 3.0, 4.0)
+    kept = draws(group, "sequential") != 0
+    for i in range(4):
+        for j in range(i):
+            p = group[i] * group[j] / 10 * (1 / (10 - group[i]) + 1 / (10 - group[j]))
+            share = (kept[:, i] & kept[:, j]).double().mean()
+            assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / DRAWS)
+
+
+def test_errors_and_empty_tensors():
+    assert mvue24(torch.empty(4, 0), 1, dim=0).shape == (4, 0)
+    with pytest.raises(ValueError, match=r"dim 0 of shape \(6, 4\).*no multiple of 4"):
+        mvue24(torch.ones(6, 4), 1, dim=0)
+    with pytest.raises(ValueError, match="'best'.*exact, sequential"):
+        mvue24(torch.ones(4), 1, design="best")
+    with pytest.raises(TypeError, match="float64"):
+        mvue24(torch.ones(4, dtype=torch.float64), 1)

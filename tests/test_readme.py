@@ -1,0 +1,43 @@
+"""What the README shows works as it stands there."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import methods
+from models.gpt2 import GPT, GPTConfig
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_loop_runs_and_ends_sparse():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8))
+    tokens = torch.randint(0, 32, (3, 4, 9))
+    names = {
+        "torch": torch,
+        "model": model,
+        "steps": 3,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "batches": iter([{"input": t[:, :-1], "target": t[:, 1:]} for t in tokens]),
+    }
+    exec(code, names)
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    assert type(model.transformer.h[0].mlp.c_fc) is torch.nn.Linear
+    assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+
+
+def test_the_tree_names_every_folder_of_the_house():
+    tree = README.split("## The house")[1].split("```")[1]
+    named = set(re.findall(r"^(\w+)/", tree, re.M))
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests"}
+    assert named == packages
+
+
+def test_every_method_has_a_row():
+    rows = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
+    assert rows == set(methods.available())
