@@ -7,7 +7,7 @@ import torch
 
 from common_kernels import chunks
 
-TILES = 4096  # tiles in a piece of the exact search
+TILES = 8192  # tiles in a piece of the exact search
 PAIRS = tuple(itertools.combinations(range(4), 2))  # the six 2:4 patterns of a row, in descending order of their bits
 
 
@@ -126,29 +126,40 @@ def exact(tiles: torch.Tensor, kept: torch.Tensor) -> None:
     rank = (90 - order).float()[:, None]  # the first pattern ranks highest
     bools = [[[j in PAIRS[pair] for j in range(4)] for pair in tile] for tile in reversed(patterns())]
     words = torch.tensor(bools, device=device).view(torch.int32).view(90, 4)
-    scratch = None
+    rows = -1
     for piece, kept_piece in chunks.split(tiles, kept, size=16 * TILES):
-        n = len(piece) * columns
-        if scratch is None:
-            scratch = [torch.empty(k * n, device=device) for k in (16, 24, 72, 72, 90)]
-        a, rows, halves, ordered, scores = (
-            part[: k * n].view(k, n) for part, k in zip(scratch, (16, 24, 72, 72, 90), strict=True)
-        )
-        a.view(4, 4, len(piece), columns).copy_(piece.permute(1, 3, 0, 2))
-        a.view(torch.int32).bitwise_and_(0x7FFFFFFF).clamp_max_(0x7F800000)
-        a, rows = a.view(4, 4, n), rows.view(4, 6, n)
-        for k, (i, j) in enumerate(PAIRS):
-            torch.add(a[:, i], a[:, j], out=rows[:, k])
-        torch.add(rows[0::2, :, None], rows[1::2, None], out=halves.view(2, 6, 6, n))
-        top = torch.index_select(halves[:36], 0, upper, out=ordered[:36])
-        bottom = torch.index_select(halves[36:], 0, lower, out=ordered[36:])
-        torch.add(top[:6], bottom[:6], out=scores[:6])
-        top2, bottom2 = top[6:30].view(12, 2, 1, n), bottom[6:30].view(12, 1, 2, n)
-        torch.add(top2, bottom2, out=scores[6:54].view(12, 2, 2, n))
-        torch.add(top[30:, None], bottom[None, 30:], out=scores[54:].view(6, 6, n))
-        best = torch.eq(scores, scores.amax(0), out=scores).mul_(rank).amax(0)
+        if len(piece) != rows:  # the first piece, and a smaller last one
+            rows = len(piece)
+            n = rows * columns
+            a, sums = torch.empty(4, 4, n, device=device), torch.empty(4, 6, n, device=device)
+            halves, ordered = (torch.empty(2, 36, n, device=device) for _ in range(2))
+            scores = torch.empty(90, n, device=device)
+            planes, bits = a.view(4, 4, rows, columns), a.view(torch.int32)
+            row_sums = [(a[:, i], a[:, j], sums[:, k]) for k, (i, j) in enumerate(PAIRS)]
+            half_sums = sums[0::2, :, None], sums[1::2, None], halves.view(2, 6, 6, n)
+            (above, below), (top, bottom) = halves, ordered
+            outer_sums = (
+                (top[:6], bottom[:6], scores[:6]),
+                (
+                    top[6:30].view(12, 2, 1, n),
+                    bottom[6:30].view(12, 1, 2, n),
+                    scores[6:54].view(12, 2, 2, n),
+                ),
+                (top[30:, None], bottom[None, 30:], scores[54:].view(6, 6, n)),
+            )
+            best = torch.empty(n, device=device)
+        planes.copy_(piece.permute(1, 3, 0, 2))
+        bits.bitwise_and_(0x7FFFFFFF).clamp_max_(0x7F800000)
+        for x, y, out in (*row_sums, half_sums):
+            torch.add(x, y, out=out)
+        torch.index_select(above, 0, upper, out=top)
+        torch.index_select(below, 0, lower, out=bottom)
+        for x, y, out in outer_sums:
+            torch.add(x, y, out=out)
+        torch.eq(scores, torch.amax(scores, 0, out=best), out=scores)
+        torch.amax(scores.mul_(rank), 0, out=best)
         chosen = words.index_select(0, best.to(torch.int32) - 1)
-        kept_piece.copy_(chosen.view(len(piece), columns, 4).transpose(1, 2))
+        kept_piece.copy_(chosen.view(rows, columns, 4).transpose(1, 2))
 
 
 def greedy(tiles: torch.Tensor, kept: torch.Tensor) -> None:

@@ -76,26 +76,28 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
     h = torch.amin(others, 0, out=scratch("h", *shape))
     torch.minimum(h, s01.add_(s23).mul_(0.5), out=h)
     value = torch.maximum(a, h, out=scratch("value", *x.shape))
-    dominant = torch.gt(a, others, out=others.view(torch.int32))  # 0 or 1; never more than one of the four
+    # Comparisons are written as 0.0 or 1.0, which is faster than as bool; the bits of 1.0 shifted
+    # by 29 are 1. No more than one entry is dominant.
+    dominant = torch.gt(a, others, out=others)
+    kept = scratch("kept", *x.shape)
+    flags = torch.bitwise_right_shift(dominant.view(torch.int32), 29, out=kept.view(torch.int32))
+    bits.bitwise_and_(flags.sub_(1))  # a dominant entry leaves the line
     # p < H holds by itself save where u*H rounds up among the subnormals.
-    p = torch.mul(u, h, out=s01).view(torch.int32)
-    p = torch.minimum(p, h.view(torch.int32) - 1, out=p).view(torch.float32)
-    kept = scratch("kept", *x.shape).view(torch.int32)
-    bits.bitwise_and_(torch.sub(dominant, 1, out=kept))  # dominant entries leave the line
+    p = torch.mul(u, h, out=s01)
+    torch.minimum(p.view(torch.int32), h.view(torch.int32) - 1, out=p.view(torch.int32))
     line = a[:3]
     line[1].add_(line[0])
     line[2].add_(line[1])
-    below = torch.le(line, p, out=kept[:3])
-    one = torch.add(below[0], below[1], out=s23.view(torch.int32)).add_(below[2])
-    below = torch.le(line.sub_(h), p, out=kept[:3])
-    two = below[0].add_(below[1]).add_(below[2])
-    # A dominant entry takes the place of the second one.
-    two = torch.add(two, dominant.sum(0, dtype=torch.int32), alpha=4)
-    for i in range(4):
-        torch.eq(one, i, out=kept[i])
-        dominant[i].bitwise_or_(kept[i]).bitwise_or_(torch.eq(two, i, out=kept[i])).neg_()
-    result = x.view(torch.int32).bitwise_and_(SIGN).bitwise_or_(value.view(torch.int32)).bitwise_and_(dominant)
-    return result.view(torch.float32)
+    one = torch.sum(torch.le(line, p, out=kept[:3]), 0, out=s23)
+    two = torch.sum(torch.le(line.sub_(h), p, out=kept[:3]), 0, out=p)
+    two.add_(torch.sum(dominant, 0, out=h), alpha=4)  # which takes the place of the second entry
+    lane = torch.arange(4.0, device=x.device).view(4, *[1] * len(shape))
+    mask = dominant.view(torch.int32)
+    for index in (one, two):
+        mask.bitwise_or_(torch.eq(index, lane, out=kept).view(torch.int32))
+    mask.bitwise_right_shift_(29).neg_()
+    sign = x.view(torch.int32).bitwise_and_(SIGN)
+    return sign.bitwise_or_(value.view(torch.int32)).bitwise_and_(mask).view(torch.float32)
 
 
 def sequential(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:

@@ -31,8 +31,8 @@ def test_known_answers(counter, key, words):
 
 def test_counter_fills_the_two_low_words():
     counter = torch.tensor([0, 7, 2**32 + 5, 2**62 + 3])
-    low, high, zero = counter & 0xFFFFFFFF, counter >> 32, torch.zeros_like(counter)
-    for got, want in zip(philox4x32(9, counter), rounds(9, (low, high, zero, zero)), strict=True):
+    words = counter & 0xFFFFFFFF, counter >> 32, counter * 0, counter * 0
+    for got, want in zip(philox4x32(9, counter), rounds(9, words), strict=True):
         assert torch.equal(got, want)
 
 

@@ -42,7 +42,7 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
 @pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
 def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
     """The process gets no chance to tidy up; the losses are equal to the last bit all the same."""
-    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=300"]
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=120"]
     command = [sys.executable, *PRETRAIN, *steps, f"method={method}"]
     whole = [*command, f"runs={tmp_path / 'whole'}"]
     killed = [*command, f"runs={tmp_path / 'killed'}"]
@@ -51,7 +51,7 @@ def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
 
     process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len(read_metrics(directory / "metrics.jsonl")) < 40:
+    while len(read_metrics(directory / "metrics.jsonl")) < 20:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -64,12 +64,11 @@ def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
         if command is killed:
             assert "resumed at step" in done.stdout
     assert losses(directory) == losses(reference)
-    assert len(losses(directory)) == 300
+    assert len(losses(directory)) == 120
 
 
-@pytest.mark.parametrize("method", ["dense", "s_ste"])
-def test_torchrun_with_two_ranks_on_half_the_micro_batch(overrides, tmp_path, method):
-    arguments = [*overrides, f"method={method}"]
+def test_torchrun_with_two_ranks_on_half_the_micro_batch(overrides, tmp_path):
+    arguments = [*overrides, "method=s_ste"]
     one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
     two = [*arguments, "impl.micro_batch=2", f"runs={tmp_path / 'two'}"]
     done = python(*PRETRAIN, *one)
@@ -116,9 +115,12 @@ def test_ranks_that_do_not_divide_the_batch(overrides, tmp_path):
 
 
 def test_methods_import_with_nothing_but_torch():
-    heavy = (
-        "{'hydra', 'omegaconf', 'transformers', 'timm', 'datasets', 'matplotlib', 'experiments'}"
-    )
-    for module in ("s_ste", "sr_ste", "ste", "dense"):
-        done = python("-c", f"import methods.{module}, sys; assert not {heavy} & set(sys.modules)")
-        assert done.returncode == 0, done.stderr
+    code = """
+import importlib, sys, methods
+for name in methods.available():
+    importlib.import_module(f"methods.{name}")
+heavy = {"hydra", "omegaconf", "transformers", "timm", "datasets", "matplotlib", "experiments"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -102,7 +102,8 @@ def test_gpt2_without_network_names_the_choices(tmp_path, monkeypatch):
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """The `datasets` library, offline, with its cache in the test's folder."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -119,7 +120,7 @@ def byte_gpt2(monkeypatch):
 
 
 def write_parquet(folder, texts):
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     for i, part in enumerate((texts[:20], texts[20:])):

@@ -184,7 +184,8 @@ def test_errors_name_the_value(make, message):
 
 
 def hf_model(**overrides):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 12}
     ids = {"bos_token_id": None, "eos_token_id": None}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**shape, **ids, **overrides}))
@@ -202,7 +203,6 @@ def test_weights_of_transformers_give_the_same_logits(activation):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gelu", ["erf", "tanh"])
 def test_our_weights_give_the_same_logits_in_transformers(gelu, bias):
-    pytest.importorskip("transformers")
     ours = randomised(GPT(tiny(gelu=gelu, bias=bias, dropout=0.25)))
     theirs = to_hf(ours)
     assert theirs.config.attn_pdrop == theirs.config.embd_pdrop == 0.25
@@ -214,7 +214,6 @@ def test_our_weights_give_the_same_logits_in_transformers(gelu, bias):
 
 
 def test_the_conversion_copies():
-    pytest.importorskip("transformers")
     ours = randomised(GPT(tiny(bias=True)))
     before = copy.deepcopy(ours.state_dict())
     randomised(to_hf(ours), std=9.0)
@@ -238,7 +237,6 @@ def test_a_config_that_we_do_not_carry_is_refused(overrides, message):
 
 
 def test_a_model_with_a_method_attached_is_refused():
-    pytest.importorskip("transformers")
     model = GPT(tiny())
     layer = model.get_submodule("transformer.h.0.mlp.c_fc")
     layer.register_buffer("mask", torch.ones(64, 16, dtype=torch.bool))
