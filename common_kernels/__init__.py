@@ -1,4 +1,4 @@
-"""Operators on tensors for 2:4 sparse training. They know nothing of modules, models or training."""
+"""Operators on tensors for 2:4 sparse training, ignorant of modules, models and training."""
 
 from common_kernels.decay import masked_decay_
 from common_kernels.fp8 import fake_fp8, quantize_fp8

@@ -1,4 +1,4 @@
-"""Argument checks shared by the operators: they run before any work and name the offending value."""
+"""Argument checks shared by the operators: they run before any work and name the culprit."""
 
 import torch
 
@@ -12,13 +12,15 @@ def float_tensor(x: torch.Tensor, name: str = "x") -> None:
 
 
 def group_dim(x: torch.Tensor, m: int, dim: int) -> int:
-    """`dim` as a non-negative index. IndexError if x has no such dim, ValueError if it is no multiple of m."""
+    """`dim` as a non-negative index. IndexError if x has no such dim, ValueError if it is no
+    multiple of m.
+    """
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"dim {dim} is out of range for shape {tuple(x.shape)}")
     dim %= x.ndim
     if x.shape[dim] % m:
         raise ValueError(
-            f"dim {dim} of shape {tuple(x.shape)} has {x.shape[dim]} entries, which is no multiple of {m}"
+            f"dim {dim} of shape {tuple(x.shape)}: {x.shape[dim]} entries are no multiple of {m}"
         )
     return dim
 

@@ -1,7 +1,8 @@
 """Walking a tensor in memory order, in pieces that fit the cache.
 
-Every pass over a large tensor costs a trip to memory, and every temporary of its size costs page faults, which are
-dearer still. The naive operators therefore run their passes over one piece at a time, in scratch space allocated once.
+Every pass over a large tensor costs a trip to memory, and every temporary of its size costs page
+faults, which are dearer still. The naive operators therefore run their passes over one piece at a
+time, in scratch space allocated once.
 """
 
 import math
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-SIZE = 1 << 18  # elements in a piece: few enough for the cache, enough to amortise the launch of an operator
+# Elements in a piece: few enough for the cache, enough to amortise the launch of an operator.
+SIZE = 1 << 19
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
@@ -18,14 +20,18 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """x as one dim in memory order: a view if x is dense, else of its copy with the layout of `torch.empty_like(x)`."""
+    """x as one dim in memory order: a view if x is dense, else of its copy with the layout of
+    `torch.empty_like(x)`.
+    """
     return as_groups(x.unsqueeze(-1), -1, 1).view(-1)
 
 
 def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
-    """x in memory order as `[rows, m, lanes]`: groups of m along `dim`, whose entries lie `lanes` apart.
+    """x in memory order as `[rows, m, lanes]`: groups of m along `dim`, whose entries lie `lanes`
+    apart.
 
-    A view if x is dense, else of its copy with the layout of `torch.empty_like(x)`. x must not be empty.
+    A view if x is dense, else of its copy with the layout of `torch.empty_like(x)`. x must not be
+    empty.
     """
     dim %= x.ndim
     if not x.is_contiguous():
@@ -37,17 +43,22 @@ def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
 
 
 def split(*tensors: torch.Tensor, size: int | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Pieces of about `size` (SIZE) elements of tensors that share their first dim, cut along it. None may be empty.
+    """Pieces of about `size` (SIZE) elements of tensors that share their first dim, cut along it.
+    None may be empty.
 
-    The size is measured on the first tensor. Only the CPU gains from pieces: elsewhere the one piece is the whole.
+    The size is measured on the first tensor. Only the CPU gains from pieces: elsewhere the one
+    piece is the whole.
     """
     first = tensors[0]
-    step = max(1, (size or SIZE) * len(first) // first.numel()) if first.device.type == "cpu" else len(first)
+    step = len(first)
+    if first.device.type == "cpu":
+        step = max(1, (size or SIZE) * len(first) // first.numel())
     return zip(*(t.split(step) for t in tensors), strict=True)
 
 
 class Scratch:
-    """fp32 working memory that is allocated at a name's first use and reused for the pieces that follow.
+    """fp32 working memory that is allocated at a name's first use and reused for the pieces that
+    follow.
 
     The first piece is the largest, so a later one takes the front of what is there.
     """
@@ -65,7 +76,9 @@ class Scratch:
 
 
 def gather_lanes(piece: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`[rows, m, lanes]` to `[m, rows, lanes]`, entry by entry, which is twice as fast as one strided copy."""
+    """`[rows, m, lanes]` to `[m, rows, lanes]`, entry by entry, which is twice as fast as one
+    strided copy.
+    """
     for i, entry in enumerate(out):
         entry.copy_(piece[:, i])
     return out

@@ -1,6 +1,8 @@
-"""Philox4x32-10 in int64 arithmetic (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
+"""Philox4x32-10 in int64 arithmetic (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+SC 2011).
 
-The words equal those of Triton's `tl.randint4x(seed, counter)`, so that every backend draws the same bits.
+The words equal those of Triton's `tl.randint4x(seed, counter)`, so that every backend draws the
+same bits.
 """
 
 import torch

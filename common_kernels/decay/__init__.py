@@ -1,4 +1,4 @@
-"""The decay of masked-out weights (SR-STE, arXiv 2102.04010; on gradients, FST, arXiv 2404.01847, section 4.2)."""
+"""Decay of masked-out weights (SR-STE, arXiv 2102.04010), on gradients (FST, arXiv 2404.01847)."""
 
 import torch
 
@@ -8,9 +8,17 @@ from common_kernels.decay import naive
 
 
 def masked_decay_(
-    grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float, *, backend: str | None = None
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    alpha: float,
+    *,
+    backend: str | None = None,
 ) -> torch.Tensor:
-    """In place: grad += alpha * weight where mask is False. Where it is True grad keeps its bits. Returns grad."""
+    """In place: grad += alpha * weight where mask is False; elsewhere grad keeps its bits.
+
+    Three tensors of one shape, any strides; computed in fp32 and rounded once. Returns grad.
+    """
     checks.float_tensor(grad, "grad")
     checks.float_tensor(weight, "weight")
     if mask.dtype != torch.bool:
@@ -23,7 +31,9 @@ def masked_decay_(
 
 
 @torch.library.custom_op("sparse24::masked_decay_", mutates_args=("grad",))
-def _masked_decay_(grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float) -> None:
+def _masked_decay_(
+    grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float
+) -> None:
     naive.masked_decay_(grad, weight, mask, alpha)
 
 

@@ -7,14 +7,23 @@ from common_kernels import checks
 from common_kernels.fp8 import naive
 
 
-def quantize_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (torch.float8_e4m3fn or float8_e5m2, x's shape) and the 0-dim fp32 scale; x ~ codes / scale."""
+def quantize_fp8(
+    x: torch.Tensor, fmt: str, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of x and their scale: x is about codes / scale.
+
+    fmt `e4m3` gives torch.float8_e4m3fn codes, `e5m2` torch.float8_e5m2, in x's shape; the scale is
+    a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs.
+    """
     _check(x, fmt, backend)
     return torch.ops.sparse24.quantize_fp8(x, fmt)
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
-    """codes / scale of `quantize_fp8`, in x's dtype. No gradient is defined."""
+    """codes / scale of `quantize_fp8`, in x's shape, dtype and strides.
+
+    No gradient is defined: the caller owns its straight-through rule.
+    """
     _check(x, fmt, backend)
     return torch.ops.sparse24.fake_fp8(x, fmt)
 

@@ -9,7 +9,7 @@ EXPONENT = 0x7F800000
 
 
 def scale_of(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    """largest code / amax; the largest fp32 number where that overflows, so that zeros stay zeros."""
+    """Largest code / amax, or the largest fp32 number where that overflows: zeros stay zeros."""
     if x.numel() == 0:
         return torch.ones((), device=x.device)
     low, high = x.aminmax()
@@ -23,16 +23,17 @@ def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    """As codes / scale, without the codes: adding and subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds a number of
-    exponent e to the format's mantissa, to nearest even; below the smallest normal number e stays put, which is the
-    fixed step of the subnormals."""
+    """As codes / scale, without the codes: adding and subtracting 1.5 * 2^(e + 23 - mantissa bits)
+    rounds a number of exponent e to the format's mantissa, to nearest even; below the smallest
+    normal number e stays put, which is the fixed step of the subnormals."""
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
     info, scale = torch.finfo(FORMATS[fmt]), scale_of(x, fmt)
     mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
     smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
-    lift = (23 - mantissa << 23) + (1 << 22)  # in bits: times 2^(23 - mantissa), then half as much again
+    # In bits: times 2^(23 - mantissa), and then half as much again.
+    lift = (23 - mantissa << 23) + (1 << 22)
     scratch = chunks.Scratch(x.device)
     for piece, result in chunks.split(*(chunks.in_memory_order(t) for t in (x, out))):
         y, magic = scratch("y", *piece.shape), scratch("magic", *piece.shape)

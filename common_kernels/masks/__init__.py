@@ -1,7 +1,8 @@
-"""Hard masks: N:M along one dim, 2:4 along both dims of every tile, SLoPe's double pruning, and what measures them.
+"""Hard masks: N:M along one dim, 2:4 along both dims of a tile, and what measures them.
 
-Ties: the lower index wins. Magnitudes are ranked by their bit pattern, so NaN ranks above Inf and Inf above every
-finite number: exactly n of m are kept whatever the input holds, and a NaN is kept rather than hidden.
+Ties: the lower index wins. Magnitudes are ranked by their bit pattern, NaN above Inf and Inf above
+every finite number: exactly n of m are kept whatever the input holds, and a NaN is kept, not
+hidden.
 """
 
 import torch
@@ -13,11 +14,17 @@ from common_kernels.masks import naive
 ALGORITHMS = ("exact", "greedy", "two_approx")
 
 
-def nm_mask(x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1, *, backend: str | None = None) -> torch.Tensor:
-    """Bool mask of x's shape and strides that keeps the n largest magnitudes of each m consecutive entries along dim."""
+def nm_mask(
+    x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1, *, backend: str | None = None
+) -> torch.Tensor:
+    """Bool mask that keeps the n largest magnitudes of each m consecutive entries along dim.
+
+    It has x's shape and, where x is dense, its strides. Raises TypeError for a dtype other than
+    fp32, bf16, fp16 and ValueError for a dim that is no multiple of m.
+    """
     checks.float_tensor(x)
-    if not 0 <= n <= m or m < 1:
-        raise ValueError(f"an N:M mask needs 0 <= n <= m and m >= 1, not n={n} and m={m}")
+    if not (0 <= n <= m and 1 <= m <= 128):
+        raise ValueError(f"an N:M mask needs 0 <= n <= m and 1 <= m <= 128, not n={n} and m={m}")
     dim = checks.group_dim(x, m, dim)
     backends.resolve(x.device, backend)
     return torch.ops.sparse24.nm_mask(x, n, m, dim)
@@ -33,18 +40,27 @@ def _(x, n, m, dim):
     return torch.empty_like(x, dtype=torch.bool)
 
 
-def double_prune_mask(w: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None) -> torch.Tensor:
-    """SLoPe's second mask (arXiv 2405.15951): n:m along dim 0 of a weight `w` that is already pruned along dim 1.
+def double_prune_mask(
+    w: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+) -> torch.Tensor:
+    """SLoPe's second mask (arXiv 2405.15951): n:m along dim 0 of `w [out, in]` pruned along dim 1.
 
-    A column group may hold more than m-n pruned entries; a pruned entry that the mask "keeps" is still zero in w.
+    A column group may hold more than m-n pruned entries; one that the mask "keeps" is zero in w.
     """
     if w.ndim != 2:
         raise ValueError(f"w must have two dims, not shape {tuple(w.shape)}")
     return nm_mask(w, n, m, dim=0, backend=backend)
 
 
-def transposable_mask24(w: torch.Tensor, algorithm: str = "exact", *, backend: str | None = None) -> torch.Tensor:
-    """Bool mask that is 2:4 along both of the last two dims (FST, arXiv 2404.01847, section 5.1)."""
+def transposable_mask24(
+    w: torch.Tensor, algorithm: str = "exact", *, backend: str | None = None
+) -> torch.Tensor:
+    """Bool mask that is 2:4 along both of the last two dims of `w [..., 4R, 4C]`.
+
+    `exact` keeps the largest sum of magnitudes over the 90 patterns of each 4x4 tile (FST, arXiv
+    2404.01847); `greedy` and `two_approx` (arXiv 2102.08124) are baselines, whose masks may keep
+    fewer than two in a row or column. NaN counts as Inf in the exact search.
+    """
     checks.float_tensor(w, "w")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
@@ -67,12 +83,12 @@ def _(w, algorithm):
 
 
 def check24(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Number of groups of four along dim with more than two non-zeros, a 0-dim int64 tensor. 0 means a legal x."""
+    """Number of groups of four along dim with more than two non-zeros: a 0-dim int64 tensor."""
     groups = (x != 0).unflatten(checks.group_dim(x, 4, dim), (-1, 4))
     return (groups.sum(dim % x.ndim + 1) > 2).sum()
 
 
 def flip_rate(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Fraction of mask bits that differ (FST, section 4.1), a 0-dim float32 tensor; 0 for empty masks."""
+    """Fraction of mask bits that differ (FST, section 4.1): a 0-dim fp32 tensor, 0 if empty."""
     checks.same_shape(old, new, "old and new")
     return (old != new).sum() / max(old.numel(), 1)

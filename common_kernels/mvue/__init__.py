@@ -18,28 +18,42 @@ def mvue24(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """A random tensor with x as its mean and at most two non-zeros in each group of four along dim.
+    """A random tensor with mean x and at most two non-zeros in each group of four along dim.
 
-    seed and offset are ints or 0-dim int64 tensors. No gradient is defined.
+    `exact` has the least variance an unbiased 2:4 estimator can have: the inclusion probabilities
+    min(1, c|x|), which minimise the sum of x^2 / pi (FST, arXiv 2404.01847, section 5.2, gives the
+    aim), drawn by systematic sampling from one uniform. `sequential` draws two entries in turn
+    with probability proportional to |x| and divides by the inclusion probability.
+
+    The bits drawn are a function of (seed, linear group index + offset) alone, the index counting
+    groups in the row-major order of x's shape: a part of a batch, given its offset, draws what the
+    batch draws. seed and offset are ints or 0-dim int64 tensors; a tensor is not baked into a
+    compiled graph. Result in x's shape, dtype and strides. NaN and Inf propagate. No gradient is
+    defined: the caller owns its straight-through rule.
     """
     checks.float_tensor(x)
     if design not in DESIGNS:
         raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")
     dim = checks.group_dim(x, 4, dim)
     backends.resolve(x.device, backend)
-    return torch.ops.sparse24.mvue24(x, _scalar(seed, "seed"), _scalar(offset, "offset"), design, dim)
+    return torch.ops.sparse24.mvue24(
+        x, _scalar(seed, "seed"), _scalar(offset, "offset"), design, dim
+    )
 
 
 def _scalar(value: int | torch.Tensor, name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dtype != torch.int64 or value.ndim:
-            raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {value.dtype} {tuple(value.shape)}")
+            kind = f"{value.dtype} of shape {tuple(value.shape)}"
+            raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {kind}")
         return value
     return torch.tensor(value, dtype=torch.int64)
 
 
 @torch.library.custom_op("sparse24::mvue24", mutates_args=())
-def _mvue24(x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int) -> torch.Tensor:
+def _mvue24(
+    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
+) -> torch.Tensor:
     return naive.mvue24(x, seed, offset, design, dim)
 
 

@@ -6,9 +6,12 @@ from common_kernels import chunks
 from common_kernels.philox import philox4x32
 
 MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)
+Scalar = int | torch.Tensor
 
 
-def mvue24(x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int) -> torch.Tensor:
+def mvue24(
+    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
+) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
@@ -42,8 +45,8 @@ def uniform(word: torch.Tensor) -> torch.Tensor:
     return (word >> 8).to(torch.float32).mul_(2.0**-24)
 
 
-def one_uniform(seed: int | torch.Tensor, first: int | torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
-    """For groups first, first + 1, ...: word q % 4 of counter q // 4, for one counter serves four groups. `[count]`"""
+def one_uniform(seed: Scalar, first: Scalar, count: int, device: torch.device) -> torch.Tensor:
+    """`[count]`, for groups q = first, first + 1, ...: word q % 4 of counter q // 4."""
     counter = (first >> 2) + torch.arange(count // 4 + 2, device=device)
     u = torch.empty(len(counter), 4, device=device)
     for i, word in enumerate(philox4x32(seed, counter)):
@@ -53,8 +56,8 @@ def one_uniform(seed: int | torch.Tensor, first: int | torch.Tensor, count: int,
     return u.view(-1)[(first & 3) + torch.arange(count, device=device)]
 
 
-def two_uniforms(seed: int | torch.Tensor, first: int | torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
-    """For groups first, first + 1, ...: words 0 and 1 of counter q. `[2, count]`"""
+def two_uniforms(seed: Scalar, first: Scalar, count: int, device: torch.device) -> torch.Tensor:
+    """`[2, count]`, for groups q = first, first + 1, ...: words 0 and 1 of counter q."""
     words = philox4x32(seed, first + torch.arange(count, device=device))
     return torch.stack([uniform(word) for word in words[:2]])
 
@@ -62,9 +65,10 @@ def two_uniforms(seed: int | torch.Tensor, first: int | torch.Tensor, count: int
 def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
     """Systematic sampling with inclusion probabilities min(1, |x| / H); x is overwritten.
 
-    With o_i the sum of the other three magnitudes, H = min(S/2, o_0, .., o_3): half the sum, or the sum of the rest
-    if one entry is dominant, a_i > o_i, and then kept always. The others line up as intervals of length |x|; those
-    that hold u*H and (u+1)*H are kept. A kept entry becomes max(a_i, H) with its sign. x: `[4, ...]`, u: `[1, ...]`.
+    With o_i the sum of the other three magnitudes, H = min(S/2, o_0, .., o_3): half the sum, or the
+    sum of the rest if one entry is dominant, a_i > o_i, and then kept always. The others line up as
+    intervals of length |x|; those that hold u*H and (u+1)*H are kept. A kept entry becomes
+    max(a_i, H) with its sign. x: `[4, ...]`, u: `[1, ...]`.
     """
     shape, u = x.shape[1:], u[0]
     a, others = scratch("a", *x.shape), scratch("others", *x.shape)
@@ -101,13 +105,14 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
 
 
 def sequential(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
-    """Two draws with probability proportional to |x|, the second among the other three; a kept entry becomes x / pi_i.
+    """Two draws with probability proportional to |x|, the second among the other three entries.
 
-    pi_i = t_i + sum over j != i of t_j * a_i / o_j, with t = a / S and o_j the sum of all but a_j, added up without
-    a_j so that nothing cancels. x: `[4, ...]`, u: `[2, ...]`.
+    A kept entry becomes x / pi_i, pi_i = t_i + sum over j != i of t_j * a_i / o_j, with t = a / S
+    and o_j the sum of all but a_j, added up without a_j so that nothing cancels. x: `[4, ...]`, u:
+    `[2, ...]`.
     """
     a = x.abs() / 4  # only ratios matter, and the sum of these cannot overflow
-    others = torch.stack([sum(a[j] for j in range(4) if j != i) for i in range(4)])
+    others = torch.stack([a[[j for j in range(4) if j != i]].sum(0) for i in range(4)])
     total = a[0] + others[0]
     lane = torch.arange(4, device=x.device).view(4, *[1] * (x.ndim - 1))
 

@@ -7,12 +7,15 @@ from common_kernels import checks
 from common_kernels.soft_threshold import naive
 
 
-def soft_threshold24(x: torch.Tensor, gamma: float = 0.0, *, backend: str | None = None) -> torch.Tensor:
-    """sign(x) * max(|x| - t, 0) in each group of four along the last dim, with x's shape, dtype and strides.
+def soft_threshold24(
+    x: torch.Tensor, gamma: float = 0.0, *, backend: str | None = None
+) -> torch.Tensor:
+    """sign(x) * max(|x| - t, 0) in each group of four along the last dim.
 
-    t = (1 - gamma) * t2 + gamma * t3, where t2 <= t3 are the second and third smallest magnitudes of the group, so at
-    most two entries survive. gamma = 0 is the paper's choice. No gradient is defined: the caller owns its
-    straight-through rule.
+    t = (1 - gamma) * t2 + gamma * t3, where t2 <= t3 are the second and third smallest magnitudes
+    of the group, so at most two entries survive; gamma = 0 is the paper's choice (gamma: its Table
+    1). Result in x's shape, dtype and strides. NaN and Inf propagate. No gradient is defined: the
+    caller owns its straight-through rule.
     """
     checks.float_tensor(x)
     if not 0 <= gamma <= 1:

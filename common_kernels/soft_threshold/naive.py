@@ -5,35 +5,35 @@ import torch
 from common_kernels import chunks
 from common_kernels.masks import naive as masks
 
-MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)
-
 
 def soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    scratch = chunks.Scratch(x.device)
+    rows = -1
     for piece, result in chunks.split(chunks.as_groups(x, -1, 4), chunks.as_groups(out, -1, 4)):
-        rows, _, lanes = piece.shape
-        v = chunks.gather_lanes(piece, scratch("v", 4, rows, lanes))
-        magnitude = scratch("magnitude", 4, rows, lanes)
-        # The bits of non-negative floats rank as the numbers do; two rounds of a sorting network leave the second
-        # and the third smallest in the middle.
-        a, low, high = (
-            part.view(torch.int32)
-            for part in (magnitude, scratch("low", 2, rows, lanes), scratch("high", 2, rows, lanes))
-        )
-        torch.bitwise_and(v.view(torch.int32), MAGNITUDE, out=a)
-        torch.minimum(a[:2], a[2:], out=low)
-        torch.maximum(a[:2], a[2:], out=high)
-        middle = torch.maximum(low[0], low[1], out=low[0]), torch.minimum(high[0], high[1], out=high[0])
-        t = torch.minimum(*middle, out=low[1]).view(torch.float32)
-        if gamma:
-            t = torch.lerp(t, torch.maximum(*middle, out=high[1]).view(torch.float32), gamma)
-        torch.sub(magnitude, t, out=magnitude).relu_()
-        a.bitwise_or_(v.view(torch.int32).bitwise_and_(SIGN))
-        chunks.scatter_lanes(magnitude, result)
-        # With three or more entries that are not finite, Inf - Inf = NaN appears in as many; only two may stay.
+        if len(piece) != rows:  # the first piece, and a smaller last one
+            rows, _, lanes = piece.shape
+            a = torch.empty(4, rows, lanes, device=x.device)
+            # As integers: the bits of non-negative floats rank as the numbers do, NaN highest.
+            bits = a.view(torch.int32)
+            low, high = (torch.empty_like(bits[:2]) for _ in range(2))
+            t2, t3 = low[1].view(torch.float32), high[1].view(torch.float32)
+        for magnitude, entry in zip(a, piece.unbind(1), strict=True):
+            torch.abs(entry.float(), out=magnitude)
+        # Two rounds of a sorting network leave the second and third smallest in the middle.
+        torch.minimum(bits[:2], bits[2:], out=low)
+        torch.maximum(bits[:2], bits[2:], out=high)
+        torch.maximum(low[0], low[1], out=low[0])
+        torch.minimum(high[0], high[1], out=high[0])
+        torch.maximum(low[0], high[0], out=high[1])
+        torch.minimum(low[0], high[0], out=low[1])
+        t = torch.lerp(t2, t3, gamma) if gamma else t2
+        torch.sub(a, t, out=a).relu_()
+        for value, entry, target in zip(a, piece.unbind(1), result.unbind(1), strict=True):
+            torch.copysign(value, entry, out=target)
+        # With three or more entries that are not finite, Inf - Inf = NaN appears in as many; only
+        # two may stay.
         if x.device.type != "cpu" or not t.amax().isfinite():
             legal = torch.empty_like(piece, dtype=torch.bool)
             masks.keep(masks.magnitude_bits(piece), legal, 2)

@@ -6,7 +6,7 @@ from common_kernels import chunks
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Uninitialised memory holds NaN (or the largest integer), so that an entry nobody wrote shows."""
+    """Uninitialised memory holds NaN (or the largest integer): an entry nobody wrote shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

@@ -25,5 +25,5 @@ def test_unavailable_backend_by_name_says_why(monkeypatch, name):
 
 
 def test_unknown_backend_lists_the_choices():
-    with pytest.raises(ValueError, match="'cutlass'.*naive, triton, cuda"):
+    with pytest.raises(ValueError, match=r"'cutlass'.*naive, triton, cuda"):
         nm_mask(torch.ones(4), backend="cutlass")

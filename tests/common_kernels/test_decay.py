@@ -44,7 +44,9 @@ def test_layouts_and_dtypes(dtype, pieces, generator):
         masked_decay_(grad, weight, mask, 0.1)
         assert torch.equal(grad, want)
     assert (wide[:, 1::2] == 0).all()
-    transposed = masked_decay_(start.clone(), weight.t().contiguous().t(), mask.t().contiguous().t(), 0.1)
+    transposed = masked_decay_(
+        start.clone(), weight.t().contiguous().t(), mask.t().contiguous().t(), 0.1
+    )
     assert torch.equal(transposed, want)
 
 

@@ -10,7 +10,9 @@ both = pytest.mark.parametrize("fmt", FORMATS)
 
 @both
 def test_every_code_and_everything_between(fmt):
-    """All finite codes, all midpoints and their fp32 neighbours; the largest code makes the scale 1."""
+    """All finite codes, all midpoints and their fp32 neighbours; the largest code makes the scale
+    1.
+    """
     dtype, top = FORMATS[fmt]
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     codes = codes[codes.isfinite()].unique()
@@ -30,7 +32,11 @@ def test_every_code_and_everything_between(fmt):
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-42, 1e30])
 def test_fake_is_codes_over_scale(fmt, dtype, size, pieces, generator):
     x = torch.randn(12, 20, 28, generator=generator)
-    x = (x * torch.randn(12, 20, 28, generator=generator).mul(4).exp() * size).clamp(-6e4, 6e4).to(dtype)
+    x = (
+        (x * torch.randn(12, 20, 28, generator=generator).mul(4).exp() * size)
+        .clamp(-6e4, 6e4)
+        .to(dtype)
+    )
     for view in (x, x.transpose(0, 2), x[::2, 3:, 4:16], x[0, 0, :1].expand(5, 7), x[0, 0, 0]):
         codes, scale = quantize_fp8(view, fmt)
         assert codes.shape == view.shape and scale.shape == () and scale.dtype == torch.float32
@@ -79,7 +85,7 @@ def test_relative_error_of_a_gaussian(fmt, percent, generator):
 def test_errors_and_empty_tensors():
     assert fake_fp8(torch.empty(0, 3), "e4m3").shape == (0, 3)
     assert quantize_fp8(torch.empty(0, 3), "e4m3")[0].shape == (0, 3)
-    with pytest.raises(ValueError, match="'e3m4'.*e4m3, e5m2"):
+    with pytest.raises(ValueError, match=r"'e3m4'.*e4m3, e5m2"):
         fake_fp8(torch.ones(4), "e3m4")
     with pytest.raises(TypeError, match="int64"):
         quantize_fp8(torch.ones(4, dtype=torch.int64), "e4m3")

@@ -1,4 +1,6 @@
-"""The operators as torch.library operators: schema, fake tensors, torch.compile without a graph break."""
+"""The operators as torch.library operators: schema, fake tensors, torch.compile without a graph
+break.
+"""
 
 import pytest
 import torch
@@ -60,7 +62,9 @@ def test_compiled_without_a_graph_break():
     torch._dynamo.reset()
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
     for seed in (1, 2):  # a tensor seed is not baked in
-        for got, want in zip(compiled(X, torch.tensor(seed)), everything(X, torch.tensor(seed)), strict=True):
+        for got, want in zip(
+            compiled(X, torch.tensor(seed)), everything(X, torch.tensor(seed)), strict=True
+        ):
             assert torch.equal(got, want) and got.stride() == want.stride()
 
 
@@ -71,7 +75,9 @@ def test_fake_tensors():
         assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
-@pytest.mark.parametrize("operator", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")])
+@pytest.mark.parametrize(
+    "operator", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")]
+)
 def test_no_gradient_is_invented(operator):
     """The straight-through rule is the caller's."""
     x = X.clone().requires_grad_()

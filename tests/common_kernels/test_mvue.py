@@ -17,7 +17,9 @@ GROUPS = [
 
 
 def specification(x: torch.Tensor, seed: int, offset: int, dim: int) -> torch.Tensor:
-    """The exact design once more, group by group in the order of x's shape, on fp32 tensors `[..., 4]`."""
+    """The exact design once more, group by group in the order of x's shape, on fp32 tensors `[...,
+    4]`.
+    """
     groups = x.float().movedim(dim, -1).unflatten(-1, (-1, 4))
     shape = list(x.shape)
     shape[dim] //= 4
@@ -57,7 +59,13 @@ def draws(group: tuple[float, ...], design: str, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [0, 3, 10**10 + 1])
 def test_specification_in_any_layout(dtype, dim, offset, pieces, generator):
     x = torch.randn(8, 12, 20, generator=generator).to(dtype)
-    for view in (x, x.transpose(0, 2), x.permute(1, 2, 0), x[:4, 4:8, 8:16], x[:, :, :1].expand(8, 12, 4)):
+    for view in (
+        x,
+        x.transpose(0, 2),
+        x.permute(1, 2, 0),
+        x[:4, 4:8, 8:16],
+        x[:, :, :1].expand(8, 12, 4),
+    ):
         got = mvue24(view, 7, offset, dim=dim)
         assert torch.equal(got, specification(view, 7, offset, dim))
         assert got.stride() == torch.empty_like(view).stride()
@@ -67,7 +75,9 @@ def test_specification_in_any_layout(dtype, dim, offset, pieces, generator):
 @pytest.mark.parametrize("design", ["exact", "sequential"])
 @pytest.mark.parametrize(("group", "optimum", "pps"), GROUPS, ids=str)
 def test_mean_and_variance(group, optimum, pps, design):
-    """Mean within 5 sigma of the closed-form variance, total variance within 5 sigma of the sample's."""
+    """Mean within 5 sigma of the closed-form variance, total variance within 5 sigma of the
+    sample's.
+    """
     x, sample = torch.tensor(group).double(), draws(group, design)
     assert check24(sample) == 0
     sigma = math.sqrt(pps or 1.5 * optimum) if design == "sequential" else math.sqrt(optimum)
@@ -85,7 +95,9 @@ def test_mean_and_variance(group, optimum, pps, design):
 
 
 def test_unbiased_with_least_variance_on_a_grid_of_uniforms(generator):
-    """No statistics: averaging over all u on a grid of step 1/K is wrong by at most a few steps of H."""
+    """No statistics: averaging over all u on a grid of step 1/K is wrong by at most a few steps of
+    H.
+    """
     from common_kernels import chunks
     from common_kernels.mvue.naive import exact
 
@@ -96,11 +108,15 @@ def test_unbiased_with_least_variance_on_a_grid_of_uniforms(generator):
     total = groups.double().abs().sum(0)
     assert ((sample.mean(2) - groups[..., 0]).abs() <= 3 * total.T / steps).all()
     variance = ((sample - groups) ** 2).sum(0).mean(1)
-    assert ((variance - closed_form(groups.double()[..., 0].T)).abs() <= 8 * total[:, 0] ** 2 / steps).all()
+    assert (
+        (variance - closed_form(groups.double()[..., 0].T)).abs() <= 8 * total[:, 0] ** 2 / steps
+    ).all()
 
 
 def test_kept_values():
-    """No dominant entry: both kept magnitudes are S/2. A dominant one is kept as it is, always, with R beside it."""
+    """No dominant entry: both kept magnitudes are S/2. A dominant one is kept as it is, always,
+    with R beside it.
+    """
     sample = draws((1.0, -2.0, 3.0, -4.0), "exact")
     assert sample.abs().unique().tolist() == [0, 5]
     assert ((sample != 0).sum(1) == 2).all()
@@ -113,7 +129,8 @@ def test_kept_values():
 @pytest.mark.parametrize(
     "group",
     [
-        (4, 0, 0, 0), (0, 0, 0, 0), (100, 1e-9, 0, 0), (0, -65504, 0, 3), (0, 0, 5, 5), (3e38, 0, -3e38, 0),
+        (4, 0, 0, 0), (0, 0, 0, 0), (100, 1e-9, 0, 0), (0, -65504, 0, 3), (0, 0, 5, 5),
+        (3e38, 0, -3e38, 0),
     ],
     ids=str,
 )  # fmt: skip
@@ -134,7 +151,12 @@ def test_subnormal_groups_of_two_are_reproduced():
 
 @pytest.mark.parametrize("design", ["exact", "sequential"])
 def test_extreme_finite_groups_stay_finite(design):
-    groups = [[65504.0, 1, 1, 1], [1e30, 1e-30, 1e-30, 1e-30], [1e-38, 1e-40, 1e-45, 0], [-0.0, 0, -0.0, 0]]
+    groups = [
+        [65504.0, 1, 1, 1],
+        [1e30, 1e-30, 1e-30, 1e-30],
+        [1e-38, 1e-40, 1e-45, 0],
+        [-0.0, 0, -0.0, 0],
+    ]
     x = torch.tensor(groups).repeat(1000, 1)
     assert mvue24(x, 5, design=design).isfinite().all()
     assert mvue24(x[::4].half(), 5, design=design).isfinite().all()
@@ -174,7 +196,7 @@ def test_pieces_of_a_batch_draw_what_the_batch_draws(generator):
 def test_seed_and_offset_as_tensors():
     x = torch.randn(64, 16)
     assert torch.equal(mvue24(x, torch.tensor(2**40 + 3), torch.tensor(7)), mvue24(x, 2**40 + 3, 7))
-    with pytest.raises(TypeError, match="seed.*float32"):
+    with pytest.raises(TypeError, match=r"seed.*float32"):
         mvue24(x, torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"offset.*\(2,\)"):
         mvue24(x, 1, torch.tensor([1, 2]))
@@ -186,12 +208,19 @@ def test_draws_depend_on_the_key_alone():
     first = mvue24(x, 1)
     torch.manual_seed(1)
     assert torch.equal(mvue24(x, 1), first)
-    for other in (mvue24(x, 2), mvue24(x, 1 << 32 | 1), mvue24(x, 1, 256 * 16), mvue24(x, 1, 1 << 36)):
+    for other in (
+        mvue24(x, 2),
+        mvue24(x, 1 << 32 | 1),
+        mvue24(x, 1, 256 * 16),
+        mvue24(x, 1, 1 << 36),
+    ):
         assert abs((other != first).float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(256 * 16)
 
 
 def test_masks_of_an_all_ones_matrix():
-    """Systematic sampling of equal entries has two outcomes, {0, 2} and {1, 3}, each with probability one half."""
+    """Systematic sampling of equal entries has two outcomes, {0, 2} and {1, 3}, each with
+    probability one half.
+    """
     pairs = mvue24(torch.ones(1 << 20, 4), 4).bool()
     even = pairs[:, 0]
     assert torch.equal(pairs, torch.stack((even, ~even, even, ~even), 1))
@@ -199,7 +228,9 @@ def test_masks_of_an_all_ones_matrix():
     assert abs(coin.mean()) < 5 / 2**10
     for lag in (1, 2, 3, 4, 64, 1024):
         assert abs((coin[lag:] * coin[:-lag]).mean()) < 5 / math.sqrt(len(coin) - lag)
-    assert len(even.view(-1, 64).unique(dim=0)) == (1 << 20) // 64  # no two tiles of 64 groups are alike
+    assert (
+        len(even.view(-1, 64).unique(dim=0)) == (1 << 20) // 64
+    )  # no two tiles of 64 groups are alike
 
 
 def test_pair_frequencies_of_the_sequential_design():
@@ -217,7 +248,7 @@ def test_errors_and_empty_tensors():
     assert mvue24(torch.empty(4, 0), 1, dim=0).shape == (4, 0)
     with pytest.raises(ValueError, match=r"dim 0 of shape \(6, 4\).*no multiple of 4"):
         mvue24(torch.ones(6, 4), 1, dim=0)
-    with pytest.raises(ValueError, match="'best'.*exact, sequential"):
+    with pytest.raises(ValueError, match=r"'best'.*exact, sequential"):
         mvue24(torch.ones(4), 1, design="best")
     with pytest.raises(TypeError, match="float64"):
         mvue24(torch.ones(4, dtype=torch.float64), 1)

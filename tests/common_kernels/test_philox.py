@@ -12,9 +12,21 @@ from common_kernels.philox import rounds
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, words.
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -39,7 +51,9 @@ def test_counter_fills_the_two_low_words():
 @pytest.mark.parametrize("seed", [0, 12345, 2**40 + 17])
 def test_tensor_seed_equals_int_seed(seed):
     counter = torch.arange(5).view(5, 1)
-    for a, b in zip(philox4x32(seed, counter), philox4x32(torch.tensor(seed), counter), strict=True):
+    for a, b in zip(
+        philox4x32(seed, counter), philox4x32(torch.tensor(seed), counter), strict=True
+    ):
         assert a.shape == (5, 1) and torch.equal(a, b)
 
 

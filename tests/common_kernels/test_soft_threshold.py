@@ -20,7 +20,13 @@ def expected(x: torch.Tensor, gamma: float = 0.0) -> torch.Tensor:
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0])
 def test_definition_in_any_layout(dtype, gamma, pieces, generator):
     x = torch.randn(12, 20, 28, generator=generator).to(dtype)
-    for view in (x, x.transpose(0, 2), x.permute(1, 2, 0), x[::2, :, 4:16], x[0, 0, :4].expand(3, 4)):
+    for view in (
+        x,
+        x.transpose(0, 2),
+        x.permute(1, 2, 0),
+        x[::2, :, 4:16],
+        x[0, 0, :4].expand(3, 4),
+    ):
         got = soft_threshold24(view, gamma)
         assert torch.equal(got, expected(view, gamma))
         assert got.stride() == torch.empty_like(view).stride()
@@ -52,7 +58,9 @@ def test_support_lies_in_the_hard_mask(generator):
 
 
 def test_lipschitz_where_the_hard_threshold_jumps(generator):
-    """|S(a + d) - S(a)| <= 2 |d| in the maximum norm (S-STE, section 4.1), up to a rounding of each of two values."""
+    """|S(a + d) - S(a)| <= 2 |d| in the maximum norm (S-STE, section 4.1), up to a rounding of each
+    of two values.
+    """
     a = torch.randn(20000, 4, generator=generator)
     d = torch.randn(20000, 4, generator=generator) * torch.logspace(-6, 0, 20000)[:, None]
     a[::2] = a[::2].round(decimals=1)  # ties and near-ties
@@ -73,7 +81,10 @@ def test_non_finite_values_propagate_and_stay_legal(pieces):
     values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
     x = torch.tensor(list(itertools.product(values.tolist(), repeat=4)))
     for dtype, gamma in itertools.product(DTYPES, (0.0, 0.5, 1.0)):
-        for got in (soft_threshold24(x.to(dtype), gamma), soft_threshold24(x.to(dtype).t().contiguous().t(), gamma)):
+        for got in (
+            soft_threshold24(x.to(dtype), gamma),
+            soft_threshold24(x.to(dtype).t().contiguous().t(), gamma),
+        ):
             assert ((got != 0).sum(1) <= 2).all()
             assert torch.equal((~got.isfinite()).any(1), (~x.isfinite()).any(1))
 

@@ -10,7 +10,7 @@ from experiments import bench
 @pytest.fixture
 def small(monkeypatch):
     """Tiny weights, memory measured here rather than in a process of its own, threads restored."""
-    monkeypatch.setattr(bench, "SHAPES", ((16, 32), (8, 12)))
+    monkeypatch.setattr(bench, "SHAPES", ((16, 32), (8, 32)))
     monkeypatch.setattr(bench, "LAYERS", 2)
     monkeypatch.setattr(bench, "in_fresh_process", lambda function, *args: function(*args))
     threads = torch.get_num_threads()
@@ -23,7 +23,7 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     assert bench.main(["ops", "--threads", "1", "--repeats", "2", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert (record["backend"], record["threads"], record["device"]) == ("naive", 1, "cpu")
-    assert record["weights"] == 2 * (16 * 32 + 8 * 12)
+    assert record["weights"] == 2 * (16 * 32 + 8 * 32)
     rows = {row["op"]: row for row in record["rows"]}
     for name, op in bench.OPS.items():
         row, clone = rows[name], rows[f"clone beside {name}"]
