@@ -6,12 +6,12 @@ time, in scratch space allocated once.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 # Elements in a piece: few enough for the cache, enough to amortise the launch of an operator.
-SIZE = 1 << 19
+SIZE = 1 << 18
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
@@ -56,9 +56,24 @@ def split(*tensors: torch.Tensor, size: int | None = None) -> Iterator[tuple[tor
     return zip(*(t.split(step) for t in tensors), strict=True)
 
 
+def for_each(
+    plan: Callable[..., Callable[..., None]], *tensors: torch.Tensor, size: int | None = None
+) -> None:
+    """`plan(*piece)(*piece)` for all pieces of `split`.
+
+    `plan` allocates what a piece of this shape needs and takes all views of it; the function that
+    it returns does the work, and is called again for the pieces of the same length that follow.
+    """
+    length = -1
+    for piece in split(*tensors, size=size):
+        if len(piece[0]) != length:
+            length = len(piece[0])
+            work = plan(*piece)
+        work(*piece)
+
+
 class Scratch:
-    """fp32 working memory that is allocated at a name's first use and reused for the pieces that
-    follow.
+    """Working memory that is allocated at a name's first use and reused for the pieces that follow.
 
     The first piece is the largest, so a later one takes the front of what is there.
     """
@@ -67,11 +82,11 @@ class Scratch:
         self.device = device
         self.parts: dict[str, torch.Tensor] = {}
 
-    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Uninitialised memory of the given shape; what it held under this name is lost."""
         size = math.prod(shape)
         if name not in self.parts:
-            self.parts[name] = torch.empty(size, device=self.device)
+            self.parts[name] = torch.empty(size, dtype=dtype, device=self.device)
         return self.parts[name][:size].view(shape)
 
 

@@ -2,15 +2,26 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 
 from common_kernels import chunks
 
 # Tiles in a piece of the exact search, which needs far more scratch space than the other masks.
-TILES = 8192
+TILES = 1 << 14
 # The six 2:4 patterns of a row, in descending order of their bits.
 PAIRS = tuple(itertools.combinations(range(4), 2))
+# Two patterns of a row that share one column; their runs, (first, range of second, classes).
+TWINS = tuple((i, j) for i in range(6) for j in range(i + 1, 6) if i + j != 5)
+TWIN_RUNS = (
+    (0, slice(1, 5), slice(0, 4)),
+    (1, slice(2, 4), slice(4, 6)),
+    (1, slice(5, 6), slice(6, 7)),
+    (2, slice(4, 6), slice(7, 9)),
+    (3, slice(4, 6), slice(9, 11)),
+    (4, slice(5, 6), slice(11, 12)),
+)
 
 
 def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +37,7 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
         return mask
     groups, kept = chunks.as_groups(x, dim, m), chunks.as_groups(mask, dim, m)
     if (n, m) == (2, 4) and groups.shape[-1] == 1:
-        keep24(groups.view(-1), kept.view(-1))
+        chunks.for_each(keep24, groups, kept)
     else:
         for piece, kept_piece in chunks.split(groups, kept):
             keep(magnitude_bits(piece), kept_piece, n)
@@ -48,7 +59,7 @@ def keep(a: torch.Tensor, mask: torch.Tensor, n: int) -> None:
     torch.ge(wins, m - n, out=mask)
 
 
-def keep24(x: torch.Tensor, mask: torch.Tensor) -> None:
+def keep24(x: torch.Tensor, mask: torch.Tensor) -> Callable[..., None]:
     """The same rule for 2:4 groups of neighbours in memory, with the four wins of a group in the
     bytes of one word.
 
@@ -57,61 +68,31 @@ def keep24(x: torch.Tensor, mask: torch.Tensor) -> None:
     says "two wins or three". The duels are comparisons of a whole piece with its shifted self;
     those that cross the border of a group are masked off.
 
-    x and mask: `[4 * groups]`, contiguous.
+    x and mask: `[groups, 4, 1]`, contiguous.
     """
+    n, device = x.numel(), x.device
     wide = x.dtype == torch.float32
-    integer, magnitude = (torch.int32, 0x7FFFFFFF) if wide else (torch.int16, 0x7FFF)
-    size = min(len(x), chunks.SIZE) if x.device.type == "cpu" else len(x)
-    a = torch.zeros(size + 3, dtype=integer, device=x.device)
-    duels = torch.empty_like(a[:size])
-    bytes_ = torch.empty(size, dtype=torch.int8, device=x.device)
-    words = torch.empty(size // 4, dtype=torch.int32, device=x.device)
-    pieces = x.view(integer).split(size), mask.view(torch.int32).split(size // 4)
-    for bits, kept in zip(*pieces, strict=True):
-        length, groups = len(bits), len(kept)
-        torch.bitwise_and(bits, magnitude, out=a[:length])
-        wins = words[:groups].fill_(0x03020100)
-        for d, inside in ((1, 0x00010101), (2, 0x00000101), (3, 0x00000001)):
-            torch.ge(a[:length], a[d : d + length], out=duels[:length])
-            beats = bytes_[:length].copy_(duels[:length]).view(torch.int32)
-            wins.add_(beats.bitwise_and_(inside), alpha=1 - (1 << 8 * d))
-        torch.bitwise_and(wins.bitwise_right_shift_(1), 0x01010101, out=kept)
+    integer = torch.int32 if wide else torch.int16
+    magnitude = torch.tensor(0x7FFFFFFF if wide else 0x7FFF, dtype=integer, device=device)
+    padded = torch.zeros(n + 3, dtype=integer, device=device)
+    a, duels = padded[:n], torch.empty(n, dtype=integer, device=device)
+    beats = torch.empty(n, dtype=torch.int8, device=device)
+    words, wins = beats.view(torch.int32), torch.empty(n // 4, dtype=torch.int32, device=device)
+    inside = torch.tensor([0x00010101, 0x00000101, 0x00000001], dtype=torch.int32, device=device)
+    rounds = [(padded[d : d + n], inside[d - 1], 1 - (1 << 8 * d)) for d in (1, 2, 3)]
+    two_or_three = torch.tensor(0x01010101, dtype=torch.int32, device=device)
 
+    def work(x: torch.Tensor, mask: torch.Tensor) -> None:
+        torch.bitwise_and(x.view(-1).view(integer), magnitude, out=a)
+        wins.fill_(0x03020100)
+        for shifted, lanes, move in rounds:
+            torch.ge(a, shifted, out=duels)
+            beats.copy_(duels)
+            wins.add_(words.bitwise_and_(lanes), alpha=move)
+        kept = mask.view(-1).view(torch.int32)
+        torch.bitwise_and(wins.bitwise_right_shift_(1), two_or_three, out=kept)
 
-@functools.cache
-def patterns() -> tuple[tuple[int, ...], ...]:
-    """The 90 4x4 patterns with two ones in each row and column: for each row an index into PAIRS.
-
-    Their lexicographic order is the descending order of the 16 bits of the flattened tile.
-    """
-    return tuple(
-        tile
-        for tile in itertools.product(range(6), repeat=4)
-        if all(sum(column in PAIRS[row] for row in tile) == 2 for column in range(4))
-    )
-
-
-@functools.cache
-def outer_order() -> tuple[list[int], list[int], list[int]]:
-    """The 90 patterns as outer sums of upper and lower halves.
-
-    A half is a pair of rows, 6 * first + second. The upper halves fall into classes by their column
-    sums, and each member of a class goes with each lower half that fills the columns up to two:
-    6 classes of one by one, 12 of two by two, one of six by six. Returns the upper halves and the
-    lower halves, 36 each, class after class, and the 90 pattern numbers in the order of the sums.
-    """
-    partners: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
-    for a, b, c, d in patterns():
-        columns = tuple((i in PAIRS[a]) + (i in PAIRS[b]) for i in range(4))
-        upper, lower = partners.setdefault(columns, ([], []))
-        upper.append(6 * a + b)
-        lower.append(6 * c + d)
-    classes = [[sorted(set(half)) for half in pair] for pair in partners.values()]
-    classes.sort(key=lambda pair: len(pair[0]))
-    numbers = {(6 * a + b, 6 * c + d): k for k, (a, b, c, d) in enumerate(patterns())}
-    uppers, lowers = zip(*classes, strict=True)
-    order = [numbers[pair] for upper, lower in classes for pair in itertools.product(upper, lower)]
-    return [*itertools.chain(*uppers)], [*itertools.chain(*lowers)], order
+    return work
 
 
 def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
@@ -120,60 +101,98 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
         return mask
     kept = mask if mask.is_contiguous() else torch.empty(w.shape, dtype=torch.bool, device=w.device)
     tiles = w.reshape(-1, 4, w.shape[-1] // 4, 4)  # [tile rows, row, tile columns, column]
-    select = {"exact": exact, "greedy": greedy, "two_approx": two_approx}[algorithm]
-    select(tiles, kept.view(torch.int32).view(-1, 4, w.shape[-1] // 4))
+    rows = kept.view(torch.int32).view(-1, 4, w.shape[-1] // 4)  # a word of four bools each
+    if algorithm == "exact":
+        chunks.for_each(exact, tiles, rows, size=16 * TILES)
+    else:
+        {"greedy": greedy, "two_approx": two_approx}[algorithm](tiles, rows)
     return mask if kept is mask else mask.copy_(kept)
 
 
-def exact(tiles: torch.Tensor, kept: torch.Tensor) -> None:
+def exact(tiles: torch.Tensor, kept: torch.Tensor) -> Callable[..., None]:
     """The pattern with the largest sum of kept magnitudes, in fp32, added up as (row 0 + row 1) +
-    (row 2 + row 3).
+    (row 2 + row 3): the best upper half plus the best lower half that fits it. Ties go to the first
+    pattern. NaN counts as Inf, which keeps the scores comparable and the mask legal.
 
-    Ties go to the first pattern. NaN counts as Inf, which keeps the scores comparable and the mask
-    legal.
+    Row patterns are numbers of PAIRS; 5-i is the complement of i. What fits below an upper half
+    (i, j) depends on its column sums alone, so the 36 halves on each side fall into 19 classes:
+    (i, i); (i, j) with (j, i), where i and j share one column; and all (i, 5-i). Lower halves are
+    numbered by the complements of their rows, so that a class above fits its number below.
 
     tiles: `[tile rows, 4, tile columns, 4]`; kept: `[tile rows, 4, tile columns]` int32, a word of
     four bools a row.
     """
-    device, columns = tiles.device, tiles.shape[2]
-    upper, lower, order = (torch.tensor(numbers, device=device) for numbers in outer_order())
-    rank = (90 - order).float()[:, None]  # the first pattern ranks highest
-    bools = [[[j in PAIRS[row] for j in range(4)] for row in tile] for tile in reversed(patterns())]
-    words = torch.tensor(bools, device=device).view(torch.int32).view(90, 4)
-    rows = -1
-    for piece, kept_piece in chunks.split(tiles, kept, size=16 * TILES):
-        if len(piece) != rows:  # the first piece, and a smaller last one
-            rows = len(piece)
-            n = rows * columns
-            a, sums = torch.empty(4, 4, n, device=device), torch.empty(4, 6, n, device=device)
-            halves, ordered = (torch.empty(2, 36, n, device=device) for _ in range(2))
-            scores = torch.empty(90, n, device=device)
-            planes, bits = a.view(4, 4, rows, columns), a.view(torch.int32)
-            row_sums = [(a[:, i], a[:, j], sums[:, k]) for k, (i, j) in enumerate(PAIRS)]
-            half_sums = sums[0::2, :, None], sums[1::2, None], halves.view(2, 6, 6, n)
-            (above, below), (top, bottom) = halves, ordered
-            outer_sums = (
-                (top[:6], bottom[:6], scores[:6]),
-                (
-                    top[6:30].view(12, 2, 1, n),
-                    bottom[6:30].view(12, 1, 2, n),
-                    scores[6:54].view(12, 2, 2, n),
-                ),
-                (top[30:, None], bottom[None, 30:], scores[54:].view(6, 6, n)),
-            )
-            best = torch.empty(n, device=device)
-        planes.copy_(piece.permute(1, 3, 0, 2))
-        bits.bitwise_and_(0x7FFFFFFF).clamp_max_(0x7F800000)
-        for x, y, out in (*row_sums, half_sums):
+    device, (rows, _, columns, _) = tiles.device, tiles.shape
+    n = rows * columns
+    words = half_words(device)
+    i, j = torch.tensor(TWINS, dtype=torch.float32, device=device).t().unsqueeze(-1)
+    numbers = torch.arange(6, dtype=torch.float32, device=device)[:, None]
+    rank_first, rank_last = 6 - numbers, 1 + numbers
+    # The place of a pattern in the lexicographic order: 36 * upper half + lower half.
+    place_same = 36 * 7 * numbers + 35 - 7 * numbers
+    place_twin, swap = 36 * (6 * i + j) + 35 - (6 * i + j), j - i
+    absolute = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=device)
+    infinity = torch.tensor(0x7F800000, dtype=torch.int32, device=device)
+
+    a = torch.empty(4, 4, n, device=device)  # [row, column, tile]
+    bits, planes = a.view(torch.int32), a.view(4, 4, rows, columns)
+    sums = torch.empty(2, 2, 6, n, device=device)  # [half, row, number, tile]
+    first, second = sums[:, 0], sums[:, 1]
+    best = torch.empty(2, 19, n, device=device)  # [half, class, tile]
+    one, other = torch.empty(2, 2, 12, n, device=device)
+    opposite, place = torch.empty(2, 6, n, device=device), torch.empty(19, n, device=device)
+    additions = [
+        addition
+        for number, (left, right) in enumerate(PAIRS)
+        for addition in (
+            (a[:2, left], a[:2, right], sums[0, :, number]),
+            (a[2:, left], a[2:, right], sums[1, :, 5 - number]),
+        )
+    ]
+    additions.append((first, second, best[:, :6]))
+    for number, partners, classes in TWIN_RUNS:
+        additions.append((first[:, number, None], second[:, partners], one[:, classes]))
+        additions.append((first[:, partners], second[:, number, None], other[:, classes]))
+    additions += [(first[:, n], second[:, 5 - n], opposite[:, n]) for n in range(6)]
+    best_twins, best_opposite, best_opposites = best[:, 6:18], best[:, 18], best[:, 18:]
+    (upper, lower), (upper_opposite, lower_opposite) = other, opposite
+    place[:6] = place_same
+    place_of_twins, place_of_opposite = place[6:18], place[18]
+    total, beaten, winner = best[0], best[1], torch.empty(n, device=device)
+
+    def work(tiles: torch.Tensor, kept: torch.Tensor) -> None:
+        planes.copy_(tiles.permute(1, 3, 0, 2))
+        torch.minimum(bits.bitwise_and_(absolute), infinity, out=bits)
+        for x, y, out in additions:
             torch.add(x, y, out=out)
-        torch.index_select(above, 0, upper, out=top)
-        torch.index_select(below, 0, lower, out=bottom)
-        for x, y, out in outer_sums:
-            torch.add(x, y, out=out)
-        torch.eq(scores, torch.amax(scores, 0, out=best), out=scores)
-        torch.amax(scores.mul_(rank), 0, out=best)
-        chosen = words.index_select(0, best.to(torch.int32) - 1)
-        kept_piece.copy_(chosen.view(rows, columns, 4).transpose(1, 2))
+        torch.maximum(one, other, out=best_twins)
+        torch.amax(opposite, 1, out=best_opposite)
+        # In an upper half (i, j) comes before (j, i); in a lower one, by complements, after it.
+        torch.gt(other[0], one[0], out=upper)
+        torch.ge(other[1], one[1], out=lower)
+        torch.addcmul(place_twin, upper, swap, value=180, out=place_of_twins)
+        place_of_twins.addcmul_(lower, swap, value=-5)
+        torch.eq(opposite, best_opposites, out=opposite)
+        torch.amax(upper_opposite.mul_(rank_first), 0, out=place_of_opposite)
+        torch.amax(lower_opposite.mul_(rank_last), 0, out=winner)
+        place_of_opposite.mul_(-180).sub_(winner, alpha=5).add_(1295)
+        torch.amax(total.add_(beaten), 0, out=winner)
+        torch.lt(total, winner, out=beaten)
+        torch.amin(torch.add(place, beaten, alpha=1296, out=beaten), 0, out=winner)
+        chosen = words.index_select(0, winner.to(torch.int32))
+        kept.copy_(chosen.view(rows, columns, 4).transpose(1, 2))
+
+    return work
+
+
+@functools.cache
+def half_words(device: torch.device) -> torch.Tensor:
+    """`[1296, 4]` int32: the bools of each row of the pattern at 36 * upper half + lower half."""
+    bools = torch.zeros(6**4, 4, 4, dtype=torch.bool)
+    for place, tile in enumerate(itertools.product(range(6), repeat=4)):
+        for row, number in enumerate(tile):
+            bools[place, row, list(PAIRS[number])] = True
+    return bools.view(torch.int32).view(-1, 4).to(device)
 
 
 def greedy(tiles: torch.Tensor, kept: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from common_kernels.philox import philox4x32
 
 MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)
 Scalar = int | torch.Tensor
+PIECE = 1 << 20  # the operators here see a quarter of it, or a sixteenth
 
 
 def mvue24(
@@ -28,7 +29,7 @@ def mvue24(
         reordered = u.permute(order).reshape(-1, rows, lanes).transpose(0, 1)
     scratch = chunks.Scratch(x.device)
     start = 0
-    for piece, result in chunks.split(groups, results):
+    for piece, result in chunks.split(groups, results, size=PIECE):
         length = len(piece)
         if reordered is None:
             u = draw(key, first + start * lanes, length * lanes, x.device).view(-1, length, lanes)
