@@ -7,14 +7,19 @@ written beside its place, synced, and renamed; the sidecar follows. The two newe
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from experiments.errors import UserError
 
 KEPT = 2
 
@@ -28,14 +33,33 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def sync_directory(directory: Path) -> None:
+    """Make renames in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, atomically."""
-    text = json.dumps(value, indent=2) + "\n"
+    text = json.dumps(finite(value), indent=2) + "\n"
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
@@ -43,9 +67,12 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     path = directory / f"step-{step:09d}.pt"
     write_atomic(path, lambda p: torch.save(state, p))
     write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": _sha256(path)})
-    for old in sorted(directory.glob("step-*.pt"))[:-KEPT]:
-        _sidecar(old).unlink(missing_ok=True)
-        old.unlink()
+    whole = [p for p in sorted(directory.glob("step-*.pt")) if p <= path]
+    for other in directory.glob("step-*.pt"):
+        # Later ones were damaged, or this run would have begun there.
+        if other not in whole[-KEPT:]:
+            _sidecar(other).unlink(missing_ok=True)
+            other.unlink()
     return path
 
 
@@ -59,11 +86,23 @@ def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] 
     return None
 
 
-def clear(directory: Path) -> None:
-    """Remove all checkpoints of a finished run."""
-    for path in directory.glob("step-*.pt"):
-        _sidecar(path).unlink(missing_ok=True)
-        path.unlink()
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Hold `directory` against other processes, and remove what a killed one left half-written.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is running in {directory}; wait for it") from error
+        for folder in (directory, directory / "checkpoints"):
+            for debris in folder.glob(".*.[0-9]*"):
+                debris.unlink()
+        yield
 
 
 def _sidecar(path: Path) -> Path:

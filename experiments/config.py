@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,16 @@ class TrainConfig:
         for name in ("steps", "batch_size", "log_every", "eval_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
+        for name in ("learning_rate", "min_learning_rate", "eps", "weight_decay", "grad_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"train.{name}={getattr(self, name)}; it must not be negative")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"train.min_learning_rate={self.min_learning_rate} is above "
+                f"train.learning_rate={self.learning_rate}"
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
                 f"train.warmup_steps={self.warmup_steps} does not fit train.steps={self.steps}"
@@ -69,7 +80,7 @@ class ImplConfig:
 
     device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
     gradient scaler). micro_batch: sequences per rank and forward pass; null = all of a step.
-    checkpoint_every: optimizer steps; 0 = only at the end. threads: of the CPU; 0 = torch's
+    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's
     choice. loggers: of `tensorboard`, `wandb`, beside the JSONL file.
     """
 
@@ -96,6 +107,9 @@ class ImplConfig:
         unknown = set(self.loggers) - {"tensorboard", "wandb"}
         if unknown:
             raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
+        for name in ("checkpoint_every", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"impl.{name}={getattr(self, name)}; it must not be negative")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")
 
@@ -135,16 +149,34 @@ class RunConfig:
     def directory(self) -> Path:
         """`<runs>/<model>-<data>/<method>-<hash without the seed>/seed<seed>`."""
         family = self.identity()
-        del family["seed"], family["method"]["seed"]
+        if family["method"]["seed"] == family.pop("seed"):
+            del family["method"]["seed"]
         name = f"{self.method}-{_digest(family)[:8]}"
         return self.runs / f"{self.model_name}-{self.data.name}" / name / f"seed{self.seed}"
 
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""
-        return self.identity() | {"tier": self.tier, "impl": dataclasses.asdict(self.impl)}
+        paths = {"runs": str(self.runs), "data": dataclasses.asdict(self.data)}
+        return {
+            **self.identity(),
+            **paths,
+            "tier": self.tier,
+            "impl": dataclasses.asdict(self.impl),
+        }
 
     def build_method(self) -> methods.Method:
         return importlib.import_module(f"methods.{self.method}").Method(self.method_options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Top:
+    seed: int
+    tier: str
+    runs: str
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed}; it must not be negative")
 
 
 def _digest(value: dict[str, Any]) -> str:
@@ -191,10 +223,11 @@ def freeze(composed: Any) -> RunConfig:
         raise UserError(f"no method {method_name!r}; choose one of {choices}")
     schema = importlib.import_module(f"methods.{method_name}").Config
     train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
+    run = typed(_Top, "the config", {key: groups[key] for key in ("seed", "tier", "runs")})
     return RunConfig(
-        seed=int(groups["seed"]),
-        tier=str(groups["tier"]),
-        runs=Path(groups["runs"]),
+        seed=run.seed,
+        tier=run.tier,
+        runs=Path(run.runs),
         model_name=model_name,
         model=typed(GPTConfig, "model", model),
         data=typed(DataConfig, "data", groups["data"]),
@@ -235,8 +268,10 @@ def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable
             import hydra
 
             def task(composed: Any) -> None:
-                with exit_with_one_line(), one_line_errors():
-                    main(freeze(composed))
+                with exit_with_one_line():
+                    with one_line_errors():
+                        config = freeze(composed)
+                    main(config)
 
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -95,6 +95,11 @@ class Corpus:
         """Number of tokens of the tokenizer; every token id is below it."""
         return self.manifest["tokenizer"]["vocab_size"]
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens of both splits and of the tokenizer."""
+        return fingerprint(self.manifest)
+
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
         if self.manifest["tokenizer"]["kind"] == "gpt2":
@@ -185,13 +190,22 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
         raise UserError(
             f"no prepared corpus: {path} is missing; {remove}run `{config.prepare_command}`"
         )
-    manifest = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}); delete {path.parent}") from error
     if manifest["schema"] != SCHEMA:
         raise UserError(
             f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; delete "
             f"{path.parent} and run `{config.prepare_command}`"
         )
     return manifest
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """Hash of what a manifest vouches for: the tokens of both splits and the tokenizer."""
+    files = [*(manifest["splits"][split] for split in SPLITS), manifest["tokenizer"]]
+    return hashlib.sha256(" ".join(str(f.get("sha256")) for f in files).encode()).hexdigest()
 
 
 def file_record(path: Path) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from experiments.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,24 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others: it prepares what they then find."""
-        if self.size > 1 and not self.is_main:
-            dist.barrier()
-        yield
-        if self.size > 1 and self.is_main:
-            dist.barrier()
+    def main_first(self, work: Callable[[], T]) -> T:
+        """`work()` on every rank, on rank 0 before the others: it prepares what they then find.
+
+        Its UserError is everybody's.
+        """
+        if self.size == 1:
+            return work()
+        value: Any = None
+        error: list[str | None] = [None]
+        if self.is_main:
+            try:
+                value = work()
+            except UserError as reason:
+                error = [str(reason)]
+        dist.broadcast_object_list(error)
+        if error[0] is not None:
+            raise UserError(error[0])
+        return value if self.is_main else work()
 
     def mean(self, value: Tensor) -> Tensor:
         """Average of a tensor over the ranks; every rank must call it."""

@@ -13,7 +13,8 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,28 @@ from torch import nn
 
 from common_kernels import backend, check24
 from experiments import checkpoint, results
-from experiments.config import RunConfig, driver
-from experiments.data import Corpus, check_fits, load_tokens
-from experiments.distributed import World, world
+from experiments.config import ImplConfig, RunConfig, driver
+from experiments.data import check_fits, fingerprint, load_tokens, read_manifest
+from experiments.distributed import world
 from experiments.errors import UserError
-from experiments.tracking import read_metrics
+from experiments.tracking import check_viewers, read_metrics
 from experiments.trainer import DTYPES, Trainer, micro_batches
+from methods import Report
 from models.gpt2 import GPT
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config, if it was run to the end."""
+    """The result of this very config on this very corpus, if it was run to the end."""
     path = config.directory() / results.FILE
     if not path.exists():
         return None
     result = json.loads(path.read_text(encoding="utf-8"))
-    same = result["schema"] == results.SCHEMA and result["config_hash"] == config.digest()
-    return result if same else None
+    if result["schema"] != results.SCHEMA or result["config_hash"] != config.digest():
+        return None
+    manifest = config.data.directory / "manifest.json"
+    if manifest.exists() and fingerprint(read_manifest(config.data)) != result["corpus_hash"]:
+        return None
+    return result
 
 
 def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -48,74 +54,71 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
     Raises:
         UserError: before anything is written, if config, data and machine do not fit together.
     """
-    if config.impl.threads:
-        torch.set_num_threads(config.impl.threads)
-    if config.impl.backend != "auto":
-        os.environ[backend.ENVIRONMENT_VARIABLE] = config.impl.backend
-    with world(config.impl.device) as here:
+    with process_settings(config.impl), world(config.impl.device) as here:
+        report = report if here.is_main else _silent
         done = finished(config)
         if done is not None:
-            if here.is_main:
-                report(f"done already: {config.directory()}")
+            report(f"done already: {config.directory()}")
             return done
         micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
-        with here.main_first():
-            corpus = load_tokens(config.data, config.seed)
-        check_fits(corpus, config.model.vocab_size, config.model.block_size)
+        check_viewers(config.impl.loggers)
+        torch.manual_seed(config.seed)
+        model = GPT(config.model).to(here.device)
+        method = config.build_method()
         try:
             backend.resolve(here.device)
-        except RuntimeError as error:
+            converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
+        except (ValueError, RuntimeError) as error:
             raise UserError(str(error)) from error
-        return _run(config, corpus, here, report if here.is_main else _silent)
+        corpus = here.main_first(lambda: load_tokens(config.data, config.seed))
+        check_fits(corpus, config.model.vocab_size, config.model.block_size)
+        corpus.eval_batches(config.train.eval_sequences, 1, config.model.block_size)  # enough text?
+        directory = config.directory()
+        with checkpoint.exclusive(directory) if here.is_main else nullcontext():
+            trainer = Trainer(
+                model=model,
+                method=method,
+                corpus=corpus,
+                train=config.train,
+                block=config.model.block_size,
+                seed=config.seed,
+                identity=config.digest(),
+                directory=directory,
+                world=here,
+                dtype=config.impl.dtype,
+                compiled=config.impl.compile,
+                micro_batch=config.impl.micro_batch,
+                checkpoint_every=config.impl.checkpoint_every,
+                loggers=config.impl.loggers,
+                report=report,
+            )
+            trainer.resume()
+            if here.is_main:
+                checkpoint.write_json(directory / "config.json", config.as_dict())
+            report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
+            return _train(config, trainer, converted, report)
 
 
-def _run(
-    config: RunConfig, corpus: Corpus, here: World, report: Callable[[str], None]
+def _train(
+    config: RunConfig, trainer: Trainer, converted: Report, report: Callable[[str], None]
 ) -> dict[str, Any]:
     started = time.time()
+    here, model, directory = trainer.world, trainer.model, trainer.directory
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    torch.manual_seed(config.seed)
-    model = GPT(config.model).to(here.device)
-    method = config.build_method()
-    try:
-        converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    directory = config.directory()
-    report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
-    trainer = Trainer(
-        model=model,
-        method=method,
-        corpus=corpus,
-        train=config.train,
-        block=config.model.block_size,
-        seed=config.seed,
-        identity=config.digest(),
-        directory=directory,
-        world=here,
-        dtype=config.impl.dtype,
-        compiled=config.impl.compile,
-        micro_batch=config.impl.micro_batch,
-        checkpoint_every=config.impl.checkpoint_every,
-        loggers=config.impl.loggers,
-        report=report,
-    )
-    if here.is_main:
-        checkpoint.write_json(directory / "config.json", config.as_dict())
     trainer.fit()
-    last = method.metrics()
-    method.finalize(model)
+    last = trainer.method.metrics()
+    trainer.method.finalize(model)
     val_loss = trainer.evaluate()
-    tokens = config.train.steps * config.train.batch_size * config.model.block_size
     result = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
-        "corpus": corpus.manifest,
+        "corpus_hash": trainer.corpus.fingerprint,
+        "corpus": trainer.corpus.manifest,
         "seed": config.seed,
         "tier": config.tier,
         "steps": trainer.step,
-        "tokens": tokens,
+        "tokens": trainer.step * config.train.batch_size * config.model.block_size,
         "metrics": {
             "val_loss": val_loss,
             "val_tokens": config.train.eval_sequences * config.model.block_size,
@@ -136,10 +139,30 @@ def _run(
         r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
     )
     save_model(model, directory / "model.safetensors")
-    result = results.write_result(directory, result)
+    # Before the result: with it, the run counts as finished and is not looked at again.
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+    result = results.write_result(directory, result)
     report(f"val loss {val_loss:.4f}, {trainer.seconds:.0f} s of training")
     return result
+
+
+@contextmanager
+def process_settings(impl: ImplConfig) -> Iterator[None]:
+    """Threads and backend of this run; what they were comes back for the next one."""
+    threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
+    before = os.environ.get(name)
+    if impl.threads:
+        torch.set_num_threads(impl.threads)
+    if impl.backend != "auto":
+        os.environ[name] = impl.backend
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def measure_sparsity(model: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import rich.progress
 
-
 _SECONDS_PER_LINE = 10.0
 
 

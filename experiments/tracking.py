@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import write_atomic
+from experiments.checkpoint import finite, write_atomic
 from experiments.errors import UserError
 
 
@@ -26,7 +27,7 @@ class MetricsLog:
         self._wandb = _wandb(directory) if "wandb" in viewers else None
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(finite(record)) + "\n")
         self._file.flush()
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard is not None:
@@ -51,17 +52,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def check_viewers(viewers: tuple[str, ...]) -> None:
+    """A UserError for a viewer that is not installed."""
+    for name in viewers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"impl.loggers has {name}: run `pip install sparse24[logging]`")
+
+
 def _tensorboard(directory: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError("impl.loggers has tensorboard: pip install sparse24[logging]") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(directory))
 
 
 def _wandb(directory: Path) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("impl.loggers has wandb: pip install sparse24[logging]") from error
-    return wandb.init(project="sparse24", name="/".join(directory.parts[-3:]), dir=str(directory))
+    import wandb
+
+    name = "-".join(directory.parts[-3:])
+    # The name is a function of the config, so a resumed run goes on in its own chart.
+    return wandb.init(project="sparse24", id=name, name=name, resume="allow", dir=str(directory))

@@ -30,6 +30,9 @@ from experiments.progress import Progress
 from experiments.tracking import MetricsLog
 from methods import Method
 
+# A run whose scaler has skipped this many steps in a row will not recover.
+MAX_SKIPPED_IN_A_ROW = 50
+
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,7 +69,8 @@ class Trainer:
     """Trains `model`, converted by `method` and on its device, on the windows of `corpus`.
 
     Args:
-        identity: hash of the run's config; a checkpoint of another config is refused.
+        identity: hash of the run's config; a checkpoint of another config, or made on another
+            corpus, is refused.
         block: tokens per sequence.
     """
 
@@ -112,7 +116,9 @@ class Trainer:
         self.runner = runner
         self.step = 0
         self.seconds = 0.0
-        self.skipped_steps = 0
+        self.skipped_steps = self.skipped_in_a_row = 0
+        # Of the steps since the last record.
+        self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         # Initialisation used the seed itself; dropout differs by rank.
         torch.manual_seed(int(np.random.SeedSequence([seed, world.rank]).generate_state(1)[0]))
 
@@ -121,8 +127,7 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def fit(self) -> None:
-        """Train up to the last step, from the newest whole checkpoint if there is one."""
-        self._resume()
+        """Train up to the last step, from where the state is."""
         main = self.world.is_main
         log = MetricsLog(self.directory, self.step, self.loggers) if main else None
         tokens = self.train.batch_size * self.block
@@ -133,12 +138,11 @@ class Trainer:
                 if self.step % self.train.eval_every == 0:
                     self._log(log, {"step": self.step, "val_loss": self.evaluate()})
                 start = time.perf_counter()
-                loss, norm = self._train_step()
+                norm = self._train_step()
                 durations.append(time.perf_counter() - start)
                 self.seconds += durations[-1]
                 if self.step % self.train.log_every == 0 or self.step == self.train.steps - 1:
-                    # Every rank takes part in the mean; the main one writes it.
-                    record = self._record(float(self.world.mean(loss)), norm, durations)
+                    record = self._record(norm, durations)
                     durations = []
                     self._log(log, record)
                     progress.update(self.step + 1, record)
@@ -152,10 +156,14 @@ class Trainer:
         if log is not None:
             log.write(record)
 
-    def _record(self, loss: float, norm: float, durations: list[float]) -> dict[str, Any]:
+    def _record(self, norm: float, durations: list[float]) -> dict[str, Any]:
+        """Figures of this step; `loss` is the mean over the steps since the last record."""
+        # Every rank takes part in the mean; the main one writes it.
+        loss = self.world.mean(self.loss_sum) / self.loss_count
+        self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         return {
             "step": self.step,
-            "loss": loss,
+            "loss": float(loss),
             "grad_norm": norm,
             "learning_rate": learning_rate(self.train, self.step),
             "step_seconds": statistics.median(durations),
@@ -163,7 +171,9 @@ class Trainer:
             **self.method.metrics(),
         }
 
-    def _train_step(self) -> tuple[Tensor, float]:
+    def _train_step(self) -> float:
+        """One optimizer step; returns the norm of the gradient before clipping."""
+        generators = self._generators()
         rate = learning_rate(self.train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -184,14 +194,16 @@ class Trainer:
         )
         finite = bool(torch.isfinite(norm))
         if not finite and not self.scaler.is_enabled():
-            self._stop_non_finite(float(self.world.mean(total)))
-        self.method.on_gradients(self.step, self.optimizer)
+            self._stop_non_finite(float(self.world.mean(total)), generators)
+        if finite:
+            self.method.on_gradients(self.step, self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.skipped_steps += not finite
+        self._count_skipped(finite)
         self.optimizer.zero_grad(set_to_none=True)
         self.method.on_step_end(self.step)
-        return total, float(norm)
+        self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + 1
+        return float(norm)
 
     def _batch(self, index: int) -> dict[str, Tensor]:
         """This rank's share of micro-batch `index`: consecutive sequences of the global batch."""
@@ -225,27 +237,46 @@ class Trainer:
         self.model.train(was_training)
         return float(total) / sequences
 
-    def _stop_non_finite(self, loss: float) -> None:
+    def _stop_non_finite(self, loss: float, generators: dict[str, Tensor]) -> None:
         # Nothing of this step has touched the weights yet: they are the last good ones.
         self.optimizer.zero_grad(set_to_none=True)
-        self.save()
+        self.save(generators)
         raise UserError(
             f"the gradient of step {self.step} is not finite (loss {loss:.4g}); the state before "
-            f"it is saved in {self.checkpoints}. Lower train.learning_rate, or train in fp32"
+            f"it is saved in {self.checkpoints}. Go on from it with impl.dtype=fp32 or bf16, or "
+            "start anew with a lower train.learning_rate"
         )
+
+    def _count_skipped(self, finite: bool) -> None:
+        self.skipped_steps += not finite
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {self.step}, at any"
+                " loss scale; lower train.learning_rate, or train in bf16 or fp32"
+            )
 
     # ------------------------------------------------------------------ state
 
-    def save(self) -> None:
-        """Checkpoint the state before step `self.step`; every rank must call it."""
-        generators: list[Any] = [None] * self.world.size
-        own = {"cpu": torch.get_rng_state()}
+    def _generators(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
-            own["cuda"] = torch.cuda.get_rng_state()
+            states["cuda"] = torch.cuda.get_rng_state()
+        return states
+
+    def save(self, own: dict[str, Tensor] | None = None) -> None:
+        """Checkpoint the state before step `self.step`; every rank must call it.
+
+        Args:
+            own: states of this rank's generators, if not the present ones.
+        """
+        generators: list[Any] = [None] * self.world.size
+        own = own or self._generators()
         if self.world.size > 1:
             torch.distributed.all_gather_object(generators, own)
         else:
             generators = [own]
+        loss_sum = self.world.mean(self.loss_sum)
         if not self.world.is_main:
             return
         checkpoint.save(
@@ -253,6 +284,7 @@ class Trainer:
             self.step,
             {
                 "identity": self.identity,
+                "corpus": self.corpus.fingerprint,
                 "step": self.step,
                 "model": self.model.state_dict(),
                 "method": self.method.state_dict(),
@@ -261,10 +293,18 @@ class Trainer:
                 "generators": generators,
                 "seconds": self.seconds,
                 "skipped_steps": self.skipped_steps,
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "loss_sum": loss_sum,
+                "loss_count": self.loss_count,
             },
         )
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Load the newest whole checkpoint, if there is one.
+
+        Raises:
+            UserError: it belongs to another config or corpus; nothing is changed.
+        """
         state = checkpoint.load_latest(self.checkpoints, self.report)
         if state is None:
             return
@@ -272,13 +312,22 @@ class Trainer:
             raise UserError(
                 f"{self.checkpoints} belongs to another config; remove it or change `runs`"
             )
+        if state["corpus"] != self.corpus.fingerprint:
+            raise UserError(
+                f"{self.checkpoints} was made on other tokens than those in "
+                f"{self.corpus.directory}; remove it or change `runs`"
+            )
         self.model.load_state_dict(state["model"])
         self.method.load_state_dict(state["method"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if self.scaler.is_enabled() and state["scaler"]:  # empty when impl.dtype was another
+            self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self.seconds = state["seconds"]
         self.skipped_steps = state["skipped_steps"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.loss_sum = state["loss_sum"].to(self.world.device)
+        self.loss_count = state["loss_count"]
         if len(state["generators"]) == self.world.size:
             own = state["generators"][self.world.rank]
             torch.set_rng_state(own["cpu"])

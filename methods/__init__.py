@@ -3,7 +3,7 @@
     from methods import s_ste
     method = s_ste.Method(s_ste.Config(fp8="paper"))
 
-or by name, as the drivers do: `methods.build("s_ste", fp8="paper")`. The protocol is described
+or by name: `methods.build("s_ste", fp8="paper")`. The protocol is described
 in `methods/base.py`.
 """
 
@@ -14,9 +14,9 @@ import importlib
 import pkgutil
 from typing import Any
 
-from .base import Method, Report
+from .base import Method, Report, refresh
 
-__all__ = ["Method", "Report", "available", "build"]
+__all__ = ["Method", "Report", "available", "build", "refresh"]
 
 _NOT_METHODS = {"base", "gemms"}
 

@@ -65,8 +65,9 @@ class Config:
             if isinstance(globs, str) or not all(isinstance(g, str) for g in globs):
                 raise ValueError(f"{name} must be a list of globs on module names, got {globs!r}")
             object.__setattr__(self, name, tuple(globs))
-        if self.measure_every < 0 or self.total_steps < 0:
-            raise ValueError("measure_every and total_steps must not be negative")
+        for name in ("total_steps", "seed", "measure_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class SparseLinear(nn.Linear):
     not saved, because `refresh` derives it again from what is. `key` (int64 [2]) selects the
     random bits of the backward pass.
 
-    After a change of `weight` that did not come through a method's hooks, call `refresh()`.
+    After a change of `weight` that did not come through a method's hooks, call
+    `methods.refresh(model)`.
     """
 
     config: Any
@@ -145,8 +147,9 @@ class SparseLinear(nn.Linear):
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        # Asked of autograd, not of `self.training`: some recipes pre-train in eval mode.
-        if not torch.is_grad_enabled():
+        # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing
+        # runs the forward pass of training without gradients.
+        if not self.training and not torch.is_grad_enabled():
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.sparse_weight.to(x.dtype), bias)
         dtype = torch.float32 if self.fp8 else x.dtype
@@ -194,21 +197,25 @@ class Method:
         """Make the matching linears of `model` sparse, in place.
 
         The modules keep their identity, parameters, hooks and training flag: only their class
-        changes. Call it after initialisation (S-STE's scale is measured here) and on the final
-        device.
+        changes. Call it after initialisation (S-STE's scale is measured here), on the final
+        device and in the final dtype. In a process group every rank must call it: they start
+        from the weights of rank 0.
 
         Args:
             dtype: of the operands of the matrix products, when autocast will run them in another
                 one than the weights'; casting once per step then replaces casting per use.
         Raises:
-            ValueError: nothing matches, the model is converted already, or a dimension does not
-                fit 2:4. The model is then unchanged.
+            ValueError: nothing matches, the model is converted already, a weight is shared with
+                another module, or a dimension does not fit 2:4. The model is then unchanged.
         """
         chosen = dict(self._matching(model))
         self._check(model, chosen)
         if self.Linear is not None:
             with torch.no_grad():
                 for module in chosen.values():
+                    if dist.is_initialized():
+                        # DDP would do so later; scales measured now must be equal, too.
+                        dist.broadcast(module.weight.detach(), src=0)
                     module.__class__ = self.Linear
                     assert isinstance(module, SparseLinear)
                     module.setup(self.config, dtype)
@@ -240,7 +247,17 @@ class Method:
                 f"no linear matches include={list(self.config.include)} "
                 f"exclude={list(self.config.exclude)}; the model's linears are: {some or 'none'}"
             )
+        owners: dict[int, list[str]] = {}
+        for owner, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(owner)
         for name, module in chosen.items():
+            sharing = [owner for owner in owners[id(module.weight)] if owner != name]
+            if sharing:
+                raise ValueError(
+                    f"{name} shares its weight with {', '.join(sharing)}, which would be pruned "
+                    "as well; exclude it"
+                )
             if type(module) is not nn.Linear:
                 raise ValueError(
                     f"{name} is a {type(module).__name__}, not a plain nn.Linear, and would lose "
@@ -369,6 +386,18 @@ class Method:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.flips_per_step = state["flips_per_step"]
         self.flips_per_refresh = state["flips_per_refresh"]
+
+
+@torch.no_grad()
+def refresh(model: nn.Module) -> None:
+    """Choose masks and derive operands anew in all converted layers of `model`.
+
+    For weights that changed outside a method's hooks, those of an averaged copy (EMA), say.
+    """
+    for module in model.modules():
+        if isinstance(module, SparseLinear):
+            module.refresh_mask()
+            module.refresh()
 
 
 def _layer_seed(seed: int, name: str, step: int) -> int:

@@ -59,6 +59,7 @@ class _SparseLinear(torch.autograd.Function):
             # With one format for both passes X is quantised once.
             x_saved = x_forward if fp8.backward == fp8.forward else x
             ctx.save_for_backward(x_saved, backward_operand, key)
+            bias = None if bias is None else bias.float()
             return F.linear(x_forward, forward_operand, bias).to(x.dtype)
 
     @staticmethod
@@ -92,9 +93,11 @@ class _SparseLinear(torch.autograd.Function):
 def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     """Unbiased 2:4 sample of dY [T, out] along its tokens, without a transposed copy.
 
-    The groups are numbered over the whole global batch: micro-batch `key[1]` starts where the
-    one before ended. So the bits depend neither on how a batch is cut into micro-batches nor on
-    the number of ranks that share it (as long as T is a multiple of 4).
+    The groups are numbered over the whole global batch, where micro-batch `key[1]` follows
+    `key[1]` others of its own size. So the bits depend neither on how a batch is cut into equal
+    micro-batches nor on the number of ranks that share it (if T is a multiple of 4). Unequal
+    micro-batches, and a layer that is used twice in one forward pass, can see the same bits
+    twice: each sample is unbiased all the same.
     """
     tokens, out = dy.shape
     padding = -tokens % 4

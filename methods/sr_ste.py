@@ -13,6 +13,7 @@ which FST finds too weak where gradients are small. The model ends 2:4 sparse.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ class Config(base.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.alpha < 0:
+        if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha={self.alpha}; the decay factor must not be negative")
         base.check_choice("decay_on", self.decay_on, ("gradients", "weights"))
 

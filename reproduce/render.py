@@ -241,9 +241,17 @@ def _corpus(manifest: dict[str, Any]) -> str:
 
 def _device(result: dict[str, Any]) -> str:
     environment = result["environment"]
-    ranks = f"{result['world_size']} x " if result["world_size"] > 1 else ""
-    torch = environment["versions"]["torch"]
-    return f"{ranks}{environment['device']}, backend {result['backend']}, torch {torch}"
+    impl = result["config"]["impl"]
+    parts = [
+        f"{result['world_size']} x " * (result["world_size"] > 1) + environment["device"],
+        f"{environment['threads']} threads",
+        impl["dtype"],
+        "compiled" if impl["compile"] else "",
+        f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
+        f"backend {result['backend']}",
+        f"torch {environment['versions']['torch']}",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _revision(environment: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ defaults.
 
 import copy
 import io
-import socket
 
 import pytest
 import torch
@@ -132,6 +131,7 @@ def test_the_end_has_plain_linears_and_legal_groups(name, options):
 def test_evaluation_agrees_with_the_finalized_model(name, options):
     run = Run(name, options)
     run.step(0)
+    run.model.eval()
     idx = batch(1)[:, :-1]
     with torch.no_grad():
         before, _ = run.model(idx)
@@ -180,15 +180,16 @@ def test_compile_without_a_graph_break_changes_no_bit(name, options):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @every_method
-def test_gradients_do_not_depend_on_activation_checkpointing(name, options):
+def test_gradients_do_not_depend_on_activation_checkpointing(name, options, reentrant):
     """The forward pass then runs twice per micro-batch; random bits and masks must not notice."""
     from torch.utils.checkpoint import checkpoint
 
     plain, checkpointed = Run(name, options), Run(name, options)
     for block in checkpointed.model.transformer.h:
         forward = block.forward
-        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=reentrant)
     for step in range(2):
         assert checkpointed.step(step) == plain.step(step)
     for a, b in zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True):
@@ -213,15 +214,15 @@ def test_operands_cast_once_per_step_equal_operands_cast_at_every_use(name, opti
     assert losses[0] == losses[1]
 
 
-def _two_ranks(rank, port, queue):
+def _two_ranks(rank, meeting_point, queue):
     """Losses of every case, trained by two processes on half of each batch."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
     half = SEQUENCES // 2
     share = slice(rank * half, (rank + 1) * half)
     results = {}
     for case in CASES:
-        run = Run(*_without_fp8(*case.values))
+        run = Run(*_without_fp8(*case.values), seed=rank)  # the ranks start from rank 0's weights
         runner = DistributedDataParallel(run.model, broadcast_buffers=False)
         losses = [run.step(step, runner=runner, share=share) for step in range(STEPS)]
         gathered = [None, None]
@@ -238,12 +239,10 @@ def _without_fp8(name, options):
 
 
 @pytest.fixture(scope="module")
-def losses_of_two_ranks():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def losses_of_two_ranks(tmp_path_factory):
+    meeting_point = (tmp_path_factory.mktemp("ranks") / "store").as_uri()
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_two_ranks, (port, queue), nprocs=2)
+    mp.spawn(_two_ranks, (meeting_point, queue), nprocs=2)
     return queue.get()
 
 

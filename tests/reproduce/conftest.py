@@ -15,6 +15,7 @@ def make_result(config_hash="0" * 16, **changed):
     return {
         "schema": results.SCHEMA,
         "config_hash": config_hash,
+        "config": {"impl": {"dtype": "fp32", "compile": False, "micro_batch": None}},
         "corpus": {"name": "tiny", "splits": {"train": split, "val": split | {"tokens": 50}}},
         "steps": 10,
         "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
@@ -27,6 +28,7 @@ def make_result(config_hash="0" * 16, **changed):
             "git_dirty": False,
             "device": "abacus",
             "versions": {"torch": "2.0"},
+            "threads": 2,
         },
     } | changed
 
@@ -45,8 +47,9 @@ def finished_run():
 
 
 @pytest.fixture
-def fake_training():
+def fake_training(tmp_path, monkeypatch):
     """A `train` that writes a result at once; `.order` tells what it was asked for."""
+    monkeypatch.chdir(tmp_path)  # where no corpus is, so that results name none
 
     def train(config, report):
         train.order.append((config.method, config.seed))

@@ -44,14 +44,16 @@ def runs(finished_run):
 
 def test_whole_table(runs):
     """Differences 0.5, 0, 1: 0.5 ± 4.3027 * 0.5 / sqrt(3) = 0.5 ± 1.242."""
-    assert render(own_table([0, 1, 2]), "smoke", runs).markdown() == """\
+    assert (
+        render(own_table([0, 1, 2]), "smoke", runs).markdown()
+        == """\
 # T
 
 - Tier smoke: A small thing.
 - Runs: 6 of 6, seeds 0, 1, 2. ± is the standard deviation over seeds; [ ] is the 95 % interval of \
 the difference at equal seeds, that is, equal initial weights and data.
 - Corpus: tiny, 1,000 training and 50 validation tokens (sha256 abababababab, abababababab).
-- Device: abacus, backend naive, torch 2.0.
+- Device: abacus, 2 threads, fp32, backend naive, torch 2.0.
 - Code: revision c0ffeec0ffee.
 
 | method | loss (n=3) | to dense | density | illegal | time |
@@ -59,6 +61,7 @@ the difference at equal seeds, that is, equal initial weights and data.
 | dense | 2.00 ± 1.00 | baseline | 1.0 | 3,000 | 1.0 |
 | S-STE | 2.50 ± 1.32 | +0.50 [-0.74, +1.74] | 0.5 | 0 | 2.0 |
 """
+    )
 
 
 def test_csv_has_all_digits(runs):
@@ -144,9 +147,7 @@ def test_paper_and_ours(values, runs):
 
 def test_a_smaller_tier_is_not_set_against_the_paper(values, runs):
     rendered = render(values, "smoke", runs)
-    assert body(rendered)[-1] == (
-        "| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | - | smoke |"
-    )
+    assert body(rendered)[-1] == ("| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | - | smoke |")
     assert "This tier is not the paper's setting: no difference to it is taken." in rendered.header
     assert "The paper: Big thing." in rendered.header
 
