@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from experiments import checkpoint
+from experiments.errors import UserError
 
 
 def heard(directory):
@@ -38,6 +39,23 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, d
     assert len(messages) == 1 and str(path) in messages[0] and "damaged" in messages[0]
 
 
+def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
+    """A run that begins anew before damaged checkpoints must not take them for its newest."""
+    for step in (6, 9):
+        path = checkpoint.save(tmp_path, step, {"step": step})
+        path.write_bytes(path.read_bytes()[:-1])
+    state, messages = heard(tmp_path)
+    assert state is None and len(messages) == 2
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"step": step})
+        state, messages = heard(tmp_path)
+        assert (state, messages) == ({"step": step}, [])
+    names = {f"step-00000000{step}.{ending}" for step in (1, 2) for ending in ("pt", "json")}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    (tmp_path / "step-000000002.pt").write_bytes(b"")
+    assert heard(tmp_path)[0] == {"step": 1}
+
+
 def test_nothing_there(tmp_path):
     assert heard(tmp_path / "none") == (None, [])
 
@@ -54,6 +72,24 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         checkpoint.write_atomic(path, fail)
     assert path.read_text() == '{\n  "old": 1\n}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_process_holds_a_directory_and_removes_the_debris_of_the_last_one(tmp_path):
+    checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3})
+    whole = {p for p in tmp_path.rglob("*") if p.is_file()}
+    for debris in (".metrics.jsonl.17", "checkpoints/.step-000000006.pt.17"):
+        (tmp_path / debris).write_text("half")
+    with checkpoint.exclusive(tmp_path):
+        files = {p for p in tmp_path.rglob("*") if p.is_file()}
+        assert files == whole | {tmp_path / ".lock"}
+        written = tmp_path / ".x.json.17"  # the first process is in the middle of a write
+        written.write_text("half")
+        message = f"another process is running in {tmp_path}"
+        with pytest.raises(UserError, match=message), checkpoint.exclusive(tmp_path):
+            pass
+        assert written.exists()
+    with checkpoint.exclusive(tmp_path):
+        assert not written.exists()
 
 
 def test_nothing_is_unpickled(tmp_path):

@@ -8,6 +8,7 @@ from torch import nn
 
 import methods
 from methods import base, dense, s_ste, sr_ste, ste
+from models.gpt2 import GPT, GPTConfig
 
 
 def mlp(width=8):
@@ -56,6 +57,41 @@ def test_a_subclass_of_linear_is_not_swallowed():
     model = nn.MultiheadAttention(8, 2)
     with pytest.raises(ValueError, match="NonDynamicallyQuantizableLinear"):
         ste.Method(ste.Config(include=["*"])).convert(model)
+
+
+def test_tied_weights_are_refused():
+    """Pruning GPT-2's head would prune its embedding."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8))
+    types = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=r"^lm_head shares its weight with transformer\.wte"):
+        ste.Method(ste.Config(include=["*"])).convert(model)
+    assert [type(m) for m in model.modules()] == types
+    report = ste.Method(ste.Config(include=["*"], exclude=["lm_head"])).convert(model)
+    assert len(report.names) == 4
+
+
+def test_refresh_follows_weights_that_changed_outside():
+    """An averaged copy: its parameters are means, its buffers those of the last step."""
+    for module in (ste, s_ste):
+        layer = one_group([4.0, 3.0, 2.0, 1.0])
+        method = module.Method(module.Config(include=["*"]))
+        method.convert(layer)
+        scale = float(layer.scale) if module is s_ste else 1.0
+        twin = copy.deepcopy(layer)
+        with torch.no_grad():
+            twin.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(4, 4))
+        methods.refresh(nn.Sequential(twin))
+        # S-STE takes the second smallest magnitude, 2, off; its scale is frozen.
+        kept = [0.0, 0.0, 3.0, 4.0] if module is ste else [0.0, 0.0, scale, 2 * scale]
+        expected = torch.tensor(kept).expand(4, 4)
+        torch.testing.assert_close(twin.sparse_weight, expected, rtol=1e-6, atol=0)
+        assert twin.current_mask()[0].tolist() == [False, False, True, True]
+        twin.eval()
+        with torch.no_grad():
+            evaluated = twin(torch.eye(4))
+        torch.testing.assert_close(evaluated, expected.t(), rtol=1e-6, atol=0)
+        # The original is as it was.
+        assert layer.current_mask()[0].tolist() == [True, True, False, False]
 
 
 def test_conversion_keeps_identity_hooks_flags_and_the_generator():

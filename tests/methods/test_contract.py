@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import methods
 from common_kernels import check24
@@ -197,6 +198,30 @@ def test_gradients_do_not_depend_on_activation_checkpointing(name, options, reen
 
 
 @every_method
+def test_a_model_in_bf16_trains(name, options):
+    """Weights, biases and activations all in bf16, no autocast; simulated FP8 included."""
+    torch.manual_seed(0)
+    model = GPT(TINY).to(torch.bfloat16)
+    method = methods.build(name, total_steps=STEPS, **options)
+    method.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        method.on_step_begin(step)
+        loss = method.loss(model, {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]})
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad.dtype == torch.bfloat16
+            assert parameter.grad.isfinite().all() and parameter.grad.any()
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1  # one batch, learnt by heart
+
+
+@every_method
 def test_operands_cast_once_per_step_equal_operands_cast_at_every_use(name, options):
     """`convert(dtype=...)` changes the speed under autocast and nothing else."""
     losses = []
@@ -212,6 +237,38 @@ def test_operands_cast_once_per_step_equal_operands_cast_at_every_use(name, opti
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
         losses.append(loss.item())
     assert losses[0] == losses[1]
+
+
+@every_method
+def test_an_averaged_model_evaluates_its_own_weights(name, options):
+    """torch's EMA averages parameters and copies buffers; `methods.refresh` derives them again."""
+    run = Run(name, options)
+    average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in range(3):
+        run.step(step)
+        average.update_parameters(run.model)
+    average.eval()
+    idx = batch(9)[:, :-1]
+
+    def logits(model):
+        with torch.no_grad():
+            return model(idx)[0]
+
+    stale = logits(average)
+    methods.refresh(average)
+    if run.method.sparse_layers:
+        assert not torch.equal(logits(average), stale)
+    # A plain model with the averaged weights, the sparse ones of them written out.
+    plain = GPT(TINY)
+    plain.load_state_dict(
+        {n: v for n, v in average.module.state_dict().items() if n in plain.state_dict()}
+    )
+    for n in run.report.names:
+        layer, target = average.module.get_submodule(n), plain.get_submodule(n).weight
+        if run.method.sparse_layers:
+            target.data.copy_(layer.effective_weight())
+            assert int(check24(target)) == 0
+    torch.testing.assert_close(logits(average), logits(plain.eval()), rtol=0, atol=0)
 
 
 def _two_ranks(rank, meeting_point, queue):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from common_kernels import soft_threshold24
+from common_kernels import fake_fp8, mvue24, soft_threshold24
 from methods import s_ste
 from models.gpt2 import GPT, GPTConfig
 
@@ -132,6 +132,58 @@ def test_mvue_on_the_weight_is_unbiased_and_leaves_the_forward_alone():
     sigma = draws.std(0) / len(draws) ** 0.5
     assert ((draws.mean(0) - sparse).abs() <= 5 * sigma + 1e-6).all()
     assert sigma.max() > 0
+
+
+@pytest.mark.parametrize(("recipe", "backward"), [("paper", "e5m2"), ("hybrid", "e4m3")])
+@pytest.mark.parametrize("mvue_weight", [False, True], ids=["", "mvue_weight"])
+def test_fp8_operands_have_the_formats_of_the_recipe(recipe, backward, mvue_weight):
+    """In every step, after training as well; the sample of the weight is drawn and then rounded."""
+    layer, method = converted(fp8=recipe, mvue_weight=mvue_weight)
+    for steps in (0, 3):
+        train(layer, method, steps)
+        sparse = layer.effective_weight()
+        assert torch.equal(layer.forward_operand(), fake_fp8(sparse, "e4m3"))
+        assert torch.equal(layer.backward_operand(), fake_fp8(sparse, backward))
+        assert not torch.equal(fake_fp8(sparse, "e4m3"), fake_fp8(sparse, "e5m2"))
+        method.on_step_begin(steps)
+        assert torch.equal(layer.forward_operand(), fake_fp8(sparse, "e4m3"))
+        if mvue_weight:
+            sparse = mvue24(sparse, layer.key[0], s_ste._WEIGHT_STREAM, dim=0)
+        assert torch.equal(layer.backward_operand(), fake_fp8(sparse, backward))
+
+
+def test_the_sample_of_the_weight_has_random_numbers_of_its_own():
+    """With those of dY, which count up from 0, the two samples of a step would be dependent."""
+    layer, method = converted(mvue_weight=True)
+    method.on_step_begin(0)
+    method.open_micro_batch()
+    sparse, (seed, micro_batch) = layer.effective_weight(), layer.key
+    assert micro_batch == 0
+    assert not torch.equal(layer.backward_operand(), mvue24(sparse, seed, 0, dim=0))
+    again = layer.backward_operand().clone()
+    layer.sample_backward_operand()
+    assert torch.equal(layer.backward_operand(), again)
+    # Not even a step of 2^40 tokens through 2^16 outputs counts up to them.
+    assert s_ste._WEIGHT_STREAM > 2**40 // 4 * 2**16
+
+
+@pytest.mark.parametrize("design", ["exact", "sequential", "off"])
+def test_the_gradient_is_sampled_by_the_chosen_design(design):
+    layer, method = converted(mvue=design)
+    method.on_step_begin(4)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(16, 64, generator=generator)
+    dy = torch.randn(16, 32, generator=generator)
+    expected = {"off": dy.t() @ x} | {
+        name: mvue24(dy, layer.key[0], 0, design=name, dim=0).t() @ x
+        for name in ("exact", "sequential")
+    }
+    method.open_micro_batch()
+    layer(x).backward(dy)
+    tolerance = {"rtol": 0, "atol": 1e-4}  # sums of 16 products of up to a few tens, in fp32
+    torch.testing.assert_close(layer.weight.grad, expected[design], **tolerance)
+    for name in expected.keys() - {design}:
+        assert (layer.weight.grad - expected[name]).abs().max() > 1
 
 
 def test_fp8_is_for_training_the_evaluated_weights_are_not_quantised():

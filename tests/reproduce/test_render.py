@@ -114,6 +114,31 @@ def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
     assert "Corpus: tiny" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "other", "shown"),
+    [
+        ("dtype", "bf16", "2 threads, bf16, backend naive"),
+        ("compile", True, "2 threads, fp32, compiled, backend naive"),
+        ("micro_batch", 4, "2 threads, fp32, micro-batch 4, backend naive"),
+    ],
+)
+def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, shown):
+    impl = {"dtype": "fp32", "compile": False, "micro_batch": None}
+    run = finished_run("dense", 0, 1.0, config={"impl": impl})
+    same = finished_run("S-STE", 0, 1.0, config={"impl": impl})
+    changed = finished_run("S-STE", 0, 1.0, config={"impl": impl | {key: other}})
+
+    def device(*runs):
+        (line,) = [x for x in render(own_table([0]), "smoke", [*runs]).header if "Device" in x]
+        return line
+
+    first = "abacus, 2 threads, fp32, backend naive, torch 2.0"
+    assert device(run, same) == f"Device: {first}."
+    assert device(run, changed) == (
+        f"Device: NOT THE SAME FOR ALL RUNS: {first}; abacus, {shown}, torch 2.0."
+    )
+
+
 PAPER = {"paper": "w", "number": 1, "published_table": "Table 1", "published_setting": "Big thing"}
 BESIDE = [
     Column("BLEU", published="bleu"),

@@ -1,6 +1,7 @@
 """Spec files: those of the repository, and what is wrong with others."""
 
 import dataclasses
+import importlib
 
 import pytest
 
@@ -30,6 +31,50 @@ def test_every_row_is_a_config(name, tier, tmp_path):
         (7, tier, tmp_path)
     }
     assert len({job.config.directory() for job in jobs}) == len(jobs)
+
+
+QUICKSTART = {
+    "dense": ("dense", None),
+    "STE": ("ste", None),
+    "SR-STE": ("sr_ste", None),
+    "S-STE": ("s_ste", "off"),
+    "S-STE FP8": ("s_ste", "paper"),
+}
+
+
+def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
+    """Labels are printed beside numbers: a row with the overrides of another would be a lie."""
+    jobs = plan(TABLES["quickstart"], "smoke", tmp_path)
+    for seed in (0, 1, 2):
+        found = {
+            job.label: (job.config.method, getattr(job.config.method_options, "fp8", None))
+            for job in jobs
+            if job.config.seed == seed
+        }
+        assert found == QUICKSTART
+    assert len(jobs) == 3 * len(QUICKSTART)
+    # Nothing but the method differs: the rest of the config, S-STE's own options included.
+    first = jobs[0].config
+    for job in jobs:
+        config = job.config
+        assert (config.model, config.data, config.train) == (first.model, first.data, first.train)
+        assert config.impl == first.impl
+        defaults = importlib.import_module(f"methods.{config.method}").Config()
+        changed = {
+            f.name
+            for f in dataclasses.fields(defaults)
+            if getattr(config.method_options, f.name) != getattr(defaults, f.name)
+        }
+        expected = {"total_steps", "seed"} if config.seed else {"total_steps"}
+        assert changed == expected | ({"fp8"} if job.label == "S-STE FP8" else set())
+
+
+def test_smoke_trains_the_same_thing_in_every_table():
+    """Then tables share their runs, and their numbers can be read side by side."""
+    smoke = [table.tiers["smoke"] for table in TABLES.values() if "smoke" in table.tiers]
+    assert len(smoke) == len(TABLES) >= 2
+    for tier in smoke[1:]:
+        assert (tier.overrides, tier.seeds) == (smoke[0].overrides, smoke[0].seeds)
 
 
 def test_tables_share_runs(tmp_path):
