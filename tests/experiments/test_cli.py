@@ -67,10 +67,10 @@ def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
     assert len(losses(directory)) == 120
 
 
-def test_torchrun_with_two_ranks_on_half_the_micro_batch(overrides, tmp_path):
+def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
     arguments = [*overrides, "method=s_ste"]
     one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
-    two = [*arguments, "impl.micro_batch=2", f"runs={tmp_path / 'two'}"]
+    two = [*arguments, "impl.micro_batch=1", f"runs={tmp_path / 'two'}"]
     done = python(*PRETRAIN, *one)
     assert done.returncode == 0, done.stderr
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -277,15 +277,16 @@ def test_dropout_goes_on_bit_for_bit(build, tmp_path):
 
 
 def test_the_loss_scale_goes_on(build, tmp_path, monkeypatch):
-    """With a scale that doubles after four good steps, three of which a checkpoint has counted."""
+    """With a scale that doubles after four good steps: the checkpoint lies within a count."""
     scaler = torch.amp.GradScaler
 
     def growing(device, enabled):
         return scaler(device, init_scale=2.0**4, growth_interval=4, enabled=enabled)
 
     monkeypatch.setattr(torch.amp, "GradScaler", growing)
-    whole, resumed = whole_and_interrupted(build, tmp_path, "impl.dtype=fp16", nan=(1,), dies=8)
-    # A skipped step halves the scale and starts the count again: 2^3, then doubled at 5 and 9.
+    whole, resumed = whole_and_interrupted(build, tmp_path, "impl.dtype=fp16", nan=(1,), dies=5)
+    # A skipped step halves the scale and starts the count again: 2^3 at the checkpoint before
+    # step 3, doubled by steps 5 and 9.
     assert whole.scaler.get_scale() == 2.0**5
     assert resumed.scaler.state_dict() == whole.scaler.state_dict()
     assert resumed.skipped_steps == 1

@@ -1,0 +1,181 @@
+"""The run directory: whose it is, what is refused, and what a refusal leaves alone."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from common_kernels import backend
+from experiments import checkpoint, pretrain
+from experiments.config import load
+from experiments.data import DataConfig
+from experiments.errors import UserError
+from experiments.prepare_data import prepare
+from experiments.tracking import read_metrics
+from experiments.trainer import Trainer
+
+
+def quiet(message):
+    pass
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """killed(config, step): run until the process ends in the middle of `step`."""
+
+    def run(config, step):
+        original = Trainer._train_step
+
+        def dying(self):
+            if self.step == step:
+                raise Stop
+            return original(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_train_step", dying)
+            with pytest.raises(Stop):
+                pretrain.run(config, quiet)
+
+    return run
+
+
+def contents(directory):
+    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="session")
+def other_corpus(tmp_path_factory):
+    """Root of a corpus of the same name and vocabulary as that of `corpus_dir`, of other text."""
+    root = tmp_path_factory.mktemp("other")
+    source = root / "text"
+    source.mkdir()
+    generator = random.Random(1)
+    words = ["a", "scale", "is", "measured", "once", "and", "frozen", "until", "training", "ends"]
+    for name in ("a.txt", "b.txt"):
+        lines = (" ".join(generator.choices(words, k=20)) for _ in range(200))
+        (source / name).write_text("\n".join(lines) + "\n")
+    prepare(DataConfig("words", str(source), str(root), tokenizer="bpe", vocab_size=300))
+    return root
+
+
+def test_a_second_process_is_turned_away(tiny, killed):
+    config = tiny("method=ste")
+    killed(config, 5)
+    before = contents(config.directory())
+    with (
+        checkpoint.exclusive(config.directory()),
+        pytest.raises(UserError, match="another process is running in") as caught,
+    ):
+        pretrain.run(config, quiet)
+    assert "\n" not in str(caught.value)
+    assert contents(config.directory()) == before
+    pretrain.run(config, quiet)  # the first one has ended: it goes on
+    assert pretrain.finished(config) is not None
+
+
+def test_half_written_files_of_a_killed_process_are_removed(tiny, killed):
+    config = tiny("method=ste")
+    killed(config, 5)
+    checkpoints = config.directory() / "checkpoints"
+    debris = [
+        config.directory() / ".metrics.jsonl.4711",
+        checkpoints / ".step-000000006.pt.4711",
+        checkpoints / ".step-000000006.json.4712",
+    ]
+    for path in debris:
+        path.write_text("half")
+    before = contents(checkpoints).keys() - set(debris)
+    killed(config, 4)
+    assert not any(path.exists() for path in debris)
+    assert contents(checkpoints).keys() == before != set()
+
+
+def test_a_result_on_another_corpus_does_not_count(tiny, other_corpus):
+    config = tiny("method=dense", "train.steps=2")
+    pretrain.run(config, quiet)
+    assert pretrain.finished(config) is not None
+    other = tiny("method=dense", "train.steps=2", f"data.root={other_corpus}")
+    assert other.directory() == config.directory()
+    assert pretrain.finished(other) is None
+    # Without the corpus at hand nothing can be said against the result.
+    gone = tiny("method=dense", "train.steps=2", "data.root=nowhere")
+    assert pretrain.finished(gone) is not None
+
+
+def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, killed, other_corpus):
+    config = tiny("method=ste")
+    killed(config, 5)
+    before = contents(config.directory())
+    other = tiny("method=ste", f"data.root={other_corpus}")
+    with pytest.raises(UserError, match="was made on other tokens than those in"):
+        pretrain.run(other, quiet)
+    assert contents(config.directory()) == before
+    assert config.directory() / "config.json" in before
+
+
+def test_the_first_record_of_a_resumed_run_replaces_what_was_lost(tiny, killed):
+    """Steps 3 and 4 were logged, but no checkpoint holds them: they are made and logged again."""
+    config = tiny("method=s_ste")
+    killed(config, 5)
+    path = config.directory() / "metrics.jsonl"
+    first = [r["step"] for r in read_metrics(path) if "loss" in r]
+    assert first == list(range(5))
+    pretrain.run(config, quiet)
+    assert [r["step"] for r in read_metrics(path) if "loss" in r] == list(range(12))
+    assert [r["step"] for r in read_metrics(path) if "val_loss" in r] == [0, 4, 8]
+
+
+# ---------------------------------------------------------------- configs
+
+
+def test_the_seed_of_the_method_alone_makes_another_run():
+    """Same data and initial weights, other random bits of MVUE."""
+    same, one, two = (load(["seed=0", f"method.seed={seed}"]) for seed in (0, 1, 2))
+    assert same.directory() == load(["seed=0"]).directory()
+    assert len({config.directory() for config in (same, one, two)}) == 3
+    assert len({config.digest() for config in (same, one, two)}) == 3
+    assert {config.directory().name for config in (same, one, two)} == {"seed0"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.learning_rate=-1e-3"], r"train\.learning_rate=-0\.001; it must not"),
+        (["train.learning_rate=inf"], r"train\.learning_rate=inf"),
+        (["train.min_learning_rate=0.1"], r"train\.min_learning_rate=0\.1 is above"),
+        (["train.grad_clip=-1"], r"train\.grad_clip=-1\.0"),
+        (["train.weight_decay=-1"], r"train\.weight_decay=-1\.0"),
+        (["train.eps=nan"], r"train\.eps=nan"),
+        (["train.betas=[0.9]"], r"train\.betas"),
+        (["train.betas=[0.9,1.0]"], r"train\.betas=\[0\.9, 1\.0\]"),
+        (["seed=-1", "method.seed=0"], r"^seed=-1"),
+        (["seed=abc"], r"seed.*abc"),
+        (["seed=null"], r"seed"),
+        (["method.seed=-1"], r"seed=-1"),
+        (["impl.threads=-1"], r"impl\.threads=-1"),
+        (["impl.checkpoint_every=-1"], r"impl\.checkpoint_every=-1"),
+        (["method=sr_ste", "method.alpha=nan"], r"alpha=nan"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_values_out_of_range_are_one_line(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_threads_and_backend_are_given_back(tiny, monkeypatch):
+    monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
+    threads = torch.get_num_threads()
+    config = tiny("impl.threads=3", "impl.backend=naive")
+    with pytest.raises(Stop), pretrain.process_settings(config.impl):
+        assert torch.get_num_threads() == 3
+        assert os.environ[backend.ENVIRONMENT_VARIABLE] == "naive"
+        raise Stop
+    assert torch.get_num_threads() == threads
+    assert backend.ENVIRONMENT_VARIABLE not in os.environ
