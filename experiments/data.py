@@ -63,6 +63,11 @@ class DataConfig:
                 f"data.vocab_size={self.vocab_size}, but GPT-2's vocabulary has 50257 tokens; "
                 "pass data.tokenizer=bpe to train one of another size"
             )
+        if self.name == EMBEDDED != self.source:
+            raise UserError(
+                f"data.source={self.source} is not the embedded corpus: use data=openwebtext and "
+                "give yours a name, data.name=..."
+            )
         if self.vocab_size > 2 ** (8 * TOKEN.itemsize):
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint16 tokens")
 

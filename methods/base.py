@@ -208,7 +208,7 @@ class Method:
             ValueError: nothing matches, the model is converted already, a weight is shared with
                 another module, or a dimension does not fit 2:4. The model is then unchanged.
         """
-        chosen = dict(self._matching(model))
+        chosen = {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
         self._check(model, chosen)
         if self.Linear is not None:
             with torch.no_grad():
@@ -228,13 +228,10 @@ class Method:
             total_parameters=sum(p.numel() for p in model.parameters()),
         )
 
-    def _matching(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules():
-            if (
-                isinstance(module, nn.Linear)
-                and any(fnmatchcase(name, glob) for glob in self.config.include)
-                and not any(fnmatchcase(name, glob) for glob in self.config.exclude)
-            ):
+            included = any(fnmatchcase(name, glob) for glob in self.config.include)
+            if included and not any(fnmatchcase(name, glob) for glob in self.config.exclude):
                 yield name, module
 
     def _check(self, model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
@@ -242,10 +239,16 @@ class Method:
             raise ValueError("the model is converted already; build a new method and model")
         if not chosen:
             linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-            some = ", ".join(linears[:6]) + (", ..." if len(linears) > 6 else "")
+            others = [
+                f"{name} ({type(module).__name__})"
+                for name, module in self._named(model)
+                if isinstance(getattr(module, "weight", None), nn.Parameter)
+            ]
+            hint = f"; {_some(others)} match, but only nn.Linear can be converted" if others else ""
             raise ValueError(
                 f"no linear matches include={list(self.config.include)} "
-                f"exclude={list(self.config.exclude)}; the model's linears are: {some or 'none'}"
+                f"exclude={list(self.config.exclude)}{hint}; the model's linears are: "
+                f"{_some(linears) or 'none'}"
             )
         owners: dict[int, list[str]] = {}
         for owner, module in model.named_modules():
@@ -290,7 +293,13 @@ class Method:
         object with `.loss`."""
         self.open_micro_batch()
         output = model(**batch)
-        return output.loss if hasattr(output, "loss") else output[1]
+        loss = output.loss if hasattr(output, "loss") else output[1]
+        if loss is None or loss.ndim:
+            raise TypeError(
+                "model(**batch) must return (logits, scalar loss) or an object with .loss; with "
+                "another model call open_micro_batch() before each forward pass instead of loss()"
+            )
+        return loss
 
     def open_micro_batch(self) -> None:
         """Give the coming forward and backward pass random bits of their own."""
@@ -318,7 +327,7 @@ class Method:
                 float(flip_rate(old, new)) * new.numel()
                 for old, new in zip(self._masks_before, self._masks(), strict=True)
             )
-            self.flips_per_refresh = changed / sum(m.numel() for m in self._masks_before)
+            self.flips_per_refresh = changed / max(1, sum(m.numel() for m in self._masks_before))
             self.flips_per_step = self.flips_per_refresh
             self._masks_before = None
         elif not due:
@@ -398,6 +407,10 @@ def refresh(model: nn.Module) -> None:
         if isinstance(module, SparseLinear):
             module.refresh_mask()
             module.refresh()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _layer_seed(seed: int, name: str, step: int) -> int:

@@ -103,7 +103,7 @@ def _plot(data: list[Point], title: str, path: Path) -> None:
             axes.set_yscale("log", nonpositive="mask")
         axes.set_xlabel("optimizer step", fontsize=9)
         axes.set_ylabel(name, fontsize=9)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=8, which="both")
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
     handles, names = panels[0].get_legend_handles_labels()

@@ -89,6 +89,7 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("method.gamma=2", "gamma=2.0; it must lie in"),
         ("model.n_head=3", "n_embd must be a multiple of n_head"),
         ("data.tokenizer=words", "data.tokenizer must be gpt2 or bpe"),
+        ("data.source=texts", "data.source=texts is not the embedded corpus"),
     ],
 )
 def test_bad_overrides_are_one_line(override, message):

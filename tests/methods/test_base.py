@@ -227,3 +227,18 @@ def test_a_method_without_effective_weight_says_so():
 def test_sr_ste_is_exported_as_the_readme_says():
     method = sr_ste.Method(sr_ste.Config(alpha=2e-4))
     assert method.config.alpha == 2e-4
+
+
+def test_modules_that_match_but_are_no_linears_are_named():
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Conv1d(8, 8, 1)), "head": nn.Linear(8, 4)})
+    with pytest.raises(ValueError, match=r"mlp\.0 \(Conv1d\) match, but only nn\.Linear"):
+        ste.Method(ste.Config()).convert(model)
+
+
+def test_a_model_that_returns_no_scalar_loss_is_told_so():
+    model = mlp()
+    model.forward = lambda x: (x, x)
+    method = ste.Method(ste.Config())
+    method.convert(model)
+    with pytest.raises(TypeError, match=r"scalar loss.*open_micro_batch"):
+        method.loss(model, {"x": torch.ones(2, 8)})
