@@ -73,7 +73,7 @@ def for_each(
 
 
 class Scratch:
-    """Working memory that is allocated at a name's first use and reused for the pieces that follow.
+    """fp32 memory that is allocated at a name's first use and reused for the pieces that follow.
 
     The first piece is the largest, so a later one takes the front of what is there.
     """
@@ -82,11 +82,11 @@ class Scratch:
         self.device = device
         self.parts: dict[str, torch.Tensor] = {}
 
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def __call__(self, name: str, *shape: int) -> torch.Tensor:
         """Uninitialised memory of the given shape; what it held under this name is lost."""
         size = math.prod(shape)
         if name not in self.parts:
-            self.parts[name] = torch.empty(size, dtype=dtype, device=self.device)
+            self.parts[name] = torch.empty(size, device=self.device)
         return self.parts[name][:size].view(shape)
 
 
