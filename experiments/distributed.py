@@ -83,5 +83,8 @@ def world(device: str) -> Iterator[World]:
     try:
         place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
         yield World(dist.get_rank(), dist.get_world_size(), place)
+        # gloo's threads outlive the group; with work in hand they abort an interpreter that ends
+        # (github.com/pytorch/pytorch/pull/179291).
+        dist.barrier()
     finally:
         dist.destroy_process_group()

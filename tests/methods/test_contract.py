@@ -282,11 +282,14 @@ def _two_ranks(rank, meeting_point, queue):
         run = Run(*_without_fp8(*case.values), seed=rank)  # the ranks start from rank 0's weights
         runner = DistributedDataParallel(run.model, broadcast_buffers=False)
         losses = [run.step(step, runner=runner, share=share) for step in range(STEPS)]
-        gathered = [None, None]
-        dist.all_gather_object(gathered, losses)
-        results[case.id] = [sum(pair) / 2 for pair in zip(*gathered, strict=True)]
+        results[case.id] = torch.tensor(losses, dtype=torch.float64)
+    for losses in results.values():
+        dist.all_reduce(losses)
     if rank == 0:
-        queue.put(results)
+        queue.put({case: (losses / 2).tolist() for case, losses in results.items()})
+    # gloo's threads outlive the group; with work in hand they abort an interpreter that ends
+    # (github.com/pytorch/pytorch/pull/179291).
+    dist.barrier()
     dist.destroy_process_group()
 
 
