@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m experiments.bench ops`.
+"""Benchmarks: `python -m experiments.bench ops|probe`.
 
 A ratio is printed only after every operator has agreed with a plain formulation of it on weights
 of the same shapes.
@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     ops.add_argument("--repeats", type=int, default=7)
     ops.add_argument("--out", type=Path, default=Path("runs/bench/ops.json"))
     ops.set_defaults(command=bench_ops)
+    probe = commands.add_parser("probe", help="what this GPU and cuSPARSELt do with 2:4")
+    probe.add_argument("--out", type=Path, default=Path("runs/bench/probe.json"))
+    probe.set_defaults(command=bench_probe)
     options = parser.parse_args(argv)
     try:
         options.command(options)
@@ -203,6 +206,15 @@ def bench_ops(options: argparse.Namespace) -> None:
     }
     write_json(options.out, record)
     console.print(f"written to {options.out}")
+
+
+def bench_probe(options: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():
+        raise UserError("probe asks questions of a GPU, and torch sees none here")
+    from experiments import probe
+
+    write_json(options.out, {"bench": "probe", "environment": environment(), **probe.run()})
+    print(f"written to {options.out}")
 
 
 def time_beside_clone(

@@ -1,0 +1,425 @@
+"""What this GPU, driver and cuSPARSELt do with 2:4: `python -m experiments.bench probe`.
+
+The facts on which the packing formats and the choice of a GEMM rest, read off the hardware: which
+of torch's 2:4 operators run, in which order cuSPARSELt keeps its metadata, which algorithms give a
+right product, and how fast they are beside the dense product of the same shape.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import nm_mask, transposable_mask24
+
+aten = torch.ops.aten
+FP8 = torch.float8_e4m3fn
+# Tokens, inputs, outputs of the linears that the project is measured on.
+SHAPES = (
+    *((t, k, n) for t in (2048, 8192, 16384) for k, n in ((4096, 4096), (4096, 14336))),
+    (8192, 14336, 4096),
+    (8192, 8192, 28672),
+    (13008, 1024, 4096),  # ViT-L
+    (13008, 4096, 1024),
+    (16384, 1280, 5120),  # GPT-2 774M
+    (16384, 5120, 1280),
+)
+
+
+def run() -> dict[str, Any]:
+    """All probes; one that fails leaves its reason in the place of its result."""
+    record: dict[str, Any] = {}
+    for name, probe in {
+        "versions": versions,
+        "operators": operators,
+        "tile_packer": tile_packer,
+        "layouts": layouts,
+        "bandwidth": bandwidth,
+        "launch": launch,
+        "products": products,
+    }.items():
+        start = time.perf_counter()
+        record[name] = attempt(probe)
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        torch.cuda.empty_cache()
+    return record
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # a refusal is a result here
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+
+
+def versions() -> dict[str, Any]:
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "cusparselt": torch.backends.cusparselt.version(),
+    }
+
+
+def sparse(
+    rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, both_ways: bool = False
+) -> Tensor:
+    w = torch.randn(rows, columns, device="cuda")
+    w *= transposable_mask24(w) if both_ways else nm_mask(w)
+    return w.to(dtype)
+
+
+# --- which operators run -------------------------------------------------------------------------
+
+
+def operators() -> dict[str, Any]:
+    """The shape of what each operator returns, or its refusal."""
+    from torch.sparse import to_sparse_semi_structured
+    from torch.sparse._semi_structured_conversions import (
+        sparse_semi_structured_from_dense_cutlass as from_dense,
+    )
+
+    w, x = sparse(256, 256), torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    packed, meta = from_dense(w)
+    blob = aten._cslt_compress(w)
+    flat = blob.flatten()
+    wrapped = to_sparse_semi_structured(w)
+    one = torch.ones((), device="cuda")
+    w8, x8 = w.to(FP8), x.to(FP8)
+    calls: dict[str, Callable[[], Any]] = {
+        "_sparse_semi_structured_mm": lambda: aten._sparse_semi_structured_mm(packed, meta, x),
+        "_sparse_semi_structured_linear": lambda: aten._sparse_semi_structured_linear(
+            x, packed, meta
+        ),
+        "_sparse_semi_structured_tile cutlass": lambda: aten._sparse_semi_structured_tile(w),
+        "_sparse_semi_structured_tile cusparselt": lambda: aten._sparse_semi_structured_tile(
+            w, "", False
+        ),
+        "_cslt_compress": lambda: blob,
+        "_cslt_compress fp8": lambda: aten._cslt_compress(w8),
+        "_cslt_sparse_mm": lambda: aten._cslt_sparse_mm(blob, x.t()),
+        "_cslt_sparse_mm of a flat blob": lambda: aten._cslt_sparse_mm(flat, x.t()),
+        "_cslt_sparse_mm row-major operand": lambda: aten._cslt_sparse_mm(blob, x),
+        "_cslt_sparse_mm transposed result": lambda: aten._cslt_sparse_mm(
+            blob, x.t(), transpose_result=True
+        ),
+        "_cslt_sparse_mm alpha": lambda: aten._cslt_sparse_mm(blob, x.t(), alpha=one),
+        "_cslt_sparse_mm fp8 -> bf16": lambda: aten._cslt_sparse_mm(
+            aten._cslt_compress(w8), x8.t(), alpha=one, out_dtype=torch.bfloat16
+        ),
+        "_cslt_sparse_mm fp8 row-major operand": lambda: aten._cslt_sparse_mm(
+            aten._cslt_compress(w8), x8, out_dtype=torch.bfloat16
+        ),
+        "mm_search": lambda: torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
+            blob, x.t(), None, None, None, False
+        ),
+        "torch subclass linear": lambda: F.linear(x, wrapped),
+    }
+    return {name: attempt(lambda call=call: describe(call())) for name, call in calls.items()}
+
+
+def describe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [str(value.dtype), list(value.shape), list(value.stride())]
+    if isinstance(value, tuple | list):
+        return [describe(v) for v in value]
+    return value
+
+
+def tile_packer() -> dict[str, Any]:
+    """Error of products with what torch's pruner and packer made for cuSPARSELt, and 1-D as is."""
+    from torch.sparse import SparseSemiStructuredTensorCUSPARSELT as Wrapper
+
+    w = sparse(256, 256, both_ways=True)
+    x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    name = "largest_abs_values_greedy"
+    wrapped = Wrapper.prune_dense_static_sort(w, name)
+    packed = aten._sparse_semi_structured_tile(w, name, False)[0]
+    return {
+        "relative error of pruned @ x": attempt(lambda: relative_error(wrapped @ x, w @ x)),
+        "relative error of pruned.t() @ x": attempt(
+            lambda: relative_error(wrapped.t() @ x, w.t() @ x)
+        ),
+        "packed as returned": attempt(lambda: describe(aten._cslt_sparse_mm(packed, x))),
+    }
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+# --- the order of cuSPARSELt's metadata ----------------------------------------------------------
+
+
+def layouts() -> dict[str, Any]:
+    """For each dtype and shape, where the two-bit positions of every group of four end up."""
+    shapes = ((64, 64), (128, 128), (256, 512), (512, 256), (96, 160), (32, 32), (320, 192))
+    return {
+        f"{str(dtype).removeprefix('torch.')} {rows}x{columns}": attempt(
+            layout, rows, columns, dtype
+        )
+        for dtype in (torch.float16, torch.bfloat16, FP8, torch.int8)
+        for rows, columns in shapes
+    }
+
+
+def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Number the groups, write one bit of the number at a time as the pattern of each group.
+
+    A 0 keeps the entries 0 and 1 of its group (the nibble 4), a 1 keeps 2 and 3 (the nibble 14).
+    """
+    groups = rows * columns // 4
+    number = torch.arange(groups, device="cuda")
+    values = torch.arange(1, 2 * groups + 1, device="cuda").remainder(96).add(1)  # 1...96
+    found, blob = None, None
+    for bit in range(max(1, (groups - 1).bit_length())):
+        second_half = (number >> bit & 1).bool()
+        w = torch.zeros(groups, 4, device="cuda")
+        pairs = values.view(groups, 2).float()
+        w[~second_half, :2] = pairs[~second_half]
+        w[second_half, 2:] = pairs[second_half]
+        blob = aten._cslt_compress(w.view(rows, columns).to(dtype)).flatten().view(torch.uint8)
+        meta = blob[rows * columns // 2 * dtype.itemsize :].int()
+        nibbles = torch.stack([meta & 15, meta >> 4], 1).flatten()
+        if found is None:
+            found = torch.zeros_like(nibbles, dtype=torch.int64)
+        found[(nibbles != 4) & (nibbles != 14)] = -(1 << 40)
+        found += (nibbles == 14).long() << bit
+    assert found is not None and blob is not None
+    stored = blob[: rows * columns // 2 * dtype.itemsize].view(dtype)
+    used = found >= 0
+    address = torch.full((groups,), -1, device="cuda")
+    address[found[used]] = used.nonzero().squeeze(1)
+    result: dict[str, Any] = {
+        "values row-major": torch.equal(stored.float(), values.to(dtype).float()),
+        "metadata bytes": found.numel() // 2,
+        "every group once": bool(used.sum() == groups and (address >= 0).all()),
+        "sm80 order": torch.equal(address, sm80_order(rows, columns).cuda())
+        if rows % 128 == columns % 128 == 0
+        else None,
+    }
+    bits = bit_matrix(address)
+    if bits is not None:
+        result["address of each bit of the group's number"] = bits
+    else:
+        result["addresses"] = address.tolist()
+    return result
+
+
+def bit_matrix(address: Tensor) -> list[int] | None:
+    """address(1), address(2), address(4)...: all of the map, if it is linear in the bits."""
+    groups = address.numel()
+    if groups & (groups - 1):
+        return None
+    bits = [int(address[1 << i]) for i in range(groups.bit_length() - 1)]
+    number = torch.arange(groups, device=address.device)
+    linear = torch.zeros_like(address)
+    for i, image in enumerate(bits):
+        linear ^= (number >> i & 1) * image
+    return bits if torch.equal(linear, address) else None
+
+
+def sm80_order(rows: int, columns: int) -> Tensor:
+    """Nibble address of each group in the order that torch's tile kernel writes for cuSPARSELt."""
+    r, g = torch.arange(rows)[:, None], torch.arange(columns // 4)
+    c = g // 4  # chunk of 16 columns
+    word = (
+        512 * (rows // 128) * (c // 4)
+        + 512 * (r // 128)
+        + 256 * (c % 4 // 2)
+        + 64 * (r % 128 // 32)
+        + 8 * (r % 8)
+        + 4 * (r % 32 // 16)
+        + 2 * (c % 2)
+        + r % 16 // 8
+    )
+    return (4 * word + g % 4).flatten()
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def milliseconds(
+    call: Callable[[int], Any], buffers: int, calls: int = 8, replays: int = 5
+) -> float:
+    """Median over replays of a CUDA graph of `calls` calls, which take the buffers in turn."""
+    calls = max(calls, buffers)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                call(i % buffers)
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def bandwidth() -> dict[str, Any]:
+    """GB/s, bytes read plus bytes written, of a copy and of the packers on a bf16 weight."""
+    result = {}
+    for rows, columns in ((4096, 8192), (8192, 28672)):
+        w = sparse(rows, columns)
+        weight, packed = w.nbytes, w.nbytes * 9 // 16
+        calls = {
+            "clone": (lambda _, w=w: w.clone(), 2 * weight),
+            "_cslt_compress": (lambda _, w=w: aten._cslt_compress(w), weight + packed),
+            "tile": (
+                lambda _, w=w: aten._sparse_semi_structured_tile(w, "largest_abs_values_greedy"),
+                weight + 2 * packed + weight // 16,
+            ),
+        }
+        for name, (call, moved) in calls.items():
+            ms = attempt(milliseconds, call, 1)
+            result[f"{name} {rows}x{columns}"] = (
+                ms if isinstance(ms, dict) else {"ms": ms, "GB/s": moved / ms / 1e6}
+            )
+        del w, calls
+    return result
+
+
+def launch() -> dict[str, Any]:
+    """CPU microseconds per call on a small product, outside a graph."""
+    w = sparse(256, 256)
+    x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    blob = aten._cslt_compress(w)
+    result = {}
+    for name, call in {
+        "_cslt_sparse_mm": lambda: aten._cslt_sparse_mm(blob, x.t(), transpose_result=True),
+        "_cslt_compress": lambda: aten._cslt_compress(w),
+        "F.linear": lambda: F.linear(x, w),
+    }.items():
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            call()
+        result[name] = (time.perf_counter() - start) / 200 * 1e6
+        torch.cuda.synchronize()
+    return result
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to call a product: the layout of the dense operand and of the result."""
+
+    name: str
+    dtype: torch.dtype
+    column_major: bool  # the dense operand [k, n] is the transpose of a contiguous matrix
+    transposed: bool  # so is the result
+
+
+FORMS = (
+    Form("bf16 Y", torch.bfloat16, column_major=True, transposed=True),
+    Form("bf16 Y, result not transposed", torch.bfloat16, column_major=True, transposed=False),
+    Form("bf16 dW", torch.bfloat16, column_major=False, transposed=False),
+    Form("fp8 Y", FP8, column_major=True, transposed=True),
+    Form("fp8 Y, result not transposed", FP8, column_major=True, transposed=False),
+)
+
+
+def products() -> list[dict[str, Any]]:
+    return [row for shape in SHAPES for row in product(*shape)]
+
+
+def product(tokens: int, inputs: int, outputs: int) -> Iterator[dict[str, Any]]:
+    """Dense and sparse times of one shape; of the sparse, every algorithm that is right."""
+    buffers = 2
+    x = [torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(buffers)]
+    w = sparse(outputs, inputs)
+    random = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+    one = torch.ones((), device="cuda")
+    x8, random8 = [y.to(FP8) for y in x], random.to(FP8)
+    row: dict[str, Any] = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
+    row["dense bf16 ms"] = milliseconds(lambda i: F.linear(x[i], random), buffers)
+    row["dense fp8 ms"] = attempt(
+        milliseconds,
+        lambda i: torch._scaled_mm(
+            x8[i], random8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        ),
+        buffers,
+    )
+    flops = 2 * tokens * inputs * outputs
+    row["dense bf16 TFLOP/s"] = flops / row["dense bf16 ms"] / 1e9
+    for form in FORMS:
+        if form.name == "bf16 dW":  # dY^T [outputs, tokens] is sparse, x [tokens, inputs] row-major
+            a = sparse(outputs, tokens)
+            dense = x
+        else:
+            a = w.to(form.dtype)
+            dense = [y.t() for y in (x8 if form.dtype is FP8 else x)]
+        row[form.name] = attempt(algorithms, a, dense, form)
+    yield row
+
+
+def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
+    out_dtype = torch.bfloat16
+    blob = aten._cslt_compress(a)
+    truth = a.float() @ dense[0].float()
+
+    def call(i: int, algorithm: int, split_k: int = 1, mode: int = -1) -> Tensor:
+        return aten._cslt_sparse_mm(
+            blob,
+            dense[i],
+            out_dtype=out_dtype,
+            transpose_result=form.transposed,
+            alg_id=algorithm,
+            split_k=split_k,
+            split_k_mode=mode,
+        )
+
+    def error(*choice: int) -> float:
+        result = call(0, *choice)
+        return relative_error(result.t() if form.transposed else result, truth)
+
+    search = torch._C._cusparselt.mm_search  # type: ignore[attr-defined]
+    found = attempt(search, blob, dense[0], None, None, out_dtype, form.transposed)
+    largest = found[3] if isinstance(found, tuple) else 40
+    times, wrong = {}, {}
+    for algorithm in range(largest + 1):
+        e = attempt(error, algorithm)
+        if isinstance(e, dict):
+            wrong[algorithm] = e["error"]
+            break  # past the last one
+        if not e < 1e-2:
+            wrong[algorithm] = e
+            continue
+        times[algorithm] = milliseconds(partial(call, algorithm=algorithm), len(dense), 4, 3)
+    best = min(times, key=times.__getitem__)
+    again = {error(best) for _ in range(5)}
+    result = {
+        "best": best,
+        "ms": milliseconds(lambda i: call(i, best), len(dense)),
+        "algorithm 0 ms": times.get(0),
+        "same result five times": len(again) == 1,
+        "search": list(found) if isinstance(found, tuple) else found,
+        "all ms": times,
+        "wrong": wrong,
+    }
+    if isinstance(found, tuple) and found[1] > 1:
+        choice = found[:3]
+        result["search error"] = attempt(error, *choice)
+        result["search ms"] = attempt(milliseconds, lambda i: call(i, *choice), len(dense))
+    return result
