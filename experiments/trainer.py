@@ -101,7 +101,7 @@ class Trainer:
         self.micro_batch, self.accumulation = micro_batches(
             train.batch_size, micro_batch, world.size
         )
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = method.optimizer(
             model.param_groups(train.weight_decay),  # type: ignore[operator]
             lr=train.learning_rate,
             betas=train.betas,

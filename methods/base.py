@@ -4,6 +4,7 @@ A driver, ours or the user's, calls a method in this order and nothing else:
 
     method = methods.build("s_ste", **options)
     report = method.convert(model)
+    optimizer = method.optimizer(model.parameters(), lr=1e-3)  # or, for most methods, any other
     for step in range(steps):
         method.on_step_begin(step)
         for batch in micro_batches:
@@ -102,8 +103,14 @@ class SparseLinear(nn.Linear):
     sparse_weight: Tensor
     key: Tensor
 
-    def setup(self, config: Any, dtype: torch.dtype | None) -> None:
-        """Turn this module, an `nn.Linear` until now, into a sparse one."""
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        """Turn this module, an `nn.Linear` until now, into a sparse one.
+
+        Args:
+            name: of the module in its model; with `config.seed` it keys the layer's own random
+                choices, so that every rank makes the same.
+            dtype: of the operands of the matrix products; None for the weight's own.
+        """
         self.config = config
         weight = self.weight.detach()
         self.register_buffer("sparse_weight", weight.to(dtype, copy=True), persistent=False)
@@ -166,6 +173,14 @@ class SparseLinear(nn.Linear):
             self.fp8,
         )
 
+    def restore(self) -> None:
+        """Turn this module back into a plain `nn.Linear` with the weights in use written out."""
+        self.weight.copy_(self.effective_weight())
+        for name in [n for n, _ in self.named_buffers(recurse=False)]:
+            delattr(self, name)
+        del self.config
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
@@ -210,23 +225,24 @@ class Method:
         """
         chosen = {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
         self._check(model, chosen)
+        report = Report(
+            names=tuple(chosen),
+            sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
+            total_parameters=sum(p.numel() for p in model.parameters()),
+        )
         if self.Linear is not None:
             with torch.no_grad():
-                for module in chosen.values():
+                for name, module in chosen.items():
                     if dist.is_initialized():
                         # DDP would do so later; scales measured now must be equal, too.
                         dist.broadcast(module.weight.detach(), src=0)
                     module.__class__ = self.Linear
                     assert isinstance(module, SparseLinear)
-                    module.setup(self.config, dtype)
+                    module.setup(name, self.config, dtype)
                     module.refresh_mask()
                     module.refresh()
         self.layers = chosen
-        return Report(
-            names=tuple(chosen),
-            sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
-            total_parameters=sum(p.numel() for p in model.parameters()),
-        )
+        return report
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules():
@@ -266,12 +282,26 @@ class Method:
                     f"{name} is a {type(module).__name__}, not a plain nn.Linear, and would lose "
                     "its own behaviour; exclude it"
                 )
-            out_features, in_features = module.weight.shape
-            if out_features % 4 or in_features % 4:
-                raise ValueError(
-                    f"{name} has weight [{out_features}, {in_features}]; 2:4 needs both dims to "
-                    "be multiples of 4; change the width or exclude it"
-                )
+            self.check_layer(name, module)
+
+    def check_layer(self, name: str, module: nn.Linear) -> None:
+        """Raise ValueError if this linear does not fit the method's pattern."""
+        out_features, in_features = module.weight.shape
+        if out_features % 4 or in_features % 4:
+            raise ValueError(
+                f"{name} has weight [{out_features}, {in_features}]; 2:4 needs both dims to "
+                "be multiples of 4; change the width or exclude it"
+            )
+
+    def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
+        """The optimizer that drivers use: AdamW, unless the method has an update rule of its own.
+
+        Call it after `convert`, which may replace parameters.
+
+        Args:
+            groups, options: as for `torch.optim.AdamW`.
+        """
+        return torch.optim.AdamW(groups, **options)
 
     @property
     def sparse_layers(self) -> dict[str, SparseLinear]:
@@ -377,11 +407,7 @@ class Method:
     def finalize(self, model: nn.Module) -> nn.Module:
         """Turn the converted layers back into plain `nn.Linear`, in place, zeros written out."""
         for layer in self.sparse_layers.values():
-            layer.weight.copy_(layer.effective_weight())
-            for name in [n for n, _ in layer.named_buffers(recurse=False)]:
-                delattr(layer, name)
-            del layer.config
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+            layer.restore()
         self.layers = {}
         return model
 

@@ -94,8 +94,8 @@ class Linear(base.SparseLinear):
     def fp8(self) -> Fp8Formats | None:
         return FP8[self.config.fp8]
 
-    def setup(self, config: Any, dtype: torch.dtype | None) -> None:
-        super().setup(config, dtype)
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
         weight = self.weight.detach()
         projected = soft_threshold24(weight, config.gamma)
         self.register_buffer("scale", projection_scale(weight, projected, config.beta))

@@ -30,8 +30,8 @@ class Linear(base.SparseLinear):
 
     mask: Tensor
 
-    def setup(self, config: Any, dtype: torch.dtype | None) -> None:
-        super().setup(config, dtype)
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
 
     def current_mask(self) -> Tensor:
