@@ -213,7 +213,8 @@ def bench_probe(options: argparse.Namespace) -> None:
         raise UserError("probe asks questions of a GPU, and torch sees none here")
     from experiments import probe
 
-    write_json(options.out, {"bench": "probe", "environment": environment(), **probe.run()})
+    header = {"bench": "probe", "environment": environment()}
+    probe.run(lambda record: write_json(options.out, {**header, **record}))
     print(f"written to {options.out}")
 
 
