@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,11 +48,16 @@ def run(save: Callable[[dict[str, Any]], None]) -> None:
         "layouts": layouts,
         "bandwidth": bandwidth,
         "launch": launch,
-        "products": products,
     }.items():
         start = time.perf_counter()
         record[name] = attempt(probe)
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        save(record)
+    record["products"] = []
+    for tokens, inputs, outputs in SHAPES:
+        start = time.perf_counter()
+        record["products"].append(attempt(product, tokens, inputs, outputs))
+        print(f"{tokens} x {inputs} x {outputs}: {time.perf_counter() - start:.1f} s", flush=True)
         save(record)
 
 
@@ -344,11 +349,7 @@ FORMS = (
 )
 
 
-def products() -> list[dict[str, Any]]:
-    return [row for shape in SHAPES for row in product(*shape)]
-
-
-def product(tokens: int, inputs: int, outputs: int) -> Iterator[dict[str, Any]]:
+def product(tokens: int, inputs: int, outputs: int) -> dict[str, Any]:
     """Dense and sparse times of one shape; of the sparse, every algorithm that is right."""
     buffers = 2
     x = [torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(buffers)]
@@ -375,7 +376,7 @@ def product(tokens: int, inputs: int, outputs: int) -> Iterator[dict[str, Any]]:
             a = w.to(form.dtype)
             dense = [y.t() for y in (x8 if form.dtype is FP8 else x)]
         row[form.name] = attempt(algorithms, a, dense, form)
-    yield row
+    return row
 
 
 def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
