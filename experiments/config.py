@@ -27,7 +27,7 @@ from typing import Any
 
 import methods
 from experiments.data import DataConfig
-from experiments.errors import UserError
+from experiments.errors import Terminated, UserError, raise_on_sigterm
 from models.gpt2 import GPTConfig
 
 
@@ -289,11 +289,19 @@ def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable
 
 @contextmanager
 def exit_with_one_line() -> Iterator[None]:
-    """End the process with one line on a `UserError` (status 1) or an interrupt (status 130)."""
+    """End the process with one line on a `UserError` or a file that cannot be written (status 1),
+    on an interrupt (130) or when it is told to terminate (143).
+    """
+    raise_on_sigterm()
     try:
         yield
     except UserError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    except (KeyboardInterrupt, Terminated) as stop:
+        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"{what}; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(status)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.errors import UserError
+from experiments.errors import Terminated, UserError, raise_on_sigterm
 from reproduce.spec import TABLES, TIERS, Table, read_tables
 
 RUNS = Path("runs")
@@ -71,11 +71,15 @@ def make(table: Table, tier: str, runs: Path) -> bool:
     from reproduce.render import csv_text, render
 
     print(f"{table.title}, tier {tier}", flush=True)
+    stem = runs / "tables" / f"{table.name}-{tier}"
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
     jobs = plan(table, tier, runs)
     execute(jobs, lambda message: print(message, flush=True))
     done = finished(jobs)
     rendered = render(table, tier, done)
-    stem = runs / "tables" / f"{table.name}-{tier}"
     for suffix, text in {
         ".md": rendered.markdown(),
         ".csv": csv_text(rendered.summary),
@@ -111,6 +115,7 @@ def list_tables(tables: list[Table], runs: Path) -> None:
 
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
     """The command line with `arguments`; returns the exit status."""
+    raise_on_sigterm()
     try:
         if not arguments or arguments in (["--help"], ["-h"]):
             print(USAGE, file=sys.stdout if arguments else sys.stderr)
@@ -125,9 +130,11 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print("interrupted; start the same command again to go on", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Terminated) as stop:
+        told = isinstance(stop, Terminated)
+        what, status = ("terminated", 143) if told else ("interrupted", 130)
+        print(f"{what}; start the same command again to go on", file=sys.stderr)
+        return status
 
 
 if __name__ == "__main__":

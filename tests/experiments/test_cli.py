@@ -67,6 +67,30 @@ def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
     assert len(losses(directory)) == 120
 
 
+def test_sigterm_ends_with_one_line(tiny, overrides, tmp_path):
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=5000"]
+    arguments = [*steps, "method=ste", f"runs={tmp_path / 'runs'}"]
+    command = [sys.executable, *PRETRAIN, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = load(arguments).directory() / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while len(read_metrics(metrics)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.endswith("terminated; the same command goes on from the last checkpoint\n")
+    assert "Traceback" not in errors
+
+
+def test_a_place_that_cannot_be_written_is_one_line(overrides, tmp_path):
+    (tmp_path / "file").touch()
+    done = python(*PRETRAIN, *overrides, f"runs={tmp_path / 'file'}")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {tmp_path / 'file'}")
+
+
 def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
     arguments = [*overrides, "method=s_ste"]
     one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
