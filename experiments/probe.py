@@ -380,7 +380,7 @@ def product(tokens: int, inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
-    out_dtype = torch.bfloat16
+    out_dtype = torch.bfloat16 if form.dtype is FP8 else None  # other inputs refuse one
     blob = aten._cslt_compress(a)
     truth = a.float() @ dense[0].float()
 
@@ -412,6 +412,8 @@ def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
             wrong[algorithm] = e
             continue
         times[algorithm] = milliseconds(partial(call, algorithm=algorithm), len(dense), 4, 3)
+    if not times:
+        return {"search": found, "wrong": wrong}
     best = min(times, key=times.__getitem__)
     again = {error(best) for _ in range(5)}
     result = {
@@ -423,7 +425,7 @@ def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
         "all ms": times,
         "wrong": wrong,
     }
-    if isinstance(found, tuple) and found[1] > 1:
+    if isinstance(found, tuple) and found[1] != 1:
         choice = found[:3]
         result["search error"] = attempt(error, *choice)
         result["search ms"] = attempt(milliseconds, lambda i: call(i, *choice), len(dense))
