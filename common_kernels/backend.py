@@ -1,9 +1,12 @@
 """The one place where the backend of an operator is chosen.
 
-`naive` is plain PyTorch, runs on any device and is the specification. `triton` and `cuda` are names
-that are recognised; asking for one that cannot serve is an error, never a silent fallback.
+`naive` is plain PyTorch, runs on any device and is the specification. `triton` serves GPUs, and any
+device under Triton's interpreter. `cuda` is a name for compiled kernels, of which there are none
+yet. Asking for one that cannot serve is an error, never a silent fallback.
 """
 
+import functools
+import importlib.util
 import os
 
 import torch
@@ -13,17 +16,38 @@ ENVIRONMENT_VARIABLE = "SPARSE24_BACKEND"
 
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
-    """Name of the backend that serves `device`: the argument, else the environment, else `naive`.
+    """Name of the backend that serves `device`: the argument, else the environment, else `triton`
+    on a GPU and `naive` elsewhere.
 
     Raises ValueError on an unknown name and RuntimeError, with the reason, on one that cannot
     serve.
     """
-    name = backend or os.environ.get(ENVIRONMENT_VARIABLE) or "naive"
+    kind = torch.device(device).type
+    name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
+    if not name:
+        return "triton" if kind == "cuda" and has_triton() else "naive"
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
-    if name != "naive":
+    reason = None
+    if name == "cuda":
+        reason = "no cuda kernels are built into this version"
+    elif name == "triton" and not has_triton():
+        reason = "triton is not installed"
+    elif name == "triton" and kind == "cpu" and not interpreted():
+        reason = "on a CPU Triton needs its interpreter, TRITON_INTERPRET=1 from the start"
+    if reason:
         raise RuntimeError(
-            f"backend {name!r} cannot serve device {str(device)!r}: no {name} kernels are built "
-            f"into this version; unset {ENVIRONMENT_VARIABLE} or choose 'naive'"
+            f"backend {name!r} cannot serve device {str(device)!r}: {reason}; "
+            f"unset {ENVIRONMENT_VARIABLE} or choose 'naive'"
         )
     return name
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in Python, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

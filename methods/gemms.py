@@ -60,7 +60,10 @@ class _SparseLinear(torch.autograd.Function):
             x_saved = x_forward if fp8.backward == fp8.forward else x
             ctx.save_for_backward(x_saved, backward_operand, key)
             bias = None if bias is None else bias.float()
-            return F.linear(x_forward, forward_operand, bias).to(x.dtype)
+            y = F.linear(x_forward, forward_operand, bias)
+            # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop
+            # this function's backward pass without a word.
+            return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad_y):

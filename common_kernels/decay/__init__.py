@@ -25,18 +25,23 @@ def masked_decay_(
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     checks.same_shape(grad, weight, "grad and weight")
     checks.same_shape(grad, mask, "grad and mask")
-    backends.resolve(grad.device, backend)
-    torch.ops.sparse24.masked_decay_(grad, weight, mask, alpha)
+    name = backends.resolve(grad.device, backend)
+    torch.ops.sparse24.masked_decay_(grad, weight, mask, alpha, name)
     return grad
 
 
 @torch.library.custom_op("sparse24::masked_decay_", mutates_args=("grad",))
 def _masked_decay_(
-    grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float
+    grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float, backend: str
 ) -> None:
-    naive.masked_decay_(grad, weight, mask, alpha)
+    if backend == "triton":
+        from common_kernels.decay import kernel
+
+        kernel.masked_decay_(grad, weight, mask, alpha)
+    else:
+        naive.masked_decay_(grad, weight, mask, alpha)
 
 
 @_masked_decay_.register_fake
-def _(grad, weight, mask, alpha):
+def _(grad, weight, mask, alpha, backend):
     return None

@@ -15,8 +15,7 @@ def quantize_fp8(
     fmt `e4m3` gives torch.float8_e4m3fn codes, `e5m2` torch.float8_e5m2, in x's shape; the scale is
     a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs.
     """
-    _check(x, fmt, backend)
-    return torch.ops.sparse24.quantize_fp8(x, fmt)
+    return torch.ops.sparse24.quantize_fp8(x, fmt, _check(x, fmt, backend))
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
@@ -24,32 +23,40 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
 
     No gradient is defined: the caller owns its straight-through rule.
     """
-    _check(x, fmt, backend)
-    return torch.ops.sparse24.fake_fp8(x, fmt)
+    return torch.ops.sparse24.fake_fp8(x, fmt, _check(x, fmt, backend))
 
 
-def _check(x: torch.Tensor, fmt: str, backend: str | None) -> None:
+def _check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
+    """The backend's name."""
     checks.float_tensor(x)
     if fmt not in naive.FORMATS:
         raise ValueError(f"unknown format {fmt!r}: choose one of {', '.join(naive.FORMATS)}")
-    backends.resolve(x.device, backend)
+    return backends.resolve(x.device, backend)
 
 
 @torch.library.custom_op("sparse24::quantize_fp8", mutates_args=())
-def _quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_fp8(x: torch.Tensor, fmt: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend == "triton":
+        from common_kernels.fp8 import kernel
+
+        return kernel.quantize_fp8(x, fmt)
     return naive.quantize_fp8(x, fmt)
 
 
 @_quantize_fp8.register_fake
-def _(x, fmt):
+def _(x, fmt, backend):
     return torch.empty_like(x, dtype=naive.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("sparse24::fake_fp8", mutates_args=())
-def _fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
+def _fake_fp8(x: torch.Tensor, fmt: str, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.fp8 import kernel
+
+        return kernel.fake_fp8(x, fmt)
     return naive.fake_fp8(x, fmt)
 
 
 @_fake_fp8.register_fake
-def _(x, fmt):
+def _(x, fmt, backend):
     return torch.empty_like(x)

@@ -26,17 +26,20 @@ def nm_mask(
     if not (0 <= n <= m and 1 <= m <= 128):
         raise ValueError(f"an N:M mask needs 0 <= n <= m and 1 <= m <= 128, not n={n} and m={m}")
     dim = checks.group_dim(x, m, dim)
-    backends.resolve(x.device, backend)
-    return torch.ops.sparse24.nm_mask(x, n, m, dim)
+    return torch.ops.sparse24.nm_mask(x, n, m, dim, backends.resolve(x.device, backend))
 
 
 @torch.library.custom_op("sparse24::nm_mask", mutates_args=())
-def _nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
+def _nm_mask(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.masks import kernel
+
+        return kernel.nm_mask(x, n, m, dim)
     return naive.nm_mask(x, n, m, dim)
 
 
 @_nm_mask.register_fake
-def _(x, n, m, dim):
+def _(x, n, m, dim, backend):
     return torch.empty_like(x, dtype=torch.bool)
 
 
@@ -68,17 +71,21 @@ def transposable_mask24(
         raise ValueError(f"w must have at least two dims, not shape {tuple(w.shape)}")
     checks.group_dim(w, 4, -2)
     checks.group_dim(w, 4, -1)
-    backends.resolve(w.device, backend)
-    return torch.ops.sparse24.transposable_mask24(w, algorithm)
+    name = backends.resolve(w.device, backend)
+    return torch.ops.sparse24.transposable_mask24(w, algorithm, name)
 
 
 @torch.library.custom_op("sparse24::transposable_mask24", mutates_args=())
-def _transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
+def _transposable_mask24(w: torch.Tensor, algorithm: str, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.masks import kernel
+
+        return kernel.transposable_mask24(w, algorithm)
     return naive.transposable_mask24(w, algorithm)
 
 
 @_transposable_mask24.register_fake
-def _(w, algorithm):
+def _(w, algorithm, backend):
     return torch.empty_like(w, dtype=torch.bool)
 
 

@@ -35,9 +35,9 @@ def mvue24(
     if design not in DESIGNS:
         raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")
     dim = checks.group_dim(x, 4, dim)
-    backends.resolve(x.device, backend)
+    name = backends.resolve(x.device, backend)
     return torch.ops.sparse24.mvue24(
-        x, _scalar(seed, "seed"), _scalar(offset, "offset"), design, dim
+        x, _scalar(seed, "seed"), _scalar(offset, "offset"), design, dim, name
     )
 
 
@@ -52,11 +52,15 @@ def _scalar(value: int | torch.Tensor, name: str) -> torch.Tensor:
 
 @torch.library.custom_op("sparse24::mvue24", mutates_args=())
 def _mvue24(
-    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
+    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int, backend: str
 ) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.mvue import kernel
+
+        return kernel.mvue24(x, seed, offset, design, dim)
     return naive.mvue24(x, seed, offset, design, dim)
 
 
 @_mvue24.register_fake
-def _(x, seed, offset, design, dim):
+def _(x, seed, offset, design, dim, backend):
     return torch.empty_like(x)

@@ -21,15 +21,18 @@ def soft_threshold24(
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must lie in [0, 1], not {gamma}")
     checks.group_dim(x, 4, -1)
-    backends.resolve(x.device, backend)
-    return torch.ops.sparse24.soft_threshold24(x, gamma)
+    return torch.ops.sparse24.soft_threshold24(x, gamma, backends.resolve(x.device, backend))
 
 
 @torch.library.custom_op("sparse24::soft_threshold24", mutates_args=())
-def _soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
+def _soft_threshold24(x: torch.Tensor, gamma: float, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.soft_threshold import kernel
+
+        return kernel.soft_threshold24(x, gamma)
     return naive.soft_threshold24(x, gamma)
 
 
 @_soft_threshold24.register_fake
-def _(x, gamma):
+def _(x, gamma, backend):
     return torch.empty_like(x)

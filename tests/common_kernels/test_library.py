@@ -21,13 +21,13 @@ from common_kernels import (
 X = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
 SEED, OFFSET = torch.tensor(3), torch.tensor(5)
 OPERATORS = {
-    "nm_mask": (X, 2, 4, 1),
-    "transposable_mask24": (X, "exact"),
-    "soft_threshold24": (X, 0.0),
-    "mvue24": (X, SEED, OFFSET, "exact", 0),
-    "quantize_fp8": (X, "e4m3"),
-    "fake_fp8": (X, "e5m2"),
-    "masked_decay_": (X.clone(), X, X > 0, 0.1),
+    "nm_mask": (X, 2, 4, 1, "naive"),
+    "transposable_mask24": (X, "exact", "naive"),
+    "soft_threshold24": (X, 0.0, "naive"),
+    "mvue24": (X, SEED, OFFSET, "exact", 0, "naive"),
+    "quantize_fp8": (X, "e4m3", "naive"),
+    "fake_fp8": (X, "e5m2", "naive"),
+    "masked_decay_": (X.clone(), X, X > 0, 0.1, "naive"),
 }
 
 

@@ -1,0 +1,97 @@
+"""Per-tensor FP8 quantisation in Triton, bit for bit that of naive.py: one read for the amax, one
+for the codes."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common_kernels import backend, chunks
+from common_kernels.fp8 import naive
+from common_kernels.fp8.naive import FORMATS
+from common_kernels.launch import cast, launch, magnitude
+
+BLOCK = 4096
+
+
+def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.numel() == 0:
+        return naive.quantize_fp8(x, fmt)
+    scale = torch.empty((), device=x.device)
+    # The interpreter casts to FP8 wrongly; its codes are therefore stored in fp32 first.
+    dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
+    codes = torch.empty_like(x, dtype=dtype)
+    quantize(x, codes, scale, fmt, codes=True)
+    return codes.to(FORMATS[fmt]), scale
+
+
+def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if x.numel():
+        quantize(x, out, torch.empty((), device=x.device), fmt, codes=False)
+    return out
+
+
+def quantize(
+    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, fmt: str, codes: bool
+) -> None:
+    info = torch.finfo(FORMATS[fmt])
+    x, out = chunks.in_memory_order(x), chunks.in_memory_order(out)
+    size, amax = x.numel(), torch.zeros((), dtype=torch.int32, device=x.device)
+    blocks = triton.cdiv(size, BLOCK)
+    launch(amax_kernel, blocks, x.device, x, amax, size, BLOCK=BLOCK)
+    mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
+    launch(
+        fp8_kernel, blocks, x.device, x, out, amax, scale, size,
+        TOP=info.max,
+        SMALLEST=torch.tensor(info.smallest_normal).view(torch.int32).item(),
+        LIFT=(23 - mantissa << 23) + (1 << 22),
+        CODES=codes, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
+    """The largest magnitude as fp32 bits, for those rank as the numbers do, NaN highest."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = magnitude(tl.load(x + at, mask=at < size, other=0).to(tl.float32))
+    tl.atomic_max(amax, tl.max(bits, 0))
+
+
+@triton.jit
+def fp8_kernel(
+    x, out, amax, scale, size,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+    CODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    s = scale_from(tl.load(amax), TOP)
+    if tl.program_id(0) == 0:
+        tl.store(scale, s)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.load(x + at, mask=at < size, other=0).to(tl.float32) * s
+    y = rounded(scaled, TOP, SMALLEST, LIFT)
+    if CODES:  # a negative number that vanishes is -0.0
+        sign = scaled.to(tl.int32, bitcast=True) & -2147483648
+        y = (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    else:
+        y = tl.div_rn(y, s)
+    tl.store(out + at, cast(y, out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def scale_from(bits, TOP: tl.constexpr):
+    """Largest code / amax, or the largest fp32 number where that overflows."""
+    amax = bits.to(tl.float32, bitcast=True)
+    largest: tl.constexpr = 3.4028234663852886e38
+    return tl.minimum(
+        tl.div_rn(tl.full([], TOP, tl.float32), amax), largest, propagate_nan=tl.PropagateNan.ALL
+    )
+
+
+@triton.jit
+def rounded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+    """y to the nearest number of the format, in fp32; see naive.fake_fp8."""
+    y = tl.minimum(y, TOP, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.maximum(y, -TOP, propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST)
+    magic = (exponent + LIFT).to(tl.float32, bitcast=True)
+    return (y + magic) - magic

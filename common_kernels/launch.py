@@ -1,0 +1,104 @@
+"""What the Triton kernels share: groups of four in registers, and how a kernel is started.
+
+A tensor is walked in memory order as `[rows, 4, lanes]` (chunks.as_groups): group q = row * lanes +
+lane, its entries `lanes` apart. With lanes = 1 the entries are neighbours: a thread loads all four
+at once and takes them apart in registers. With more lanes each entry is a load of its own, over
+consecutive lanes. Either way every byte is read once, in whole lines, whatever the grouped dim.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+BLOCK = 1024  # groups in a program, where a kernel has no reason for another number
+
+
+def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
+    """Run `kernel` in `blocks` programs on `device`.
+
+    Without fused multiply-adds: the naive path has none, and the bits are to be equal.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
+
+
+@triton.jit
+def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """The entries 0, 1, 2, 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond `count`."""
+    if NEIGHBOURS:
+        at = 4 * start + tl.arange(0, 4 * BLOCK)
+        entries = tl.load(base + at, mask=at < 4 * count, other=0)
+        even, odd = tl.split(tl.reshape(entries, [BLOCK, 2, 2]))
+        a0, a2 = tl.split(even)
+        a1, a3 = tl.split(odd)
+    else:
+        q = start + tl.arange(0, BLOCK)
+        at = base + ((q // lanes) * (4 * lanes) + q % lanes)
+        inside = q < count
+        a0 = tl.load(at, mask=inside, other=0)
+        a1 = tl.load(at + lanes, mask=inside, other=0)
+        a2 = tl.load(at + 2 * lanes, mask=inside, other=0)
+        a3 = tl.load(at + 3 * lanes, mask=inside, other=0)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def store_groups(
+    base, a0, a1, a2, a3, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr
+):
+    """The way back, for a tensor of the same layout."""
+    if NEIGHBOURS:
+        at = 4 * start + tl.arange(0, 4 * BLOCK)
+        entries = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [4 * BLOCK])
+        tl.store(base + at, cast(entries, base.dtype.element_ty), mask=at < 4 * count)
+    else:
+        q = start + tl.arange(0, BLOCK)
+        at = base + ((q // lanes) * (4 * lanes) + q % lanes)
+        inside = q < count
+        tl.store(at, cast(a0, base.dtype.element_ty), mask=inside)
+        tl.store(at + lanes, cast(a1, base.dtype.element_ty), mask=inside)
+        tl.store(at + 2 * lanes, cast(a2, base.dtype.element_ty), mask=inside)
+        tl.store(at + 3 * lanes, cast(a3, base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cast(a, dtype: tl.constexpr):
+    """a in `dtype`, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16 and a.dtype == tl.float32:
+        # The interpreter truncates.
+        bits = a.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nan = (bits >> 16) | 0x40
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, nearest)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return a.to(dtype)
+
+
+@triton.jit
+def magnitude(a):
+    """|a| as integers that rank as |a| does, with NaN above Inf above every finite number."""
+    if a.dtype == tl.float32:
+        return a.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return a.to(tl.int16, bitcast=True) & 0x7FFF
+
+
+@triton.jit
+def keep24(a0, a1, a2, a3):
+    """Which two of four magnitudes are largest; the lower index wins a draw."""
+    w01, w02, w03 = (a0 >= a1).to(tl.int32), (a0 >= a2).to(tl.int32), (a0 >= a3).to(tl.int32)
+    w12, w13, w23 = (a1 >= a2).to(tl.int32), (a1 >= a3).to(tl.int32), (a2 >= a3).to(tl.int32)
+    return (
+        w01 + w02 + w03 >= 2,
+        w12 + w13 - w01 >= 1,
+        w23 - w02 - w12 >= 0,
+        -w03 - w13 - w23 >= -1,
+    )

@@ -1,0 +1,59 @@
+"""S-STE's soft threshold in Triton, bit for bit that of naive.py (with gamma, to rounding)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common_kernels import chunks
+from common_kernels.launch import BLOCK, keep24, launch, load_groups, magnitude, store_groups
+
+
+def soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if x.numel() == 0:
+        return out
+    groups, results = chunks.as_groups(x, -1, 4), chunks.as_groups(out, -1, 4)
+    lanes, count = groups.shape[-1], groups.numel() // 4
+    launch(
+        soft_kernel, triton.cdiv(count, BLOCK), x.device, groups, results, count, lanes, gamma,
+        BLOCK=BLOCK, NEIGHBOURS=lanes == 1, GAMMA=gamma != 0,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def soft_kernel(
+    x, out, count, lanes, gamma,
+    BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr, GAMMA: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    a0, a1, a2, a3 = load_groups(x, start, count, lanes, BLOCK, NEIGHBOURS)
+    y0, y1, y2, y3 = shrink(a0, a1, a2, a3, gamma, GAMMA)
+    store_groups(out, y0, y1, y2, y3, start, count, lanes, BLOCK, NEIGHBOURS)
+
+
+@triton.jit
+def shrink(a0, a1, a2, a3, gamma, GAMMA: tl.constexpr):
+    """sign(a) * max(|a| - t, 0) in fp32, t the second smallest magnitude of the four."""
+    a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
+    m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
+    low = tl.maximum(tl.minimum(m0, m2), tl.minimum(m1, m3))
+    high = tl.minimum(tl.maximum(m0, m2), tl.maximum(m1, m3))
+    t = tl.minimum(low, high).to(tl.float32, bitcast=True)
+    if GAMMA:
+        t += gamma * (tl.maximum(low, high).to(tl.float32, bitcast=True) - t)
+    # Inf - Inf = NaN may appear in three entries: two stay, those of the mask.
+    finite = magnitude(t) < 0x7F800000
+    k0, k1, k2, k3 = keep24(m0, m1, m2, m3)
+    return (
+        tl.where(finite | k0, less(a0, t), 0.0),
+        tl.where(finite | k1, less(a1, t), 0.0),
+        tl.where(finite | k2, less(a2, t), 0.0),
+        tl.where(finite | k3, less(a3, t), 0.0),
+    )
+
+
+@triton.jit
+def less(a, t):
+    inner = tl.maximum(a, -t, propagate_nan=tl.PropagateNan.ALL)
+    return a - tl.minimum(inner, t, propagate_nan=tl.PropagateNan.ALL)
