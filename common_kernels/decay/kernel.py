@@ -32,7 +32,9 @@ def masked_decay_(
 @triton.jit
 def decay_kernel(grad, weight, mask, alpha, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pruned = (tl.load(mask + at, mask=at < size, other=1) == 0) & (at < size)
-    decay = alpha * tl.load(weight + at, mask=pruned, other=0).to(tl.float32)
-    total = tl.load(grad + at, mask=pruned, other=0).to(tl.float32) + decay
-    tl.store(grad + at, cast(total, grad.dtype.element_ty), mask=pruned)
+    # Whole lines are moved whatever the mask says, so every lane loads and stores.
+    g = tl.load(grad + at, mask=at < size, other=0)
+    decay = alpha * tl.load(weight + at, mask=at < size, other=0).to(tl.float32)
+    total = cast(g.to(tl.float32) + decay, g.dtype)
+    kept = tl.load(mask + at, mask=at < size, other=1) != 0
+    tl.store(grad + at, tl.where(kept, g, total), mask=at < size)

@@ -8,10 +8,13 @@ from common_kernels import chunks
 from common_kernels.launch import BLOCK, keep24, launch, load_groups, magnitude, store_groups
 from common_kernels.masks import naive
 
+LARGEST_M = 32  # a thread holds a whole group
 TILES = 128  # 4x4 tiles in a program: one for each of its threads
 
 
 def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
+    if m > LARGEST_M:
+        return naive.nm_mask(x, n, m, dim)
     mask = torch.empty_like(x, dtype=torch.bool)
     if x.numel() == 0:
         return mask
@@ -24,7 +27,7 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
             BLOCK=BLOCK, NEIGHBOURS=lanes == 1,
         )  # fmt: skip
     else:
-        size = max(32, 4 * BLOCK // triton.next_power_of_2(m))
+        size = max(128, 2 * BLOCK // triton.next_power_of_2(m))
         launch(mask_kernel, triton.cdiv(count, size), x.device, *arguments, N=n, M=m, BLOCK=size)
     return mask
 
@@ -43,12 +46,16 @@ def mask_kernel(x, mask, count, lanes, N: tl.constexpr, M: tl.constexpr, BLOCK: 
     q = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = (q // lanes) * (M * lanes) + q % lanes
     inside = q < count
-    for i in range(M):
-        a = magnitude(tl.load(x + at + i * lanes, mask=inside, other=0))
+    entries = ()
+    for i in tl.static_range(M):
+        entries += (magnitude(tl.load(x + at + i * lanes, mask=inside, other=0)),)
+    for i in tl.static_range(M):
         wins = tl.zeros([BLOCK], tl.int32)
-        for j in range(M):
-            b = magnitude(tl.load(x + at + j * lanes, mask=inside, other=0))
-            wins += tl.where(i < j, a >= b, (a > b) & (i != j)).to(tl.int32)
+        for j in tl.static_range(M):
+            if i < j:
+                wins += (entries[i] >= entries[j]).to(tl.int32)
+            elif i > j:
+                wins += (entries[i] > entries[j]).to(tl.int32)
         tl.store(mask + at + i * lanes, (wins >= M - N).to(tl.uint8), mask=inside)
 
 
@@ -98,20 +105,18 @@ def finite(a):
 
 
 @triton.jit
-def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
+def best_place(r0, r1, r2, r3):
     """naive.exact: the best upper and lower half of each of the 19 classes, then the best class.
 
-    `place` is 36 * upper half + lower half, the position of a pattern in the order of ties.
+    Takes four rows of four entries; returns 36 * upper half + lower half, the position of a pattern
+    in the order of ties.
     """
-    tile_row = (tl.program_id(0) // across).to(tl.int64)
-    first = (tl.program_id(0) % across) * BLOCK
-    r0, r1, r2, r3 = load_tiles(w, tile_row, first, columns, BLOCK)
     s0, s1, s2, s3 = pair_sums(r0), pair_sums(r1), pair_sums(r2), pair_sums(r3)
 
     # All (i, 5-i).
     upper, lower = s0[0] + s1[5], s2[5] + s3[0]
-    place_upper = tl.full([BLOCK], 36 * 5, tl.int32)
-    place_lower = tl.full([BLOCK], 30, tl.int32)
+    place_upper = tl.full(upper.shape, 36 * 5, tl.int32)
+    place_lower = tl.full(upper.shape, 30, tl.int32)
     for i in tl.static_range(1, 6):
         u, v = s0[i] + s1[5 - i], s2[5 - i] + s3[i]
         place_upper = tl.where(u > upper, 36 * (5 * i + 5), place_upper)
@@ -130,7 +135,15 @@ def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
                 lower, other = s2[5 - i] + s3[5 - j], s2[5 - j] + s3[5 - i]
                 p += tl.where(other >= lower, 35 - 6 * j - i, 35 - 6 * i - j)
                 best, place = better(best, place, upper + tl.maximum(lower, other), p)
+    return place
 
+
+@triton.jit
+def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
+    tile_row = (tl.program_id(0) // across).to(tl.int64)
+    first = (tl.program_id(0) % across) * BLOCK
+    r0, r1, r2, r3 = load_tiles(w, tile_row, first, columns, BLOCK)
+    place = best_place(r0, r1, r2, r3)
     at = first + tl.arange(0, BLOCK)
     out = mask + tile_row * 4 * columns + at
     for r in tl.static_range(4):

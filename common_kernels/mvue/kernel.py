@@ -36,20 +36,37 @@ def mvue_kernel(x, out, key, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
     seed, offset = tl.load(key), tl.load(key + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if offset % 4 == 0:
-        counters = ((offset + start) >> 2) + tl.arange(0, BLOCK // 4)
-        w0, w1, w2, w3 = tl.randint4x(seed, counters)
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+        words = four_to_a_counter(seed, (offset + start) >> 2, BLOCK)
     else:
-        number = offset + start + tl.arange(0, BLOCK)
-        w0, w1, w2, w3 = tl.randint4x(seed, number >> 2)
-        which = number & 3
-        words = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
-    u = (words.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * 5.9604644775390625e-08
+        words = one_by_one(seed, offset + start, BLOCK)
+    u = uniform(words)
     x0, x1, x2, x3 = load_groups(x, start, count, lanes, BLOCK, NEIGHBOURS)
     y0, y1, y2, y3 = sample(
         x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), u
     )
     store_groups(out, y0, y1, y2, y3, start, count, lanes, BLOCK, NEIGHBOURS)
+
+
+@triton.jit
+def four_to_a_counter(seed, first, COUNT: tl.constexpr):
+    """The words of COUNT groups, where the first begins a counter."""
+    w0, w1, w2, w3 = tl.randint4x(seed, first + tl.arange(0, COUNT // 4))
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT])
+
+
+@triton.jit
+def one_by_one(seed, first, COUNT: tl.constexpr):
+    """The same for groups that begin anywhere, at four times the cost."""
+    number = first + tl.arange(0, COUNT)
+    w0, w1, w2, w3 = tl.randint4x(seed, number >> 2)
+    which = number & 3
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+
+
+@triton.jit
+def uniform(words):
+    """[0, 1) in steps of 2^-24."""
+    return (words.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
