@@ -1,0 +1,284 @@
+"""Pruning and packing in Triton: one read of the matrix, values and metadata in cuSPARSELt's order
+for compute capability 9.0.
+
+A word of the metadata holds the nibbles of eight groups. With the bits of a row's number named r
+and those of a group's g, a word of 16-bit types collects bits (r3, g2, g0) and lies at place (r4,
+r5, r0, r1, r2, g1) of its block; of one-byte types it collects (g0, r3, g3) and lies at (r4, r5,
+r0, r1, r2, g1, g2). See naive.cusparselt_sm90_order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from common_kernels.launch import cast, keep24, launch, magnitude
+from common_kernels.masks import naive as masks
+from common_kernels.masks.kernel import best_place
+from common_kernels.mvue.kernel import sample, uniform
+from common_kernels.soft_threshold.kernel import shrink
+
+SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
+
+
+def blob_like(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for values and metadata, in the shape that `torch._cslt_compress` gives."""
+    extra = columns // 8 // dtype.itemsize
+    return torch.empty(rows, columns // 2 + extra, dtype=dtype, device=device)
+
+
+def pack(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    source: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The blob of a row-major matrix [64 a, 64 b], pruned along its rows."""
+    rows, columns = x.shape
+    blob = blob_like(rows, columns, dtype, x.device)
+    half = rows * columns // 2
+    values = blob.view(-1)[:half]
+    meta = blob.view(-1)[half:].view(torch.int32)
+    block = 32 if columns % 128 == 0 else 16
+    launch(
+        pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
+        x, x if mask is None else mask.view(torch.uint8), values, meta,
+        scale if scale is not None else x, columns,
+        SOURCE=SOURCES[source], SCALED=scale is not None, EIGHT=dtype.itemsize == 1, GROUPS=block,
+    )  # fmt: skip
+    return blob
+
+
+@triton.jit
+def stored(k0, k1, k2, k3):
+    """naive.choose: the positions of the two stored entries."""
+    first = tl.where(k0, 0, tl.where(k1, 1, 2))
+    second = tl.where(k3 | (first == 2), 3, tl.where(k2 | (first == 1), 2, 1))
+    return first, second
+
+
+@triton.jit
+def pick(a0, a1, a2, a3, i):
+    return tl.where(i < 2, tl.where(i == 0, a0, a1), tl.where(i == 2, a2, a3))
+
+
+@triton.jit
+def take_apart(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """`[ROWS, 4 GROUPS]` to the four entries of each group, `[ROWS, GROUPS]`."""
+    even, odd = tl.split(tl.reshape(entries, [ROWS, GROUPS, 2, 2]))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def store_meta(
+    meta, nibbles, stripe, first_group, columns, EIGHT: tl.constexpr, GROUPS: tl.constexpr
+):
+    """The metadata words of 64 rows (a stripe) and GROUPS groups from `first_group` on.
+
+    nibbles: `[64, GROUPS]`.
+    """
+    r = tl.arange(0, 64)[:, None]
+    g = tl.arange(0, GROUPS)[None, :]
+    if EIGHT:
+        parts = nibbles << (4 * (g & 1) + 8 * (r >> 3 & 1) + 16 * (g >> 3 & 1))
+        parts = tl.reshape(parts, [4, 2, 8, GROUPS // 16, 2, 4, 2])
+        words = tl.sum(tl.sum(tl.sum(parts, 6), 4), 1)  # [r4 r5, r0 r1 r2, block, g1 g2]
+        inside = tl.reshape(
+            32 * tl.arange(0, 4)[:, None, None, None] + 4 * tl.arange(0, 8)[None, :, None, None]
+            + 128 * tl.arange(0, GROUPS // 16)[None, None, :, None]
+            + tl.arange(0, 4)[None, None, None, :], [4, 8, GROUPS // 16, 4],
+        )  # fmt: skip
+        start = stripe * (columns // 64) * 128 + first_group // 16 * 128
+    else:
+        parts = nibbles << (4 * (r >> 3 & 1) + 8 * (g >> 2 & 1) + 16 * (g & 1))
+        parts = tl.reshape(parts, [4, 2, 8, GROUPS // 8, 2, 2, 2])
+        words = tl.sum(tl.sum(tl.sum(parts, 6), 4), 1)  # [r4 r5, r0 r1 r2, block, g1]
+        inside = (
+            16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
+            + 64 * tl.arange(0, GROUPS // 8)[None, None, :, None]
+            + tl.arange(0, 2)[None, None, None, :]
+        )  # fmt: skip
+        start = stripe * (columns // 32) * 64 + first_group // 8 * 64
+    tl.store(meta + start + inside, words)
+
+
+@triton.jit
+def pack_kernel(
+    x, mask, values, meta, scale, columns,
+    SOURCE: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    across = columns // (4 * GROUPS)
+    stripe = (tl.program_id(0) // across).to(tl.int64)
+    first_group = (tl.program_id(0) % across) * GROUPS
+    r = stripe * 64 + tl.arange(0, 64)[:, None]
+    at = r * columns + 4 * first_group + tl.arange(0, 4 * GROUPS)[None, :]
+    a0, a1, a2, a3 = take_apart(tl.load(x + at), 64, GROUPS)
+    if SOURCE == 2:
+        k0, k1, k2, k3 = take_apart(tl.load(mask + at), 64, GROUPS)
+        k0, k1, k2, k3 = k0 != 0, k1 != 0, k2 != 0, k3 != 0
+    else:
+        k0, k1, k2, k3 = keep24(magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3))
+    if SOURCE == 1:
+        a0, a1, a2, a3 = shrink(a0, a1, a2, a3, 0.0, False)
+    else:
+        a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
+        a0, a1 = tl.where(k0, a0, 0.0), tl.where(k1, a1, 0.0)
+        a2, a3 = tl.where(k2, a2, 0.0), tl.where(k3, a3, 0.0)
+    first, second = stored(k0, k1, k2, k3)
+    pairs = tl.join(pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second))
+    if SCALED:
+        pairs *= tl.load(scale)
+    out = r * (columns // 2) + 2 * first_group + tl.arange(0, 2 * GROUPS)[None, :]
+    packed = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
+    tl.store(values + out, packed)
+    store_meta(meta, first | second << 2, stripe, first_group, columns, EIGHT, GROUPS)
+
+
+def pack_both(
+    w: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blobs of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
+    or the best, in one read. 16-bit types."""
+    rows, columns = w.shape
+    blobs = blob_like(rows, columns, dtype, w.device), blob_like(columns, rows, dtype, w.device)
+    half = rows * columns // 2
+    parts = [(b.view(-1)[:half], b.view(-1)[half:].view(torch.int32)) for b in blobs]
+    launch(
+        pack_both_kernel, rows // 64 * (columns // 64), w.device,
+        w, w if mask is None else mask.view(torch.uint8),
+        masks.half_words(w.device).view(torch.uint8),
+        *parts[0], *parts[1], rows, columns, SEARCH=mask is None,
+    )  # fmt: skip
+    return blobs
+
+
+@triton.jit
+def load_row(base, row, columns, first, GROUPS: tl.constexpr):
+    """Row `row` of each tile: four `[16, GROUPS]`."""
+    r = row + 4 * tl.arange(0, 16)[:, None]
+    entries = tl.load(base + r * columns + first + tl.arange(0, 4 * GROUPS)[None, :])
+    return take_apart(entries, 16, GROUPS)
+
+
+@triton.jit
+def pack_both_kernel(
+    w, mask, words, values, meta, values_t, meta_t, rows, columns, SEARCH: tl.constexpr
+):
+    """64 x 64 entries: 16 x 16 tiles, a tile to a thread or two."""
+    across = columns // 64
+    top = (tl.program_id(0) // across).to(tl.int64) * 64
+    left = (tl.program_id(0) % across) * 64
+    a = (
+        load_row(w, top, columns, left, 16),
+        load_row(w, top + 1, columns, left, 16),
+        load_row(w, top + 2, columns, left, 16),
+        load_row(w, top + 3, columns, left, 16),
+    )
+    if SEARCH:
+        place = best_place(a[0], a[1], a[2], a[3])
+        k = (
+            load_pattern(words, place, 0), load_pattern(words, place, 1),
+            load_pattern(words, place, 2), load_pattern(words, place, 3),
+        )  # fmt: skip
+    else:
+        k = (
+            bools(load_row(mask, top, columns, left, 16)),
+            bools(load_row(mask, top + 1, columns, left, 16)),
+            bools(load_row(mask, top + 2, columns, left, 16)),
+            bools(load_row(mask, top + 3, columns, left, 16)),
+        )
+    for i in tl.static_range(4):
+        row, row_k = a[i], k[i]
+        pairs, nibbles = entries_stored(row[0], row[1], row[2], row[3], row_k)
+        at = (top + i + 4 * tl.arange(0, 16)[:, None]) * (columns // 2) + left // 2
+        packed = cast(tl.reshape(pairs, [16, 32]), values.dtype.element_ty)
+        tl.store(values + at + tl.arange(0, 32)[None, :], packed)
+        store_tile_meta(meta, nibbles, i, top // 64, left // 4, columns)
+
+        column_k = (k[0][i], k[1][i], k[2][i], k[3][i])
+        pairs, nibbles = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
+        at = (left + i + 4 * tl.arange(0, 16)[:, None]) * (rows // 2) + top // 2
+        pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [16, 32])
+        tl.store(values_t + at + tl.arange(0, 32)[None, :], cast(pairs, values.dtype.element_ty))
+        store_tile_meta(meta_t, tl.trans(nibbles), i, left // 64, top // 4, rows)
+
+
+@triton.jit
+def bools(row):
+    return row[0] != 0, row[1] != 0, row[2] != 0, row[3] != 0
+
+
+@triton.jit
+def load_pattern(words, place, row: tl.constexpr):
+    at = words + 16 * place + 4 * row
+    return tl.load(at) != 0, tl.load(at + 1) != 0, tl.load(at + 2) != 0, tl.load(at + 3) != 0
+
+
+@triton.jit
+def entries_stored(a0, a1, a2, a3, k):
+    """The two stored entries, joined in the last dim, in fp32, and the nibble."""
+    first, second = stored(k[0], k[1], k[2], k[3])
+    a0, a1 = tl.where(k[0], a0.to(tl.float32), 0.0), tl.where(k[1], a1.to(tl.float32), 0.0)
+    a2, a3 = tl.where(k[2], a2.to(tl.float32), 0.0), tl.where(k[3], a3.to(tl.float32), 0.0)
+    pairs = tl.join(pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second))
+    return pairs, first | second << 2
+
+
+@triton.jit
+def store_tile_meta(meta, nibbles, i, stripe, first_group, columns):
+    """Metadata words that the rows 4 t + i of a stripe have in 16 groups. nibbles: `[16 t, 16]`."""
+    t = tl.arange(0, 16)[:, None]
+    g = tl.arange(0, 16)[None, :]
+    parts = nibbles << (4 * (t >> 1 & 1) + 8 * (g >> 2 & 1) + 16 * (g & 1))
+    parts = tl.reshape(parts, [4, 2, 2, 2, 2, 2, 2])  # [r4 r5, r3, r2, block, g2, g1, g0]
+    words = tl.sum(tl.sum(tl.sum(parts, 6), 4), 1)
+    inside = (
+        16 * tl.arange(0, 4)[:, None, None, None] + 8 * tl.arange(0, 2)[None, :, None, None]
+        + 64 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 2)[None, None, None, :]
+    )  # fmt: skip
+    start = stripe * (columns // 32) * 64 + first_group // 8 * 64 + 2 * i
+    tl.store(meta + start + inside, words)
+
+
+def pack_sample(dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The blob of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
+
+    T and out are multiples of 64; key: int64 [2], (seed, offset), on dy's device. 16-bit types.
+    """
+    tokens, out = dy.shape
+    blob = blob_like(out, tokens, dtype, dy.device)
+    half = tokens * out // 2
+    launch(
+        sample_kernel, tokens // 64 * (out // 64), dy.device,
+        dy, key, blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32), tokens, out,
+    )  # fmt: skip
+    return blob
+
+
+@triton.jit
+def sample_kernel(dy, key, values, meta, tokens, out):
+    """64 tokens of 64 features: 16 groups each."""
+    seed, offset = tl.load(key), tl.load(key + 1)
+    across = out // 64
+    token = (tl.program_id(0) // across).to(tl.int64) * 64
+    feature = (tl.program_id(0) % across) * 64
+    group = token // 4 + tl.arange(0, 16)[:, None]
+    column = feature + tl.arange(0, 64)[None, :]
+    at = dy + 4 * group * out + column
+    x0 = tl.load(at).to(tl.float32)
+    x1 = tl.load(at + out).to(tl.float32)
+    x2 = tl.load(at + 2 * out).to(tl.float32)
+    x3 = tl.load(at + 3 * out).to(tl.float32)
+    # Four neighbouring features share a counter.
+    first = offset + group * out + feature
+    counters = (first >> 2) + tl.arange(0, 16)[None, :]
+    w0, w1, w2, w3 = tl.randint4x(seed, counters)
+    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
+    y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
+    pairs, nibbles = entries_stored(y0, y1, y2, y3, (y0 != 0, y1 != 0, y2 != 0, y3 != 0))
+    row = (feature + tl.arange(0, 64)[:, None]) * (tokens // 2) + token // 2
+    pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])
+    tl.store(values + row + tl.arange(0, 32)[None, :], cast(pairs, values.dtype.element_ty))
+    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, tokens, False, 16)

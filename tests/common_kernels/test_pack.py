@@ -1,0 +1,87 @@
+"""Packed 2:4 matrices: round trips, and the Triton packers against the naive formats, byte for
+byte."""
+
+import itertools
+
+import pytest
+import torch
+
+from common_kernels import mvue24, nm_mask, soft_threshold24, transposable_mask24
+from common_kernels.pack import naive
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+from common_kernels.pack import kernel
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def blob(x, mask, dtype):
+    values, nibbles = naive.compress(x, mask)
+    return naive.cusparselt_sm90(values.to(dtype), nibbles)
+
+
+def same_bytes(got, want):
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert torch.equal(got.flatten().view(torch.uint8), want.flatten().view(torch.uint8))
+
+
+def test_every_mask_with_up_to_two_kept_entries_survives_the_round_trip():
+    """Kept entries that are zero, too, keep their place: positions come from the mask."""
+    masks = [m for m in itertools.product([False, True], repeat=4) if sum(m) <= 2]
+    mask = torch.tensor(masks).repeat(16, 1).view(16, -1)
+    x = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    x[0] = 0
+    values, nibbles = naive.compress(x, mask)
+    assert values.shape == (16, mask.shape[1] // 2) and nibbles.shape == (16, mask.shape[1] // 4)
+    assert torch.equal(naive.expand(values, nibbles), x * mask)
+    first, second = nibbles & 3, nibbles >> 2
+    assert (first < second).all()
+    full = mask.unflatten(-1, (-1, 4)).sum(-1) == 2
+    for position in (first, second):
+        kept = mask.unflatten(-1, (-1, 4)).gather(-1, position.long().unsqueeze(-1)).squeeze(-1)
+        assert kept[full].all()
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("shape", [(64, 64), (128, 192), (320, 128)])
+def test_the_metadata_order_is_a_permutation(itemsize, shape):
+    order = naive.cusparselt_sm90_order(*shape, itemsize).flatten()
+    assert torch.equal(order.sort().values, torch.arange(shape[0] * shape[1] // 4))
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(64, 64), (128, 192), (64, 256)])
+def test_packers(shape, dtype):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    w[0, :4] = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    mask, both = nm_mask(w), transposable_mask24(w)
+    same_bytes(kernel.pack(w, None, "magnitude", dtype), blob(w, mask, dtype))
+    same_bytes(kernel.pack(w, both, "mask", dtype), blob(w, both, dtype))
+    scale = torch.tensor(1.5, device=DEVICE)
+    soft = 1.5 * soft_threshold24(w)
+    same_bytes(kernel.pack(w, None, "soft", dtype, scale), blob(soft, mask, dtype))
+    for given in (both, None):
+        forward, transposed = kernel.pack_both(w, given, dtype)
+        same_bytes(forward, blob(w, both, dtype))
+        same_bytes(transposed, blob(w.t().contiguous(), both.t().contiguous(), dtype))
+
+
+@every_dtype
+def test_the_sample_of_a_gradient_is_packed_transposed(dtype):
+    dy = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    key = torch.tensor([77, 16], device=DEVICE)
+    sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
+    same_bytes(kernel.pack_sample(dy, key, dtype), blob(sample, sample != 0, dtype))
+
+
+@pytest.mark.skipif(not CUDA, reason="cuSPARSELt runs on a GPU")
+@pytest.mark.parametrize("shape", [(64, 64), (256, 512), (512, 192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_the_library_itself_writes_the_same_bytes(shape, dtype):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the order is known for compute capability 9.0")
+    w = torch.randn(shape, device="cuda")
+    pruned = (w * nm_mask(w)).to(dtype)
+    same_bytes(kernel.pack(w, None, "magnitude", dtype), torch.ops.aten._cslt_compress(pruned))
