@@ -83,15 +83,15 @@ def sample(x0, x1, x2, x3, u):
     line0 = tl.where(d0, 0.0, a0)
     line1 = tl.where(d1, 0.0, a1) + line0
     line2 = tl.where(d2, 0.0, a2) + line1
-    one = (line0 <= p).to(tl.int32) + (line1 <= p).to(tl.int32) + (line2 <= p).to(tl.int32)
-    two = (line0 - h <= p).to(tl.int32) + (line1 - h <= p).to(tl.int32)
-    two += (line2 - h <= p).to(tl.int32)
-    two = tl.where(d0 | d1 | d2 | d3, 4, two)  # the dominant entry takes the second place
+    # A line only grows: what one comparison says of an entry holds for those before it.
+    c0, c1, c2 = line0 <= p, line1 <= p, line2 <= p
+    e0, e1, e2 = line0 - h <= p, line1 - h <= p, line2 - h <= p
+    free = (d0 | d1 | d2 | d3) == 0  # else the dominant entry takes the second place
     return (
-        value(x0, a0, h, d0 | (one == 0) | (two == 0)),
-        value(x1, a1, h, d1 | (one == 1) | (two == 1)),
-        value(x2, a2, h, d2 | (one == 2) | (two == 2)),
-        value(x3, a3, h, d3 | (one == 3) | (two == 3)),
+        value(x0, a0, h, d0 | (c0 == 0) | (free & (e0 == 0))),
+        value(x1, a1, h, d1 | (c0 & (c1 == 0)) | (free & e0 & (e1 == 0))),
+        value(x2, a2, h, d2 | (c1 & (c2 == 0)) | (free & e1 & (e2 == 0))),
+        value(x3, a3, h, d3 | c2 | (free & e2)),
     )
 
 

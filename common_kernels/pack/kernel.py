@@ -15,7 +15,7 @@ from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.masks import naive as masks
 from common_kernels.masks.kernel import best_place
 from common_kernels.mvue.kernel import sample, uniform
-from common_kernels.soft_threshold.kernel import shrink
+from common_kernels.soft_threshold.kernel import less, threshold
 
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 
@@ -117,23 +117,24 @@ def pack_kernel(
     a0, a1, a2, a3 = take_apart(tl.load(x + at), 64, GROUPS)
     if SOURCE == 2:
         k0, k1, k2, k3 = take_apart(tl.load(mask + at), 64, GROUPS)
-        k0, k1, k2, k3 = k0 != 0, k1 != 0, k2 != 0, k3 != 0
-    else:
-        k0, k1, k2, k3 = keep24(magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3))
-    if SOURCE == 1:
-        a0, a1, a2, a3 = shrink(a0, a1, a2, a3, 0.0, False)
+        pairs, nibbles = entries_stored(a0, a1, a2, a3, (k0 != 0, k1 != 0, k2 != 0, k3 != 0))
     else:
         a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
-        a0, a1 = tl.where(k0, a0, 0.0), tl.where(k1, a1, 0.0)
-        a2, a3 = tl.where(k2, a2, 0.0), tl.where(k3, a3, 0.0)
-    first, second = stored(k0, k1, k2, k3)
-    pairs = tl.join(pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second))
+        m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
+        k0, k1, k2, k3 = keep24(m0, m1, m2, m3)
+        first, second = stored(k0, k1, k2, k3)
+        nibbles = first | second << 2
+        one, other = pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second)
+        if SOURCE == 1:
+            t = threshold(m0, m1, m2, m3, 0.0, False)
+            one, other = less(one, t), less(other, t)
+        pairs = tl.join(one, other)
     if SCALED:
         pairs *= tl.load(scale)
     out = r * (columns // 2) + 2 * first_group + tl.arange(0, 2 * GROUPS)[None, :]
     packed = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
     tl.store(values + out, packed)
-    store_meta(meta, first | second << 2, stripe, first_group, columns, EIGHT, GROUPS)
+    store_meta(meta, nibbles, stripe, first_group, columns, EIGHT, GROUPS)
 
 
 def pack_both(
@@ -148,7 +149,7 @@ def pack_both(
     launch(
         pack_both_kernel, rows // 64 * (columns // 64), w.device,
         w, w if mask is None else mask.view(torch.uint8),
-        masks.half_words(w.device).view(torch.uint8),
+        masks.half_words(w.device),
         *parts[0], *parts[1], rows, columns, SEARCH=mask is None,
     )  # fmt: skip
     return blobs
@@ -212,8 +213,8 @@ def bools(row):
 
 @triton.jit
 def load_pattern(words, place, row: tl.constexpr):
-    at = words + 16 * place + 4 * row
-    return tl.load(at) != 0, tl.load(at + 1) != 0, tl.load(at + 2) != 0, tl.load(at + 3) != 0
+    word = tl.load(words + 4 * place + row)
+    return word & 1 != 0, word & (1 << 8) != 0, word & (1 << 16) != 0, word & (1 << 24) != 0
 
 
 @triton.jit

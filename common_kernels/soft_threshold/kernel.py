@@ -37,11 +37,7 @@ def shrink(a0, a1, a2, a3, gamma, GAMMA: tl.constexpr):
     """sign(a) * max(|a| - t, 0) in fp32, t the second smallest magnitude of the four."""
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
-    low = tl.maximum(tl.minimum(m0, m2), tl.minimum(m1, m3))
-    high = tl.minimum(tl.maximum(m0, m2), tl.maximum(m1, m3))
-    t = tl.minimum(low, high).to(tl.float32, bitcast=True)
-    if GAMMA:
-        t += gamma * (tl.maximum(low, high).to(tl.float32, bitcast=True) - t)
+    t = threshold(m0, m1, m2, m3, gamma, GAMMA)
     # Inf - Inf = NaN may appear in three entries: two stay, those of the mask.
     finite = magnitude(t) < 0x7F800000
     k0, k1, k2, k3 = keep24(m0, m1, m2, m3)
@@ -51,6 +47,17 @@ def shrink(a0, a1, a2, a3, gamma, GAMMA: tl.constexpr):
         tl.where(finite | k2, less(a2, t), 0.0),
         tl.where(finite | k3, less(a3, t), 0.0),
     )
+
+
+@triton.jit
+def threshold(m0, m1, m2, m3, gamma, GAMMA: tl.constexpr):
+    """t from the magnitudes, as fp32 bits."""
+    low = tl.maximum(tl.minimum(m0, m2), tl.minimum(m1, m3))
+    high = tl.minimum(tl.maximum(m0, m2), tl.maximum(m1, m3))
+    t = tl.minimum(low, high).to(tl.float32, bitcast=True)
+    if GAMMA:
+        t += gamma * (tl.maximum(low, high).to(tl.float32, bitcast=True) - t)
+    return t
 
 
 @triton.jit

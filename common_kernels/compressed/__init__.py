@@ -1,0 +1,127 @@
+"""N:M matrices as their kept values and a mask of one bit a weight.
+
+An N:M mask keeps n of every m consecutive entries along the last dim. The compressed form of
+`x [..., columns]` is `values [..., columns * n / m]`, the kept entries in column order, and
+`bits [..., ceil(columns / 8)]` uint8: bit i of byte j stands for column 8j + i, padding is zero.
+One bit a weight serves every N:M; for 2:4 it is what two-bit positions take as well.
+
+The bits come from a mask, never from the values: a kept entry may be zero and stays kept.
+"""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.compressed import naive
+
+
+def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """`mask [..., columns]` bool to `bits [..., ceil(columns / 8)]` uint8."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, not {mask.dtype}")
+    if mask.ndim == 0:
+        raise ValueError("mask must have at least one dim")
+    backends.resolve(mask.device, backend)
+    return torch.ops.sparse24.pack_mask(mask)
+
+
+@torch.library.custom_op("sparse24::pack_mask", mutates_args=())
+def _pack_mask(mask: torch.Tensor) -> torch.Tensor:
+    return naive.pack_mask(mask)
+
+
+@_pack_mask.register_fake
+def _(mask):
+    return mask.new_empty((*mask.shape[:-1], _bytes(mask.shape[-1])), dtype=torch.uint8)
+
+
+def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None) -> torch.Tensor:
+    """`bits [..., ceil(columns / 8)]` uint8 to `mask [..., columns]` bool."""
+    if bits.ndim == 0:
+        raise ValueError("bits must have at least one dim")
+    _check_bits(bits, (*bits.shape[:-1], columns))
+    backends.resolve(bits.device, backend)
+    return torch.ops.sparse24.unpack_mask(bits, columns)
+
+
+@torch.library.custom_op("sparse24::unpack_mask", mutates_args=())
+def _unpack_mask(bits: torch.Tensor, columns: int) -> torch.Tensor:
+    return naive.unpack_mask(bits, columns)
+
+
+@_unpack_mask.register_fake
+def _(bits, columns):
+    return bits.new_empty((*bits.shape[:-1], columns), dtype=torch.bool)
+
+
+def compress_nm(
+    x: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+) -> torch.Tensor:
+    """The kept entries of `x [..., columns]` in column order: `[..., columns * n / m]`.
+
+    x is fp32, bf16, fp16 or bool, of any strides; the result is contiguous and holds the very bits
+    of the entries. Raises ValueError where the columns are no multiple of m, where `bits` has not
+    x's shape, or where they do not keep n of m.
+    """
+    if x.dtype != torch.bool:
+        checks.float_tensor(x)
+    _check_pattern(n, m)
+    checks.group_dim(x, m, -1)
+    _check_bits(bits, x.shape)
+    backends.resolve(x.device, backend)
+    return torch.ops.sparse24.compress_nm(x, bits, n, m)
+
+
+@torch.library.custom_op("sparse24::compress_nm", mutates_args=())
+def _compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    return naive.compress_nm(x, bits, n, m)
+
+
+@_compress_nm.register_fake
+def _(x, bits, n, m):
+    return x.new_empty(naive.compressed_shape(x, n, m))
+
+
+def expand_nm(
+    values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+) -> torch.Tensor:
+    """The way back: `values [..., kept]` to `[..., kept * m / n]`, with +0 where nothing is kept.
+
+    Contiguous. Raises ValueError where the shapes of values and bits do not belong together.
+    """
+    checks.float_tensor(values, "values")
+    _check_pattern(n, m)
+    checks.group_dim(values, n, -1)
+    _check_bits(bits, naive.expanded_shape(values, n, m))
+    backends.resolve(values.device, backend)
+    return torch.ops.sparse24.expand_nm(values, bits, n, m)
+
+
+@torch.library.custom_op("sparse24::expand_nm", mutates_args=())
+def _expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    return naive.expand_nm(values, bits, n, m)
+
+
+@_expand_nm.register_fake
+def _(values, bits, n, m):
+    return values.new_empty(naive.expanded_shape(values, n, m))
+
+
+def _bytes(columns: int) -> int:
+    return (columns + 7) // 8
+
+
+def _check_pattern(n: int, m: int) -> None:
+    if not 0 < n <= m:
+        raise ValueError(f"the compressed form keeps n of m entries, 0 < n <= m, not {n}:{m}")
+
+
+def _check_bits(bits: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """`bits` must be those of a mask of this shape."""
+    if bits.dtype != torch.uint8:
+        raise TypeError(f"bits must be uint8, not {bits.dtype}")
+    expected = (*shape[:-1], _bytes(shape[-1]))
+    if bits.shape != expected:
+        raise ValueError(
+            f"a mask of shape {tuple(shape)} has bits of shape {expected}, not {tuple(bits.shape)}"
+        )

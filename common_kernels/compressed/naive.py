@@ -1,0 +1,83 @@
+"""The compressed form in plain PyTorch: the specification.
+
+A mask is read byte by byte, from tables of what each of the 256 bytes means, where its groups lie
+within bytes.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+PACK = sum(1 << 56 - 7 * i for i in range(8))
+
+
+def pack_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Eight bools are the bytes b_i of a word; the product moves each from bit 8i to bit 56 + i.
+
+    PACK has the bits 56 - 7i, and no two of the 64 products of single bits meet.
+    """
+    padded = F.pad(mask, (0, -mask.shape[-1] % 8))
+    words = padded.flatten().view(torch.int64)
+    return (words * PACK >> 56).to(torch.uint8).view(*mask.shape[:-1], padded.shape[-1] // 8)
+
+
+def unpack_mask(bits: torch.Tensor, columns: int) -> torch.Tensor:
+    words = bools(bits.device).index_select(0, bits.flatten().int())
+    mask = words.view(torch.bool).view(*bits.shape[:-1], 8 * bits.shape[-1])
+    return mask[..., :columns].contiguous()
+
+
+def compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    if whole_bytes(x.shape[-1], m):
+        kept = x.reshape(-1, 8).gather(1, kept_columns(bits, n, m))
+    else:
+        kept = x.masked_select(unpack_mask(bits, x.shape[-1]))
+    return kept.view(compressed_shape(x, n, m))
+
+
+def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    dense = values.new_zeros(expanded_shape(values, n, m))
+    if whole_bytes(dense.shape[-1], m):
+        columns = kept_columns(bits, n, m)
+        dense.view(-1, 8).scatter_(1, columns, values.reshape(columns.shape))
+    else:
+        dense.masked_scatter_(unpack_mask(bits, dense.shape[-1]), values)
+    return dense
+
+
+def compressed_shape(x: torch.Tensor, n: int, m: int) -> torch.Size:
+    return torch.Size((*x.shape[:-1], x.shape[-1] // m * n))
+
+
+def expanded_shape(values: torch.Tensor, n: int, m: int) -> torch.Size:
+    return torch.Size((*values.shape[:-1], values.shape[-1] // n * m))
+
+
+def whole_bytes(columns: int, m: int) -> bool:
+    """Whether all bytes are full and no group crosses the border of two."""
+    return columns % 8 == 0 and 8 % m == 0
+
+
+def kept_columns(bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    """`[bytes, 8 n / m]` int64: the places in its eight columns that each byte keeps."""
+    return columns_of_bytes(n, m, bits.device).index_select(0, bits.flatten().int())
+
+
+@functools.cache
+def bools(device: torch.device) -> torch.Tensor:
+    """`[256]` int64: the eight bools of each byte, lowest bit first, side by side in one word."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return bits.bool().view(torch.int64).squeeze(1).to(device)
+
+
+@functools.cache
+def columns_of_bytes(n: int, m: int, device: torch.device) -> torch.Tensor:
+    """`[256, 8 n / m]` int64: the places of the set bits; out of range, and so an error, for bytes
+    that no n:m mask holds.
+    """
+    mask = bools(torch.device("cpu")).view(torch.bool).view(256, 8)
+    legal = (mask.unflatten(1, (-1, m)).sum(-1) == n).all(1)
+    columns = torch.full((256, 8 * n // m), 8)
+    columns[legal] = mask[legal].nonzero()[:, 1].view(-1, 8 * n // m)
+    return columns.to(device)

@@ -1,0 +1,58 @@
+"""The second half of a sparse-plus-low-rank product (SLoPe, arXiv 2405.16325).
+
+`X [W^T | L]` is one product; its columns `Y1 = X W^T` and `Y2 = X L` are then joined here.
+"""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.lowrank import naive
+
+
+def lowrank_addmm(
+    y1: torch.Tensor,
+    y2: torch.Tensor,
+    r: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out]`.
+
+    Accumulated in fp32 and rounded once, to y1's dtype; the operands may be of any float dtype and
+    any strides (y1 and y2 are meant to be slices of one tensor). Nothing is changed in place; the
+    result is contiguous.
+    """
+    tensors = {"y1": y1, "y2": y2, "r": r} | ({} if bias is None else {"bias": bias})
+    for name, tensor in tensors.items():
+        checks.float_tensor(tensor, name)
+    if y1.ndim == 0 or y2.ndim == 0 or y1.shape[:-1] != y2.shape[:-1]:
+        raise ValueError(
+            f"y1 and y2 must agree in all dims but the last, not {tuple(y1.shape)} and "
+            f"{tuple(y2.shape)}"
+        )
+    rank, out = y2.shape[-1], y1.shape[-1]
+    if r.shape != (rank, out):
+        raise ValueError(f"r must have shape ({rank}, {out}), not {tuple(r.shape)}")
+    if bias is not None and bias.shape != (out,):
+        raise ValueError(f"bias must have shape ({out},), not {tuple(bias.shape)}")
+    backends.resolve(y1.device, backend)
+    return torch.ops.sparse24.lowrank_addmm(y1, y2, r, bias, scale)
+
+
+@torch.library.custom_op("sparse24::lowrank_addmm", mutates_args=())
+def _lowrank_addmm(
+    y1: torch.Tensor,
+    y2: torch.Tensor,
+    r: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    return naive.lowrank_addmm(y1, y2, r, bias, scale)
+
+
+@_lowrank_addmm.register_fake
+def _(y1, y2, r, bias, scale):
+    return y1.new_empty(y1.shape)

@@ -1,0 +1,17 @@
+"""Sparse-plus-low-rank output in plain PyTorch: the specification."""
+
+import torch
+
+
+def lowrank_addmm(
+    y1: torch.Tensor,
+    y2: torch.Tensor,
+    r: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    with torch.autocast(y1.device.type, enabled=False):  # the caller's would round to 16 bits
+        out = (y2.float() @ r.float()).mul_(scale).add_(y1)
+    if bias is not None:
+        out.add_(bias)
+    return out.to(y1.dtype)
