@@ -18,7 +18,7 @@ from .base import Method, Report, refresh
 
 __all__ = ["Method", "Report", "available", "build", "refresh"]
 
-_NOT_METHODS = {"base", "gemms"}
+_NOT_METHODS = {"base", "calibration", "compressed", "distillation", "gemms", "slorb", "sparsegpt"}
 
 
 def available() -> list[str]:

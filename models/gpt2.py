@@ -35,6 +35,8 @@ class GPTConfig:
 
     `gelu` is "erf" (exact) or "tanh" (the approximation of the released GPT-2 weights). `bias`
     switches the biases of all linears and layer norms; the head and the embeddings have none.
+    `n_inner` is the width of the feed-forward networks, None for 4 * n_embd; 2 * n_embd makes the
+    dense model with as many weights there as a 2:4 sparse one ("half", FST's baseline).
     """
 
     n_layer: int
@@ -45,11 +47,12 @@ class GPTConfig:
     bias: bool = False
     dropout: float = 0.0
     gelu: str = "erf"
+    n_inner: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "n_inner"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
@@ -59,6 +62,10 @@ class GPTConfig:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.gelu not in ("erf", "tanh"):
             raise ValueError(f"gelu must be 'erf' or 'tanh', got {self.gelu!r}")
+
+    @property
+    def ffn_width(self) -> int:
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> GPTConfig:
@@ -88,13 +95,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward network, [B, T, C] -> [B, T, 4C] -> [B, T, C]."""
+    """Feed-forward network, [B, T, C] -> [B, T, ffn_width] -> [B, T, C]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.ffn_width, bias=config.bias)
         self.gelu = nn.GELU(approximate="none" if config.gelu == "erf" else "tanh")
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.ffn_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,8 +225,6 @@ def from_hf(hf_model: GPT2LMHeadModel) -> GPT:
         for name, value in required.items()
         if getattr(hf, name) != value
     ]
-    if hf.n_inner not in (None, 4 * hf.n_embd):
-        problems.append(f"n_inner={hf.n_inner} (needs 4 * n_embd = {4 * hf.n_embd})")
     if hf.activation_function not in _GELU_FROM_HF:
         choices = ", ".join(_GELU_FROM_HF)
         problems.append(f"activation_function={hf.activation_function!r} (needs one of {choices})")
@@ -235,6 +240,7 @@ def from_hf(hf_model: GPT2LMHeadModel) -> GPT:
             bias=True,
             dropout=hf.embd_pdrop,
             gelu=_GELU_FROM_HF[hf.activation_function],
+            n_inner=hf.n_inner,
         )
     ).to(hf_model.dtype)
     model.load_state_dict(_transpose_conv1d(hf_model.state_dict()))
@@ -267,6 +273,7 @@ def to_hf(model: GPT) -> GPT2LMHeadModel:
             n_embd=config.n_embd,
             n_layer=config.n_layer,
             n_head=config.n_head,
+            n_inner=config.n_inner,
             activation_function="gelu" if config.gelu == "erf" else "gelu_new",
             resid_pdrop=config.dropout,
             embd_pdrop=config.dropout,

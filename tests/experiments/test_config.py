@@ -88,7 +88,7 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("method.beta=max", "beta='max'; choose one of none"),
         ("method.gamma=2", "gamma=2.0; it must lie in"),
         ("model.n_head=3", "n_embd must be a multiple of n_head"),
-        ("data.tokenizer=words", "data.tokenizer must be gpt2 or bpe"),
+        ("data.tokenizer=words", "data.tokenizer=words is neither gpt2 nor bpe nor a folder"),
         ("data.source=texts", "data.source=texts is not the embedded corpus"),
     ],
 )

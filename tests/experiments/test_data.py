@@ -188,7 +188,7 @@ def test_check_fits(corpus):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokenizer": "words"}, "gpt2 or bpe, got 'words'"),
+        ({"tokenizer": "words"}, "tokenizer=words is neither gpt2 nor bpe nor a folder"),
         ({"tokenizer": "gpt2", "vocab_size": 2048}, "vocab_size=2048, but GPT-2's"),
         ({"tokenizer": "bpe", "vocab_size": 65537}, "65537 does not fit into uint16"),
     ],

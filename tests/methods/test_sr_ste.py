@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from common_kernels import check24
 from methods import sr_ste
+from models.gpt2 import GPT, GPTConfig
 
 
 def converted(values, **options):
@@ -107,3 +109,34 @@ def test_loss_scale_does_not_change_the_update(clip):
 def test_bad_options(options):
     with pytest.raises(ValueError, match=r"alpha=-1\.0|decay_on='momentum'"):
         sr_ste.Config(**options)
+
+
+def test_all_linears_of_the_blocks_by_one_glob():
+    """Attention trains under a mask, too; embedding and head stay dense."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 16}
+    model = GPT(GPTConfig(**shape))
+    method = sr_ste.Method(sr_ste.Config(include=["transformer.h.*"], alpha=1e-3))
+    report = method.convert(model)
+    block = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert report.names == tuple(f"transformer.h.{i}.{n}" for i in (0, 1) for n in block)
+    assert report.sparse_parameters == 2 * 12 * 16**2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for step in range(20):
+        method.on_step_begin(step)
+        loss = method.loss(model, {"input": tokens[:, :-1], "target": tokens[:, 1:]})
+        loss.backward()
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5  # one batch, learnt by heart
+    method.finalize(model)
+    for name in report.names:
+        weight = model.get_parameter(f"{name}.weight")
+        assert int(check24(weight)) == 0
+        assert int(weight.count_nonzero()) == weight.numel() // 2
+    assert (model.transformer.wte.weight != 0).all()

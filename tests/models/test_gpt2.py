@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.gpt2 import GPT, SIZES, GPTConfig, from_hf, to_hf
 
@@ -191,6 +192,37 @@ def hf_model(**overrides):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**shape, **ids, **overrides}))
 
 
+def test_half_has_half_the_weights_and_products_in_its_feed_forward_networks():
+    """GPT-2 124M: 2 * 768 * 3072 weights in each of the 12 networks, 28.3 of 124 million less."""
+    full, half = GPTConfig.of_size("124M"), GPTConfig.of_size("124M", n_inner=1536)
+    with torch.device("meta"):
+        models = GPT(full), GPT(half)
+    counts = [m.num_params() for m in models]
+    assert counts[0] - counts[1] == 12 * 2 * 768 * 1536
+    for name, parameter in models[1].named_parameters():
+        same = parameter.shape == models[0].get_parameter(name).shape
+        assert same is ("mlp" not in name)
+    flops = []
+    for model in models:
+        with FlopCounterMode(display=False) as counter:
+            model.transformer.h[0].mlp(torch.empty(1, 8, 768, device="meta"))
+        flops.append(counter.get_total_flops())
+    assert flops == [2 * 8 * 2 * 768 * 3072, 2 * 8 * 2 * 768 * 1536]
+
+
+def test_width_of_the_feed_forward_networks():
+    wide = GPT(tiny(n_inner=None)).state_dict()
+    assert wide.keys() == GPT(tiny(n_inner=24)).state_dict().keys()
+    assert wide["transformer.h.0.mlp.c_fc.weight"].shape == (64, 16)
+    assert GPT(tiny(n_inner=24)).transformer.h[0].mlp.c_proj.weight.shape == (16, 24)
+    ours = randomised(GPT(tiny(n_inner=24, bias=True)))
+    theirs = to_hf(ours)
+    torch.testing.assert_close(theirs(tokens()).logits, ours(tokens())[0], rtol=1e-5, atol=1e-5)
+    assert from_hf(theirs).config == ours.config
+    with pytest.raises(ValueError, match="n_inner must be at least 1, got 0"):
+        tiny(n_inner=0)
+
+
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu", "gelu_pytorch_tanh"])
 def test_weights_of_transformers_give_the_same_logits(activation):
     theirs = randomised(hf_model(activation_function=activation))
@@ -224,7 +256,6 @@ def test_the_conversion_copies():
     ("overrides", "message"),
     [
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ({"n_inner": 24}, "n_inner=24 .needs 4 . n_embd = 64"),
         ({"activation_function": "relu"}, "activation_function='relu'"),
         ({"attn_pdrop": 0.3}, "attn_pdrop=0.3 .needs 0.1"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),

@@ -1,0 +1,297 @@
+"""AST: Adaptive Sparse Trainer, retraining of a dense model under a 2:4 mask that adapts.
+
+    GEMM   operand 1   operand 2     sparse operand, along
+    Y      X           W * M         weight, 2:4 along `in`; plus (X X'^T) S^T with SLoRB
+    dX     dY          W * M         the same weight (a dense product on hardware)
+    dW     dY          X             none; flows to W unmasked
+
+AST (arXiv 2407.20584, AAAI 2025). M is chosen from the dense W every `refresh_every` optimizer
+steps. Pruned weights decay by lambda(t), which rises linearly and then stays ("annealing SR-STE"),
+and the loss is a mix of the task's and the divergence from the dense model (distillation.py).
+SLoRB (slorb.py) adds a low-rank term; its S and X are ordinary parameters, so the weight decay of
+the optimizer's groups acts on them unless the caller puts them in a group of their own. The model
+ends 2:4 sparse, with SLoRB as `slorb.BoostedLinear`.
+
+Paper and released code differ. The released GPT-2 code complements an integer mask, so that its
+"decay" makes all weights grow, and its LLaMA code puts the decay on the gradient; here the masks
+are boolean and the paper's route is the default. The paper gives lambda(t) = alpha t up to T0:
+`alpha` here is its final value. In the released code the KL has temperature 2, in the paper 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels import masked_decay_, nm_mask
+
+from . import base, calibration, distillation, slorb, sr_ste, ste
+
+METRICS = ("magnitude", "wanda")
+ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(distillation.Config):
+    """Options of AST, beside those of distillation.
+
+    metric: what a mask keeps most of, |W| (`magnitude`) or |W| times the norm of its input over
+        calibration tokens (`wanda`), measured once by `Method.calibrate`.
+    calibration_sequences: how many sequences a driver gives to `Method.calibrate`.
+    refresh_every: optimizer steps between two choices of the masks; 0 = never again.
+    alpha: decay factor lambda at the end of its ramp.
+    ramp_fraction: length of the ramp as a fraction of `total_steps`. ramp_steps: the length in
+        optimizer steps, instead; 0 = constant from the start.
+    decay_route: `decoupled_first_moment` (paper: u = m + lambda (1 - M) W, step along u over the
+        root of the mean of u^2; `Method.optimizer` implements it), `gradient` (added to the
+        gradient after clipping, so that both of Adam's moments hold it), or `decoupled`
+        (W -= lr lambda (1 - M) W). The last two work with any optimizer.
+    slorb_k: block of inputs per rank of SLoRB; 0 = off. slorb_init: `mean`, `sum` or `xavier`.
+        slorb_train_x: train X as a dense matrix, or keep it the fixed indicator of blocks.
+    """
+
+    metric: str = "magnitude"
+    calibration_sequences: int = 128
+    refresh_every: int = 10
+    alpha: float = 1e-4
+    ramp_fraction: float = 0.25
+    ramp_steps: int | None = None
+    decay_route: str = "decoupled_first_moment"
+    slorb_k: int = 0
+    slorb_init: str = "mean"
+    slorb_train_x: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("metric", self.metric, METRICS)
+        base.check_choice("decay_route", self.decay_route, ROUTES)
+        base.check_choice("slorb_init", self.slorb_init, slorb.INITS)
+        if self.calibration_sequences < 1:
+            raise ValueError(f"calibration_sequences={self.calibration_sequences}; at least 1")
+        for name in ("refresh_every", "slorb_k", "ramp_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value}; it must not be negative")
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha={self.alpha}; the decay factor must not be negative")
+        if not 0 <= self.ramp_fraction <= 1:
+            raise ValueError(f"ramp_fraction={self.ramp_fraction}; it must lie in [0, 1]")
+        if self.slorb_k and self.slorb_init == "xavier" and not self.slorb_train_x:
+            raise ValueError("slorb_init=xavier draws X, so it needs slorb_train_x=true")
+
+
+class Linear(ste.Linear):
+    """State beyond `ste.Linear`, all saved: `input_norm` (fp32 [in], with the Wanda metric) and
+    the Parameters `slorb_s` [out, in / k] and `slorb_x` [in / k, in] (None when X is fixed)."""
+
+    config: Config
+    input_norm: Tensor
+    slorb_s: nn.Parameter | None
+    slorb_x: nn.Parameter | None
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        if config.metric == "wanda":
+            norm = torch.ones(self.in_features, device=self.weight.device)
+            self.register_buffer("input_norm", norm)
+        self.slorb_s = self.slorb_x = None
+        if config.slorb_k:
+            rank = self.in_features // config.slorb_k
+            self.slorb_s = nn.Parameter(self.weight.new_empty(self.out_features, rank))
+            if config.slorb_train_x:
+                self.slorb_x = nn.Parameter(self.weight.new_empty(rank, self.in_features))
+
+    def begin(self, name: str, input_norm: Tensor | None) -> None:
+        """Choose the first mask, and fill S and X for it."""
+        if input_norm is not None:
+            self.input_norm.copy_(input_norm)
+        self.choose_mask()
+        self.refresh()
+        if self.slorb_s is not None:
+            generator = torch.Generator().manual_seed(base._layer_seed(self.config.seed, name, 0))
+            init = self.config.slorb_init
+            slorb.initialize(self.weight, self.mask, self.slorb_s, self.slorb_x, init, generator)
+
+    def choose_mask(self) -> None:
+        scores = self.weight.detach()
+        if self.config.metric == "wanda":
+            scores = scores * self.input_norm  # in fp32
+        self.mask.copy_(nm_mask(scores))
+
+    def refresh_mask(self) -> None:
+        if self.config.refresh_every:
+            self.choose_mask()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = super().forward(x)
+        return y if self.slorb_s is None else y + slorb.boost(x, self.slorb_s, self.slorb_x)
+
+    def restore(self) -> None:
+        super().restore()
+        if self.slorb_s is None:
+            del self.slorb_s, self.slorb_x
+        else:
+            self.__class__ = slorb.BoostedLinear  # type: ignore[assignment]
+
+
+class Method(distillation.Method):
+    Config = Config
+    Linear = Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.mask_period = config.refresh_every or 1  # a static mask is asked and does not change
+        self.input_norms: dict[str, Tensor] = {}
+
+    @property
+    def calibration_sequences(self) -> int:
+        """How many sequences `calibrate` wants before `convert`; 0 = it need not be called."""
+        return self.config.calibration_sequences if self.config.metric == "wanda" else 0
+
+    def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Measure the input norms of the linears to be converted, for the Wanda metric.
+
+        They are those of the dense model and are not measured again: call it before `convert`.
+
+        Args:
+            batches: keyword arguments of the model; in a process group, equal on every rank.
+        """
+        found = calibration.collect(model, self._linears(model), batches)
+        self.input_norms = {n: (s.square_sum / s.count).sqrt() for n, s in found.items()}
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        self.decay(0)  # raises if the ramp cannot be resolved
+        missing = self._linears(model).keys() - self.input_norms.keys()
+        if self.config.metric == "wanda" and missing:
+            raise ValueError(
+                f"metric=wanda needs the input norms of {min(missing)}: call "
+                "method.calibrate(model, batches) before convert"
+            )
+        report = super().convert(model, dtype)
+        with torch.no_grad():
+            for name, layer in self.sparse_layers.items():
+                assert isinstance(layer, Linear)
+                layer.begin(name, self.input_norms.get(name))
+        self.input_norms = {}
+        return report
+
+    def _linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+        return {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
+
+    def check_layer(self, name: str, module: nn.Linear) -> None:
+        if module.in_features % 4:
+            raise ValueError(
+                f"{name} has weight {list(module.weight.shape)}; 2:4 along its inputs needs a "
+                "multiple of 4 of them; change the width or exclude it"
+            )
+        if self.config.slorb_k:
+            slorb.check(name, module.in_features, self.config.slorb_k)
+
+    def decay(self, step: int) -> float:
+        """lambda at optimizer step `step`: a linear ramp from 0, then constant."""
+        config = self.config
+        length = config.ramp_steps
+        if length is None:
+            if config.ramp_fraction and not config.total_steps:
+                raise ValueError(
+                    f"ramp_fraction={config.ramp_fraction} needs total_steps; give it, or "
+                    "ramp_steps"
+                )
+            length = round(config.ramp_fraction * config.total_steps)
+        return config.alpha * min(1.0, step / length) if length else config.alpha
+
+    def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
+        if self.config.decay_route != "decoupled_first_moment":
+            return super().optimizer(groups, **options)
+        options.pop("fused", None)  # a matter of speed alone
+        return AdamW(groups, **options)
+
+    @torch.no_grad()
+    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        route, decay = self.config.decay_route, self.decay(step)
+        layers = [m for m in self.layers.values() if isinstance(m, Linear)]
+        if route == "decoupled_first_moment":
+            if not isinstance(optimizer, AdamW):
+                raise ValueError(
+                    "decay_route=decoupled_first_moment is an update rule: train with "
+                    "method.optimizer(groups, lr=...) and pass it to on_gradients(step, "
+                    "optimizer), or choose decay_route=gradient"
+                )
+            optimizer.decay = decay
+            optimizer.masks = {m.weight: m.mask for m in layers}
+            return
+        for layer in layers:
+            if route == "decoupled":
+                # Before the optimizer's own step, as AdamW applies its weight decay.
+                shrink = 1.0 - sr_ste._learning_rate(optimizer, layer.weight) * decay
+                layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
+            elif layer.weight.grad is not None:
+                masked_decay_(layer.weight.grad, layer.weight, layer.mask, decay)
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose masked weights follow AST's rule; the others are updated as by torch's AdamW.
+
+        W <- (1 - lr wd) W;   m <- b1 m + (1 - b1) g;   u = m + lambda (1 - M) W
+        v <- b2 v + (1 - b2) u^2;   W <- W - lr / (1 - b1^t) u / (sqrt(v / (1 - b2^t)) + eps)
+
+    The decay enters the second moment and not the first. As v follows u and not g, noise is
+    averaged in it, too: where the gradient is mostly noise a step is sqrt((1 + b1) / (1 - b1))
+    times that of AdamW (4.4 with b1 = 0.9) and the first one is 1 / (1 - b1) times, so compare the
+    two at matched learning rates. `masks` and `decay` are set for each step by
+    `Method.on_gradients`.
+    """
+
+    decay: float = 0.0
+    masks: dict[Tensor, Tensor] | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.masks is None:
+            raise RuntimeError("call method.on_gradients(step, optimizer) before optimizer.step()")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, self.masks.get(parameter), group)
+        self.masks = None  # those of the next step are not these
+        return loss
+
+    def _update(self, weight: Tensor, mask: Tensor | None, group: dict[str, Any]) -> None:
+        lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+        state, grad = self.state[weight], weight.grad
+        assert grad is not None
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        state["step"] += 1
+        weight.mul_(1 - lr * group["weight_decay"])
+        first = state["exp_avg"].lerp_(grad, 1 - beta1)
+        update, measured = first, grad
+        if mask is not None:
+            update = measured = first + self.decay * torch.where(mask, 0.0, weight)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(measured, measured, value=1 - beta2)
+        correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
+        denominator = (second / correction2).sqrt_().add_(eps)
+        weight.addcdiv_(update, denominator, value=-lr / correction1)

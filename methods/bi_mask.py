@@ -1,0 +1,106 @@
+"""Bi-Mask: one row-wise 2:4 mask for the forward product, another along `out` for dX.
+
+    GEMM   operand 1   operand 2       sparse operand, along
+    Y      X           W * M           weight, 2:4 along `in`
+    dX     dY          W * M * B       weight, 2:4 along `out` in the order of the permutation
+    dW     dY          X               none; flows to W, plus alpha * W * (1 - M)
+
+Bi-Mask (arXiv 2302.06058). M keeps the two largest magnitudes of four consecutive inputs, chosen
+in every step; B those of four outputs that are neighbours after the rows of W * M are permuted.
+The better the permutation, the less of W * M does dX lose: of `candidates` random ones, tried
+every `permute_every` optimizer steps, the one with the most weights in both masks is taken. A
+product with permuted rows is what hardware would run; dX does not depend on their order. The decay
+is that of SR-STE (arXiv 2102.04010). The model ends 2:4 sparse, as W * M.
+
+The paper describes the choice as the permutation with the most blocks that are N:M already; the
+authors' code counts the weights that are left, and so does this. In that code the decay is part of
+the layer's backward pass, so it is clipped, scaled with the loss and added once per micro-batch;
+here it is added once, as in `methods.sr_ste`. Its random permutations are those of numpy's global
+generator, so ranks differ; and its convolutions never count their iterations and search in every
+forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common_kernels import nm_mask, philox4x32
+
+from . import base, sr_ste, ste
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(sr_ste.Config):
+    """Options of Bi-Mask beside the decay; the defaults are the authors'.
+
+    permute_every: optimizer steps between two searches. candidates: permutations per search.
+    """
+
+    alpha: float = 2e-4
+    permute_every: int = 100
+    candidates: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("permute_every", "candidates"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+
+
+class Linear(ste.Linear):
+    """State beyond `ste.Linear`: `permutation` (int64 [out], saved), the order of the rows in
+    which dX's weight is 2:4; `operand_backward` [out, in], that weight, derived and not saved."""
+
+    config: Config
+    permutation: Tensor
+    operand_backward: Tensor
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        rows = torch.arange(self.out_features, device=self.weight.device)
+        self.register_buffer("permutation", rows)
+        own = torch.empty_like(self.sparse_weight)
+        self.register_buffer("operand_backward", own, persistent=False)
+
+    def search_permutation(self, seed: int) -> None:
+        """Take the best of random permutations, which follow from `seed`."""
+        mask = nm_mask(self.weight.detach())
+        shape = (self.config.candidates, self.out_features)
+        numbers = torch.arange(shape[0] * shape[1], device=mask.device)
+        candidates = philox4x32(seed, numbers)[0].view(shape).argsort(dim=1, stable=True)
+        left = torch.stack([weights_in_both_masks(mask, rows) for rows in candidates])
+        self.permutation.copy_(candidates[left.argmax()])
+
+    def refresh(self) -> None:
+        super().refresh()
+        permuted = self.effective_weight()[self.permutation]
+        kept = torch.where(nm_mask(permuted, dim=0), permuted, 0.0)
+        self.operand_backward.index_copy_(0, self.permutation, kept.to(self.operand_backward.dtype))
+
+    def backward_operand(self) -> Tensor:
+        return self.operand_backward
+
+
+def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
+    """How many weights a 2:4 mask along the permuted rows leaves of `mask` [out, in]: of each
+    group of four, two at most."""
+    groups = mask.view(torch.uint8)[permutation].unflatten(0, (-1, 4))
+    return groups.sum(1, dtype=torch.uint8).clamp_(max=2).sum()
+
+
+class Method(sr_ste.Method):
+    Config = Config
+    Linear = Linear
+
+    @torch.no_grad()
+    def on_step_begin(self, step: int) -> None:
+        super().on_step_begin(step)
+        if step % self.config.permute_every == 0:
+            for name, layer in self.sparse_layers.items():
+                assert isinstance(layer, Linear)
+                layer.search_permutation(base._layer_seed(self.config.seed, name, step))
+                layer.refresh()

@@ -1,0 +1,104 @@
+"""Statistics of the inputs of linear layers over a calibration set.
+
+Wanda (arXiv 2306.11695, section 3) scores a weight by |W_ij| * |X_j|, the norm of its input
+feature over the calibration tokens; SparseGPT (arXiv 2301.00774, section 3) needs X^T X. Both are
+sums over tokens, so they are taken batch by batch and nothing but the sums is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass
+class Statistics:
+    """Sums over the `count` tokens that a layer has seen, in fp32.
+
+    square_sum: [in], sum over tokens of x_j^2. hessian: [in, in], sum of x x^T, or None.
+    """
+
+    count: int
+    square_sum: Tensor
+    hessian: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Add the tokens of `x` [..., in], in any floating dtype."""
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        self.count += x.shape[0]
+        self.square_sum += x.square().sum(0)
+        if self.hessian is not None:
+            with torch.autocast(x.device.type, enabled=False):
+                self.hessian.addmm_(x.t(), x)
+
+
+@torch.no_grad()
+def collect(
+    model: nn.Module,
+    layers: Mapping[str, nn.Linear],
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    hessian: bool = False,
+) -> dict[str, Statistics]:
+    """Statistics of the inputs of `layers` while `model` sees `batches`, by the layers' names.
+
+    The model runs in eval mode, without gradients, and is left as it was. In a process group every
+    rank must call this; all get what rank 0 measured.
+
+    Args:
+        layers: modules of `model`; one that runs twice in a forward pass counts twice.
+        batches: keyword arguments of the model, on its device.
+        hessian: sum x x^T, too: 4 in^2 bytes per layer.
+    Raises:
+        ValueError: a layer saw no token, or inputs that are not finite.
+    """
+    statistics: dict[str, Statistics] = {}
+    handles = []
+    for name, layer in layers.items():
+        zeros = torch.zeros(layer.in_features, device=layer.weight.device)
+        square = zeros.new_zeros(layer.in_features, layer.in_features) if hessian else None
+        statistics[name] = Statistics(0, zeros, square)
+        handles.append(layer.register_forward_pre_hook(_adder(statistics[name]), with_kwargs=True))
+    try:
+        with evaluating(model):
+            for batch in batches:
+                model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, found in statistics.items():
+        if dist.is_initialized():
+            dist.broadcast(found.square_sum, src=0)
+            if found.hessian is not None:
+                dist.broadcast(found.hessian, src=0)
+        if not found.count:
+            raise ValueError(f"no calibration token reached {name}; give batches, or exclude it")
+        if not found.square_sum.isfinite().all():
+            raise ValueError(f"the calibration inputs of {name} are not finite; check the model")
+    return statistics
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every module then gets its own training flag back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _adder(statistics: Statistics) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        statistics.add(args[0] if args else kwargs["input"])
+
+    return hook

@@ -1,0 +1,261 @@
+"""A linear layer whose N:M weight is stored compressed, with or without low-rank adapters.
+
+Shapes: T tokens, X [T, in], `values` [out, in * n / m] (common_kernels.compressed), L^T [r, in],
+R [r, out]. W_R is the weight [out, in] expanded by the row mask, W_RC the same without the entries
+that the column mask drops.
+
+    Y        = X W_R^T + (X L) R / r + b     forward: one product X [W_R^T | L], then lowrank_addmm
+    dX       = dY W_RC + dY2 L^T             dgrad, dY2 = dY R^T / r
+    dvalues  = the kept entries of dY^T X    wgrad: a dense product, compressed
+    dL^T, dR = dY2^T X, (X L)^T dY / r
+
+The scale 1 / r of the adapters is the same in training, in evaluation and in `SparsePlusLowRank`,
+the form in which a layer with trained adapters ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common_kernels import (
+    compress_nm,
+    double_prune_mask,
+    expand_nm,
+    lowrank_addmm,
+    nm_mask,
+    pack_mask,
+    unpack_mask,
+)
+
+from . import base
+
+Pattern = tuple[int, int]  # (n, m)
+
+
+def merged_linear(
+    x: Tensor, weight: Tensor, left: Tensor, right: Tensor, bias: Tensor | None
+) -> Tensor:
+    """X W^T + (X L) R / r + b for x [..., in], with one product X [W^T | L].
+
+    Args:
+        weight, left, right: W [out, in], L^T [r, in] and R [r, out] in x's dtype.
+        bias: [out] or None.
+    """
+    y1, y2 = F.linear(x, torch.cat([weight, left])).split([len(weight), len(left)], -1)
+    return lowrank_addmm(y1, y2, right, bias, 1 / len(left))
+
+
+def _dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
+    """L^T [r, in] of an adapter that is stored compressed where it has a mask."""
+    return left if left_mask is None else expand_nm(left, left_mask, *pattern)
+
+
+class _Product(torch.autograd.Function):
+    """The products of the module docstring; what is saved for the backward pass is compressed.
+
+    Dense operands that waited for it would lie there for all layers at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, pattern, adapting
+    ):
+        ctx.pattern, ctx.adapting = pattern, adapting
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, values, left, right, row_mask, column_mask, left_mask)
+        weight = expand_nm(values.to(x.dtype), row_mask, *pattern)
+        if not adapting:
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        dense_left = _dense_left(left.to(x.dtype), left_mask, pattern)
+        return merged_linear(x, weight, dense_left, right.to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        with torch.autocast(grad_y.device.type, enabled=False):
+            return _Product._backward(ctx, grad_y)
+
+    @staticmethod
+    def _backward(ctx, grad_y):
+        x, values, left, right, row_mask, column_mask, left_mask = ctx.saved_tensors
+        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_x = grad_values = grad_left = grad_right = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            kept = unpack_mask(column_mask, values.shape[-1])
+            twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
+            grad_x = dy @ expand_nm(twice_pruned, row_mask, *ctx.pattern)
+        if ctx.needs_input_grad[1]:
+            grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern).to(values.dtype)
+        # Adapters that do not take part are inputs all the same, without a gradient: DDP waits
+        # for every parameter that it knows.
+        if ctx.adapting:
+            dense_left = _dense_left(left.to(x.dtype), left_mask, ctx.pattern)
+            dy2 = dy @ right.to(x.dtype).t() / len(right)
+            grad_left = dy2.t() @ x2d
+            if left_mask is not None:
+                grad_left = compress_nm(grad_left, left_mask, *ctx.pattern)
+            grad_left = grad_left.to(left.dtype)
+            grad_right = ((x2d @ dense_left.t()).t() @ dy / len(right)).to(right.dtype)
+            if grad_x is not None:
+                grad_x = grad_x.addmm_(dy2, dense_left)
+        if grad_x is not None:
+            grad_x = grad_x.reshape(x.shape)
+        if ctx.needs_input_grad[4]:
+            grad_bias = dy.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 5
+
+
+class CompressedLinear(base.SparseLinear):
+    """`nn.Linear` whose weight is `values`, under masks that are chosen apart from it.
+
+    Parameters: `values` [out, in * n / m], `bias`, and with adapters `left` = L^T [r, in]
+    (compressed like `values` where it is sparse) and `right` = R [r, out].
+
+    Buffers, all saved, bits packed in uint8: `row_mask` [out, in / 8], one bit a weight;
+    `column_mask` [out, in * n / m / 8], one bit a value; `left_mask` [r, in / 8] of a sparse L.
+    """
+
+    values: nn.Parameter
+    left: nn.Parameter | None
+    right: nn.Parameter | None
+    row_mask: Tensor
+    column_mask: Tensor
+    left_mask: Tensor | None
+    pattern: Pattern
+    adapting: bool  # whether the adapters take part; where they do not, R is zero
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        """As in the base class; `config` is that of SLoPe.
+
+        dtype plays no part: values are cast before they are expanded, which is half the work.
+        """
+        self.config, self.pattern = config, config.pattern(name)
+        # Out, and in again: the parameters keep the order of nn.Linear.
+        weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
+        assert weight is not None
+        self.register_buffer("row_mask", self._choose_mask(weight.detach(), name, "mask"))
+        values = compress_nm(weight.detach(), self.row_mask, *self.pattern)
+        self.values = nn.Parameter(values, requires_grad=weight.requires_grad)
+        self.register_parameter("bias", bias)
+        self.register_buffer("column_mask", pack_mask(torch.ones_like(values, dtype=torch.bool)))
+        left = right = left_mask = None
+        if config.adapter_rank:
+            generator = self._generator(name, "left")
+            drawn = torch.randn(config.adapter_rank, self.in_features, generator=generator)
+            if config.adapter_init == "scaled":
+                drawn /= math.sqrt(self.in_features)
+            drawn = drawn.to(weight)
+            if config.adapter_left_sparse:
+                left_mask = self._choose_mask(drawn, name, "left mask")
+                drawn = compress_nm(drawn, left_mask, *self.pattern)
+            left = nn.Parameter(drawn)
+            right = nn.Parameter(weight.new_zeros(config.adapter_rank, self.out_features))
+        self.register_parameter("left", left)
+        self.register_parameter("right", right)
+        self.register_buffer("left_mask", left_mask)
+
+    def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
+        """Packed N:M mask of x along its last dim, by the rule of the option `mask`."""
+        if self.config.mask == "random":
+            x = torch.rand(x.shape, generator=self._generator(name, purpose)).to(x.device)
+        return pack_mask(nm_mask(x, *self.pattern))
+
+    def _generator(self, name: str, purpose: str) -> torch.Generator:
+        """On the CPU: every device and every rank draws the same."""
+        seed = base._layer_seed(self.config.seed, f"{name} {purpose}", 0)
+        return torch.Generator().manual_seed(seed)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """A dense copy [out, in] of the sparse weight, without adapters."""
+        return self.effective_weight()
+
+    @property
+    def sparse_weight(self) -> Tensor:  # type: ignore[override]
+        return self.effective_weight()
+
+    def effective_weight(self) -> Tensor:
+        return expand_nm(self.values.detach(), self.row_mask, *self.pattern)
+
+    def current_mask(self) -> Tensor:
+        return unpack_mask(self.row_mask, self.in_features)
+
+    def refresh_mask(self) -> None:
+        """Choose the column mask: n of m along `out`, by magnitude, among the kept weights."""
+        values = self.values.detach()
+        # A kept weight that is zero must not lose to one that the row mask prunes.
+        values = values.masked_fill(values == 0, torch.finfo(values.dtype).tiny)
+        mask = double_prune_mask(expand_nm(values, self.row_mask, *self.pattern), *self.pattern)
+        self.column_mask.copy_(pack_mask(compress_nm(mask, self.row_mask, *self.pattern)))
+
+    def refresh(self) -> None:
+        """Nothing is derived; of weights that came from elsewhere, R says if it takes part."""
+        self.adapting = self.right is not None and bool(self.right.any())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], the same in training and in evaluation."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
+        return _Product.apply(
+            x, self.values, *adapters, self.bias, *masks, self.pattern, self.adapting
+        )
+
+    def restore(self) -> None:
+        """Turn this module into a plain `nn.Linear`, or with trained adapters into a
+        `SparsePlusLowRank`, true zeros written out."""
+        self.refresh()
+        adapted, weight, bias, right = self.adapting, self.weight, self.bias, self.right
+        if adapted:
+            assert self.left is not None
+            left = _dense_left(self.left.detach(), self.left_mask, self.pattern)
+        for name in [*self._parameters, *self._buffers, "config", "pattern", "adapting"]:
+            delattr(self, name)
+        self.__class__ = SparsePlusLowRank if adapted else nn.Linear  # type: ignore[assignment]
+        self.register_parameter("weight", nn.Parameter(weight))
+        self.register_parameter("bias", bias)
+        if adapted:
+            self.left, self.right = nn.Parameter(left), right
+
+
+class SparsePlusLowRank(nn.Linear):
+    """An N:M sparse linear with its low-rank adapters: plain tensors, no masks.
+
+    Parameters, and names in a state dict: `weight` [out, in] with true zeros, `bias`, `left` = L^T
+    [r, in] and `right` = R [r, out].
+    """
+
+    left: nn.Parameter
+    right: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; W and L^T are joined at each call."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        weight, left, right = (t.to(x.dtype) for t in (self.weight, self.left, self.right))
+        return merged_linear(x, weight, left, right, self.bias)
+
+
+@torch.no_grad()
+def load_adapted(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Load `state`, saved from a finished model with adapters, into a freshly built plain `model`.
+
+    The linears that have adapters in `state` become `SparsePlusLowRank`, in place.
+    """
+    for key in state:
+        name, _, last = key.rpartition(".")
+        if last == "left":
+            layer, device = model.get_submodule(name), model.get_parameter(f"{name}.weight").device
+            layer.__class__ = SparsePlusLowRank
+            for factor in ("left", "right"):
+                empty = torch.empty_like(state[f"{name}.{factor}"], device=device)
+                setattr(layer, factor, nn.Parameter(empty))
+    model.load_state_dict(state)
+    return model

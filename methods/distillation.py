@@ -1,0 +1,287 @@
+"""Knowledge distillation from a frozen dense teacher, for methods that retrain a pruned model.
+
+    L = task_weight * L_task + kl_weight * L_KL + layer_weight * L_layer
+
+AST (arXiv 2407.20584, section 3.3) takes the dense model itself as teacher and finds that the
+divergence of the logits is what counts; the hidden-state losses are the arms of its Table 5. All
+losses are reduced in fp32 and are means over tokens; padding is not told from text.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import base
+
+# Transformer blocks by their names in this project's GPT, and in transformers' GPT-2, OPT, LLaMA.
+BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]")
+
+# The labels of a batch: without them the teacher does not compute a loss that nobody asks for.
+_LABELS = ("target", "labels")
+
+
+def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens; logits [..., V].
+
+    The gradient on the student's logits is T (softmax(s / T) - softmax(t / T)) / tokens: with T^2
+    its size does not depend on T.
+    """
+    log_student, log_teacher = _log_probabilities(student, teacher, temperature)
+    divergence = F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
+    return temperature**2 * divergence
+
+
+def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(softmax(student / T) || softmax(teacher / T)), mean over tokens (MiniLLM's order)."""
+    log_student, log_teacher = _log_probabilities(student, teacher, temperature)
+    divergence = F.kl_div(log_teacher, log_student, reduction="batchmean", log_target=True)
+    return temperature**2 * divergence
+
+
+def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> list[Tensor]:
+    """Both as [tokens, V] in fp32."""
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"the teacher gives logits {list(teacher.shape)}, the model {list(student.shape)}; "
+            "distillation needs a teacher with the same vocabulary"
+        )
+    return [
+        F.log_softmax(logits.flatten(0, -2).float() / temperature, dim=-1)
+        for logits in (student, teacher)
+    ]
+
+
+def squarehead(student: Tensor, teacher: Tensor) -> Tensor:
+    """mean (s - t)^2 / (mean t^2 + 2^-7): SquareHead, arXiv 2310.06927. Hidden states [..., C]."""
+    s, t = student.float(), teacher.float()
+    return (s - t).square().mean() / (t.square().mean() + 2.0**-7)
+
+
+def tinybert(student: Tensor, teacher: Tensor) -> Tensor:
+    """mean (s - t)^2, TinyBERT's loss of hidden states (arXiv 1909.10351).
+
+    Its loss of attention maps is not taken: fused attention never forms them.
+    """
+    return (student.float() - teacher.float()).square().mean()
+
+
+def mobilebert(student: Tensor, teacher: Tensor) -> Tensor:
+    """MobileBERT's feature map transfer in its decomposed form (arXiv 2004.02984).
+
+    The squared error of the states normalised over C, plus the squared error of their means and
+    the absolute error of their variances.
+    """
+    s, t = student.float(), teacher.float()
+    width = (s.shape[-1],)
+    shape = (F.layer_norm(s, width) - F.layer_norm(t, width)).square().mean()
+    level = (s.mean(-1) - t.mean(-1)).square().mean()
+    spread = (s.var(-1, correction=0) - t.var(-1, correction=0)).abs().mean()
+    return shape + level + spread
+
+
+DIVERGENCES = {"forward": forward_kl, "reverse": reverse_kl}
+LAYER_LOSSES = {"squarehead": squarehead, "tinybert": tinybert, "mobilebert": mobilebert}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.Config):
+    """Options of distillation; the defaults are those of AST's recipe.
+
+    task_weight: of the model's own loss. kl_weight: of the divergence of the logits.
+    temperature: of the divergence. divergence: `forward` or `reverse` KL.
+    layer_weight: of the sum of the hidden-state losses. layer_loss: `squarehead`, `tinybert` or
+        `mobilebert`. layer_modules: globs on the modules whose outputs are compared.
+
+    With kl_weight and layer_weight 0 there is no teacher.
+    """
+
+    task_weight: float = 0.33
+    kl_weight: float = 0.67
+    temperature: float = 2.0
+    divergence: str = "forward"
+    layer_weight: float = 0.0
+    layer_loss: str = "squarehead"
+    layer_modules: tuple[str, ...] = BLOCKS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.layer_modules, str):
+            raise ValueError(f"layer_modules must be a list of globs, got {self.layer_modules!r}")
+        object.__setattr__(self, "layer_modules", tuple(self.layer_modules))
+        weights = {n: getattr(self, n) for n in ("task_weight", "kl_weight", "layer_weight")}
+        for name, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"{name}={weight}; it must not be negative")
+        if not any(weights.values()):
+            raise ValueError(f"{', '.join(weights)} are all 0; there is nothing to train on")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}; it must be above 0")
+        base.check_choice("divergence", self.divergence, DIVERGENCES)
+        base.check_choice("layer_loss", self.layer_loss, LAYER_LOSSES)
+
+
+class Method(base.Method):
+    """The teacher is no part of the model, so neither optimizer nor DDP sees it.
+
+    It is a copy of the model before pruning, kept in `state_dict()`, unless `set_teacher` gave
+    another one. It runs on training batches alone; a loss taken without gradients is the task's.
+    """
+
+    Config = Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.teacher: nn.Module | None = None
+        self.teacher_is_given = False
+        self.compared: dict[str, nn.Module] = {}  # modules with a hidden-state loss, by name
+
+    def set_teacher(self, teacher: nn.Module) -> None:
+        """Distil from `teacher` (frozen here, in place) and not from a copy of the model.
+
+        It takes the batches of the model without their labels and returns (logits, ...) or an
+        object with `.logits`. Call it before the first step, and again before resuming: a teacher
+        that was given is not saved.
+        """
+        self.teacher, self.teacher_is_given = _frozen(teacher), True
+
+    @torch.no_grad()
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        """As in the base class; before anything is pruned, the teacher is copied."""
+        config = self.config
+        compared = _matching(model, config.layer_modules) if config.layer_weight else {}
+        teacher = self.teacher
+        if teacher is None and (config.kl_weight or config.layer_weight):
+            teacher = _frozen(copy.deepcopy(model))
+            if dist.is_initialized():
+                for tensor in itertools.chain(teacher.parameters(), teacher.buffers()):
+                    dist.broadcast(tensor, src=0)
+        report = super().convert(model, dtype)
+        self.teacher, self.compared = teacher, compared
+        return report
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """The weighted sum of the module docstring on one micro-batch.
+
+        Raises:
+            ValueError: the teacher has another vocabulary, or lacks a hidden state.
+        """
+        if self.teacher is None or not torch.is_grad_enabled():
+            return super().loss(model, batch)
+        output: Any = None
+
+        def keeping(**inputs: Any) -> Any:
+            nonlocal output
+            output = model(**inputs)
+            return output
+
+        with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
+            unlabelled = {k: v for k, v in batch.items() if k not in _LABELS}
+            teacher_logits = _logits(self.teacher(**unlabelled))
+        with _outputs(self.compared) as found:
+            loss = self.config.task_weight * super().loss(keeping, batch)  # type: ignore[arg-type]
+        if self.config.kl_weight:
+            divergence = DIVERGENCES[self.config.divergence]
+            value = divergence(_logits(output), teacher_logits, self.config.temperature)
+            loss = loss + self.config.kl_weight * value
+        if self.config.layer_weight:
+            loss = loss + self.config.layer_weight * self._layer_loss(found, wanted)
+        return loss
+
+    def _compared_in_teacher(self) -> dict[str, nn.Module]:
+        assert self.teacher is not None
+        modules = dict(self.teacher.named_modules())
+        missing = sorted(self.compared.keys() - modules.keys())
+        if missing:
+            raise ValueError(f"the teacher has no module {missing[0]}; change layer_modules")
+        return {name: modules[name] for name in self.compared}
+
+    def _layer_loss(self, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Tensor:
+        compare = LAYER_LOSSES[self.config.layer_loss]
+        terms = []
+        for name in self.compared:
+            if name not in found or not found[name].requires_grad:
+                raise ValueError(
+                    f"the hidden state of {name} carries no gradient here: a compiled or "
+                    "reentrantly checkpointed model hides it; set layer_weight=0 or run it plainly"
+                )
+            if found[name].shape != wanted[name].shape:
+                raise ValueError(
+                    f"{name} gives {list(found[name].shape)}, the teacher's "
+                    f"{list(wanted[name].shape)}; change layer_modules"
+                )
+            terms.append(compare(found[name], wanted[name]))
+        return torch.stack(terms).sum()
+
+    def finalize(self, model: nn.Module) -> nn.Module:
+        self.teacher = None
+        return super().finalize(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the weights of the teacher, if it is the method's own copy."""
+        state = super().state_dict()
+        if self.teacher is not None and not self.teacher_is_given:
+            state["teacher"] = self.teacher.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        own = self.teacher is not None and not self.teacher_is_given
+        if own != ("teacher" in state):
+            raise ValueError(
+                "this training was saved with another kind of teacher (its own copy, a given one, "
+                "or none); build the method as it was and give it the same"
+            )
+        if self.teacher is not None and own:
+            self.teacher.load_state_dict(state["teacher"])
+
+
+def _frozen(teacher: nn.Module) -> nn.Module:
+    for parameter in teacher.parameters():
+        parameter.grad = None
+    return teacher.requires_grad_(False).eval()
+
+
+def _matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    matching = {n: m for n, m in modules.items() if any(fnmatchcase(n, g) for g in globs)}
+    if not matching:
+        names = [n for n in modules if n]
+        raise ValueError(
+            f"no module matches layer_modules={list(globs)}; modules are: {base._some(names)}"
+        )
+    return matching
+
+
+def _logits(output: Any) -> Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+@contextmanager
+def _outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """The (first) outputs of these modules in a forward pass run inside, by name."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[name] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,125 @@
+"""Gradual magnitude pruning: from dense to 2:4 along a cubic schedule.
+
+    GEMM   operand 1   operand 2   sparse operand, along
+    Y      X           W           weight, towards 2:4 along `in`
+    dX     dY          W           the same weight
+    dW     dY          X           none; flows to W under the mask
+
+Zhu and Gupta, arXiv 1710.01878: the sparsity rises from 0 to its end value s as
+s - s (1 - tau)^3 while tau goes from 0 to 1, and every `prune_every` steps as many of the smallest
+weights of each layer are removed for good. Their pattern is unstructured. Here s is a half, and a
+group of four may lose only its two smallest: of the entries that a 2:4 mask would remove, a layer
+loses those of smallest magnitude first. At tau = 1 the mask is exactly 2:4; the model ends sparse.
+
+A model that is trained from scratch should first train densely for a while (`begin_fraction`). As
+in the paper a removed weight gets no gradient; unlike there it is set to zero, so that it cannot
+return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation: `kl_weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels import nm_mask
+
+from . import base, distillation, one_shot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(distillation.Config):
+    """Options beside those of distillation, which is off by default.
+
+    begin_fraction, end_fraction: of `total_steps`, between which the sparsity rises.
+    prune_every: optimizer steps between two prunings.
+    """
+
+    task_weight: float = 1.0
+    kl_weight: float = 0.0
+    begin_fraction: float = 0.1
+    end_fraction: float = 0.6
+    prune_every: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.begin_fraction <= self.end_fraction <= 1.0:
+            raise ValueError(
+                f"begin_fraction={self.begin_fraction}, end_fraction={self.end_fraction}; they "
+                "must lie in [0, 1], in this order"
+            )
+        if self.prune_every < 1:
+            raise ValueError(f"prune_every={self.prune_every}; it must be at least 1 step")
+
+
+def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
+    """`mask` without the first `share` of those entries that a 2:4 mask along `in` removes.
+
+    Smallest magnitudes first, ties by position; what `mask` has lost already comes before all else
+    and counts in the share.
+
+    Args:
+        weight, mask: [out, in]; the mask has lost at most two entries of a group.
+        share: 0 removes nothing, 1 gives a 2:4 mask.
+    """
+    # A weight that is zero by chance must rank above one that was removed.
+    tiny = torch.finfo(weight.dtype).tiny
+    magnitude = torch.where(mask, weight.detach().abs().clamp_min(tiny), 0.0)
+    candidates = (~nm_mask(magnitude)).flatten().nonzero().squeeze(1)
+    order = magnitude.flatten()[candidates].argsort(stable=True)
+    removed = candidates[order[: round(share * len(candidates))]]
+    pruned = mask.clone()
+    pruned.view(-1)[removed] = False
+    return pruned
+
+
+class Method(distillation.Method):
+    """`pruned` is the share of the entries to be removed that are gone, 0 to 1."""
+
+    Config = Config
+    Linear = one_shot.Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.pruned = 0.0
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        if not self.config.total_steps:
+            raise ValueError("the schedule is a fraction of total_steps; set total_steps")
+        return super().convert(model, dtype)
+
+    def share(self, step: int) -> float:
+        """What `pruned` should be in optimizer step `step`."""
+        config = self.config
+        begin = round(config.begin_fraction * config.total_steps)
+        # The last step at the latest: the model must end 2:4.
+        end = min(round(config.end_fraction * config.total_steps), config.total_steps - 1)
+        if step >= end:
+            return 1.0
+        if step < begin:
+            return 0.0
+        done = (step - begin) // config.prune_every * config.prune_every
+        return 1.0 - (1.0 - done / (end - begin)) ** 3
+
+    def on_step_begin(self, step: int) -> None:
+        super().on_step_begin(step)
+        share = self.share(step)
+        if share > self.pruned:
+            self.pruned = share
+            for layer in self.layers.values():
+                assert isinstance(layer, one_shot.Linear)
+                layer.prune(prune_towards24(layer.weight, layer.mask, share))
+
+    def phase(self) -> str:
+        if self.pruned == 0.0:
+            return "dense"
+        return "sparse" if self.pruned == 1.0 else "pruning"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "pruned": self.pruned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.pruned = state["pruned"]

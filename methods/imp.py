@@ -1,0 +1,58 @@
+"""Iterative magnitude pruning: rounds of pruning and retraining, until the weights are 2:4.
+
+    GEMM   operand 1   operand 2   sparse operand, along
+    Y      X           W           weight, towards 2:4 along `in`
+    dX     dY          W           the same weight
+    dW     dY          X           none; flows to W under the mask
+
+Han et al. (arXiv 1506.02626), Frankle and Carbin (arXiv 1803.03635): every round removes the same
+share of the weights that are left, smallest magnitudes first, and then trains on. After round k of
+K a layer keeps 2^(-k/K) of its weights. Which of them may go is as in `gmp`, so that the last round
+ends in a 2:4 mask; the model ends sparse. The weights are not rewound between the rounds, and the
+learning rate follows the run's own schedule. AST (arXiv 2407.20584, Table 1) retrains this baseline
+with distillation: `kl_weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import distillation, gmp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(distillation.Config):
+    """Options beside those of distillation, which is off by default.
+
+    begin_fraction: of `total_steps`, the first ones, dense; the others are cut into equal rounds.
+    rounds: of pruning and retraining.
+    """
+
+    task_weight: float = 1.0
+    kl_weight: float = 0.0
+    begin_fraction: float = 0.1
+    rounds: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.begin_fraction < 1.0:
+            raise ValueError(f"begin_fraction={self.begin_fraction}; it must lie in [0, 1)")
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds}; it must be at least 1")
+
+
+class Method(gmp.Method):
+    Config = Config  # type: ignore[assignment]  # has no end_fraction
+
+    def share(self, step: int) -> float:
+        """What `pruned` should be in optimizer step `step`: that of the rounds begun so far."""
+        config = self.config
+        begun = sum(step >= self.round_start(index) for index in range(config.rounds))
+        return 2.0 * (1.0 - 0.5 ** (begun / config.rounds))
+
+    def round_start(self, index: int) -> int:
+        """Optimizer step at which round `index`, from 0, prunes."""
+        config = self.config
+        dense = config.begin_fraction
+        start = dense + (1.0 - dense) * index / config.rounds
+        return min(round(start * config.total_steps), config.total_steps - 1)

@@ -1,0 +1,158 @@
+"""One-shot pruning: a 2:4 mask chosen once, by magnitude, Wanda or SparseGPT, then fine-tuning.
+
+    GEMM   operand 1   operand 2   sparse operand, along
+    Y      X           W           weight, 2:4 along `in`
+    dX     dY          W           the same weight (2:4 along `in`: a dense product on hardware)
+    dW     dY          X           none; flows to W under the mask
+
+`convert` prunes; the mask never changes again. Removed entries are exact zeros of the Parameter and
+stay so, because their gradient is masked (it does not count in the clipped norm, either). Without a
+training step this is the training-free baseline of AST (arXiv 2407.20584, Table 1), with some it is
+"naive training" (Table 4), or with distillation "fixed mask". The model ends 2:4 sparse.
+
+Wanda and SparseGPT prune the layers in the model's order, each for the inputs that it gets from
+those already pruned, as both papers do. The released codes measure a whole transformer block at a
+time, before any of its layers is pruned; here every layer is measured on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common_kernels import nm_mask
+
+from . import base, distillation, ste
+from .calibration import collect
+from .sparsegpt import prune24
+
+METRICS = ("magnitude", "wanda", "sparsegpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(distillation.Config):
+    """Options beside those of distillation, which is off by default.
+
+    metric: what a weight is worth: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695),
+    or `sparsegpt` (arXiv 2301.00774), which also updates the weights that stay. The latter two
+    need `Method.calibrate`.
+    calibration_sequences: how many sequences a driver gives to `Method.calibrate`.
+    damping: of SparseGPT's Hessian, as a fraction of the mean of its diagonal.
+    """
+
+    task_weight: float = 1.0
+    kl_weight: float = 0.0
+    metric: str = "magnitude"
+    calibration_sequences: int = 128
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("metric", self.metric, METRICS)
+        if self.calibration_sequences < 1:
+            raise ValueError(f"calibration_sequences={self.calibration_sequences}; at least 1")
+        if not 0 < self.damping < 1:
+            raise ValueError(f"damping={self.damping}; it must lie between 0 and 1")
+
+
+class _MaskedGradient(torch.autograd.Function):
+    """Forward: the operand. Backward: its gradient, under the mask, goes to the weight."""
+
+    @staticmethod
+    def forward(ctx, weight, operand, mask):
+        ctx.save_for_backward(mask)
+        ctx.dtype = weight.dtype
+        return operand.view_as(operand)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (mask,) = ctx.saved_tensors
+        return torch.where(mask, grad, 0.0).to(ctx.dtype), None, None
+
+
+class Linear(ste.Linear):
+    """A linear whose `mask` (bool [out, in], saved) changes by `prune` alone. The entries outside
+    it are zeros of `weight` itself."""
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        self.mask.fill_(True)
+
+    def refresh_mask(self) -> None:
+        """The mask does not follow the weights."""
+
+    @torch.no_grad()
+    def prune(self, mask: Tensor) -> None:
+        """Keep the entries under `mask` [out, in] and set all others to zero."""
+        self.mask.copy_(mask)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        # An optimizer's momentum can still move an entry that was pruned during training.
+        self.weight.masked_fill_(~self.mask, 0.0)
+        super().refresh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        weight = _MaskedGradient.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
+        return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Method(distillation.Method):
+    Config = Config
+    Linear = Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._batches: list[Mapping[str, Any]] = []
+
+    @property
+    def calibration_sequences(self) -> int:
+        """How many sequences `calibrate` wants before `convert`; 0 = it need not be called."""
+        return 0 if self.config.metric == "magnitude" else self.config.calibration_sequences
+
+    def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the batches for `convert`, which runs the model on them once for every layer.
+
+        Args:
+            batches: keyword arguments of the model; in a process group, equal on every rank.
+        """
+        self._batches = list(batches)
+
+    @torch.no_grad()
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        if self.calibration_sequences and not self._batches:
+            raise ValueError(
+                f"metric={self.config.metric} needs inputs: call method.calibrate(model, batches) "
+                "before convert, or choose metric=magnitude"
+            )
+        # The operands get their dtype last: calibration must not see rounded weights.
+        report = super().convert(model)
+        for name, layer in self.layers.items():
+            assert isinstance(layer, Linear)
+            layer.prune(self._mask(model, name, layer))
+        for layer in self.sparse_layers.values():
+            layer.sparse_weight = layer.sparse_weight.to(dtype or layer.weight.dtype)
+        self._batches = []
+        return report
+
+    def _mask(self, model: nn.Module, name: str, layer: nn.Linear) -> Tensor:
+        """The mask of a layer by the metric; SparseGPT updates its weight, too."""
+        metric, weight = self.config.metric, layer.weight
+        if metric == "magnitude":
+            return nm_mask(weight)
+        inputs = collect(model, {name: layer}, self._batches, hessian=metric == "sparsegpt")[name]
+        if inputs.hessian is None:
+            return nm_mask(weight.float() * inputs.square_sum.sqrt())
+        mask, updated = prune24(weight, inputs.hessian, self.config.damping)
+        weight.copy_(updated)
+        return mask

@@ -1,0 +1,264 @@
+"""Semi-sparse training at run time: what torchao's accelerated sparse training did, by magnitude.
+
+    mode=weight       operand 1   operand 2   sparse operand, along
+    Y                 X           W * M       weight, 2:4 along `in`
+    dX                dY          W * M       the same weight, 2:4 along `out` as well
+    dW                dY          X           none; flows to W unmasked
+
+    mode=activation
+    Y                 X * M       W           input, 2:4 along `in`
+    dX                dY          W           none; flows to X unmasked
+    dW                dY          X * M       the same input, 2:4 along tokens as well
+
+M is transposable: at most two entries in every row and column of a 4x4 tile, of the weight or of
+[tokens, in]. It is plain STE: no decay, no sampling, no mask that freezes. The weight's mask is
+chosen once per optimizer step (`refresh_every`), the input's in every forward pass. Sparse steps
+come first, then dense ones: with `sparse_fraction=1` and mode=weight the model ends 2:4 sparse,
+else dense. In mode=activation the weights are dense all along; evaluation prunes the inputs as
+training does, `finalize` leaves plain linears, which do not.
+
+torchao (removed in 0.19) ranks by signed value, so that half of what it keeps of a weight is there
+for its sign: 54% of the sum of magnitudes of a Gaussian weight instead of 69%. Ranking by magnitude
+is what its options called `largest_abs_values_greedy`; behind a ReLU the two are the same. It
+chooses the mask in every forward pass, refuses biases and 3-D inputs with sparse activations,
+autocast, and fp32 weights, and its layers forget hooks and the training flag.
+
+A tile of [tokens, in] couples four tokens: what is kept of one depends on the next ones, in
+training and in evaluation. Where that must not be (a causal language model) `algorithm=rows` keeps
+two of four inputs of every token by themselves; dW is then a dense product on hardware.
+
+The second half of this file holds torchao's names, for code that was written for them: layers that
+prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common_kernels import nm_mask, transposable_mask24
+
+from . import base
+from .t_sr_ste import SwitchedLinear, SwitchedMethod
+
+MODES = ("weight", "activation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.Config):
+    """mode: what is sparse, `weight` or `activation`.
+    algorithm: of the mask: `greedy` (torchao's, walks from the largest magnitude; now and then it
+        can place only seven of eight), `exact` (the largest sum of magnitudes), or `rows` (mode
+        activation only, see above).
+    refresh_every: optimizer steps between two choices of the weight's mask.
+    sparse_fraction: share of `total_steps`, the first ones, that is sparse.
+    """
+
+    mode: str = "weight"
+    algorithm: str = "greedy"
+    refresh_every: int = 1
+    sparse_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("mode", self.mode, MODES)
+        base.check_choice("algorithm", self.algorithm, ("greedy", "exact", "rows"))
+        if self.mode == "weight" and self.algorithm == "rows":
+            raise ValueError("algorithm=rows with mode=weight is the method ste; use that")
+        if self.refresh_every < 1:
+            raise ValueError(f"refresh_every={self.refresh_every}; it must be at least 1")
+        if not 0.0 <= self.sparse_fraction <= 1.0:
+            raise ValueError(f"sparse_fraction={self.sparse_fraction}; it must lie in [0, 1]")
+
+
+class _Prune(torch.autograd.Function):
+    """Forward: x where the mask is. Backward: identity (straight-through)."""
+
+    @staticmethod
+    def forward(ctx, x, mask):
+        return torch.where(mask, x, 0.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def prune_weight(weight: Tensor, algorithm: str) -> Tensor:
+    """`weight` [out, in] under its transposable mask; the gradient passes straight through."""
+    return _Prune.apply(weight, transposable_mask24(weight.detach(), algorithm))
+
+
+def prune_input(x: Tensor, algorithm: str) -> Tensor:
+    """`x` [..., in] under the mask of its tokens, in the order of memory; straight-through.
+
+    Four consecutive tokens make the rows of a tile; the last tile is filled up with zeros.
+    """
+    values = x.detach().reshape(-1, x.shape[-1])
+    if algorithm == "rows":
+        mask = nm_mask(values)
+    else:
+        tokens = values.shape[0]
+        padded = F.pad(values, (0, 0, 0, -tokens % 4))
+        mask = transposable_mask24(padded, algorithm)[:tokens]
+    return _Prune.apply(x, mask.reshape(x.shape))
+
+
+class WeightLinear(SwitchedLinear):
+    """The mask is transposable."""
+
+    config: Config
+
+    def refresh_mask(self) -> None:
+        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
+
+
+class ActivationLinear(SwitchedLinear):
+    """No mask of the weight; the flip rate is that of a virtual one."""
+
+    config: Config
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        del self.mask
+
+    def current_mask(self) -> Tensor:
+        return nm_mask(self.weight.detach())
+
+    def refresh_mask(self) -> None:
+        """Inputs are masked as they come."""
+
+    def refresh(self) -> None:
+        # Of a copy that is averaged (EMA) only parameters and buffers follow the original.
+        self.is_dense = bool(self.dense)
+        super().refresh()
+
+    def effective_weight(self) -> Tensor:
+        return self.weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return super().forward(x if self.is_dense else prune_input(x, self.config.algorithm))
+
+
+class Method(SwitchedMethod):
+    Config = Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        weights = config.mode == "weight"
+        self.Linear = WeightLinear if weights else ActivationLinear  # type: ignore[misc]
+        self.mask_period = config.refresh_every
+        self.dense_start = math.inf
+        if config.sparse_fraction < 1.0:
+            self.dense_start = round(config.sparse_fraction * config.total_steps)
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        if self.config.sparse_fraction < 1.0 and not self.config.total_steps:
+            raise ValueError(
+                f"sparse_fraction={self.config.sparse_fraction:.3g} of how many steps? set "
+                "total_steps, or sparse_fraction=1"
+            )
+        return super().convert(model, dtype)
+
+    def check_layer(self, name: str, module: nn.Linear) -> None:
+        if self.config.mode == "weight":
+            super().check_layer(name, module)
+        elif module.in_features % 4:
+            raise ValueError(
+                f"{name} takes {module.in_features} inputs; 2:4 needs a multiple of 4; change the "
+                "width or exclude it"
+            )
+
+    def dense_at(self, step: int) -> bool:
+        return step >= self.dense_start
+
+
+# ---------------------------------------------------------------------- torchao's names
+
+
+class SemiSparseLinear(nn.Linear):
+    """A linear that prunes its weight in every forward pass.
+
+    It holds no state beyond that of `nn.Linear`, so it can follow any change of the weight, by
+    whatever means, compiled and sharded (FSDP2) included. The price is a mask search in every
+    micro-batch; `Method` pays it once per optimizer step.
+    """
+
+    algorithm: ClassVar[str] = "greedy"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return F.linear(x, prune_weight(self.weight, self.algorithm), self.bias)
+
+
+class SemiSparseActivationLinear(nn.Linear):
+    """A linear that prunes its input; four tokens share a tile (see the module docstring)."""
+
+    algorithm: ClassVar[str] = "greedy"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return F.linear(prune_input(x, self.algorithm), self.weight, self.bias)
+
+
+def swap_linear_with_semi_sparse_linear(
+    model: nn.Module, config: Mapping[str, type[nn.Linear]], current: str = ""
+) -> None:
+    """Make linears of `model` semi-sparse, in place.
+
+    Modules, parameters, hooks and `state_dict()` stay what they are; only the class changes.
+
+    Args:
+        config: name of a linear, or glob on names, -> `SemiSparseLinear`,
+            `SemiSparseActivationLinear` or a class derived from them.
+        current: name of `model` itself, if the names of `config` start further up.
+    Raises:
+        ValueError: an entry of `config` names no `nn.Linear`, or one that does not fit 2:4. The
+            model is then unchanged.
+    """
+    # A Linear of another class has a behaviour of its own.
+    linears = {n: m for n, m in _named(model, current) if type(m) is nn.Linear}
+    chosen: dict[str, type[nn.Linear]] = {}
+    for glob, cls in config.items():
+        if not issubclass(cls, SemiSparseLinear | SemiSparseActivationLinear):
+            raise ValueError(f"{glob}: {cls.__name__} is no semi-sparse linear")
+        names = [name for name in linears if fnmatchcase(name, glob)]
+        if not names:
+            raise ValueError(
+                f"{glob!r} names no nn.Linear; those of the model are: "
+                f"{base._some(list(linears)) or 'none'}"
+            )
+        chosen.update(dict.fromkeys(names, cls))
+    for name, cls in chosen.items():
+        mode = "weight" if issubclass(cls, SemiSparseLinear) else "activation"
+        Method(Config(mode=mode)).check_layer(name, linears[name])
+    for name, cls in chosen.items():
+        linears[name].__class__ = cls
+
+
+def swap_semi_sparse_linear_with_linear(
+    model: nn.Module, current: str = "", include: Iterable[str] = ("*",)
+) -> None:
+    """Make semi-sparse linears of `model` plain again, in place, with their dense weights.
+
+    Args:
+        current: name of `model` itself, if the names of `include` start further up.
+        include: globs on the names of those to be swapped.
+    """
+    for name, module in _named(model, current):
+        if isinstance(module, SemiSparseLinear | SemiSparseActivationLinear) and any(
+            fnmatchcase(name, glob) for glob in include
+        ):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _named(model: nn.Module, current: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        yield ".".join(filter(None, (current, name))), module

@@ -1,0 +1,204 @@
+"""SLoPe: a static N:M weight kept compressed, a twice-pruned dX, low-rank adapters at the end.
+
+    GEMM   operand 1   operand 2     sparse operand, along
+    Y      X           W * A         weight, N:M along `in`
+    dX     dY          W * A * B     the same weight pruned again, N:M along `out` as well
+    dW     dY          X             none; the dense product is compressed to the entries under A
+
+SLoPe (arXiv 2405.16325, ICLR 2025). The row mask A is chosen once, at conversion. The column mask
+B keeps the N largest magnitudes of W * A in each M consecutive outputs, so dX is not the gradient
+of the forward pass; by default it is chosen anew in every step. The weight is stored as its kept
+entries alone, an ordinary Parameter `values` [out, in * N / M]: its gradient, the moments of any
+optimizer, clipping, DDP buckets and checkpoints are compressed with it. The dense operands are
+expanded where a product needs them and never kept. The model ends N:M sparse.
+
+In the last `adapter_fraction` of the steps Y gains X L R / rank (compressed.py): L random, R zero
+until then. Both are parameters from the start, but without a gradient until their phase: the
+optimizer begins their moments then, at its step 0. A model with trained adapters ends with
+`compressed.SparsePlusLowRank` layers.
+
+In the released training code the mask's polarity is inverted, the copy of W^T is never updated,
+dense parameters never move, and the merged form leaves the scale out; its accuracy experiments
+(separate code) refresh B in every backward pass (`column_refresh=1`), its package every 100 steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from . import base
+from .compressed import CompressedLinear
+
+# What the paper leaves dense: the first linear after the input (queries, keys and values of the
+# first block) and the heads, by their names in GPT-2, BERT, ViT and OPT or LLaMA.
+FIRST_LINEARS = (
+    "*h.0.attn.c_attn",
+    "*layer.0.attention.self.*",
+    "*blocks.0.attn.qkv",
+    "*layers.0.self_attn.[qkv]_proj",
+)
+HEADS = ("*head", "*predictions.decoder", "*seq_relationship", "*classifier", "*qa_outputs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.Config):
+    """Options of SLoPe; the defaults are the paper's without adapters, for all linears of a block.
+
+    mask: the row mask, `random` or by `magnitude` (of pretrained weights, say).
+    n, m: keep n of m consecutive weights. patterns: other N:M by name, as `GLOB=N:M`, of which the
+        last that matches wins: ["transformer.h.[0-5].*=2:8"].
+    column_refresh: optimizer steps between two choices of the column mask; 0 = never after the
+        first.
+    adapter_rank: of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
+    adapter_fraction: share of `total_steps`, the last ones, that trains them; at least one step.
+    adapter_init: of L, `normal` (unit variance, the paper's) or `scaled` (variance 1 / in).
+    adapter_left_sparse: keep L^T in the layer's N:M, so that X [W^T | L] is one sparse product.
+    """
+
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = FIRST_LINEARS + HEADS
+    mask: str = "random"
+    n: int = 2
+    m: int = 4
+    patterns: tuple[str, ...] = ()
+    column_refresh: int = 1
+    adapter_rank: int = 0
+    adapter_fraction: float = 0.01
+    adapter_init: str = "normal"
+    adapter_left_sparse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("mask", self.mask, ("random", "magnitude"))
+        base.check_choice("adapter_init", self.adapter_init, ("normal", "scaled"))
+        if isinstance(self.patterns, str):
+            raise ValueError(f"patterns must be a list of GLOB=N:M, got {self.patterns!r}")
+        object.__setattr__(self, "patterns", tuple(self.patterns))
+        _check_pattern(self.n, self.m, f"n={self.n} and m={self.m}")
+        for entry in self.patterns:
+            _, n, m = parse_pattern(entry)
+            _check_pattern(n, m, f"patterns: {entry!r}")
+        for name in ("column_refresh", "adapter_rank"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
+        if not 0.0 < self.adapter_fraction <= 1.0:
+            raise ValueError(f"adapter_fraction={self.adapter_fraction}; it must lie in (0, 1]")
+        for name in ("adapter_fraction", "adapter_init", "adapter_left_sparse"):
+            if not self.adapter_rank and getattr(self, name) != getattr(Config, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs adapters, and adapter_rank=0 has none; "
+                    "set a rank of at least 1"
+                )
+
+    def pattern(self, name: str) -> tuple[int, int]:
+        """(n, m) of the linear of this name."""
+        n, m = self.n, self.m
+        for entry in self.patterns:
+            glob, *other = parse_pattern(entry)
+            if fnmatchcase(name, glob):
+                n, m = other
+        return n, m
+
+
+def parse_pattern(entry: str) -> tuple[str, int, int]:
+    """`GLOB=N:M` as (glob, n, m)."""
+    match = re.fullmatch(r"(.+)=(\d+):(\d+)", str(entry))
+    if match is None:
+        raise ValueError(f"patterns: {entry!r} is not of the form GLOB=N:M, as *mlp.*=2:8")
+    return match[1], int(match[2]), int(match[3])
+
+
+def _check_pattern(n: int, m: int, where: str) -> None:
+    if not 0 < n < m <= 128:
+        raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
+
+
+class Method(base.Method):
+    Config = Config
+    Linear = CompressedLinear
+
+    @property
+    def adapter_start(self) -> int:
+        """The first optimizer step that trains the adapters."""
+        steps = self.config.total_steps
+        return steps - max(1, round(self.config.adapter_fraction * steps))
+
+    def _check(self, model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+        super()._check(model, chosen)
+        for entry in self.config.patterns:
+            if not any(fnmatchcase(name, parse_pattern(entry)[0]) for name in chosen):
+                raise ValueError(f"patterns: {entry!r} matches none of {', '.join(chosen)}")
+        if self.config.adapter_rank and not self.config.total_steps:
+            raise ValueError(
+                f"adapter_fraction={self.config.adapter_fraction} of how many steps? set "
+                "total_steps, or adapter_rank=0 for no adapters"
+            )
+
+    def check_layer(self, name: str, module: nn.Linear) -> None:
+        (n, m), (out_features, in_features) = self.config.pattern(name), module.weight.shape
+        shape = f"[{out_features}, {in_features}]"
+        if out_features % m or in_features % m:
+            raise ValueError(
+                f"{name} has weight {shape}; {n}:{m} needs both dims to be multiples of {m}; "
+                "exclude it or give it another N:M in patterns"
+            )
+        if self.config.adapter_rank > min(out_features, in_features):
+            raise ValueError(
+                f"adapter_rank={self.config.adapter_rank} is above the smaller dim of {name}, "
+                f"{shape}; lower it or exclude {name}"
+            )
+
+    def on_step_begin(self, step: int) -> None:
+        if self.config.adapter_rank and step >= self.adapter_start:
+            for layer in self._layers():
+                layer.adapting = True
+
+    def open_micro_batch(self) -> None:
+        """No random bits are drawn."""
+
+    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        # DDP hands out zeros where there was no gradient; optimizers would count steps and decay.
+        for layer in self._layers():
+            if not layer.adapting:
+                for adapter in (layer.left, layer.right):
+                    if adapter is not None:
+                        adapter.grad = None
+
+    @torch.no_grad()
+    def on_step_end(self, step: int) -> None:
+        # The row masks do not change, so there are no flips to measure.
+        period = self.config.column_refresh
+        if period and (step + 1) % period == 0:
+            for layer in self._layers():
+                layer.refresh_mask()
+
+    def _layers(self) -> Iterator[CompressedLinear]:
+        for layer in self.layers.values():
+            assert isinstance(layer, CompressedLinear)
+            yield layer
+
+    def metrics(self) -> dict[str, float | int | str]:
+        """As in the base class; a group is of the layer's own m, and may hold n."""
+        entries = nonzeros = illegal = 0
+        for layer in self._layers():
+            n, m = layer.pattern
+            kept = layer.effective_weight() != 0
+            entries += kept.numel()
+            nonzeros += int(kept.sum())
+            illegal += int((kept.unflatten(-1, (-1, m)).sum(-1) > n).sum())
+        return {
+            "flip_rate": self.flips_per_step,
+            "flip_rate_refresh": self.flips_per_refresh,
+            "density": nonzeros / max(1, entries),
+            "illegal_groups": illegal,
+            "phase": self.phase(),
+        }
+
+    def phase(self) -> str:
+        return "adapters" if any(layer.adapting for layer in self._layers()) else "sparse"

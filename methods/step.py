@@ -1,0 +1,170 @@
+"""STEP: dense AdamW until its second moment settles, then 2:4 training with that moment frozen.
+
+    GEMM   operand 1   operand 2     sparse operand, along
+    Y      X           W * M         weight, 2:4 along `in` (phase 1: W, dense)
+    dX     dY          W * M         the same weight (a dense product on hardware)
+    dW     dY          X             none; flows to W unmasked
+
+STEP (arXiv 2302.01172): pruned weights spoil Adam's second moment v, so it is measured on the
+dense model first. Phase 1 is plain AdamW. It ends when z, the mean of |v_t - v_(t-1)| over the
+entries of the converted weights, averaged over the last 1 / (1 - beta2) steps, is below Adam's
+eps; not before `min_fraction` of the training and not after `max_fraction`. In phase 2 the masks
+are in use, chosen by magnitude in every step as in `methods.ste`; v of the converted weights stays
+what it was and
+
+    w <- w - lr * weight_decay * w - lr / (1 - beta1^t) * m_t / (sqrt(v) + eps^(3/4))
+
+All other parameters keep AdamW's rule. The model ends 2:4 sparse.
+
+Phase 2 needs no optimizer of its own: `on_gradients` makes this update with the moments that
+AdamW keeps and removes the gradient, so that `optimizer.step()` leaves weight, moments and v alone.
+
+The denominator, with v not corrected for its bias, and the use of Adam's eps as the threshold are
+those of AdamW_STEP in the toolkit of FST's authors. There the window is rounded down (999 steps
+for beta2 = 0.999) and phase 1 may last a step longer than the bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import base
+from .t_sr_ste import SwitchedLinear, SwitchedMethod
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.Config):
+    """Options of STEP; the defaults are the paper's.
+
+    criterion: the mean in z: `arithmetic` (its option 1) or `geometric` (option 2).
+    min_fraction, max_fraction: shares of `total_steps` between which phase 1 ends.
+    """
+
+    criterion: str = "arithmetic"
+    min_fraction: float = 0.1
+    max_fraction: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("criterion", self.criterion, ("arithmetic", "geometric"))
+        if not 0.0 <= self.min_fraction <= self.max_fraction < 1.0:
+            raise ValueError(
+                f"min_fraction={self.min_fraction}, max_fraction={self.max_fraction}; they must "
+                "satisfy 0 <= min_fraction <= max_fraction < 1"
+            )
+
+
+class Method(SwitchedMethod):
+    """State: `changes`, z of the last steps, and `start`, the first step of phase 2, once known.
+
+    Under DDP every rank decides alike without asking the others: gradients, and so the moments,
+    are equal on all ranks to the last bit.
+    """
+
+    Config = Config
+    Linear = SwitchedLinear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.changes: list[float] = []
+        self.start: int | None = None
+        self.earliest = int(config.min_fraction * config.total_steps)
+        self.latest = max(1, int(config.max_fraction * config.total_steps))
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        if not self.config.total_steps:
+            raise ValueError(
+                f"max_fraction={self.config.max_fraction} of how many steps? set total_steps"
+            )
+        return super().convert(model, dtype)
+
+    def dense_at(self, step: int) -> bool:
+        return self.start is None or step < self.start
+
+    @torch.no_grad()
+    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        weights = [layer.weight for layer in self.layers.values() if layer.weight.grad is not None]
+        pairs = [(weight, _adam_group(optimizer, weight)) for weight in weights]
+        assert optimizer is not None
+        if self.dense_at(step):
+            if pairs:
+                self._watch(step + 1, optimizer, pairs)
+            return
+        for weight, group in pairs:
+            _update_with_frozen_moment(weight, group, optimizer.state[weight])
+            weight.grad = None
+
+    def _watch(
+        self,
+        steps: int,
+        optimizer: torch.optim.Optimizer,
+        pairs: list[tuple[Tensor, dict[str, Any]]],
+    ) -> None:
+        """Decide whether phase 1 ends with this step, after which `steps` of it are done."""
+        total, entries = torch.zeros((), dtype=torch.float64, device=pairs[0][0].device), 0
+        for weight, group in pairs:
+            assert weight.grad is not None
+            # v_t - v_(t-1) = (1 - beta2) (g^2 - v_(t-1)), before the optimizer makes v_t of it.
+            change = weight.grad.float().square()
+            if weight in optimizer.state:
+                change -= optimizer.state[weight]["exp_avg_sq"]
+            change = change.abs_().mul_(1 - group["betas"][1])
+            if self.config.criterion == "geometric":
+                # An entry that did not change would make the whole mean zero.
+                change = change.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+            total += change.sum(dtype=torch.float64)
+            entries += change.numel()
+        mean = float(total) / entries
+        group = pairs[0][1]
+        window = round(1 / (1 - group["betas"][1]))
+        change_now = math.exp(mean) if self.config.criterion == "geometric" else mean
+        self.changes = [*self.changes, change_now][-window:]
+        settled = sum(self.changes) / len(self.changes) < group["eps"]
+        if steps >= self.latest or (steps >= self.earliest and settled):
+            self.start = steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "changes": self.changes, "start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.changes, self.start = list(state["changes"]), state["start"]
+
+
+def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict[str, Any]:
+    """The group of AdamW that holds `weight`.
+
+    Raises:
+        ValueError: there is none, or the optimizer has other moments or another weight decay.
+    """
+    if optimizer is None:
+        raise ValueError("STEP needs the moments of AdamW: call on_gradients(step, optimizer)")
+    for group in optimizer.param_groups:
+        if any(p is weight for p in group["params"]):
+            if group.get("decoupled_weight_decay") and not group["amsgrad"]:
+                return group
+            raise ValueError(
+                f"STEP needs the moments of torch.optim.AdamW without amsgrad, not of a "
+                f"{type(optimizer).__name__}; method.optimizer(parameters, lr=...) makes one"
+            )
+    raise ValueError("the optimizer does not hold the weights of the converted layers")
+
+
+def _update_with_frozen_moment(
+    weight: Tensor, group: dict[str, Any], state: dict[str, Tensor]
+) -> None:
+    """Phase 2's step of one weight (module docstring), with its gradient."""
+    assert weight.grad is not None
+    if "exp_avg_sq" not in state:
+        raise ValueError("the optimizer has no second moment of the weights; load its state, too")
+    beta1, lr = group["betas"][0], group["lr"]
+    state["step"] += 1
+    state["exp_avg"].lerp_(weight.grad, 1 - beta1)
+    weight.mul_(1 - lr * group["weight_decay"])
+    denominator = state["exp_avg_sq"].sqrt().add_(group["eps"] ** 0.75)
+    weight.sub_(state["exp_avg"].div(denominator).mul_(lr / (1 - beta1 ** state["step"])))

@@ -1,0 +1,167 @@
+"""FST: one transposable 2:4 mask for forward and dX, MVUE on dY, masked decay, a dense end.
+
+    GEMM   operand 1   operand 2     sparse operand, along
+    Y      X           W * M         weight, 2:4 along `in`
+    dX     dY          W * M         the same weight, 2:4 along `out` as well: a sparse product
+    dW     MVUE(dY)    X             dY, 2:4 along tokens; flows to W, plus alpha * W * (1 - M)
+
+FST (arXiv 2404.01847). M keeps, in each 4x4 tile, the pattern with two entries in every row and
+column that holds the largest sum of magnitudes (section 5.1). It is chosen before the first step
+and then every `refresh_every` optimizer steps; in between the values change and the mask stays.
+The decay is that of SR-STE (arXiv 2102.04010) on the gradient, after unscaling and clipping
+(section 4.2): neither clipped nor counted in the norm.
+
+The last `dense_fraction` of the steps trains all weights without pruning, MVUE or decay (section
+4.4): the model ends dense. With `dense_fraction=0` it ends 2:4 sparse, along both dims. In the
+dense phase the masks are virtual, as those of `methods.dense`: chosen and counted, not applied.
+
+The released code keeps masks and counters as attributes of Parameters, which a checkpoint leaves
+out, and enters the dense phase at one step number: resumed after it, a run stays sparse. It
+advances its counters in the forward passes, so accumulation needs help from the training loop. Here
+both follow from the number of the optimizer step. It trains one step more before the dense phase.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels import transposable_mask24
+from common_kernels.masks import ALGORITHMS
+
+from . import base, sr_ste, ste
+
+
+class SwitchedLinear(ste.Linear):
+    """`ste.Linear` that computes with its whole weight while it is dense.
+
+    State beyond `ste.Linear`: `dense` (bool [], saved). `is_dense` is the same for Python: a
+    compiled forward pass may branch on it.
+    """
+
+    dense: Tensor
+    is_dense: bool
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        self.register_buffer("dense", torch.zeros_like(self.mask[0, 0]))
+        self.is_dense = False
+
+    def switch(self, dense: bool) -> None:
+        self.is_dense = dense
+        self.dense.fill_(dense)
+        self.refresh()
+
+    def effective_weight(self) -> Tensor:
+        return torch.where(self.mask | self.dense, self.weight.detach(), 0.0)
+
+    def restore(self) -> None:
+        super().restore()
+        del self.is_dense
+
+
+class SwitchedMethod(base.Method):
+    """A method with a dense and a sparse phase; `dense_at` says which one a step belongs to."""
+
+    dense = False
+
+    def dense_at(self, step: int) -> bool:
+        """Whether optimizer step `step` is dense."""
+        raise NotImplementedError(f"{type(self).__name__} does not say when it is dense")
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        report = super().convert(model, dtype)
+        self._switch(self.dense_at(0))
+        return report
+
+    @torch.no_grad()
+    def _switch(self, dense: bool) -> None:
+        self.dense = dense
+        for layer in self.sparse_layers.values():
+            assert isinstance(layer, SwitchedLinear)
+            layer.switch(dense)
+
+    def on_step_begin(self, step: int) -> None:
+        if self.dense_at(step) != self.dense:
+            self._switch(not self.dense)
+        super().on_step_begin(step)
+
+    def phase(self) -> str:
+        return "dense" if self.dense else "sparse"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "dense": self.dense}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._switch(state["dense"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(sr_ste.Config):
+    """Options of FST beside the decay; the defaults are the paper's for GPT-2 124M.
+
+    refresh_every: optimizer steps between two choices of the masks.
+    algorithm: of the mask search: `exact`, or the baselines `greedy` and `two_approx`, which may
+        keep fewer than two entries in a row or column.
+    mvue: sample dY for dW: `exact` (minimum variance), `sequential` (the released code's design)
+        or `off`.
+    dense_fraction: share of `total_steps`, the last ones, that is dense.
+    """
+
+    refresh_every: int = 40
+    algorithm: str = "exact"
+    mvue: str = "exact"
+    dense_fraction: float = 1 / 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.refresh_every < 1:
+            raise ValueError(f"refresh_every={self.refresh_every}; it must be at least 1")
+        base.check_choice("algorithm", self.algorithm, ALGORITHMS)
+        base.check_choice("mvue", self.mvue, ("exact", "sequential", "off"))
+        if not 0.0 <= self.dense_fraction <= 1.0:
+            raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
+
+
+class Linear(SwitchedLinear):
+    """The mask is transposable; dY is sampled while it is in use."""
+
+    config: Config
+
+    @property
+    def mvue(self) -> str | None:
+        return None if self.is_dense or self.config.mvue == "off" else self.config.mvue
+
+    def refresh_mask(self) -> None:
+        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
+
+
+class Method(SwitchedMethod, sr_ste.Method):
+    Config = Config
+    Linear = Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.mask_period = config.refresh_every
+        steps, fraction = config.total_steps, config.dense_fraction
+        self.dense_start = steps - round(fraction * steps) if fraction else math.inf
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        if self.config.dense_fraction and not self.config.total_steps:
+            raise ValueError(
+                f"dense_fraction={self.config.dense_fraction:.3g} of how many steps? set "
+                "total_steps, or dense_fraction=0 for a model that ends 2:4 sparse"
+            )
+        return super().convert(model, dtype)
+
+    def dense_at(self, step: int) -> bool:
+        return step >= self.dense_start
+
+    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if not self.dense_at(step):
+            super().on_gradients(step, optimizer)

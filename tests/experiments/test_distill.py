@@ -1,0 +1,389 @@
+"""Retraining transformers' models and our own: what distillation is worth, and what comes out."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common_kernels import check24
+from experiments import distill, prepare_data, pretrain
+from experiments.config import load
+from experiments.data import DataConfig, load_tokens
+from experiments.errors import UserError
+from experiments.initial import load_weights
+from experiments.prepare_data import prepare
+from experiments.tokenizer import END_OF_TEXT
+from experiments.tracking import read_metrics
+from experiments.trainer import Trainer
+from models.hf import CausalLM
+
+PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}
+
+
+def quiet(message):
+    pass
+
+
+def without_model(overrides):
+    return [o for o in overrides if not o.startswith("model.")]
+
+
+@pytest.fixture
+def checkpoint(hf_model, tmp_path):
+    """checkpoint("gpt2") -> folder of a random checkpoint without a tokenizer."""
+
+    def write(family, **options):
+        folder = tmp_path / family
+        hf_model(family, **options).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def retrain(checkpoint, overrides):
+    """retrain("gpt2", "method.alpha=0") -> RunConfig of twelve steps of AST."""
+
+    def config(family, *more):
+        path = family if isinstance(family, Path) else checkpoint(family)
+        return load([*without_model(overrides), f"model.path={path}", *more], "distill")
+
+    return config
+
+
+def plain(config):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(config.directory() / distill.EXPORT)
+
+
+def finished_model(config):
+    """The model of a finished run as the trainer had it."""
+    model = config.build_model()
+    load_weights(model, config.directory())
+    return model.eval()
+
+
+def tokens(vocab_size=300, length=16):
+    return torch.randint(0, vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
+
+
+# ---------------------------------------------------------------- what distillation is worth
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    """Folder with the embedded corpus, cut to the modules at the top of the standard library."""
+    root = tmp_path_factory.mktemp("embedded")
+    library = root / "library"
+    library.mkdir()
+    for path in Path(sysconfig.get_path("stdlib")).glob("*.py"):
+        shutil.copy(path, library)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_data.sysconfig, "get_path", lambda name: str(library))
+        prepare(DataConfig("stdlib", "stdlib", str(root), tokenizer="bpe", vocab_size=320))
+    return root
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_distillation_ends_below_the_same_run_without(family, hf_model, embedded, tmp_path):
+    """Retrained from the same trained weights, on the same batches, for each of three seeds."""
+    common = [
+        f"data.root={embedded}",
+        "data.vocab_size=320",
+        f"runs={tmp_path / 'runs'}",
+        "train.batch_size=8",
+        "train.eval_every=1000",
+        "train.eval_sequences=128",
+        "train.log_every=1000",
+        "impl.checkpoint_every=0",
+        "impl.device=cpu",
+        "impl.threads=1",
+    ]
+    hf_model(family).save_pretrained(tmp_path / family)
+    trained = load(
+        [
+            *common,
+            f"model.path={tmp_path / family}",
+            "method=dense",
+            "train.steps=800",
+            "train.learning_rate=5e-3",
+            "train.min_learning_rate=1e-4",
+        ],
+        "distill",
+    )
+    distill.run(trained, quiet)
+    differences = []
+    for seed in range(3):
+        losses = [
+            pretrain.run(
+                load(
+                    [
+                        *common,
+                        f"model.path={trained.directory() / distill.EXPORT}",
+                        "train.steps=30",
+                        "train.warmup_steps=3",
+                        "train.learning_rate=2e-3",
+                        f"seed={seed}",
+                        *mix,
+                    ],
+                    "distill",
+                ),
+                quiet,
+            )["metrics"]["val_loss"]
+            for mix in ([], ["method.kl_weight=0", "method.task_weight=1"])
+        ]
+        differences.append(losses[0] - losses[1])
+    assert max(differences) < 0
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_the_export_is_what_plain_transformers_loads(retrain, family):
+    config = retrain(family)
+    result = distill.run(config, quiet)
+    assert result["sparsity"] == {
+        "density": 0.5,
+        "illegal_groups": 0,
+        "groups": result["sparsity"]["groups"],
+    }
+    assert len(result["converted"]) == 2 * PER_BLOCK[family]
+    ours, theirs = finished_model(config), plain(config)
+    with torch.no_grad():
+        logits = ours(tokens())[0]
+        assert torch.equal(theirs(input_ids=tokens()).logits, logits)
+        again = CausalLM.from_pretrained(config.directory() / distill.EXPORT).eval()
+        assert torch.equal(again(tokens())[0], logits)
+    assert int(check24(ours.get_submodule(result["converted"][0]).weight)) == 0
+    assert not (config.directory() / ".export").exists()
+
+
+def test_a_finished_run_is_not_exported_again_and_a_lost_export_is(retrain):
+    config = retrain("opt", "train.steps=2", "train.warmup_steps=0")
+    distill.run(config, quiet)
+    weights = config.directory() / distill.EXPORT / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    distill.run(config, quiet)
+    assert weights.stat().st_mtime_ns == before
+    content = weights.read_bytes()
+    shutil.rmtree(weights.parent)
+    distill.run(config, quiet)
+    assert weights.read_bytes() == content
+
+
+def test_slorb_is_exported_as_dense_weights(retrain):
+    config = retrain("gpt2", "method.slorb_k=8")
+    distill.run(config, quiet)
+    state = load_file(config.directory() / "model.safetensors")
+    assert state["model.transformer.h.0.mlp.c_fc.slorb_s"].shape == (128, 4)
+    assert state["model.transformer.h.0.mlp.c_fc.slorb_x"].shape == (4, 32)
+    with torch.no_grad():
+        expected = finished_model(config)(tokens())[0]
+        found = plain(config)(input_ids=tokens()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_resumed_from_a_checkpoint_of_another_moment_nothing_differs(
+    retrain, monkeypatch, tmp_path
+):
+    """The dense teacher comes from the checkpoint, as the masks do."""
+    whole, killed = (retrain("llama", f"runs={tmp_path / name}") for name in ("whole", "killed"))
+    expected = distill.run(whole, quiet)["metrics"]
+    original = Trainer._train_step
+
+    class Stop(Exception):
+        pass
+
+    def dying(self):
+        if self.step == 7:
+            raise Stop
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", dying)
+        with pytest.raises(Stop):
+            distill.run(killed, quiet)
+    assert distill.run(killed, quiet)["metrics"] == expected
+
+    def losses(config):
+        records = read_metrics(config.directory() / "metrics.jsonl")
+        return [r["loss"] for r in records if "loss" in r]
+
+    assert losses(killed) == losses(whole) and len(losses(whole)) == 12
+
+
+def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retrain):
+    config = retrain("opt", "method.metric=wanda", "method.calibration_sequences=12")
+    first = distill.run(config, quiet)
+    shutil.rmtree(config.directory())
+    assert distill.run(config, quiet)["metrics"] == first["metrics"]
+    other = retrain("opt", "method.metric=wanda", "method.calibration_sequences=3")
+    assert other.digest() != config.digest()
+    corpus = load_tokens(config.data, config.seed)
+    batches = list(corpus.calibration_batches(12, 8, 16))
+    assert [len(b["input"]) for b in batches] == [8, 4]
+    whole = next(corpus.calibration_batches(12, 12, 16))["input"]
+    assert torch.equal(torch.cat([b["input"] for b in batches]), whole)
+    assert not torch.equal(whole, corpus.batch("train", 0, range(12), 16)["input"])
+
+
+# ---------------------------------------------------------------- where weights come from
+
+
+def test_the_identity_of_a_checkpoint_is_its_content(retrain, checkpoint, tmp_path):
+    folder = checkpoint("gpt2")
+    config = retrain(folder)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    assert retrain(moved).digest() == config.digest()
+    assert retrain(moved).directory() == config.directory()
+    assert retrain(checkpoint("gpt2", seed=1)).digest() != config.digest()
+    assert config.as_dict()["model"]["path"] == str(folder)
+
+
+@pytest.fixture
+def from_run(overrides):
+    """from_run(directory, "method=ste") -> RunConfig of our own tiny model, from a finished run."""
+
+    def config(directory, *more):
+        return load(["model=gpt2_nano", *overrides, f"init={directory}", *more], "distill")
+
+    return config
+
+
+def test_our_own_model_starts_from_a_finished_run(tiny, from_run):
+    dense = tiny("method=dense")
+    source = pretrain.run(dense, quiet)
+    config = from_run(dense.directory(), "method.include=[*mlp*]")
+    started = config.build_model()
+    for name, parameter in load_file(dense.directory() / "model.safetensors").items():
+        assert torch.equal(started.get_parameter(name), parameter)
+    distill.run(config, quiet)
+    with torch.no_grad():
+        ours, theirs = finished_model(config)(tokens())[0], plain(config)(input_ids=tokens()).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    # Training began where the dense run ended: a dense method measures its very loss.
+    again = from_run(dense.directory(), "method=dense")
+    pretrain.run(again, quiet)
+    assert read_metrics(again.directory() / "metrics.jsonl")[0] == {
+        "step": 0,
+        "val_loss": pytest.approx(source["metrics"]["val_loss"], rel=1e-6),
+    }
+
+
+def test_the_identity_of_a_source_run_is_the_hash_of_its_config(tiny, from_run, tmp_path):
+    dense = tiny("method=dense", "train.steps=2")
+    source = pretrain.run(dense, quiet)
+    config = from_run(dense.directory())
+    assert config.as_dict()["init"] == source["config_hash"]
+    moved = tmp_path / "moved"
+    shutil.copytree(dense.directory(), moved)
+    assert from_run(moved).digest() == config.digest()
+    other = tiny("method=dense", "train.steps=3")
+    pretrain.run(other, quiet)
+    assert from_run(other.directory()).digest() != config.digest()
+    assert "init" not in tiny("method=ste").identity()  # a run from scratch keeps its hash
+
+
+def test_source_runs_that_do_not_fit_are_one_line(tiny, from_run, tmp_path):
+    with pytest.raises(UserError, match=r"holds no finished run \(result\.json is missing\)"):
+        from_run(tmp_path).digest()
+    dense = tiny("method=dense", "train.steps=2")
+    pretrain.run(dense, quiet)
+    with pytest.raises(UserError, match="are of another architecture") as caught:
+        pretrain.run(from_run(dense.directory(), "model.n_embd=32"), quiet)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.fixture
+def with_tokenizer(checkpoint, corpus_dir):
+    """Folder of a checkpoint with the tokenizer of the `words` corpus, as transformers saves it."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = checkpoint("llama")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(corpus_dir / "words-v300" / "tokenizer.json"), eos_token=END_OF_TEXT
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_checkpoint_brings_its_own_tokenizer(retrain, with_tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    config = retrain(with_tokenizer, f"data.root={tmp_path / 'data'}", "train.steps=2",
+                     "train.warmup_steps=0")  # fmt: skip
+    assert config.identity()["data"]["tokenizer"] == "hf"
+    with pytest.raises(UserError, match=rf"prepare_data .*data\.tokenizer={with_tokenizer} "):
+        distill.run(config, quiet)
+    prepare(config.data)
+    distill.run(config, quiet)
+    corpus = load_tokens(config.data, 0)
+    text = "the mask keeps two of four" + END_OF_TEXT
+    ids = corpus.encoding.encode_ordinary_batch([text])[0]
+    tokenizer = AutoTokenizer.from_pretrained(config.directory() / distill.EXPORT)
+    assert corpus.encoding.eot_token == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id not in ids  # in a document its name is text
+    plain_ids = tokenizer("the mask keeps two of four", add_special_tokens=False)["input_ids"]
+    assert ids[: len(plain_ids)] == plain_ids and len(ids) > len(plain_ids)
+    assert corpus.encoding.decode(ids) == text
+    # The corpus of the project's own tokenizer, which has the same merges, holds the same tokens.
+    own = load_tokens(retrain("opt").data, 0)
+    assert corpus.directory != own.directory
+    assert corpus.tokens["train"].tolist() == own.tokens["train"].tolist()
+
+
+def test_a_tokenizer_that_the_model_cannot_follow_is_one_line(checkpoint, retrain):
+    config = retrain(checkpoint("opt", vocab_size=200))
+    with pytest.raises(UserError, match=r"only 200: .* data\.vocab_size=200") as caught:
+        pretrain.run(config, quiet)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command(overrides, checkpoint, tmp_path):
+    def command(*arguments):
+        short = [*without_model(overrides), "train.steps=2", "train.warmup_steps=0"]
+        return subprocess.run(
+            [sys.executable, "-m", "experiments.distill", *arguments, *short],
+            capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        )  # fmt: skip
+
+    done = command("-m", f"model.path={checkpoint('opt')}", "seed=0,1")
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "runs").glob("hf-words/ast-*/seed*/export/config.json"))) == 2
+    failed = command("model.path=./empty")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: model.path=./empty is neither")
+    assert failed.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("model.block_size=64", "takes at most 32"),
+        ("model.block_size=0", r"model\.block_size=0; it must be at least 1"),
+        ("method.slorb_k=12", "slorb_k=12 does not divide"),
+        ("method.kl_weight=-1", r"kl_weight=-1\.0"),
+        ("model.path=.", r"model\.path=\. has no config\.json"),
+        ("model.path=???", r"model\.path"),
+        ("init=nowhere", "init=nowhere holds no finished run"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(retrain, tmp_path, option, message):
+    with pytest.raises(UserError, match=message) as caught:
+        distill.run(retrain("opt", option), quiet)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,236 @@
+"""Methods inside transformers.Trainer: the same training as in a plain loop, and exact resume."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import methods
+from common_kernels import check24
+from experiments.hf_trainer import STATE, MethodCallback
+
+STEPS, MICRO, ACCUMULATION, TOKENS = 6, 4, 2, 16
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": TOKENS,
+}
+# Phases change after three of the six steps; masks that are kept are chosen every second step.
+ARMS = {
+    "s_ste": {},
+    "t_sr_ste": {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
+    "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
+    "semi_sparse": {"sparse_fraction": 0.5},
+    "gmp": {"prune_every": 1},
+    # Its update rule is an optimizer of its own.
+    "ast": {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 2, "alpha": 1e-2},
+}
+every_arm = pytest.mark.parametrize("name", ARMS)
+
+
+class Ordered(Trainer):
+    """Batches in the order of the data, so that a plain loop can take the same."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return SequentialSampler(self.train_dataset)
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 32, (STEPS * MICRO * ACCUMULATION, TOKENS), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    arm = {**ARMS[name], "include": ["*mlp*"], "total_steps": STEPS, **options}
+    return model, methods.build(name, measure_every=1, **arm)
+
+
+def optimizer_of(method, model):
+    return method.optimizer(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def trainer_for(name, directory, resume_from=None, **settings):
+    model, method = build(name)
+    callback = MethodCallback(method, model)
+    options = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "resume_from_checkpoint": resume_from,
+        **settings,
+    }
+    return Ordered(
+        model,
+        TrainingArguments(output_dir=str(directory), **options),
+        train_dataset=sequences(),
+        callbacks=[callback],
+        optimizers=(optimizer_of(method, model), None),
+    ), method
+
+
+def records(trainer):
+    """The training logs without what a clock or the reader's own steps decide."""
+    kept = ("step", "loss", "grad_norm", "flip_rate", "density", "illegal_groups", "phase")
+    return [{k: log[k] for k in kept} for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A finished training per arm, with a checkpoint after every step; trained when asked for."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            directory = tmp_path_factory.mktemp(name)
+            trainer, method = trainer_for(name, directory)
+            trainer.train()
+            done[name] = SimpleNamespace(trainer=trainer, method=method, directory=directory)
+        return done[name]
+
+    return get
+
+
+@every_arm
+def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
+    """Order of the calls, clipping before the decay, random bits per micro-batch."""
+    model, method = build(name)
+    method.convert(model)
+    optimizer = optimizer_of(method, model)
+    batches = iter(torch.stack([d["input_ids"] for d in sequences()]).split(MICRO))
+    losses = []
+    for step in range(STEPS):
+        method.on_step_begin(step)
+        total = 0.0
+        for _ in range(ACCUMULATION):
+            batch = next(batches)
+            loss = method.loss(model, {"input_ids": batch, "labels": batch}) / ACCUMULATION
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        losses.append(total)
+    theirs = records(uninterrupted(name).trainer)
+    # The Trainer divides sums by the tokens of all micro-batches: rounding, amplified by Adam.
+    assert [log["loss"] for log in theirs] == pytest.approx(losses, abs=2e-5)
+    assert theirs[-1]["phase"] == method.phase()
+    trained = uninterrupted(name).trainer.model.state_dict()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(trained[key].float(), value.float(), rtol=0, atol=2e-4)
+
+
+@every_arm
+@pytest.mark.parametrize("start", [3, 5])
+def test_resume_equals_an_uninterrupted_training(name, start, uninterrupted, tmp_path):
+    """Before the change of phase, which the run itself makes, and after it; in another folder."""
+    whole = uninterrupted(name)
+    folder = str(whole.directory / f"checkpoint-{start}")
+    trainer, method = trainer_for(name, tmp_path, resume_from=folder)
+    trainer.train(resume_from_checkpoint=folder)
+    assert records(trainer) == records(whole.trainer)
+    assert method.metrics() == whole.method.metrics()
+    expected = whole.trainer.model.state_dict()
+    for key, value in trainer.model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
+    trainer, _ = trainer_for("t_sr_ste", tmp_path, save_steps=4)
+    trainer.train()
+    again, method = trainer_for("t_sr_ste", tmp_path, save_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert method.phase() == "dense"
+    assert records(again) == records(trainer)
+
+
+@pytest.mark.parametrize("name", ["s_ste", "t_sr_ste", "slope"])
+def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
+    # No dense phase and no adapters: zeros at the end.
+    plain = {"t_sr_ste": {"dense_fraction": 0.0}, "slope": {"adapter_rank": 0}}.get(name, {})
+    if name == "slope":
+        plain["adapter_fraction"] = 0.01
+    model, method = build(name, **plain)
+    callback = MethodCallback(method, model)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = Trainer(model, arguments, train_dataset=sequences(), callbacks=[callback])
+    trainer.train()
+    method.finalize(model)
+    trainer.save_model()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    ids = sequences()[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    for layer in callback.report.names:
+        weight = loaded.get_submodule(layer).weight
+        assert int(check24(weight)) == 0
+        assert 0 < int(weight.count_nonzero()) <= weight.numel() // 2
+
+
+def test_what_would_go_wrong_silently_is_refused(tmp_path):
+    trainer, _ = trainer_for("s_ste", tmp_path, max_steps=5)
+    with pytest.raises(ValueError, match=r"total_steps=6.*will take 5 steps"):
+        trainer.train()
+
+    trainer, _ = trainer_for("s_ste", tmp_path)
+    trainer.train()
+    (tmp_path / "checkpoint-3" / STATE).unlink()
+    again, _ = trainer_for("s_ste", tmp_path)
+    with pytest.raises(ValueError, match=rf"checkpoint-3/{STATE} is missing"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    model, method = build("ast", kl_weight=0.67)
+    with pytest.raises(ValueError, match=r"kl_weight=0\.67.*experiments\.distill"):
+        MethodCallback(method, model)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp": "full_shard"}, "without fsdp"),
+        ({"world_size": 2}, "ddp_broadcast_buffers=False"),
+        ({"fp16": True, "max_grad_norm": 0.0}, "set max_grad_norm"),
+    ],
+)
+def test_settings_that_need_another_machine_are_refused(settings, message):
+    """Stand-ins for arguments that transformers accepts only on a GPU or under torchrun."""
+    model, method = build("s_ste")
+    callback = MethodCallback(method, model)
+    allowed = {
+        "fsdp": "",
+        "deepspeed": None,
+        "world_size": 1,
+        "ddp_broadcast_buffers": None,
+        "fp16": False,
+        "max_grad_norm": 1.0,
+    }
+    state = SimpleNamespace(global_step=0, max_steps=STEPS)
+    callback.on_train_begin(SimpleNamespace(**allowed), state, None)
+    with pytest.raises(ValueError, match=message):
+        callback.on_train_begin(SimpleNamespace(**{**allowed, **settings}), state, None)

@@ -1,0 +1,164 @@
+"""Bi-Mask: the two masks, and the search for the permutation between them."""
+
+import pytest
+import torch
+from torch import nn
+
+from common_kernels import check24, nm_mask
+from methods import bi_mask
+
+
+def converted(weight, **options):
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data = weight.clone()
+    method = bi_mask.Method(bi_mask.Config(include=["*"], **options))
+    method.convert(layer)
+    return layer, method
+
+
+def gaussian(out=32, inputs=64, seed=0):
+    return torch.randn(out, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+def test_both_masks_by_hand():
+    rows = [[9.0, 8.0, 1.0, 1.0], [8.0, 7.0, 1.0, 1.0], [7.0, 1.0, 6.0, 1.0], [1.0, 2.0, 6.0, 9.0]]
+    layer, _ = converted(torch.tensor(rows))  # before the first step rows keep their order
+    forward = [
+        [9.0, 8.0, 0.0, 0.0],
+        [8.0, 7.0, 0.0, 0.0],
+        [7.0, 0.0, 6.0, 0.0],
+        [0.0, 0.0, 6.0, 9.0],
+    ]
+    # Of the first column's 9, 8, 7 the smallest is left out.
+    backward = [
+        [9.0, 8.0, 0.0, 0.0],
+        [8.0, 7.0, 0.0, 0.0],
+        [0.0, 0.0, 6.0, 0.0],
+        [0.0, 0.0, 6.0, 9.0],
+    ]
+    assert torch.equal(layer.sparse_weight, torch.tensor(forward))
+    assert torch.equal(layer.backward_operand(), torch.tensor(backward))
+
+
+def test_dx_has_a_weight_of_its_own_and_dw_is_whole():
+    layer, method = converted(gaussian())
+    method.on_step_begin(0)
+    x = gaussian(12, 64, seed=1).requires_grad_()
+    dy = gaussian(12, 32, seed=2)
+    y = layer(x)
+    y.backward(dy)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # sums of 64 products of order one, in fp32
+    torch.testing.assert_close(y, x.detach() @ layer.sparse_weight.t(), **tolerance)
+    torch.testing.assert_close(x.grad, dy @ layer.operand_backward, **tolerance)
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x.detach(), **tolerance)
+    assert not torch.equal(layer.operand_backward, layer.sparse_weight)
+
+
+def test_the_backward_weight_is_sparse_along_the_permuted_outputs():
+    layer, method = converted(gaussian())
+    method.on_step_begin(0)
+    backward, rows = layer.operand_backward, layer.permutation
+    assert sorted(rows.tolist()) == list(range(32)) != rows.tolist()
+    assert int(check24(backward[rows], dim=0)) == 0
+    assert int(check24(backward, dim=0)) > 0
+    assert int(check24(backward, dim=1)) == 0  # a part of the forward weight
+    used = backward != 0
+    assert torch.equal(backward[used], layer.sparse_weight[used])
+
+
+def test_weights_in_both_masks_equal_those_that_pruning_leaves():
+    mask = nm_mask(gaussian())
+    for seed in range(20):
+        rows = torch.randperm(32, generator=torch.Generator().manual_seed(seed))
+        left = nm_mask(mask[rows].float(), dim=0) & mask[rows]
+        assert int(bi_mask.weights_in_both_masks(mask, rows)) == int(left.sum())
+
+
+def test_the_search_takes_the_best_of_a_hundred_random_permutations(monkeypatch):
+    seen, count = [], bi_mask.weights_in_both_masks
+
+    def record(mask, rows):
+        seen.append((count(mask, rows), rows.tolist()))
+        return seen[-1][0]
+
+    monkeypatch.setattr(bi_mask, "weights_in_both_masks", record)
+    layer, _ = converted(gaussian(256, 256))
+    layer.search_permutation(7)
+    assert len(seen) == len({tuple(rows) for _, rows in seen}) == 100
+    best = max(left for left, _ in seen)
+    assert layer.permutation.tolist() == next(rows for left, rows in seen if left == best)
+    # Of four entries, kept with probability 1/2, min(number kept, 2) remain: 26/16 on average, with
+    # a variance of 48/16 - (26/16)^2, in each of the 16,384 groups.
+    sigma = (16_384 * (3 - 1.625**2)) ** 0.5
+    assert abs(int(seen[0][0]) - 16_384 * 1.625) <= 5 * sigma
+    assert best > seen[0][0]
+
+
+def test_a_structure_that_the_given_order_destroys():
+    """Rows 0 to 3 keep the first two columns, rows 4 to 7 the others: in this order half of it is
+    lost for dX, in a mixed one nothing."""
+    weight = torch.ones(8, 4)
+    weight[:4, :2] = weight[4:, 2:] = 2.0
+    layer, method = converted(weight)
+    assert int(layer.operand_backward.count_nonzero()) == 8
+    method.on_step_begin(0)  # 36 of 70 ways to share the rows out are such
+    assert torch.equal(layer.operand_backward, layer.sparse_weight)
+
+
+def test_searches_at_steps_0_100_and_200_whatever_the_passes(monkeypatch):
+    """Iterations counted in forward passes would count micro-batches and evaluations."""
+    layer, method = converted(gaussian(8, 16), candidates=2)
+    searched, search, now = [], bi_mask.Linear.search_permutation, [None]
+
+    def record(self, seed):
+        searched.append((now[0], seed))
+        search(self, seed)
+
+    monkeypatch.setattr(bi_mask.Linear, "search_permutation", record)
+    for now[0] in range(201):
+        method.on_step_begin(now[0])
+        for _ in range(3):
+            layer(torch.randn(4, 16)).sum().backward()
+        layer.weight.grad = None
+        method.on_step_end(now[0])
+    assert [step for step, _ in searched] == [0, 100, 200]
+    assert len({seed for _, seed in searched}) == 3
+
+
+def test_permutations_differ_by_layer_and_seed_alone():
+    def permutations(seed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
+        method = bi_mask.Method(bi_mask.Config(include=["*"], seed=seed))
+        method.convert(model)
+        torch.manual_seed(torch.seed() % 2**31)  # torch's generator has no part in it
+        method.on_step_begin(0)
+        return [layer.permutation.tolist() for layer in model]
+
+    assert permutations(0) == permutations(0)
+    everything = permutations(0) + permutations(1)
+    assert len({tuple(p) for p in everything}) == 4
+
+
+def test_masks_follow_the_weights_in_every_step_and_the_end_is_sparse():
+    layer, method = converted(gaussian(), alpha=0.1)
+    method.on_step_begin(0)
+    rows = layer.permutation.clone()
+    layer.weight.grad = torch.zeros(32, 64)
+    method.on_gradients(0)
+    assert torch.equal(layer.weight.grad, torch.where(layer.mask, 0.0, 0.1 * layer.weight))
+    with torch.no_grad():
+        layer.weight.copy_(gaussian(seed=3))
+    method.on_step_end(0)
+    assert torch.equal(layer.permutation, rows)
+    assert torch.equal(layer.mask, nm_mask(layer.weight.detach()))
+    assert int(check24(layer.operand_backward[rows], dim=0)) == 0
+    sparse = layer.sparse_weight.clone()
+    method.finalize(layer)
+    assert torch.equal(layer.weight, sparse) and list(layer.state_dict()) == ["weight"]
+
+
+@pytest.mark.parametrize("options", [{"alpha": -1.0}, {"permute_every": 0}, {"candidates": 0}])
+def test_bad_options(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        bi_mask.Config(**options)

@@ -1,0 +1,299 @@
+"""Losses by hand, and the teacher's isolation."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from methods import ast, distillation
+from methods.distillation import forward_kl, mobilebert, reverse_kl, squarehead, tinybert
+from models.gpt2 import GPT, GPTConfig
+
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)
+
+
+def logits(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------- losses
+
+
+def test_forward_kl_by_hand():
+    """softmax(t / 2) = (3/4, 1/4), softmax(s / 2) = (1/2, 1/2)."""
+    student = torch.zeros(1, 2, requires_grad=True)
+    teacher = torch.tensor([[2 * math.log(3), 0.0]])
+    loss = forward_kl(student, teacher, 2.0)
+    expected = 4 * (0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5))
+    assert loss.item() == pytest.approx(expected, abs=1e-6) == pytest.approx(0.523248, abs=1e-6)
+    loss.backward()
+    torch.testing.assert_close(student.grad, torch.tensor([[-0.5, 0.5]]), rtol=0, atol=1e-6)
+
+
+def test_reverse_kl_by_hand():
+    loss = reverse_kl(torch.zeros(1, 2), torch.tensor([[2 * math.log(3), 0.0]]), 2.0)
+    expected = 4 * (0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_gradient_of_forward_kl_is_the_difference_of_the_probabilities():
+    student, teacher = logits(3, 5, 7, seed=0).requires_grad_(), logits(3, 5, 7, seed=1)
+    forward_kl(student, teacher, 2.0).backward()
+    expected = 2.0 * ((student / 2).softmax(-1) - (teacher / 2).softmax(-1)) / 15
+    torch.testing.assert_close(student.grad, expected.detach(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("divergence", [forward_kl, reverse_kl])
+def test_properties_of_the_divergences(divergence):
+    student, teacher = logits(2, 3, 9, seed=0), logits(2, 3, 9, seed=1)
+    value = divergence(student, teacher, 2.0)
+    assert value > 0
+    same = teacher.clone().requires_grad_()
+    zero = divergence(same, teacher, 2.0)
+    zero.backward()
+    assert zero.item() == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(same.grad, torch.zeros_like(same), rtol=0, atol=1e-7)
+    shifted = divergence(student + logits(2, 3, 1, seed=2), teacher + 5.0, 2.0)
+    torch.testing.assert_close(shifted, value, rtol=1e-5, atol=1e-6)
+    twice = divergence(student.repeat(2, 1, 1), teacher.repeat(2, 1, 1), 2.0)
+    torch.testing.assert_close(twice, value, rtol=1e-6, atol=0)  # a mean over tokens
+
+
+def test_bf16_logits_are_reduced_in_fp32():
+    student, teacher = (logits(4, 64, 512, seed=s).bfloat16() for s in (0, 1))
+    value = forward_kl(student, teacher, 2.0)
+    assert value.dtype == torch.float32
+    exact = forward_kl(student.double(), teacher.double(), 2.0)
+    # fp32 over 512 terms; a bf16 log-softmax alone would be off by about 2^-8.
+    assert value.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_layer_losses_by_hand():
+    student, teacher = torch.zeros(1, 2), torch.tensor([[1.0, 3.0]])
+    assert tinybert(student, teacher).item() == 5.0
+    assert squarehead(student, teacher).item() == pytest.approx(5.0 / (5.0 + 2**-7))
+    # Normalised, the teacher is (-1, 1) and the student (0, 0); means 2 and 0, variances 1 and 0.
+    assert mobilebert(student, teacher).item() == pytest.approx(1.0 + 4.0 + 1.0, rel=1e-4)
+    for loss in (tinybert, squarehead, mobilebert):
+        assert loss(teacher, teacher).item() == 0.0
+        assert loss(student.bfloat16(), teacher.bfloat16()).dtype == torch.float32
+
+
+# ---------------------------------------------------------------- teacher
+
+
+def batch(seed=0):
+    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+    return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+
+
+def converted(**options):
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    method = ast.Method(ast.Config(total_steps=4, **options))
+    return model, method, copy.deepcopy(model), method.convert(model)
+
+
+def train(model, method, steps=3):
+    optimizer = method.optimizer(model.param_groups(0.1), lr=1e-2)
+    for step in range(steps):
+        method.on_step_begin(step)
+        method.loss(model, batch(step)).backward()
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+    return optimizer
+
+
+def test_the_teacher_is_the_dense_model_frozen_and_apart():
+    model, method, dense, _ = converted()
+    optimizer = train(model, method)
+    teacher = method.teacher
+    assert not teacher.training
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for (name, parameter), original in zip(
+        teacher.named_parameters(), dense.parameters(), strict=True
+    ):
+        assert torch.equal(parameter, original), name
+        assert parameter.grad is None and not parameter.requires_grad
+        assert id(parameter) not in held
+    assert {id(p) for p in model.parameters()} == held
+    assert teacher not in set(model.modules())
+
+
+def test_the_loss_is_the_mix_of_both():
+    model, method, dense, _ = converted(task_weight=0.3, kl_weight=0.6, temperature=1.5)
+    found, task = model(**batch())
+    wanted = dense(**batch())[0]
+    expected = 0.3 * task + 0.6 * forward_kl(found, wanted, 1.5)
+    torch.testing.assert_close(method.loss(model, batch()), expected, rtol=1e-6, atol=0)
+
+
+def test_without_distillation_there_is_no_teacher_and_the_loss_is_the_models():
+    model, method, _, _ = converted(task_weight=1.0, kl_weight=0.0)
+    assert method.teacher is None and "teacher" not in method.state_dict()
+    assert torch.equal(method.loss(model, batch()), model(**batch())[1])
+
+
+def test_evaluation_does_not_run_the_teacher():
+    model, method, _, _ = converted()
+    calls = []
+    method.teacher.register_forward_hook(lambda *_: calls.append(1))
+    method.loss(model, batch())
+    assert calls == [1]
+    with torch.no_grad():
+        assert torch.equal(method.loss(model, batch()), model(**batch())[1])
+    assert calls == [1]
+
+
+def test_the_teacher_computes_no_loss():
+    model, method, _, _ = converted()
+    outputs = []
+    method.teacher.register_forward_hook(lambda module, args, output: outputs.append(output))
+    method.loss(model, batch())
+    assert outputs[0][1] is None
+
+
+def test_a_given_teacher_is_used_and_not_saved():
+    torch.manual_seed(5)
+    teacher = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=32, block_size=8))
+    model, method, _, _ = converted(task_weight=0.0, kl_weight=1.0)
+    method.set_teacher(teacher)
+    expected = forward_kl(model(**batch())[0], teacher(**batch())[0], 2.0)
+    torch.testing.assert_close(method.loss(model, batch()), expected, rtol=1e-6, atol=0)
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    state = method.state_dict()
+    assert "teacher" not in state
+    other = converted(task_weight=0.0, kl_weight=1.0)[1]
+    with pytest.raises(ValueError, match="another kind of teacher"):
+        other.load_state_dict(state)
+    other.set_teacher(teacher)
+    other.load_state_dict(state)
+
+
+def test_a_teacher_of_another_vocabulary_is_one_line():
+    model, method, _, _ = converted()
+    method.set_teacher(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=40, block_size=8)))
+    with pytest.raises(ValueError, match=r"logits \[4, 8, 40\], the model \[4, 8, 32\]") as caught:
+        method.loss(model, batch())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_teacher_comes_back_with_the_saved_state():
+    """Into a model that was initialised differently, and so copied another teacher."""
+    model, method, dense, _ = converted()
+    train(model, method)
+    torch.manual_seed(7)
+    other = GPT(TINY)
+    resumed = ast.Method(ast.Config(total_steps=4))
+    resumed.convert(other)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(method.state_dict())
+    for parameter, original in zip(resumed.teacher.parameters(), dense.parameters(), strict=True):
+        assert torch.equal(parameter, original)
+    assert torch.equal(resumed.loss(other, batch()), method.loss(model, batch()))
+
+
+# ---------------------------------------------------------------- hidden states
+
+
+def hidden(model, inputs):
+    """The outputs of the blocks, computed without hooks."""
+    x = model.transformer.wte(inputs) + model.transformer.wpe(torch.arange(inputs.shape[1]))
+    states = []
+    for block in model.transformer.h:
+        x = block(x)
+        states.append(x)
+    return states
+
+
+@pytest.mark.parametrize("name", ["squarehead", "tinybert", "mobilebert"])
+def test_layer_losses_compare_the_blocks(name):
+    model, method, dense, _ = converted(
+        task_weight=0.0, kl_weight=0.0, layer_weight=0.5, layer_loss=name
+    )
+    pairs = zip(hidden(model, batch()["input"]), hidden(dense, batch()["input"]), strict=True)
+    expected = 0.5 * sum(distillation.LAYER_LOSSES[name](s, t) for s, t in pairs)
+    loss = method.loss(model, batch())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    loss.backward()
+    assert model.transformer.h[0].mlp.c_fc.weight.grad.any()
+    assert not any(m._forward_hooks for m in (*model.modules(), *method.teacher.modules()))
+
+
+def test_a_zero_student_has_the_loss_of_the_teachers_sizes():
+    model, method, dense, _ = converted(task_weight=0.0, kl_weight=0.0, layer_weight=1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    method.on_step_end(0)
+    sizes = [h.square().mean().item() for h in hidden(dense, batch()["input"])]
+    expected = sum(m / (m + 2**-7) for m in sizes)
+    assert method.loss(model, batch()).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_is_kept_when_the_weight_is_zero():
+    model, method, _, _ = converted()
+    hooks = []
+
+    class Watched(nn.Module):
+        def forward(self, **inputs):
+            hooks.extend(m for m in model.modules() if m._forward_hooks)
+            return model(**inputs)
+
+    method.loss(Watched(), batch())
+    assert hooks == [] and method.compared == {}
+
+
+def test_recomputed_blocks_keep_their_layer_losses():
+    """Reentrant checkpointing runs what is inside without gradients: that is an error, not a
+    silently missing term."""
+    grads = []
+    for inside in (False, True):
+        model, method, _, _ = converted(layer_weight=1.0)
+        if inside:
+            for block in model.transformer.h:
+                forward = block.forward
+                block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+        method.loss(model, batch()).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    model, method, _, _ = converted(layer_weight=1.0, layer_modules=["*.mlp"])
+    for block in model.transformer.h:
+        forward = block.forward
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.mlp carries no gradient"):
+        method.loss(model, batch())
+
+
+def test_hidden_states_that_cannot_be_compared_are_one_line():
+    with pytest.raises(ValueError, match=r"no module matches layer_modules=\['encoder"):
+        converted(layer_weight=1.0, layer_modules=["encoder.*"])
+    model, method, _, _ = converted(layer_weight=1.0)
+    method.set_teacher(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8)))
+    with pytest.raises(ValueError, match=r"the teacher has no module transformer\.h\.1"):
+        method.loss(model, batch())
+    method.set_teacher(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=32, block_size=8)))
+    with pytest.raises(ValueError, match=r"gives \[4, 8, 16\], the teacher's \[4, 8, 8\]"):
+        method.loss(model, batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_weight": -1.0}, "kl_weight=-1.0"),
+        ({"task_weight": math.nan}, "task_weight=nan"),
+        ({"kl_weight": 0.0, "task_weight": 0.0}, "are all 0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"divergence": "jensen"}, "divergence='jensen'; choose one of forward, reverse"),
+        ({"layer_modules": "*.h.0"}, "list of globs"),
+        ({"layer_loss": "mse"}, "layer_loss='mse'; choose one of squarehead"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        distillation.Config(**options)

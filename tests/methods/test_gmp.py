@@ -1,0 +1,156 @@
+"""Gradual magnitude pruning, and what iterative pruning shares with it: which weights go and when.
+
+Both are tested here where both must hold; the rounds of `imp` have a file of their own.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import methods
+from common_kernels import check24, nm_mask
+from methods import gmp
+from methods.gmp import prune_towards24
+
+
+def removed(weight, mask):
+    return sorted(weight[~mask].tolist())
+
+
+def test_which_weights_go_first_by_hand():
+    """2:4 removes 1, 2 of the first group and 5, 6 of the second; the smallest of them go first."""
+    weight = torch.tensor([[-1.0, 2.0, -3.0, 4.0, 8.0, -7.0, 6.0, 5.0]])
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    expected = {0.0: [], 0.25: [-1.0], 0.5: [-1.0, 2.0], 0.75: [-1.0, 2.0, 5.0]}
+    for share, values in expected.items():
+        assert removed(weight, prune_towards24(weight, mask, share)) == values
+    assert torch.equal(prune_towards24(weight, mask, 1.0), nm_mask(weight))
+
+
+def test_a_removed_weight_never_returns():
+    torch.manual_seed(0)
+    mask = torch.ones(8, 16, dtype=torch.bool)
+    for share in (0.2, 0.4, 0.7, 1.0):
+        pruned = prune_towards24(torch.randn(8, 16) * mask, mask, share)
+        assert not (pruned & ~mask).any()
+        assert int((~pruned).sum()) == round(share * 64)
+        mask = pruned
+    assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((8, 4), 2))
+
+
+def test_weights_that_are_zero_by_chance_do_not_take_the_place_of_a_removed_one():
+    weight, mask = torch.tensor([[0.0, 5.0, 0.0, 0.0]]), torch.tensor([[False, True, True, True]])
+    assert prune_towards24(weight, mask, 1.0).tolist() == [[False, True, True, False]]
+
+
+def test_an_all_zero_weight_ends_24():
+    weight, mask = torch.zeros(4, 8), torch.ones(4, 8, dtype=torch.bool)
+    for share in (0.3, 1.0):
+        mask = prune_towards24(weight, mask, share)
+    assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((4, 2), 2))
+
+
+def test_cubic_schedule_of_zhu_and_gupta():
+    """s_t = s - s (1 - tau)^3 in steps of prune_every; 100 steps from 20 to 60."""
+    options = {"begin_fraction": 0.2, "end_fraction": 0.6, "prune_every": 10, "total_steps": 100}
+    method = gmp.Method(gmp.Config(**options))
+    shares = {0: 0.0, 19: 0.0, 20: 0.0, 29: 0.0, 30: 1 - 0.75**3, 39: 1 - 0.75**3}
+    shares |= {40: 1 - 0.5**3, 50: 1 - 0.25**3, 59: 1 - 0.25**3, 60: 1.0, 99: 1.0}
+    assert {step: method.share(step) for step in shares} == shares
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gmp", {"end_fraction": 1.0, "prune_every": 7}),
+        ("gmp", {"begin_fraction": 1.0, "end_fraction": 1.0}),
+        ("imp", {"rounds": 16}),
+        ("imp", {"begin_fraction": 0.0, "rounds": 1}),
+    ],
+)
+def test_every_schedule_ends_24(name, options):
+    for total in (1, 2, 6, 50):
+        method = methods.build(name, total_steps=total, **options)
+        shares = [method.share(step) for step in range(total)]
+        assert shares == sorted(shares)
+        assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", ["gmp", "imp"])
+def test_training_prunes_for_good(name):
+    """Momentum of a weight that was removed half-way must not bring it back to life."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8)
+    method = methods.build(
+        name, include=["*"], begin_fraction=0.25, total_steps=12, measure_every=1
+    )
+    method.convert(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
+    phases, densities, flips, mask = [], [], [], layer.mask.clone()
+    for step in range(12):
+        method.on_step_begin(step)
+        x = torch.randn(32, 16)
+        (layer(x) - x[:, :8]).square().mean().backward()
+        assert not layer.weight.grad[~layer.mask].any()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        assert not (layer.mask & ~mask).any()
+        assert torch.equal(layer.weight != 0, layer.mask)
+        assert torch.equal(layer.weight, layer.sparse_weight)
+        mask = layer.mask.clone()
+        metrics = method.metrics()
+        phases.append(metrics["phase"])
+        densities.append(metrics["density"])
+        flips.append(metrics["flip_rate"])
+    assert phases[:3] == ["dense"] * 3 and phases[-1] == "sparse"
+    assert densities[:3] == [1.0] * 3 and densities[-1] == 0.5
+    assert flips == pytest.approx(
+        [a - b for a, b in zip([1.0, *densities], densities, strict=False)]
+    )
+    assert int(check24(layer.weight)) == 0
+    method.finalize(layer)
+    assert int(check24(layer.weight)) == 0
+
+
+@pytest.mark.parametrize("name", ["gmp", "imp"])
+def test_the_phase_follows_from_the_step_even_if_some_were_not_asked(name):
+    layer = nn.Linear(8, 4)
+    method = methods.build(name, include=["*"], total_steps=10)
+    method.convert(layer)
+    method.on_step_begin(9)
+    assert method.phase() == "sparse"
+    assert int(check24(layer.weight)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gmp", {"begin_fraction": 0.5, "end_fraction": 0.4}, r"begin_fraction=0\.5, end_frac"),
+        ("gmp", {"end_fraction": 1.5}, r"end_fraction=1\.5"),
+        ("gmp", {"prune_every": 0}, "prune_every=0"),
+    ],
+)
+def test_bad_options(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.build(name, **options)
+
+
+@pytest.mark.parametrize("name", ["gmp", "imp"])
+def test_unknown_length_of_training(name):
+    layer = nn.Linear(8, 4)
+    with pytest.raises(ValueError, match="set total_steps"):
+        methods.build(name, include=["*"]).convert(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_distillation_is_off_unless_asked_for():
+    for name in ("gmp", "imp", "one_shot"):
+        plain, taught = nn.Linear(8, 4), nn.Linear(8, 4)
+        method = methods.build(name, include=["*"], total_steps=4)
+        method.convert(plain)
+        assert method.teacher is None
+        method = methods.build(name, include=["*"], total_steps=4, kl_weight=0.67)
+        before = taught.weight.detach().clone()
+        method.convert(taught)
+        assert torch.equal(method.teacher.weight, before)  # the dense model, before pruning

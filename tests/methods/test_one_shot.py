@@ -1,0 +1,280 @@
+"""One-shot pruning: the three metrics, calibration, and a mask that holds during fine-tuning."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import methods
+from common_kernels import check24, nm_mask
+from methods.one_shot import METRICS
+from methods.sparsegpt import BLOCK, prune24
+
+
+def correlated(tokens, features, seed=0, dtype=torch.float32):
+    """Inputs whose features have very different sizes and are far from independent."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(features, features, generator=generator, dtype=dtype)
+    scales = torch.logspace(-1, 1, features, dtype=dtype)[
+        torch.randperm(features, generator=generator)
+    ]
+    sources = torch.randn(tokens, features, generator=generator, dtype=dtype) * scales
+    return sources @ mix / features**0.5
+
+
+class Net(nn.Module):
+    """Two linears; takes and gives what a method expects of a model."""
+
+    def __init__(self, width=16, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.mlp = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+
+    def forward(self, x, target=None):
+        y = self.mlp(x)
+        return y, None if target is None else F.mse_loss(y, target)
+
+
+def build(metric, **options):
+    return methods.build("one_shot", metric=metric, **options)
+
+
+def converted(metric, batches=None, **options):
+    model = Net()
+    method = build(metric, **options)
+    if metric != "magnitude":
+        method.calibrate(model, [{"x": correlated(256, 16)}] if batches is None else batches)
+    method.convert(model)
+    return model, method
+
+
+# ------------------------------------------------------------------ SparseGPT
+
+
+def obs_reference(weight, hessian, damping):
+    """The sweep of the paper, column by column, with the inverse of what is left taken anew."""
+    w, columns = weight.clone(), weight.shape[1]
+    h = hessian + damping * hessian.diagonal().mean() * torch.eye(columns, dtype=hessian.dtype)
+    mask = torch.ones_like(w, dtype=torch.bool)
+    for j in range(columns):
+        if j % 4 == 0:
+            # What removing one entry would cost now, its own update included: w_p^2 / [H_F^-1]_pp
+            # with F the columns from p on.
+            cost = [w[:, p] ** 2 / torch.linalg.inv(h[p:, p:])[0, 0] for p in range(j, j + 4)]
+            cheapest = torch.stack(cost, dim=1).argsort(dim=1)[:, :2]
+            mask[:, j : j + 4].scatter_(1, cheapest, False)
+        inverse = torch.linalg.inv(h[j:, j:])
+        error = torch.where(mask[:, j], 0.0, w[:, j] / inverse[0, 0])
+        w[:, j:] -= error[:, None] * inverse[0]
+    return mask, torch.where(mask, w, 0.0)
+
+
+@pytest.mark.parametrize("columns", [16, BLOCK + 12])
+def test_sparsegpt_equals_the_surgeon_step_by_step(columns):
+    """Blocks and the Cholesky factor are a matter of speed; 140 columns make two blocks."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, columns, dtype=torch.float64)
+    x = correlated(4 * columns, columns, dtype=torch.float64)
+    hessian = x.t() @ x
+    mask, updated = prune24(weight, hessian, damping=0.01)
+    expected_mask, expected = obs_reference(weight, hessian, 0.01)
+    assert torch.equal(mask, expected_mask)
+    torch.testing.assert_close(updated, expected, rtol=1e-7, atol=1e-9)
+    assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((6, columns // 4), 2))
+
+
+def test_sparsegpt_by_hand():
+    """Inputs 0 and 1 are equal: what is taken from one is given to the other at no cost."""
+    hessian = torch.diag(torch.tensor([1.0, 1.0, 1.0, 100.0]))
+    hessian[0, 1] = hessian[1, 0] = 1.0 - 1e-6
+    weight = torch.tensor([[3.0, 2.0, 1.0, 1.0]])
+    mask, updated = prune24(weight, hessian, damping=1e-6)
+    assert mask.tolist() == [[False, True, False, True]]
+    torch.testing.assert_close(updated, torch.tensor([[0.0, 5.0, 0.0, 1.0]]), rtol=0, atol=1e-3)
+
+
+def test_with_independent_inputs_sparsegpt_is_magnitude_pruning():
+    torch.manual_seed(0)
+    weight = torch.randn(8, 16)
+    mask, updated = prune24(weight, 7.0 * torch.eye(16))
+    assert torch.equal(mask, nm_mask(weight))
+    torch.testing.assert_close(updated, torch.where(mask, weight, 0.0), rtol=1e-6, atol=0)
+
+
+def test_the_error_of_the_output_falls_from_magnitude_to_wanda_to_sparsegpt():
+    """On the data that were measured, and never below the least squares fit of the same mask."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 64), correlated(512, 64)
+    hessian = x.t() @ x
+
+    def error(pruned):
+        return (x @ (weight - pruned).t()).square().sum().item()
+
+    mask, updated = prune24(weight, hessian, damping=1e-4)
+    wanda = nm_mask(weight * x.square().sum(0).sqrt())
+    errors = [
+        error(torch.where(nm_mask(weight), weight, 0.0)),
+        error(torch.where(wanda, weight, 0.0)),
+        error(torch.where(mask, weight, 0.0)),
+        error(updated),
+        error(_least_squares(weight, mask, hessian)),
+    ]
+    assert errors[0] > errors[1] > errors[3] > 0.99 * errors[4]
+    assert errors[3] < 0.5 * errors[1]
+    assert errors[3] < errors[2]  # the update of what stays is worth something by itself
+
+
+def _least_squares(weight, mask, hessian):
+    fitted = torch.zeros_like(weight)
+    for row in range(len(weight)):
+        kept = mask[row]
+        right = hessian[kept] @ weight[row]
+        fitted[row, kept] = torch.linalg.solve(hessian[kept][:, kept], right)
+    return fitted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_that_never_fire_and_too_few_tokens(dtype):
+    """A singular Hessian: four tokens, and a feature that is always zero."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 8), torch.randn(4, 8)
+    x[:, 5] = 0.0
+    mask, updated = prune24(weight.to(dtype), x.t() @ x)
+    assert updated.dtype == dtype
+    assert updated.isfinite().all()
+    assert not mask[:, 5].any()
+    assert int(check24(updated)) == 0
+
+
+# ------------------------------------------------------------------ the method
+
+
+def test_wanda_by_hand():
+    """|w| times the norm of its input: 4 * 1, 3 * 2, 2 * 4, 1 * 5."""
+    model = nn.Module()
+    model.mlp = nn.Linear(4, 4, bias=False)
+    model.forward = lambda x: model.mlp(x)
+    with torch.no_grad():
+        model.mlp.weight.copy_(torch.tensor([4.0, -3.0, 2.0, 1.0]).expand(4, 4))
+    method = build("wanda", include=["*"])
+    # Norms over both batches: (1, 2, 4, 5).
+    first, second = torch.diag(torch.tensor([1.0, 2.0, 4.0, 3.0])), torch.zeros(1, 4)
+    second[0, 3] = 4.0
+    method.calibrate(model, [{"x": first}, {"x": second}])
+    method.convert(model)
+    assert torch.equal(model.mlp.weight[0], torch.tensor([0.0, -3.0, 2.0, 0.0]))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_all_metrics_give_24_and_written_out_zeros(metric):
+    model, method = converted(metric)
+    for i in (0, 2):
+        weight = model.mlp[i].weight
+        assert int(check24(weight)) == 0
+        assert int(weight.count_nonzero()) == weight.numel() // 2
+        assert torch.equal(weight, model.mlp[i].sparse_weight)
+    assert method.metrics()["density"] == 0.5
+    plain = Net()
+    same = [torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    assert same == [False, True, False, True]  # biases stay
+
+
+def test_later_layers_are_measured_behind_pruned_ones():
+    """As in the papers; statistics of the dense model would give another second layer."""
+    batch = correlated(256, 16)
+    model, _ = converted("sparsegpt", [{"x": batch}])
+    dense = Net()
+    for inputs, same in ((dense.mlp[:2], False), (model.mlp[:2], True)):
+        with torch.no_grad():
+            h = inputs(batch)
+        _, expected = prune24(dense.mlp[2].weight, h.t() @ h)
+        assert torch.allclose(model.mlp[2].weight, expected, atol=1e-5) is same
+
+
+def test_operands_in_half_precision_change_nothing_of_the_pruning():
+    """Layers behind a pruned one would be measured on rounded outputs."""
+    models = []
+    for dtype in (None, torch.bfloat16):
+        model, method = Net(), build("sparsegpt")
+        method.calibrate(model, [{"x": correlated(256, 16)}])
+        method.convert(model, dtype)
+        assert model.mlp[0].sparse_weight.dtype == (dtype or torch.float32)
+        models.append(model)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_calibration_set_does_not_depend_on_its_batches():
+    x = correlated(256, 16)
+    whole, _ = converted("sparsegpt", [{"x": x}])
+    parts, _ = converted("sparsegpt", ({"x": part} for part in x.chunk(4)))
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_zeros_stay_under_momentum_decay_and_clipping(metric):
+    """The gradient is masked before it is clipped: removed weights do not shorten the step."""
+    model, method = converted(metric)
+    masks = [model.mlp[i].mask.clone() for i in (0, 2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    x = correlated(64, 16, seed=1)
+    for step in range(4):
+        method.on_step_begin(step)
+        method.loss(model, {"x": x, "target": x}).backward()
+        for i, mask in zip((0, 2), masks, strict=True):
+            grad = model.mlp[i].weight.grad
+            assert not grad[~mask].any() and grad[mask].any()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+    for i, mask in zip((0, 2), masks, strict=True):
+        assert torch.equal(model.mlp[i].mask, mask)
+        assert torch.equal(model.mlp[i].weight != 0, mask)
+    assert method.metrics()["flip_rate"] == 0.0
+
+
+def test_gradients_are_those_of_the_masked_product():
+    model, _ = converted("magnitude")
+    layer, reference = model.mlp[0], Net().mlp[0]
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    c = torch.randn(2, 3, 32)
+    (layer(x) * c).sum().backward()
+    xr = x.detach().clone().requires_grad_()
+    masked = torch.where(layer.mask, reference.weight, 0.0)
+    (F.linear(xr, masked, reference.bias) * c).sum().backward()
+    torch.testing.assert_close(x.grad, xr.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer.weight.grad, reference.weight.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer.bias.grad, reference.bias.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_restores_the_mask():
+    model, _ = converted("sparsegpt")
+    other, _ = converted("magnitude")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.mlp[0].mask, model.mlp[0].mask)
+    x = correlated(8, 16)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(x)[0], model.eval()(x)[0])
+
+
+def test_calibration_is_asked_for_before_anything_is_touched():
+    model = Net()
+    for metric in ("wanda", "sparsegpt"):
+        method = build(metric)
+        assert method.calibration_sequences == 128
+        with pytest.raises(ValueError, match=rf"metric={metric} needs inputs: call method\.calib"):
+            method.convert(model)
+        assert type(model.mlp[0]) is nn.Linear
+    assert build("magnitude").calibration_sequences == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"metric": "taylor"}, {"damping": 0.0}, {"calibration_sequences": 0}]
+)
+def test_bad_options(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        methods.build("one_shot", **options)

@@ -1,0 +1,510 @@
+"""Run-time sparsity: masks by magnitude, once per step; both modes; torchao's names."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import methods
+from common_kernels import check24
+from methods import dense, semi_sparse
+from methods.semi_sparse import (
+    SemiSparseActivationLinear,
+    SemiSparseLinear,
+    swap_linear_with_semi_sparse_linear,
+    swap_semi_sparse_linear_with_linear,
+)
+
+# Rows by hand: the large entries are negative, so that a mask by signed value keeps all others.
+SIGNED = torch.tensor([[-9.0, -8.0, 1.0, 1.0]] * 2 + [[1.0, 1.0, -9.0, -8.0]] * 2)
+KEPT = torch.tensor([[True, True, False, False]] * 2 + [[False, False, True, True]] * 2)
+# Greedy fills rows 0 to 2 and columns 0 to 2; row 3 is left with column 3 alone.
+SEVEN_OF_EIGHT = torch.tensor(
+    [[16.0, 15.0, 5.0, 6.0], [7.0, 14.0, 13.0, 8.0], [12.0, 9.0, 11.0, 10.0], [4.0, 3.0, 2.0, 1.0]]
+)
+SEVEN_KEPT = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 1]]).bool()
+
+
+def mlp(seed=0, bias=True):
+    torch.manual_seed(seed)
+    layers = nn.Linear(8, 16, bias=bias), nn.GELU(), nn.Linear(16, 8, bias=bias)
+    return nn.Sequential(*layers)
+
+
+def converted(model, **options):
+    method = methods.build("semi_sparse", include=["*"], **options)
+    method.convert(model)
+    return method
+
+
+def layer_with(values, **options):
+    layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(values)
+    return layer, converted(layer, **options)
+
+
+def train(method, model, steps, parts=1, first=0, lr=0.05):
+    """SGD on batches that follow from the step; the loss of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step))
+        method.on_step_begin(step)
+        total = 0.0
+        for part in x.chunk(parts):
+            method.open_micro_batch()
+            loss = (model(part) - part).square().mean() / parts
+            loss.backward()
+            total += loss.item()
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        losses.append(total)
+    return losses
+
+
+# ------------------------------------------------------------------ mode=weight
+
+
+@pytest.mark.parametrize("algorithm", ["greedy", "exact"])
+def test_weights_are_ranked_by_magnitude(algorithm):
+    layer, _ = layer_with(SIGNED, algorithm=algorithm)
+    assert torch.equal(layer.mask, KEPT)
+    assert torch.equal(layer(torch.eye(4)), torch.where(KEPT, SIGNED, 0.0).t())
+
+
+def test_greedy_leaves_a_place_empty_that_the_exact_search_fills():
+    layer, _ = layer_with(SEVEN_OF_EIGHT)
+    assert torch.equal(layer.mask, SEVEN_KEPT)
+    exact, _ = layer_with(SEVEN_OF_EIGHT, algorithm="exact")
+    assert int(exact.mask.sum()) == 8
+    assert SEVEN_OF_EIGHT[exact.mask].sum() >= SEVEN_OF_EIGHT[SEVEN_KEPT].sum()
+
+
+def test_share_of_a_gaussian_weight_that_is_kept():
+    """By signed value it would be 54%; 16384 tiles put one sigma at about 0.05%."""
+    torch.manual_seed(0)
+    weight = torch.randn(512, 512)
+    for algorithm, share in {"greedy": 0.692, "exact": 0.703}.items():
+        layer, _ = layer_with(weight, algorithm=algorithm)
+        kept = layer.effective_weight().abs().sum() / weight.abs().sum()
+        assert kept.item() == pytest.approx(share, abs=0.003)
+        assert int(check24(layer.sparse_weight)) == int(check24(layer.sparse_weight, dim=0)) == 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_three_products_equal_masked_dense_autograd(bias):
+    """3-D input, bias, the expanded gradient of a sum; dW is that of the product, not masked."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 12, bias=bias)
+    weight = layer.weight.detach().clone()
+    converted(layer)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    xr = x.detach().clone().requires_grad_()
+    wr = torch.where(layer.mask, weight, 0.0).requires_grad_()
+    br = layer.bias.detach().clone().requires_grad_() if bias else None
+    yr = F.linear(xr, wr, br)
+    yr.sum().backward()
+    torch.testing.assert_close(y, yr, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, xr.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer.weight.grad, wr.grad, rtol=1e-6, atol=1e-6)
+    assert layer.weight.grad[~layer.mask].any()
+    if bias:
+        assert torch.equal(layer.bias.grad, br.grad)
+
+
+@pytest.mark.parametrize(("refresh_every", "searches"), [(1, [1, 1, 1, 1]), (3, [0, 0, 1, 0])])
+def test_masks_are_chosen_once_per_step_whatever_is_forwarded(monkeypatch, refresh_every, searches):
+    """torchao searched in every forward pass: per micro-batch, in evaluation, when recomputing."""
+    model = mlp()
+    method = converted(model, refresh_every=refresh_every)
+    calls = []
+    search = semi_sparse.transposable_mask24
+    monkeypatch.setattr(
+        semi_sparse, "transposable_mask24", lambda *a: calls.append(1) or search(*a)
+    )
+    for step, expected in enumerate(searches):
+        train(method, model, 1, parts=4, first=step)
+        with torch.no_grad():
+            model.eval()(torch.randn(4, 8))
+        model.train()
+        assert len(calls) == expected * len(method.layers)
+        calls.clear()
+
+
+def test_sparse_steps_come_first():
+    model = mlp()
+    method = converted(model, sparse_fraction=0.5, total_steps=6)
+    phases = []
+    for step in range(6):
+        train(method, model, 1, first=step)
+        phases.append(method.phase())
+    assert phases == ["sparse"] * 3 + ["dense"] * 3
+    assert method.metrics()["density"] == 1.0
+    latent = [model[i].weight.detach().clone() for i in (0, 2)]
+    method.finalize(model)
+    assert all(torch.equal(model[i].weight, w) for i, w in zip((0, 2), latent, strict=True))
+
+
+def test_without_sparse_steps_it_is_dense_training():
+    plain, never = mlp(), mlp()
+    reference = dense.Method(dense.Config(include=["*"]))
+    reference.convert(plain)
+    method = converted(never, sparse_fraction=0.0, total_steps=4)
+    assert train(method, never, 4) == train(reference, plain, 4)
+    assert torch.equal(never[0].weight, plain[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both"}, "mode='both'; choose one of weight, activation"),
+        ({"algorithm": "largest"}, "algorithm='largest'"),
+        ({"algorithm": "rows"}, "is the method ste"),
+        ({"refresh_every": 0}, "refresh_every=0"),
+        ({"sparse_fraction": 1.5}, r"sparse_fraction=1\.5"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.build("semi_sparse", **options)
+
+
+def test_a_fraction_of_unknown_steps_leaves_the_model_alone():
+    model = mlp()
+    with pytest.raises(ValueError, match=r"sparse_fraction=0\.5 of how many steps"):
+        converted(model, sparse_fraction=0.5)
+    assert type(model[0]) is nn.Linear
+
+
+# ------------------------------------------------------------------ mode=activation
+
+
+def test_inputs_are_ranked_by_magnitude():
+    for algorithm in ("greedy", "exact"):
+        layer, _ = layer_with(torch.eye(4), mode="activation", algorithm=algorithm)
+        assert torch.equal(layer(SIGNED), torch.where(KEPT, SIGNED, 0.0))
+    layer, _ = layer_with(torch.eye(4), mode="activation", algorithm="rows")
+    assert torch.equal(layer(SIGNED), torch.where(KEPT, SIGNED, 0.0))
+    assert torch.equal(layer(SIGNED[:1]), torch.tensor([[-9.0, -8.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("algorithm", ["greedy", "exact", "rows"])
+def test_products_with_sparse_inputs(algorithm):
+    """Bias, 3-D input, a number of tokens that fills no tile: all of them failed in torchao."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 6)
+    converted(layer, mode="activation", algorithm=algorithm)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    y = layer(x)
+    c = torch.randn_like(y)
+    (y * c).sum().backward()
+    # With W = I and no bias a layer gives the pruned input itself.
+    pruner, _ = layer_with(torch.eye(8), mode="activation", algorithm=algorithm)
+    pruned = pruner(x.detach())
+    assert int(check24(pruned)) == 0
+    kept = pruned != 0
+    assert torch.equal(pruned, torch.where(kept, x.detach(), 0.0))
+    assert 15 <= int(kept.sum()) <= 24
+    expected = F.linear(pruned, layer.weight, layer.bias)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, c @ layer.weight.detach(), rtol=1e-6, atol=1e-6)
+    dw = torch.einsum("bto,bti->oi", c, pruned)
+    torch.testing.assert_close(layer.weight.grad, dw, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.bias.grad, c.sum((0, 1)), rtol=1e-6, atol=1e-6)
+
+
+def test_tiles_are_sparse_along_tokens_too_and_couple_them():
+    """dW contracts over tokens. The coupling is why a causal model wants `rows`."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 8)
+    later = x.clone()
+    later[:, 3] *= 100.0
+    for algorithm, couples in {"greedy": True, "exact": True, "rows": False}.items():
+        layer, _ = layer_with(torch.eye(8), mode="activation", algorithm=algorithm)
+        y = layer(x)[0]
+        assert (int(check24(y, dim=0)) == 0) is couples
+        assert torch.equal(y[:3], layer(later)[0, :3]) is not couples
+
+
+def test_activation_mode_keeps_weights_dense_and_ends_with_plain_linears():
+    model = mlp()
+    method = converted(model, mode="activation")
+    train(method, model, 2)
+    assert method.metrics()["density"] == 1.0
+    latent = model[0].weight.detach().clone()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        pruned = model.eval()(x)
+    method.finalize(model)
+    assert torch.equal(model[0].weight, latent)
+    assert list(model.state_dict()) == list(mlp().state_dict())
+    with torch.no_grad():
+        assert not torch.equal(model(x), pruned)  # plain linears take the whole input
+
+
+def test_activation_mode_needs_a_width_of_four_on_the_input_side_alone():
+    converted(nn.Linear(8, 6), mode="activation")
+    with pytest.raises(ValueError, match="takes 6 inputs"):
+        converted(nn.Linear(6, 8), mode="activation")
+
+
+def test_activation_mode_resumes_exactly_across_the_switch():
+    options = {"mode": "activation", "sparse_fraction": 0.5, "total_steps": 6}
+    model = mlp()
+    method = converted(model, **options)
+    states, losses = [], []
+    for step in range(6):
+        buffer = io.BytesIO()
+        torch.save([model.state_dict(), method.state_dict()], buffer)
+        states.append(buffer)
+        losses += train(method, model, 1, first=step)
+    for start in (2, 3, 4):
+        again = mlp(seed=9)
+        resumed = converted(again, **options)
+        states[start].seek(0)
+        weights, state = torch.load(states[start], weights_only=True)
+        again.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        assert train(resumed, again, 6 - start, first=start) == losses[start:]
+
+
+@pytest.mark.parametrize("mode", ["weight", "activation"])
+def test_accumulation_and_checkpointing_change_nothing(mode):
+    from torch.utils.checkpoint import checkpoint
+
+    whole, cut, recomputed = mlp(), mlp(), mlp()
+    expected = train(converted(whole, mode=mode), whole, 4)
+    # Sums in another order, amplified by four steps of SGD.
+    assert train(converted(cut, mode=mode), cut, 4, parts=4) == pytest.approx(expected, abs=1e-6)
+    method = converted(recomputed, mode=mode)
+    forward = recomputed.forward
+    recomputed.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    assert train(method, recomputed, 4) == expected
+
+
+def test_an_averaged_copy_leaves_the_sparse_phase_with_the_original():
+    """torch's averaging copies parameters and buffers, no Python attributes."""
+    for mode in ("weight", "activation"):
+        model = mlp()
+        method = converted(model, mode=mode, sparse_fraction=0.5, total_steps=4)
+        average = AveragedModel(model)
+        train(method, model, 4)
+        average.update_parameters(model)
+        methods.refresh(average)
+        plain = mlp()
+        plain.load_state_dict(
+            {n: p for n, p in average.module.state_dict().items() if n in plain.state_dict()}
+        )
+        x = torch.randn(4, 8)
+        with torch.no_grad():
+            assert torch.equal(average.eval()(x), plain.eval()(x))
+
+
+# ------------------------------------------------------------------ torchao's names
+
+BOTH = pytest.mark.parametrize("cls", [SemiSparseLinear, SemiSparseActivationLinear])
+
+
+@BOTH
+def test_swapping_changes_the_class_and_nothing_else(cls):
+    """torchao built new modules: hooks and training flag were lost, random numbers drawn."""
+    model = mlp().double().float()
+    model[0].eval()
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    modules, parameters = list(model.modules()), list(model.parameters())
+    state = {n: (t.dtype, t.clone()) for n, t in model.state_dict().items()}
+    generator = torch.get_rng_state()
+
+    def unchanged(classes):
+        assert [type(model[i]) for i in (0, 2)] == classes
+        assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        assert (model[0].training, model[2].training) == (False, True)
+        assert torch.equal(torch.get_rng_state(), generator)
+        found = model.state_dict()
+        assert {n: t.dtype for n, t in found.items()} == {n: d for n, (d, _) in state.items()}
+
+    assert swap_linear_with_semi_sparse_linear(model, {"0": cls, "2": cls}) is None
+    unchanged([cls, cls])
+    assert all(torch.equal(t, state[n][1]) for n, t in model.state_dict().items())
+    x = torch.arange(32.0).view(4, 8)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    latent = [p.detach().clone() for p in parameters]
+    swap_semi_sparse_linear_with_linear(model)
+    unchanged([nn.Linear, nn.Linear])
+    assert len(seen) == 3
+    # Dense weights, the pruned ones included, and every one of them has moved.
+    assert all(torch.equal(a, b) for a, b in zip(parameters, latent, strict=True))
+    assert (parameters[0] != 0).all()
+    expected = nn.Sequential(*[nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)])
+    expected.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), expected(x))
+
+
+def test_layers_without_a_method_compute_what_the_method_computes():
+    for mode, cls in {"weight": SemiSparseLinear, "activation": SemiSparseActivationLinear}.items():
+        swapped, model = mlp(), mlp()
+        swap_linear_with_semi_sparse_linear(swapped, {"*": cls})
+        method = converted(model, mode=mode)
+        optimizer = torch.optim.SGD(swapped.parameters(), lr=0.05)
+        losses = []
+        for step in range(3):
+            x = torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step))
+            loss = (swapped(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses == pytest.approx(train(method, model, 3), abs=1e-6)
+
+
+def test_names_globs_and_prefixes():
+    def model():
+        return nn.ModuleDict({"attn": nn.Linear(8, 8), "mlp": mlp()})
+
+    exact = model()
+    config = {"attn": SemiSparseActivationLinear, "mlp.2": SemiSparseLinear}
+    swap_linear_with_semi_sparse_linear(exact, config)
+    assert type(exact["attn"]) is SemiSparseActivationLinear
+    assert [type(exact["mlp"][i]) for i in (0, 2)] == [nn.Linear, SemiSparseLinear]
+    swap_semi_sparse_linear_with_linear(exact, include=["mlp.*"])
+    assert type(exact["attn"]) is SemiSparseActivationLinear
+    assert type(exact["mlp"][2]) is nn.Linear
+
+    part = model()
+    swap_linear_with_semi_sparse_linear(part["mlp"], {"mlp.*": SemiSparseLinear}, current="mlp")
+    assert type(part["mlp"][0]) is type(part["mlp"][2]) is SemiSparseLinear
+    assert type(part["attn"]) is nn.Linear
+
+    root = nn.Linear(8, 8)  # torchao's recursion saw children alone
+    swap_linear_with_semi_sparse_linear(root, {"": SemiSparseLinear})
+    assert type(root) is SemiSparseLinear
+
+
+def test_a_swap_that_does_not_fit_changes_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6), nn.LayerNorm(6))
+    for config, message in (
+        ({"0": SemiSparseLinear, "head": SemiSparseLinear}, r"'head' names no nn\.Linear.*0, 1"),
+        ({"0": SemiSparseLinear, "1": SemiSparseLinear}, r"1 has weight \[6, 8\]"),
+        ({"0": SemiSparseLinear, "2": SemiSparseLinear}, r"'2' names no nn\.Linear"),
+        ({"0": nn.Bilinear}, "Bilinear is no semi-sparse linear"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap_linear_with_semi_sparse_linear(model, config)
+        assert type(model[0]) is type(model[1]) is nn.Linear
+    swap_linear_with_semi_sparse_linear(model, {"0": SemiSparseLinear})
+    with pytest.raises(ValueError, match=r"'0' names no nn\.Linear"):
+        swap_linear_with_semi_sparse_linear(model, {"0": SemiSparseLinear})
+
+
+def test_every_change_of_the_weight_is_seen():
+    layer = nn.Linear(4, 4, bias=False)
+    swap_linear_with_semi_sparse_linear(layer, {"": SemiSparseLinear})
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for values in (SIGNED, SIGNED.flip(1), SIGNED.t() * 2):
+        layer.weight.data.copy_(values)  # leaves the version counter alone
+        mask = semi_sparse.transposable_mask24(values, "greedy")
+        for module in (layer, compiled, copy.deepcopy(layer)):
+            assert torch.equal(module(torch.eye(4)), torch.where(mask, values, 0.0).t())
+    torch._dynamo.reset()
+
+
+@BOTH
+def test_autocast_with_fp32_weights(cls):
+    """torchao: the packer takes half precision alone, and autocast fails on its tensor class."""
+    model = mlp()
+    swap_linear_with_semi_sparse_linear(model, {"*": cls})
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        loss = y.float().square().mean()
+    loss.backward()
+    assert y.dtype == torch.bfloat16
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    # bf16 has 8 bits of mantissa; two products of at most 16 terms each.
+    torch.testing.assert_close(y.float(), model(x), rtol=0.05, atol=0.05)
+
+
+@BOTH
+def test_compiled_once_for_all_batch_sizes(cls):
+    model = mlp()
+    swap_linear_with_semi_sparse_linear(model, {"*": cls})
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
+    for tokens in (8, 12, 10, 6):
+        x = torch.randn(2, tokens, 8)
+        y = compiled(x)
+        y.sum().backward()
+        assert torch.equal(y, model(x))
+    assert graphs.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def _two_ranks(rank, meeting_point, queue):
+    """Gradients of the swapped model on halves of one batch: DDP, FSDP2, FSDP2 in bf16."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    x = global_batch()[rank * 8 : (rank + 1) * 8]
+    found = {}
+    for name in ("ddp", "fsdp", "bf16"):
+        model = swapped_pair()
+        if name == "ddp":
+            runner = DistributedDataParallel(model)
+        else:
+            half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = half if name == "bf16" else MixedPrecisionPolicy()
+            runner = fully_shard(model, mesh=mesh, mp_policy=policy)
+        (runner(x).float() - x).square().mean().backward()
+        gradients = [p.grad for p in model.parameters()]
+        if name != "ddp":
+            gradients = [g.full_tensor() for g in gradients]
+        found[name] = [g.tolist() for g in gradients]
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def global_batch():
+    return torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def swapped_pair():
+    model = mlp()
+    config = {"0": SemiSparseLinear, "2": SemiSparseActivationLinear}
+    swap_linear_with_semi_sparse_linear(model, config)
+    return model
+
+
+def test_two_ranks_equal_one(tmp_path):
+    """DDP and FSDP2, whose layers see whole weights only inside the forward pass."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_two_ranks, ((tmp_path / "store").as_uri(), queue), nprocs=2)
+    found = queue.get()
+    model, x = swapped_pair(), global_batch()
+    (model(x) - x).square().mean().backward()
+    for name, atol in {"ddp": 1e-6, "fsdp": 1e-6, "bf16": 2e-3}.items():
+        for parameter, gradient in zip(model.parameters(), found[name], strict=True):
+            torch.testing.assert_close(torch.tensor(gradient), parameter.grad, rtol=0, atol=atol)

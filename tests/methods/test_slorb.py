@@ -1,0 +1,186 @@
+"""SLoRB: what its term adds at the start, what it costs, and how a layer ends."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import methods
+from methods import ast, slorb
+from models.gpt2 import GPT, GPTConfig
+
+
+def converted(width=16, out=8, seed=0, **options):
+    torch.manual_seed(seed)
+    layer = nn.Linear(width, out)
+    dense = layer.weight.detach().clone()
+    options = {"slorb_k": 4, "kl_weight": 0.0, "ramp_steps": 0, **options}
+    method = ast.Method(ast.Config(include=["*"], **options))
+    method.convert(layer)
+    return layer, dense, method
+
+
+def product(layer):
+    """S X [out, in]."""
+    k = layer.in_features // layer.slorb_s.shape[1]
+    projection = layer.slorb_x
+    if projection is None:
+        projection = slorb.indicator(layer.in_features, k)
+    return (layer.slorb_s @ projection).detach()
+
+
+def block_sums(weight, k=4):
+    return weight.unflatten(1, (-1, k)).sum(-1)
+
+
+def test_the_indicator_by_hand():
+    assert slorb.indicator(4, 2).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("train_x", [True, False])
+def test_mean_keeps_the_block_sums_of_the_dense_weight(train_x):
+    layer, dense, _ = converted(slorb_train_x=train_x)
+    used = layer.sparse_weight + product(layer)
+    torch.testing.assert_close(block_sums(used), block_sums(dense), rtol=0, atol=1e-6)
+    # So an input that is constant inside each block sees the dense layer.
+    x = torch.randn(5, 4).repeat_interleave(4, dim=1)
+    torch.testing.assert_close(layer(x), F.linear(x, dense, layer.bias), rtol=0, atol=1e-5)
+
+
+def test_mean_by_hand():
+    """The mean is over all k slots, not over the pruned ones."""
+    weight = torch.tensor([[4.0, 1.0, 3.0, 2.0, 8.0, 7.0, 6.0, 1.0]])
+    mask = torch.tensor([[1, 0, 1, 0, 1, 1, 0, 0]], dtype=torch.bool)
+    s, x = torch.empty(1, 2), torch.empty(2, 8)
+    generator = torch.Generator()
+    slorb.initialize(weight, mask, s, x, "mean", generator)
+    assert s.tolist() == [[0.75, 1.75]] and torch.equal(x, slorb.indicator(8, 4))
+    slorb.initialize(weight, mask, s, None, "sum", generator)
+    assert s.tolist() == [[3.0, 7.0]]
+    slorb.initialize(weight, torch.ones_like(mask), s, None, "mean", generator)
+    assert s.tolist() == [[0.0, 0.0]]
+
+
+def test_sum_gives_k_times_the_pruned_part():
+    layer, dense, _ = converted(slorb_init="sum")
+    kept = block_sums(layer.sparse_weight)
+    used = block_sums(layer.sparse_weight + product(layer))
+    expected = kept + 4 * (block_sums(dense) - kept)
+    torch.testing.assert_close(used, expected, rtol=0, atol=1e-5)
+
+
+def test_xavier_starts_as_the_sparse_layer():
+    layer, _, _ = converted(slorb_init="xavier")
+    x = torch.randn(3, 16)
+    assert torch.equal(layer(x), F.linear(x, layer.sparse_weight, layer.bias))
+    assert layer.slorb_x.std() > 0
+
+
+def test_xavier_follows_from_the_seed_of_the_method_and_touches_no_other_generator():
+    """So every rank draws the same, whatever its own weights were before."""
+    first, _, _ = converted(slorb_init="xavier")
+    layer = nn.Linear(16, 8)
+    state = torch.get_rng_state()
+    for seed, same in ((0, True), (1, False)):
+        twin = copy.deepcopy(layer)
+        options = {"slorb_k": 4, "slorb_init": "xavier", "ramp_steps": 0, "seed": seed}
+        ast.Method(ast.Config(include=["*"], **options)).convert(twin)
+        assert torch.equal(twin.slorb_x, first.slorb_x) == same
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("leading", [(3,), (2, 5)])
+def test_the_sums_of_blocks_are_the_product_with_the_indicator(leading):
+    x, s = torch.randn(*leading, 16), torch.randn(8, 4)
+    expected = x @ slorb.indicator(16, 4).t() @ s.t()
+    torch.testing.assert_close(slorb.boost(x, s, None), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_zero_s_is_no_slorb():
+    layer, _, _ = converted()
+    plain, _, _ = converted(slorb_k=0)
+    with torch.no_grad():
+        layer.slorb_s.zero_()
+    x = torch.randn(3, 16)
+    assert torch.equal(layer(x), plain(x))
+
+
+def test_gradients_reach_both_factors_and_the_dense_weight():
+    layer, _, _ = converted()
+    x, dy = torch.randn(6, 16), torch.randn(6, 8)
+    layer(x).backward(dy)
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x)
+    torch.testing.assert_close(layer.slorb_s.grad, dy.t() @ x @ layer.slorb_x.detach().t())
+    torch.testing.assert_close(layer.slorb_x.grad, layer.slorb_s.detach().t() @ dy.t() @ x)
+
+
+@pytest.mark.parametrize(("train_x", "expected"), [(False, 5_308_416), (True, 13_713_408)])
+def test_stored_parameters_of_gpt2_124m(train_x, expected):
+    """N d / k for S alone and (N + d) d / k with X, over all linears of the twelve blocks."""
+    model = GPT(GPTConfig.of_size("124M", n_layer=1, vocab_size=64, block_size=8))
+    before = model.num_params()
+    method = methods.build(
+        "ast", include=["*.attn.*", "*.mlp.*"], slorb_k=16, slorb_train_x=train_x,
+        kl_weight=0.0, total_steps=4,
+    )  # fmt: skip
+    method.convert(model)
+    assert 12 * (model.num_params() - before) == expected
+
+
+def test_s_is_not_filled_again_when_the_mask_moves():
+    layer, _, method = converted(refresh_every=1)
+    before = layer.slorb_s.detach().clone()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn_like(layer.weight))
+    mask = layer.mask.clone()
+    method.on_step_end(0)
+    assert not torch.equal(layer.mask, mask)
+    assert torch.equal(layer.slorb_s, before)
+
+
+# ---------------------------------------------------------------- the end
+
+TINY = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)
+
+
+@pytest.mark.parametrize("train_x", [True, False])
+def test_the_end_is_saved_and_comes_back_without_the_method(train_x):
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    method = methods.build("ast", slorb_k=8, slorb_train_x=train_x, total_steps=4)
+    method.convert(model)
+    idx = torch.randint(0, 32, (2, 8))
+    model.eval()
+    with torch.no_grad():
+        before = model(idx)[0]
+        method.finalize(model)
+        torch.testing.assert_close(model(idx)[0], before, rtol=0, atol=0)
+    state = model.state_dict()
+    own = {k for k in state if "slorb" in k}
+    names = ("slorb_s", "slorb_x") if train_x else ("slorb_s",)
+    layers = [f"transformer.h.0.mlp.{n}" for n in ("c_fc", "c_proj")]
+    assert own == {f"{layer}.{n}" for layer in layers for n in names}
+    assert state.keys() - own == GPT(TINY).state_dict().keys()
+    layer = model.transformer.h[0].mlp.c_fc
+    assert type(layer) is slorb.BoostedLinear
+    assert layer.weight.count_nonzero() == layer.weight.numel() // 2
+
+    fresh = slorb.attach(GPT(TINY), state)
+    fresh.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(fresh.eval()(idx)[0], before)
+        merged = slorb.merge(copy.deepcopy(fresh))
+        assert merged.state_dict().keys() == GPT(TINY).state_dict().keys()
+        torch.testing.assert_close(merged(idx)[0], before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_that_does_not_divide_is_one_line_and_changes_nothing():
+    layer = nn.Linear(20, 8)
+    method = ast.Method(ast.Config(include=["*"], slorb_k=16, ramp_steps=0))
+    with pytest.raises(ValueError, match=r"slorb_k=16 does not divide the 20 inputs"):
+        method.convert(layer)
+    assert type(layer) is nn.Linear
+    with pytest.raises(ValueError, match="slorb_init=xavier draws X"):
+        ast.Config(slorb_k=4, slorb_init="xavier", slorb_train_x=False)

@@ -1,0 +1,353 @@
+"""FST: transposable masks, their schedule, the decay, and the dense phase that ends it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import methods
+from common_kernels import check24, transposable_mask24
+from methods import dense, t_sr_ste
+
+
+def method_of(**options):
+    options = {"include": ["*"], "dense_fraction": 0.0, **options}
+    return t_sr_ste.Method(t_sr_ste.Config(**options))
+
+
+def converted(weight=None, bias=False, **options):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8, bias=bias)
+    if weight is not None:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
+        layer.weight.data = weight.clone()
+    method = method_of(**options)
+    method.convert(layer)
+    return layer, method
+
+
+def step_of(method, model, step, parts=1, forward=None):
+    """One optimizer step on `parts` micro-batches; SGD, so that equal gradients show."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step))
+    method.on_step_begin(step)
+    for part in x.chunk(parts):
+        method.open_micro_batch()
+        ((model if forward is None else forward)(part).square().sum() / len(x)).backward()
+    method.on_gradients(step, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    method.on_step_end(step)
+
+
+# ---------------------------------------------------------------- the three products
+
+
+def test_mask_by_hand():
+    """Row by row the first two columns win three times; a column may keep two of them."""
+    rows = [[9.0, 8.0, 1.0, 1.0], [9.0, 8.0, 1.0, 1.0], [5.0, 4.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    layer, _ = converted(torch.tensor(rows))
+    kept = [[9.0, 8.0, 0.0, 0.0], [9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 2.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+    assert torch.equal(layer.sparse_weight, torch.tensor(kept))
+
+
+@pytest.mark.parametrize("algorithm", ["exact", "greedy", "two_approx"])
+def test_both_products_have_a_sparse_weight(algorithm):
+    """dX multiplies by the operand of the forward product, which is 2:4 along `out` as well."""
+    layer, _ = converted(torch.randn(32, 64), algorithm=algorithm)
+    assert torch.equal(layer.mask, transposable_mask24(layer.weight.detach(), algorithm))
+    assert int(check24(layer.forward_operand(), dim=1)) == 0
+    assert int(check24(layer.forward_operand(), dim=0)) == 0
+    assert layer.backward_operand() is None  # the forward operand
+    if algorithm == "exact":
+        assert int(layer.mask.sum()) == 32 * 64 // 2
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)], ids=str)
+def test_products_equal_autograd_through_the_masked_weight(shape):
+    layer, _ = converted(bias=True, mvue="off")
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    masked = (layer.weight * layer.mask).detach().requires_grad_()
+    bias = layer.bias.detach().clone().requires_grad_()
+    y, expected = layer(ours), F.linear(theirs, masked, bias)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}  # fp32, sums of at most 16 products
+    torch.testing.assert_close(y, expected, **tolerance)
+    # The gradient of a scaled mean is an expanded scalar, with strides of zero.
+    (3.0 * y.mean()).backward()
+    (3.0 * expected.mean()).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
+    torch.testing.assert_close(layer.weight.grad, masked.grad, **tolerance)  # not masked
+    torch.testing.assert_close(layer.bias.grad, bias.grad, **tolerance)
+
+
+def test_dy_is_sampled_for_dw_alone():
+    """The mean of dW over many samples is the dense one; dX and the bias see the whole of dY."""
+    layer, method = converted(bias=True)
+    x = torch.randn(8, 16, requires_grad=True)
+    dy = torch.randn(8, 8)
+    samples, others = [], []
+    for step in range(2000):
+        method.on_step_begin(step)
+        method.open_micro_batch()
+        x.grad = layer.weight.grad = layer.bias.grad = None
+        layer(x).backward(dy)
+        samples.append(layer.weight.grad.double())
+        others.append((x.grad, layer.bias.grad))
+    samples = torch.stack(samples)
+    error = (samples.mean(0) - (dy.t() @ x.detach()).double()).abs()
+    sigma = samples.std(0) / len(samples) ** 0.5
+    assert (sigma > 0).all() and (error <= 5 * sigma + 1e-6).all()
+    assert all(torch.equal(dx, others[0][0]) and torch.equal(db, others[0][1]) for dx, db in others)
+
+
+# ---------------------------------------------------------------- the schedule of the masks
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """A list that gets the shape of every mask that is searched."""
+    calls = []
+
+    def search(weight, algorithm):
+        calls.append(tuple(weight.shape))
+        return transposable_mask24(weight, algorithm)
+
+    monkeypatch.setattr(t_sr_ste, "transposable_mask24", search)
+    return calls
+
+
+def checkpointed(model):
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "recompute", "training"),
+    [(1, False, True), (4, False, True), (1, True, True), (4, True, False)],
+    ids=["", "micro_batches", "checkpointing", "micro_batches_checkpointing_eval_mode"],
+)
+def test_masks_are_searched_at_steps_0_40_and_80(searches, parts, recompute, training):
+    """Counters that advance in forward passes give another schedule in each of these cases: they
+    count micro-batches, recomputed passes, or nothing at all in eval mode."""
+
+    def masks(parts=1, recompute=False, training=True):
+        layer, method = converted(alpha=1e-2, mvue="off")
+        layer.train(training)
+        forward = checkpointed(layer) if recompute else layer
+        seen, refreshes = [layer.mask.clone()], []
+        layer.refresh = lambda: (refreshes.append(1), t_sr_ste.Linear.refresh(layer))
+        for step in range(81):
+            before = len(searches)
+            step_of(method, layer, step, parts, forward)
+            with torch.no_grad():
+                layer(torch.randn(4, 16))  # evaluation in between
+            if len(searches) > before:
+                seen.append((step, layer.mask.clone()))
+        assert len(refreshes) == 81  # once per step
+        return seen
+
+    plain = masks()
+    searches.clear()
+    changed = masks(parts, recompute, training)
+    assert len(searches) == 3  # at conversion, for step 0
+    # Those for steps 40 and 80 are chosen from the weights that steps 39 and 79 left.
+    assert [step for step, _ in changed[1:]] == [39, 79]
+    assert torch.equal(changed[0], plain[0])
+    for (_, mask), (_, expected) in zip(changed[1:], plain[1:], strict=True):
+        assert torch.equal(mask, expected)
+    assert not torch.equal(plain[1][1], plain[0])  # there was something to choose
+
+
+def test_between_two_searches_values_change_and_the_mask_stays():
+    layer, method = converted(refresh_every=2)
+    before = layer.mask.clone()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(8, 16))
+    method.on_step_begin(0)
+    method.on_step_end(0)
+    assert torch.equal(layer.mask, before)
+    assert torch.equal(layer.sparse_weight, layer.weight * before)
+    assert method.metrics()["flip_rate_refresh"] == 0.0
+    method.on_step_begin(1)
+    method.on_step_end(1)
+    assert torch.equal(layer.mask, transposable_mask24(layer.weight.detach()))
+    changed = float((layer.mask != before).float().mean())
+    assert method.metrics()["flip_rate_refresh"] == method.metrics()["flip_rate"] == changed > 0
+    method.on_step_begin(2)
+    method.on_step_end(2)
+    assert method.metrics()["flip_rate"] == 0.0  # of a step without a search
+    assert method.metrics()["flip_rate_refresh"] == changed
+
+
+# ---------------------------------------------------------------- the dense phase
+
+
+@pytest.mark.parametrize(
+    ("steps", "fraction", "start"),
+    [(300_000, 1 / 6, 250_000), (12, 1 / 6, 10), (10, 0.25, 8), (10, 1.0, 0), (10, 0.0, None)],
+)
+def test_dense_start(steps, fraction, start):
+    """steps - round(fraction * steps); half a step is rounded to the even number."""
+    method = method_of(total_steps=steps, dense_fraction=fraction)
+    dense_steps = [s for s in (0, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000) if method.dense_at(s)]
+    expected = [s for s in (0, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000) if s >= start] if (
+        start is not None) else []  # fmt: skip
+    assert dense_steps == expected
+
+
+def finished(fraction, steps=12):
+    layer, method = converted(
+        alpha=0.1, total_steps=steps, dense_fraction=fraction, refresh_every=3
+    )
+    phases = []
+    for step in range(steps):
+        step_of(method, layer, step)
+        phases.append(method.phase())
+    return layer, method, phases
+
+
+def test_the_end_is_dense():
+    layer, method, phases = finished(0.25)
+    assert phases == ["sparse"] * 9 + ["dense"] * 3
+    metrics = method.metrics()
+    assert (metrics["phase"], metrics["density"]) == ("dense", 1.0)
+    weight = layer.weight.detach().clone()
+    assert torch.equal(layer.sparse_weight, weight)
+    method.finalize(layer)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, weight) and bool(weight.all())
+
+
+def test_without_a_dense_phase_the_end_is_sparse_along_both_dims():
+    layer, method, phases = finished(0.0)
+    assert phases == ["sparse"] * 12
+    assert method.metrics()["density"] == 0.5
+    method.finalize(layer)
+    assert int(check24(layer.weight, dim=0)) == int(check24(layer.weight, dim=1)) == 0
+
+
+def test_in_the_dense_phase_there_is_no_decay_and_no_sample():
+    layer, method = converted(alpha=0.1, total_steps=4, dense_fraction=0.5)
+    x, dy = torch.randn(8, 16), torch.randn(8, 8)
+    for step in range(4):
+        method.on_step_begin(step)
+        method.open_micro_batch()
+        layer.weight.grad = None
+        layer(x).backward(dy)
+        gradient = layer.weight.grad.clone()
+        method.on_gradients(step)
+        decayed, whole = not torch.equal(layer.weight.grad, gradient), dy.t() @ x
+        sampled = bool((gradient - whole).abs().max() > 0.1)
+        assert (decayed, sampled) == (step < 2, step < 2)
+        method.on_step_end(step)
+
+
+def test_dense_from_the_first_step_is_dense_training_with_virtual_masks():
+    """Transposable ones, which flip at other rates than the row-wise ones of `methods.dense`."""
+    layer, method = converted(total_steps=6, dense_fraction=1.0, refresh_every=1, measure_every=1)
+    torch.manual_seed(0)
+    plain = nn.Linear(16, 8, bias=False)
+    reference = dense.Method(dense.Config(include=["*"]))
+    reference.convert(plain)
+    for step in range(6):
+        before = transposable_mask24(layer.weight.detach())
+        step_of(method, layer, step)
+        step_of(reference, plain, step)
+        after = transposable_mask24(layer.weight.detach())
+        assert torch.equal(layer.weight, plain.weight)
+        assert method.metrics()["flip_rate"] == float((before != after).float().mean())
+    assert method.metrics()["density"] == 1.0
+
+
+SWITCH = {"total_steps": 8, "dense_fraction": 0.375, "alpha": 0.1, "refresh_every": 2}  # at step 5
+
+
+@pytest.mark.parametrize("start", [4, 5, 6])
+def test_a_run_resumed_around_the_switch_is_the_run_that_went_on(start):
+    """A switch at `step == 5` and states that no checkpoint holds leave a run that is resumed at
+    6 sparse for ever."""
+    layer, method = converted(**SWITCH)
+    for step in range(8):
+        if step == start:
+            states = copy.deepcopy((layer.state_dict(), method.state_dict()))
+            evaluated = layer.sparse_weight.clone()
+        step_of(method, layer, step)
+    resumed, resumed_method = converted(torch.randn(8, 16), **SWITCH)
+    resumed.load_state_dict(states[0])
+    resumed_method.load_state_dict(states[1])
+    assert torch.equal(resumed.sparse_weight, evaluated)
+    assert resumed_method.phase() == ("dense" if start == 6 else "sparse")
+    for step in range(start, 8):
+        step_of(resumed_method, resumed, step)
+        assert resumed_method.phase() == ("dense" if step >= 5 else "sparse")
+    assert torch.equal(resumed.weight, layer.weight)
+    assert resumed_method.metrics() == method.metrics()
+
+
+def test_going_back_to_a_checkpoint_before_the_switch_makes_the_model_sparse_again():
+    layer, method = converted(**SWITCH)
+    for step in range(8):
+        if step == 3:
+            states = copy.deepcopy((layer.state_dict(), method.state_dict()))
+        step_of(method, layer, step)
+    weight = layer.weight.detach().clone()
+    layer.load_state_dict(states[0])
+    method.load_state_dict(states[1])
+    assert (method.phase(), layer.mvue, method.metrics()["density"]) == ("sparse", "exact", 0.5)
+    for step in range(3, 8):
+        step_of(method, layer, step)
+    assert torch.equal(layer.weight, weight)
+
+
+def test_an_averaged_copy_follows_into_the_dense_phase():
+    model = nn.Sequential(nn.Linear(16, 8, bias=False))
+    method = method_of(total_steps=4, dense_fraction=0.5)
+    method.convert(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step, density in enumerate([0.5, 0.5, 1.0, 1.0]):
+        step_of(method, model, step)
+        average.update_parameters(model)
+        methods.refresh(average)
+        sparse = average.module[0].sparse_weight
+        assert int(sparse.count_nonzero()) == density * sparse.numel()
+
+
+def test_a_compiled_model_follows_into_the_dense_phase():
+    torch._dynamo.reset()
+    (layer, method), (twin, twin_method) = converted(**SWITCH), converted(**SWITCH)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for step in range(8):
+        step_of(method, layer, step)
+        step_of(twin_method, twin, step, forward=compiled)
+        assert torch.equal(layer.weight, twin.weight)
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": -1.0}, r"alpha=-1\.0; the decay factor must not be negative"),
+        ({"refresh_every": 0}, "refresh_every=0; it must be at least 1"),
+        ({"algorithm": "best"}, "algorithm='best'; choose one of exact, greedy, two_approx"),
+        ({"mvue": "yes"}, "mvue='yes'; choose one of exact, sequential, off"),
+        ({"dense_fraction": -0.1}, r"dense_fraction=-0\.1; it must lie in \[0, 1\]"),
+        ({"dense_fraction": 1.5}, r"dense_fraction=1\.5; it must lie in \[0, 1\]"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        t_sr_ste.Config(**options)
+
+
+def test_a_fraction_of_an_unknown_number_of_steps():
+    layer = nn.Linear(16, 8)
+    with pytest.raises(ValueError, match=r"dense_fraction=0\.167 of how many steps\? set total_st"):
+        t_sr_ste.Method(t_sr_ste.Config(include=["*"])).convert(layer)
+    assert type(layer) is nn.Linear

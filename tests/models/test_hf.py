@@ -1,0 +1,154 @@
+"""transformers' causal language models in the trainer's form, and back without a lost bit."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from methods import ste
+from models.hf import CausalLM
+
+FAMILIES = ("gpt2", "opt", "llama")
+PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}
+
+
+def tokens(seed=1):
+    return torch.randint(0, 320, (3, 32), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def checkpoint(hf_model, tmp_path):
+    """checkpoint("gpt2") -> (the plain model, the folder of its checkpoint)."""
+
+    def write(family, randomise=True):
+        model = hf_model(family)
+        with torch.no_grad():  # no bias or gain can be lost unseen
+            for parameter in model.parameters() if randomise else ():
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+        folder = tmp_path / family
+        model.save_pretrained(folder)
+        return model, folder
+
+    return write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_loss_are_those_of_transformers(checkpoint, family):
+    plain, folder = checkpoint(family)
+    model = CausalLM.from_pretrained(folder)
+    inputs, targets = tokens(), tokens(2)
+    targets[0, :5] = -1
+    logits, loss = model(inputs, targets)
+    expected = plain(input_ids=inputs).logits
+    # The same products by way of another layout.
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    by_hand = F.cross_entropy(logits[targets >= 0], targets[targets >= 0])
+    torch.testing.assert_close(loss, by_hand, rtol=1e-6, atol=0)
+    assert model(inputs)[1] is None
+    assert (model.vocab_size, model.block_size) == (320, 32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_of_the_blocks_can_be_converted(checkpoint, family):
+    _, folder = checkpoint(family)
+    model = CausalLM.from_pretrained(folder)
+    method = ste.Method(ste.Config(include=["*.h.*", "*.layers.*"]))
+    report = method.convert(model)
+    assert len(report.names) == 2 * PER_BLOCK[family]
+    assert not any("Conv1D" in type(m).__name__ for m in model.modules())
+    with pytest.raises(ValueError, match=r"call the method's finalize\(model\) first"):
+        model.save_pretrained(folder.with_name("export"))
+    assert not folder.with_name("export").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_is_the_loaded_one_bit_for_bit(checkpoint, family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    plain, folder = checkpoint(family)
+    export = tmp_path / "export"
+    model = CausalLM.from_pretrained(folder)
+    model.save_pretrained(export)
+    assert {path.suffix for path in export.iterdir()} == {".json", ".safetensors"}
+    again = AutoModelForCausalLM.from_pretrained(export)
+    state, expected = again.state_dict(), plain.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert type(again) is type(plain)
+    # The rates of dropout, which training here sets to 0, included.
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, export)]
+    assert configs[0] == configs[1]
+    assert model(tokens())[0].equal(CausalLM.from_pretrained(export)(tokens())[0])
+
+
+def test_a_pruned_conv1d_is_pruned_along_its_own_inputs(checkpoint, tmp_path):
+    """Exported, the weight is [in, out], so the groups of four run down its columns."""
+    from transformers import AutoModelForCausalLM
+
+    _, folder = checkpoint("gpt2")
+    model = CausalLM.from_pretrained(folder)
+    method = ste.Method(ste.Config(include=["*.h.*"]))
+    method.convert(model)
+    method.finalize(model)
+    model.save_pretrained(tmp_path / "export")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    weight = plain.transformer.h[0].mlp.c_fc.weight
+    assert weight.shape == (32, 128)
+    assert (weight.unflatten(0, (-1, 4)).count_nonzero(1) == 2).all()
+    logits = plain(input_ids=tokens()).logits
+    torch.testing.assert_close(model(tokens())[0], logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_has_no_dropout(checkpoint, family):
+    _, folder = checkpoint(family)
+    model = CausalLM.from_pretrained(folder).train()
+    assert torch.equal(model(tokens())[0], model(tokens())[0])
+
+
+def test_parameter_groups_cover_every_parameter_once(checkpoint):
+    _, folder = checkpoint("gpt2")
+    model = CausalLM.from_pretrained(folder)
+    decayed, rest = model.param_groups(0.1)
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in decayed["params"])
+    assert all(p.dim() == 1 for p in rest["params"])
+    held = [id(p) for group in (decayed, rest) for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+
+
+def test_masters_are_fp32_whatever_the_checkpoint_holds(hf_model, tmp_path):
+    hf_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    model = CausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_lengths(checkpoint):
+    _, folder = checkpoint("opt")
+    model = CausalLM.from_pretrained(folder, block_size=16)
+    with pytest.raises(ValueError, match=r"32 tokens is longer than the model's block_size=16"):
+        model(tokens())
+    with pytest.raises(ValueError, match=r"block_size=64, but .* takes at most 32"):
+        CausalLM.from_pretrained(folder, block_size=64)
+
+
+def test_what_cannot_be_loaded_is_one_line(hf_model, tmp_path):
+    with pytest.raises(ValueError, match="no causal language model in") as caught:
+        CausalLM.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+    # Weights as a pickle are not read.
+    model = hf_model("opt")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no causal language model in"):
+        CausalLM.from_pretrained(tmp_path)
+
+
+def test_plain_linears_are_left_alone(hf_model):
+    plain = hf_model("llama")
+    before = list(plain.modules())
+    assert list(CausalLM(plain).model.modules()) == before
+    assert not CausalLM(plain).conv1d
+    assert sum(isinstance(m, nn.Linear) for m in before) == 2 * 7 + 1
