@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import pretrain
+from experiments import pretrain, results
 from experiments.checkpoint import write_atomic
 from experiments.config import RunConfig, load
 from experiments.errors import UserError
@@ -51,7 +51,7 @@ def plan(table: Table, tier: str, runs: Path) -> list[Job]:
         UserError: a row whose overrides do not fit together.
     """
     chosen = table.tiers[tier]
-    jobs = []
+    jobs: list[Job] = []
     for row in table.rows:
         for seed in chosen.seeds:
             own = [f"tier={tier}", f"seed={seed}"]
@@ -59,13 +59,28 @@ def plan(table: Table, tier: str, runs: Path) -> list[Job]:
                 config = load([*chosen.overrides, *row.overrides, *own])
             except UserError as error:
                 raise UserError(f"{table.name}, tier {tier}, {row.label}: {error}") from error
-            jobs.append(Job(row.label, seed, replace(config, runs=runs)))
+            config = replace(config, runs=runs)
+            if row.starts_from is not None:
+                [source] = [j for j in jobs if (j.label, j.seed) == (row.starts_from, seed)]
+                config = replace(config, init=source.config.directory())
+            jobs.append(Job(row.label, seed, config))
     return jobs
+
+
+def result_of(job: Job) -> dict[str, Any] | None:
+    """The content of its `result.json`, if it was run to the end.
+
+    What starts from an unfinished run cannot be finished: it has no name yet.
+    """
+    source = job.config.init
+    if source is not None and not (source / results.FILE).is_file():
+        return None
+    return pretrain.finished(job.config)
 
 
 def execute(jobs: list[Job], report: Report, train: Train = pretrain.run) -> None:
     """Run what is not finished, in order. A failure is reported in one line and the rest go on."""
-    waiting = [(n, job) for n, job in enumerate(jobs, 1) if pretrain.finished(job.config) is None]
+    waiting = [(n, job) for n, job in enumerate(jobs, 1) if result_of(job) is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     start = time.monotonic()
     for position, (number, job) in enumerate(waiting):
@@ -75,9 +90,9 @@ def execute(jobs: list[Job], report: Report, train: Train = pretrain.run) -> Non
             rest = elapsed / position * (len(waiting) - position)
             left = f" ({clock(elapsed)} elapsed, about {clock(rest)} left)"
         report(f"[{number}/{len(jobs)}] {job}{left}")
-        trace = job.config.directory() / "failure.txt"
-        trace.unlink(missing_ok=True)
         try:
+            trace = job.config.directory() / "failure.txt"
+            trace.unlink(missing_ok=True)
             train(job.config, lambda message: report(f"  {message}"))
         except UserError as error:
             report(f"failed: {job}: {_one_line(error)}")
@@ -92,7 +107,7 @@ def finished(jobs: list[Job]) -> list[Run]:
     """Those jobs that were run to the end, with what came out."""
     runs = []
     for job in jobs:
-        result = pretrain.finished(job.config)
+        result = result_of(job)
         if result is not None:
             log = read_metrics(job.config.directory() / "metrics.jsonl")
             runs.append(Run(job, result, log))

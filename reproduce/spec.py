@@ -29,11 +29,16 @@ class Tier:
 
 @dataclass
 class Row:
-    """One method or variant. `published` is the row's name in `published.json`."""
+    """One method or variant.
+
+    published: the row's name in `published.json`. starts_from: label of an earlier row, whose
+        finished run of the same seed gives the first weights.
+    """
 
     label: str
     overrides: list[str]
     published: str | None = None
+    starts_from: str | None = None
 
 
 @dataclass
@@ -79,6 +84,9 @@ class Table:
             raise ValueError(f"two rows have the same label: {labels}")
         if not self.rows or "method=dense" not in self.rows[0].overrides:
             raise ValueError("the first row must be the dense baseline (method=dense)")
+        for position, row in enumerate(self.rows):
+            if row.starts_from is not None and row.starts_from not in labels[:position]:
+                raise ValueError(f"{row.label!r} starts from {row.starts_from!r}, no earlier row")
         for name, tier in self.tiers.items():
             if name not in TIERS:
                 raise ValueError(f"tier {name!r}; choose of {', '.join(TIERS)}")

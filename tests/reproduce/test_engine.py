@@ -55,6 +55,31 @@ def test_a_failure_is_one_line_and_the_rest_go_on(jobs, fake_training):
     assert len(finished(jobs)) == 4
 
 
+def test_a_row_that_starts_from_another_waits_for_it(tmp_path, fake_training):
+    table = Table(
+        name="t",
+        title="T",
+        tiers={"smoke": Tier(seeds=[0, 1], overrides=["train.steps=20"])},
+        rows=[Row("dense", ["method=dense"]), Row("AST", ["method=ast"], starts_from="dense")],
+        columns=[],
+    )
+    jobs = plan(table, "smoke", tmp_path)
+    assert [job.config.init for job in jobs[2:]] == [job.config.directory() for job in jobs[:2]]
+    assert finished(jobs) == []  # the second row has no name yet, and that is no error
+
+    fake_training.broken = {("dense", 1)}
+    said = []
+    execute(jobs, said.append, fake_training)
+    assert fake_training.order == [("dense", 0), ("dense", 1), ("ast", 0)]
+    assert [run.job for run in finished(jobs)] == [jobs[0], jobs[2]]
+    [failure] = [line for line in said if line.startswith("failed: AST")]
+    assert "AST, seed 1" in failure and "holds no finished run" in failure
+
+    fake_training.broken = set()
+    execute(jobs, said.append, fake_training)
+    assert [run.job for run in finished(jobs)] == jobs
+
+
 def test_the_users_error_leaves_nothing_behind(jobs):
     def refuse(config, report):
         raise UserError("no corpus;\nprepare it")
