@@ -39,5 +39,9 @@ def test_the_tree_names_every_folder_of_the_house():
 
 
 def test_every_method_has_a_row():
-    rows = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
-    assert rows == set(methods.available())
+    """Here, and a section in the page of the methods."""
+    table = README.split("## The methods")[1].split("## In your own loop")[0]
+    rows = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    assert {re.match(r"`(\w+)`", name)[1] for name in rows} == set(methods.available())
+    page = (ROOT / "methods" / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^## (\w+)$", page, re.M)) == set(methods.available())
