@@ -6,6 +6,7 @@ from common_kernels.fp8 import fake_fp8, quantize_fp8
 from common_kernels.lowrank import lowrank_addmm
 from common_kernels.masks import (
     check24,
+    check_nm,
     double_prune_mask,
     flip_rate,
     nm_mask,
@@ -17,6 +18,7 @@ from common_kernels.soft_threshold import soft_threshold24
 
 __all__ = [
     "check24",
+    "check_nm",
     "compress_nm",
     "double_prune_mask",
     "expand_nm",

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common_kernels import check24, flip_rate, nm_mask
+from common_kernels import check_nm, flip_rate, nm_mask
 
 from .gemms import Fp8Formats, sparse_linear
 
@@ -73,9 +73,16 @@ class Config:
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` did: names of the matched linears, and parameters in them and in all."""
+    """What `convert` did.
+
+    names: the matched linears. dense: the other linears. others: matched modules of other kinds
+        that hold a matrix, as `name (Type)`; they stay as they are.
+    sparse_parameters, total_parameters: numbers in the matched weights and in the model.
+    """
 
     names: tuple[str, ...]
+    dense: tuple[str, ...]
+    others: tuple[str, ...]
     sparse_parameters: int
     total_parameters: int
 
@@ -83,7 +90,8 @@ class Report:
         share = self.sparse_parameters / self.total_parameters
         return (
             f"{len(self.names)} linears, {self.sparse_parameters:,} of "
-            f"{self.total_parameters:,} parameters ({share:.0%})"
+            f"{self.total_parameters:,} parameters ({share:.0%}); "
+            f"left dense: {_some(list(self.dense)) or 'none'}"
         )
 
 
@@ -227,6 +235,8 @@ class Method:
         self._check(model, chosen)
         report = Report(
             names=tuple(chosen),
+            dense=tuple(n for n in _linears(model) if n not in chosen),
+            others=tuple(self._others(model)),
             sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
             total_parameters=sum(p.numel() for p in model.parameters()),
         )
@@ -250,16 +260,21 @@ class Method:
             if included and not any(fnmatchcase(name, glob) for glob in self.config.exclude):
                 yield name, module
 
+    def _others(self, model: nn.Module) -> list[str]:
+        """Matched modules that are no linears and hold a matrix."""
+        return [
+            f"{name} ({type(module).__name__})"
+            for name, module in self._named(model)
+            if not isinstance(module, nn.Linear)
+            and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+            and weight.ndim > 1
+        ]
+
     def _check(self, model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
         if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
             raise ValueError("the model is converted already; build a new method and model")
         if not chosen:
-            linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-            others = [
-                f"{name} ({type(module).__name__})"
-                for name, module in self._named(model)
-                if isinstance(getattr(module, "weight", None), nn.Parameter)
-            ]
+            linears, others = _linears(model), self._others(model)
             hint = f"; {_some(others)} match, but only nn.Linear can be converted" if others else ""
             raise ValueError(
                 f"no linear matches include={list(self.config.include)} "
@@ -292,6 +307,10 @@ class Method:
                 f"{name} has weight [{out_features}, {in_features}]; 2:4 needs both dims to "
                 "be multiples of 4; change the width or exclude it"
             )
+
+    def pattern(self, name: str) -> tuple[int, int]:
+        """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
+        return 2, 4
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
         """The optimizer that drivers use: AdamW, unless the method has an update rule of its own.
@@ -385,19 +404,20 @@ class Method:
         flip_rate: share of mask bits that changed in the last measured optimizer step.
         flip_rate_refresh: share that changed at the last measured choice of masks; the same
             number for methods that choose in every step.
-        density: share of non-zeros in the weights in use. illegal_groups: groups of four along
-            the input dim with more than two non-zeros.
+        density: share of non-zeros in the weights in use. illegal_groups: groups of m along the
+            input dim with more than n non-zeros, n:m being the layer's pattern.
         """
-        weights = [
-            m.sparse_weight if isinstance(m, SparseLinear) else m.weight.detach()
-            for m in self.layers.values()
-        ]
-        nonzeros = sum(int(torch.count_nonzero(w)) for w in weights)
+        entries = nonzeros = illegal = 0
+        for name, layer in self.layers.items():  # one at a time: it may be made on demand
+            weight = layer.sparse_weight if isinstance(layer, SparseLinear) else layer.weight
+            entries += weight.numel()
+            nonzeros += int(torch.count_nonzero(weight))
+            illegal += int(check_nm(weight, *self.pattern(name)))
         return {
             "flip_rate": self.flips_per_step,
             "flip_rate_refresh": self.flips_per_refresh,
-            "density": nonzeros / max(1, sum(w.numel() for w in weights)),
-            "illegal_groups": sum(int(check24(w)) for w in weights),
+            "density": nonzeros / max(1, entries),
+            "illegal_groups": illegal,
             "phase": self.phase(),
         }
 
@@ -433,6 +453,10 @@ def refresh(model: nn.Module) -> None:
         if isinstance(module, SparseLinear):
             module.refresh_mask()
             module.refresh()
+
+
+def _linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def _some(names: list[str]) -> str:

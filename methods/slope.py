@@ -140,8 +140,11 @@ class Method(base.Method):
                 "total_steps, or adapter_rank=0 for no adapters"
             )
 
+    def pattern(self, name: str) -> tuple[int, int]:
+        return self.config.pattern(name)
+
     def check_layer(self, name: str, module: nn.Linear) -> None:
-        (n, m), (out_features, in_features) = self.config.pattern(name), module.weight.shape
+        (n, m), (out_features, in_features) = self.pattern(name), module.weight.shape
         shape = f"[{out_features}, {in_features}]"
         if out_features % m or in_features % m:
             raise ValueError(
@@ -182,23 +185,6 @@ class Method(base.Method):
         for layer in self.layers.values():
             assert isinstance(layer, CompressedLinear)
             yield layer
-
-    def metrics(self) -> dict[str, float | int | str]:
-        """As in the base class; a group is of the layer's own m, and may hold n."""
-        entries = nonzeros = illegal = 0
-        for layer in self._layers():
-            n, m = layer.pattern
-            kept = layer.effective_weight() != 0
-            entries += kept.numel()
-            nonzeros += int(kept.sum())
-            illegal += int((kept.unflatten(-1, (-1, m)).sum(-1) > n).sum())
-        return {
-            "flip_rate": self.flips_per_step,
-            "flip_rate_refresh": self.flips_per_refresh,
-            "density": nonzeros / max(1, entries),
-            "illegal_groups": illegal,
-            "phase": self.phase(),
-        }
 
     def phase(self) -> str:
         return "adapters" if any(layer.adapting for layer in self._layers()) else "sparse"

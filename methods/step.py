@@ -19,9 +19,9 @@ All other parameters keep AdamW's rule. The model ends 2:4 sparse.
 Phase 2 needs no optimizer of its own: `on_gradients` makes this update with the moments that
 AdamW keeps and removes the gradient, so that `optimizer.step()` leaves weight, moments and v alone.
 
-The denominator, with v not corrected for its bias, and the use of Adam's eps as the threshold are
-those of AdamW_STEP in the toolkit of FST's authors. There the window is rounded down (999 steps
-for beta2 = 0.999) and phase 1 may last a step longer than the bounds.
+The denominator, with v not corrected for its bias, and Adam's eps as the threshold are those of
+AdamW_STEP in the toolkit of FST's authors (arXiv 2404.01847), not checked against STEP's paper.
+There the window is rounded down (999 steps for beta2 = 0.999) and phase 1 may last a step longer.
 """
 
 from __future__ import annotations

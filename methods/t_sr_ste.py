@@ -6,13 +6,13 @@
     dW     MVUE(dY)    X             dY, 2:4 along tokens; flows to W, plus alpha * W * (1 - M)
 
 FST (arXiv 2404.01847). M keeps, in each 4x4 tile, the pattern with two entries in every row and
-column that holds the largest sum of magnitudes (section 5.1). It is chosen before the first step
-and then every `refresh_every` optimizer steps; in between the values change and the mask stays.
+column that holds the largest sum of magnitudes (section 5). It is chosen before the first step and
+then every `refresh_every` optimizer steps; in between the values change and the mask stays.
 The decay is that of SR-STE (arXiv 2102.04010) on the gradient, after unscaling and clipping
 (section 4.2): neither clipped nor counted in the norm.
 
 The last `dense_fraction` of the steps trains all weights without pruning, MVUE or decay (section
-4.4): the model ends dense. With `dense_fraction=0` it ends 2:4 sparse, along both dims. In the
+4): the model ends dense. With `dense_fraction=0` it ends 2:4 sparse, along both dims. In the
 dense phase the masks are virtual, as those of `methods.dense`: chosen and counted, not applied.
 
 The released code keeps masks and counters as attributes of Parameters, which a checkpoint leaves

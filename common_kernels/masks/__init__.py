@@ -46,7 +46,7 @@ def _(x, n, m, dim, backend):
 def double_prune_mask(
     w: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
 ) -> torch.Tensor:
-    """SLoPe's second mask (arXiv 2405.15951): n:m along dim 0 of `w [out, in]` pruned along dim 1.
+    """SLoPe's second mask (arXiv 2405.16325): n:m along dim 0 of `w [out, in]` pruned along dim 1.
 
     A column group may hold more than m-n pruned entries; one that the mask "keeps" is zero in w.
     """
@@ -89,10 +89,15 @@ def _(w, algorithm, backend):
     return torch.empty_like(w, dtype=torch.bool)
 
 
+def check_nm(x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1) -> torch.Tensor:
+    """Number of groups of m along dim with more than n non-zeros: a 0-dim int64 tensor."""
+    groups = (x != 0).unflatten(checks.group_dim(x, m, dim), (-1, m))
+    return (groups.sum(dim % x.ndim + 1) > n).sum()
+
+
 def check24(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Number of groups of four along dim with more than two non-zeros: a 0-dim int64 tensor."""
-    groups = (x != 0).unflatten(checks.group_dim(x, 4, dim), (-1, 4))
-    return (groups.sum(dim % x.ndim + 1) > 2).sum()
+    return check_nm(x, 2, 4, dim)
 
 
 def flip_rate(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from common_kernels import check24, double_prune_mask, flip_rate, nm_mask
+from common_kernels import check24, check_nm, double_prune_mask, flip_rate, nm_mask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
@@ -101,6 +101,14 @@ def test_check24_counts_groups():
     assert check24(torch.empty(0, 4)).item() == 0
     with pytest.raises(ValueError, match="no multiple of 4"):
         check24(torch.ones(6))
+
+
+def test_check_nm_counts_groups_of_its_own_pattern():
+    x = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]])
+    assert check_nm(x, 4, 8).item() == 1 and check_nm(x, 2, 8).item() == 2
+    assert check_nm(x, 1, 2).item() == 4 and check_nm(x, 1, 2, dim=0).item() == 4
+    with pytest.raises(ValueError, match="no multiple of 16"):
+        check_nm(x, 2, 16)
 
 
 def test_flip_rate():

@@ -1,0 +1,169 @@
+"""N:M matrices in compressed form: packed masks, kept values and the way back."""
+
+import itertools
+
+import pytest
+import torch
+
+from common_kernels import compress_nm, expand_nm, nm_mask, pack_mask, unpack_mask
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = float("inf"), float("nan")
+# Masks whose groups lie within bytes, whose groups cross bytes, and rows that end within a byte.
+PATTERNS = [(1, 2, 16), (2, 4, 24), (2, 8, 32), (4, 8, 16), (2, 4, 12), (2, 16, 48), (3, 7, 21)]
+by_pattern = pytest.mark.parametrize(("n", "m", "columns"), PATTERNS, ids=str)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    integer = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return a.shape == b.shape and torch.equal(a.view(integer), b.view(integer))
+
+
+def test_packing_by_hand():
+    mask = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0], [0] * 7 + [1] + [0] * 4]).bool()
+    bits = pack_mask(mask)
+    assert bits.dtype == torch.uint8
+    assert bits.tolist() == [[1 + 8, 1 + 2], [128, 0]]
+    assert torch.equal(unpack_mask(bits, 12), mask)
+
+
+def test_every_byte():
+    masks = torch.cartesian_prod(*[torch.tensor([False, True])] * 8)
+    bits = pack_mask(masks)
+    assert bits.flatten().tolist() == (masks.int() * 2 ** torch.arange(8)).sum(1).tolist()
+    assert torch.equal(unpack_mask(bits, 8), masks)
+
+
+def test_compressed_form_by_hand():
+    x = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8], [-1, -2, -3, -4, -5, -6, -7, -8]])
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0, 1, 1]]).bool()
+    bits = pack_mask(mask)
+    values = compress_nm(x, bits)
+    assert values.tolist() == [[2, 3, 5, 8], [-1, -2, -7, -8]]
+    dense = [[0, 2, 3, 0, 5, 0, 0, 8], [-1, -2, 0, 0, 0, 0, -7, -8]]
+    assert expand_nm(values, bits).tolist() == dense
+    assert compress_nm(mask, bits).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_pair_of_masks_and_values_comes_back(dtype):
+    """All 36 pairs of 2:4 groups with all 81 fillings of their kept entries, zeros included.
+
+    Positions that are taken from the values instead lose kept zeros: [0, a, 0, 0] and [0, 0, a, 0]
+    are each part of three masks.
+    """
+    groups = torch.zeros(6, 4, dtype=torch.bool)
+    for row, kept in enumerate(itertools.combinations(range(4), 2)):
+        groups[row, list(kept)] = True
+    first, second = torch.cartesian_prod(torch.arange(6), torch.arange(6)).t()
+    masks = torch.cat([groups[first], groups[second]], 1)  # [36, 8]
+    filling = torch.cartesian_prod(*[torch.tensor([0.0, -0.0, 3.0])] * 4).to(dtype)  # [81, 4]
+    bits = pack_mask(masks).repeat_interleave(81, 0)
+    values = filling.repeat(36, 1)
+    dense = expand_nm(values, bits)
+    assert same_bits(compress_nm(dense, bits), values)
+    assert (dense[~masks.repeat_interleave(81, 0)] == 0).all()
+    # A kept zero that moves later moves in its own column.
+    moved = expand_nm(torch.ones_like(values), bits)
+    assert torch.equal(moved != 0, masks.repeat_interleave(81, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@by_pattern
+def test_against_boolean_indexing(dtype, n, m, columns, generator):
+    x = torch.randn(10, columns, generator=generator).to(dtype)
+    mask = nm_mask(torch.rand(10, columns, generator=generator), n, m)
+    bits = pack_mask(mask)
+    assert bits.shape == (10, -(-columns // 8))
+    assert torch.equal(unpack_mask(bits, columns), mask)
+    values = compress_nm(x, bits, n, m)
+    assert torch.equal(values, x[mask].view(10, columns * n // m))
+    assert torch.equal(expand_nm(values, bits, n, m), x * mask)
+    assert torch.equal(compress_nm(mask, bits, n, m), torch.ones_like(values, dtype=torch.bool))
+
+
+@by_pattern
+def test_strides_leading_dims_and_empty_tensors(n, m, columns, generator):
+    x = torch.randn(2, 3, columns, generator=generator)
+    mask = nm_mask(torch.rand(x.shape, generator=generator), n, m)
+    bits = pack_mask(mask)
+    want = x[mask].view(2, 3, -1)
+    for view in (x, x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT):
+        values = compress_nm(view, bits, n, m)
+        assert torch.equal(values, want) and values.is_contiguous()
+    strided = torch.stack([want, want], -1)[..., 0]
+    for other in (bits, bits.mT.contiguous().mT):
+        dense = expand_nm(strided, other, n, m)
+        assert torch.equal(dense, x * mask) and dense.is_contiguous()
+    assert torch.equal(pack_mask(mask.mT.contiguous().mT), bits)
+    for empty in (x[:0], x[..., :0]):
+        bits = pack_mask(empty.bool())
+        assert unpack_mask(bits, empty.shape[-1]).shape == empty.shape
+        values = compress_nm(empty, bits, n, m)
+        assert values.shape == (*empty.shape[:-1], empty.shape[-1] * n // m)
+        assert expand_nm(values, bits, n, m).shape == empty.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [8, 12])
+def test_non_finite_values_stay_where_they_are(dtype, columns):
+    x = torch.tensor([NAN, INF, -INF, 1.0]).repeat(3, columns // 4).to(dtype)
+    mask = nm_mask(torch.arange(3.0 * columns).view(3, columns))  # the last two of each group
+    bits = pack_mask(mask)
+    values = compress_nm(x, bits)
+    assert torch.equal(values, torch.tensor([-INF, 1.0]).repeat(3, columns // 4).to(dtype))
+    dense = expand_nm(compress_nm(x, pack_mask(~mask)), pack_mask(~mask))
+    assert dense[..., 0::4].isnan().all() and (dense[..., 1::4] == INF).all()
+    assert (dense[..., 2:4] == 0).all()
+
+
+def test_errors_name_the_offender():
+    x, bits = torch.ones(4, 8), pack_mask(nm_mask(torch.ones(4, 8)))
+    with pytest.raises(TypeError, match=r"mask must be bool, not torch\.uint8"):
+        pack_mask(bits)
+    with pytest.raises(ValueError, match="at least one dim"):
+        pack_mask(torch.tensor(True))
+    with pytest.raises(TypeError, match=r"bits must be uint8, not torch\.float32"):
+        compress_nm(x, x)
+    with pytest.raises(ValueError, match=r"shape \(4, 20\) has bits of shape \(4, 3\).*\(4, 1\)"):
+        unpack_mask(bits, 20)
+    with pytest.raises(
+        ValueError, match=r"shape \(5, 8\) has bits of shape \(5, 1\), not \(4, 1\)"
+    ):
+        compress_nm(torch.ones(5, 8), bits)
+    with pytest.raises(ValueError, match=r"shape \(4, 6\): 6 entries are no multiple of 4"):
+        compress_nm(torch.ones(4, 6), bits)
+    with pytest.raises(ValueError, match=r"not 4:2"):
+        compress_nm(x, bits, 4, 2)
+    with pytest.raises(ValueError, match=r"not 0:4"):
+        expand_nm(x, bits, 0, 4)
+    with pytest.raises(ValueError, match=r"shape \(4, 16\) has bits of shape \(4, 2\)"):
+        expand_nm(x, bits)
+    with pytest.raises(TypeError, match=r"values must be.*float64"):
+        expand_nm(x.double(), bits)
+
+
+@pytest.mark.parametrize("columns", [8, 12])
+def test_a_mask_that_does_not_keep_n_of_m_is_an_error(columns):
+    bits = pack_mask(torch.ones(2, columns, dtype=torch.bool))
+    with pytest.raises(RuntimeError):
+        compress_nm(torch.ones(2, columns), bits)
+    with pytest.raises(RuntimeError):
+        expand_nm(torch.ones(2, columns // 2), bits)
+
+
+@pytest.mark.parametrize("columns", [16, 12, 0])
+@pytest.mark.parametrize("rows", [6, 0])
+def test_as_library_operators(rows, columns, generator):
+    mask = nm_mask(torch.rand(rows, columns, generator=generator))
+    bits = pack_mask(mask)
+    x = torch.randn(columns, rows, generator=generator).t()
+    ops = torch.ops.sparse24
+    for operator, arguments in (
+        (ops.pack_mask, (mask,)),
+        (ops.unpack_mask, (bits, columns)),
+        (ops.compress_nm, (x, bits, 2, 4)),
+        (ops.compress_nm, (mask, bits, 2, 4)),
+        (ops.expand_nm, (compress_nm(x, bits), bits, 2, 4)),
+    ):
+        torch.library.opcheck(operator.default, arguments)

@@ -1,0 +1,116 @@
+"""Y1 + scale * (Y2 @ R) + bias."""
+
+import pytest
+import torch
+
+from common_kernels import lowrank_addmm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = float("inf"), float("nan")
+
+
+def exact(y1, y2, r, bias=None, scale=1.0):
+    out = y1.double() + scale * (y2.double() @ r.double())
+    return out if bias is None else out + bias.double()
+
+
+def operands(rows, out, rank, dtype, generator):
+    z = torch.randn(rows, out + rank, generator=generator).to(dtype)
+    r = torch.randn(rank, out, generator=generator).to(dtype)
+    return z[:, :out], z[:, out:], r, torch.randn(out, generator=generator).to(dtype)
+
+
+def test_by_hand():
+    y1, y2 = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[10.0, 20.0]])
+    r, bias = torch.tensor([[1.0, 0, -1], [0, 1, 1]]), torch.tensor([0.5, 0.25, 0.125])
+    assert lowrank_addmm(y1, y2, r).tolist() == [[11, 22, 13]]
+    assert lowrank_addmm(y1, y2, r, bias, 0.5).tolist() == [[6.5, 12.25, 8.125]]
+    assert y1.tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "out", "rank"), [(7, 5, 3), (1, 64, 16), (33, 17, 1)], ids=str)
+def test_slices_of_one_tensor_with_one_rounding(dtype, rows, out, rank, generator):
+    """Off by the rounding to the output's dtype and, for fp32, by that of rank + 3 fp32 terms."""
+    y1, y2, r, bias = operands(rows, out, rank, dtype, generator)
+    for b, scale in ((bias, 1 / rank), (None, -2.0)):
+        got, want = lowrank_addmm(y1, y2, r, b, scale), exact(y1, y2, r, b, scale)
+        terms = y1.double().abs() + abs(scale) * (y2.double().abs() @ r.double().abs())
+        terms += 0 if b is None else b.double().abs()
+        half_ulp = torch.finfo(dtype).eps / 2
+        bound = want.abs() * half_ulp + terms * (rank + 3) * 2**-24
+        assert got.dtype == dtype and got.is_contiguous()
+        assert ((got.double() - want).abs() <= bound).all()
+
+
+def test_first_call_equals_second_and_nothing_is_changed(generator):
+    """A kernel that is tuned while it updates its output in place adds the product k times."""
+    y1, y2, r, bias = operands(16, 12, 4, torch.bfloat16, generator)
+    before = [t.clone() for t in (y1, y2, r, bias)]
+    first, second = (lowrank_addmm(y1, y2, r, bias, 0.25) for _ in range(2))
+    assert torch.equal(first, second)
+    for tensor, copy in zip((y1, y2, r, bias), before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_bf16_does_not_pass_through_fp16():
+    """Values above 65504, the largest of fp16."""
+    y1, y2 = torch.full((2, 3), 1e6).bfloat16(), torch.full((2, 4), 3e5).bfloat16()
+    got = lowrank_addmm(y1, y2, torch.ones(4, 3).bfloat16(), scale=2.0)
+    want = y1[0, 0].float() + 2 * 4 * y2[0, 0].float()
+    assert torch.equal(got, want.bfloat16().expand(2, 3))
+
+
+def test_sums_are_not_rounded_to_16_bits_on_the_way():
+    """256 + 128 * 2^-6 = 258, where bf16 partial sums would stay at 256; under autocast, too."""
+    y1, y2 = torch.full((1, 1), 256.0).bfloat16(), torch.full((1, 128), 2.0**-6).bfloat16()
+    r = torch.ones(128, 1).bfloat16()
+    assert lowrank_addmm(y1, y2, r).item() == 258
+    fine = torch.tensor([[1 + 2**-12]])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lowrank_addmm(torch.zeros(1, 1), fine, torch.ones(1, 1)).item() == 1 + 2**-12
+
+
+def test_leading_dims_rank_zero_and_empty_tensors(generator):
+    z = torch.randn(2, 3, 10, generator=generator)
+    y1, y2, r = z[..., :6], z[..., 6:], torch.randn(4, 6, generator=generator)
+    got = lowrank_addmm(y1, y2, r, scale=0.25)
+    assert got.shape == (2, 3, 6)
+    flat = lowrank_addmm(y1.flatten(0, 1), y2.flatten(0, 1), r, scale=0.25)
+    assert torch.equal(got, flat.view(2, 3, 6))
+    assert torch.equal(lowrank_addmm(y1, y2[..., :0], r[:0]), y1)
+    assert lowrank_addmm(y1[:0], y2[:0], r).shape == (0, 3, 6)
+    assert lowrank_addmm(y1[..., :0], y2, r[:, :0]).shape == (2, 3, 0)
+
+
+def test_non_finite_values_propagate():
+    y1, y2, r = torch.tensor([[NAN, 1.0], [INF, 1.0]]), torch.zeros(2, 1), torch.ones(1, 2)
+    got = lowrank_addmm(y1, y2, r)
+    assert got[0, 0].isnan() and got[1, 0] == INF and (got[:, 1] == 1).all()
+    assert lowrank_addmm(torch.zeros(1, 1), torch.tensor([[INF]]), r[:, :1]).item() == INF
+
+
+def test_errors_name_the_offender():
+    y1, y2, r = torch.ones(2, 3), torch.ones(2, 4), torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"all dims but the last, not \(2, 3\) and \(3, 4\)"):
+        lowrank_addmm(y1, torch.ones(3, 4), r)
+    with pytest.raises(ValueError, match=r"r must have shape \(4, 3\), not \(3, 4\)"):
+        lowrank_addmm(y1, y2, r.t())
+    with pytest.raises(ValueError, match=r"bias must have shape \(3,\), not \(4,\)"):
+        lowrank_addmm(y1, y2, r, torch.ones(4))
+    with pytest.raises(TypeError, match=r"r must be.*int64"):
+        lowrank_addmm(y1, y2, r.long())
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_as_a_library_operator(rows, with_bias, generator):
+    y1, y2, r, bias = operands(rows, 6, 4, torch.bfloat16, generator)
+    arguments = (y1, y2, r, bias if with_bias else None, 0.25)
+    torch.library.opcheck(torch.ops.sparse24.lowrank_addmm.default, arguments)
+
+
+def test_no_gradient_is_invented(generator):
+    y1, y2, r, _ = operands(4, 6, 2, torch.float32, generator)
+    with pytest.raises(RuntimeError, match="autograd"):
+        lowrank_addmm(y1.clone().requires_grad_(), y2, r).sum().backward()
