@@ -28,7 +28,9 @@ from typing import Any
 import methods
 from experiments.data import DataConfig
 from experiments.errors import Terminated, UserError, raise_on_sigterm
-from models.gpt2 import GPTConfig
+from experiments.initial import HFConfig, load_weights, source_hash
+from models.gpt2 import GPT, GPTConfig
+from models.hf import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +118,17 @@ class ImplConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. `method_options` are the fields of the method's own `Config`."""
+    """One run. `method_options` are the fields of the method's own `Config`.
+
+    init: directory of a finished run whose weights this one starts from.
+    """
 
     seed: int
     tier: str
     runs: Path
+    init: Path | None
     model_name: str
-    model: GPTConfig
+    model: GPTConfig | HFConfig
     data: DataConfig
     method: str
     method_options: methods.base.Config
@@ -133,14 +139,21 @@ class RunConfig:
         """Everything that the result depends on, as plain values."""
         data = dataclasses.asdict(self.data)
         del data["root"], data["source"]  # where the text comes from; its tokens are named here
-        data["corpus"] = self.data.directory.name
-        return {
+        data |= {"tokenizer": self.data.tokenizer_kind, "corpus": self.data.directory.name}
+        model = dataclasses.asdict(self.model)
+        if isinstance(self.model, HFConfig):
+            del model["path"]
+            model["weights"] = self.model.fingerprint
+        identity = {
             "seed": self.seed,
-            "model": {"name": self.model_name, **dataclasses.asdict(self.model)},
+            "model": {"name": self.model_name, **model},
             "data": data,
             "method": {"name": self.method, **dataclasses.asdict(self.method_options)},
             "train": dataclasses.asdict(self.train),
         }
+        if self.init is not None:
+            identity["init"] = source_hash(self.init)
+        return identity
 
     def digest(self) -> str:
         """Hash of `identity()`, 16 hex digits."""
@@ -156,13 +169,26 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""
-        paths = {"runs": str(self.runs), "data": dataclasses.asdict(self.data)}
+        identity = self.identity()
+        model = {**identity["model"], **dataclasses.asdict(self.model)}
+        paths = {"runs": str(self.runs), "data": dataclasses.asdict(self.data), "model": model}
         return {
-            **self.identity(),
+            **identity,
             **paths,
             "tier": self.tier,
             "impl": dataclasses.asdict(self.impl),
         }
+
+    def build_model(self) -> GPT | CausalLM:
+        """The model with its first weights, on the CPU; random ones from torch's generator.
+
+        Raises:
+            UserError: the checkpoint or run that it starts from does not fit.
+        """
+        model = self.model.build() if isinstance(self.model, HFConfig) else GPT(self.model)
+        if self.init is not None:
+            load_weights(model, self.init)
+        return model
 
     def build_method(self) -> methods.Method:
         return importlib.import_module(f"methods.{self.method}").Method(self.method_options)
@@ -173,6 +199,7 @@ class _Top:
     seed: int
     tier: str
     runs: str
+    init: str | None
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -223,14 +250,20 @@ def freeze(composed: Any) -> RunConfig:
         raise UserError(f"no method {method_name!r}; choose one of {choices}")
     schema = importlib.import_module(f"methods.{method_name}").Config
     train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
-    run = typed(_Top, "the config", {key: groups[key] for key in ("seed", "tier", "runs")})
+    fields = [f.name for f in dataclasses.fields(_Top)]
+    run = typed(_Top, "the config", {key: groups[key] for key in fields})
+    shape = typed(HFConfig if "path" in model else GPTConfig, "model", model)
+    data = dict(groups["data"])
+    if isinstance(shape, HFConfig) and shape.has_tokenizer:
+        data["tokenizer"] = str(shape.folder)  # no other tokens mean anything to its weights
     return RunConfig(
         seed=run.seed,
         tier=run.tier,
         runs=Path(run.runs),
+        init=None if run.init is None else Path(run.init),
         model_name=model_name,
-        model=typed(GPTConfig, "model", model),
-        data=typed(DataConfig, "data", groups["data"]),
+        model=shape,
+        data=typed(DataConfig, "data", data),
         method=method_name,
         method_options=typed(schema, "method", method),
         train=train,
@@ -259,10 +292,16 @@ def one_line_errors() -> Iterator[None]:
 _NOISE = ("full_key", "object_type", "Config search path", "provider=", "_common")
 
 
-def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
-    """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line."""
+def driver(
+    config_name: str, typed: Callable[[Any], Any] = freeze
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
-    def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
+    Args:
+        typed: makes the config of `main` out of the composed one.
+    """
+
+    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
             import hydra
@@ -270,7 +309,7 @@ def driver(config_name: str) -> Callable[[Callable[[RunConfig], None]], Callable
             def task(composed: Any) -> None:
                 with exit_with_one_line():
                     with one_line_errors():
-                        config = freeze(composed)
+                        config = typed(composed)
                     main(config)
 
             # Hydra then raises its errors instead of printing them over several lines.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.tokenizer import gpt2_encoding, load_bpe
+from experiments.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 
 if TYPE_CHECKING:
     import tiktoken
@@ -36,6 +36,7 @@ EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
 
 _FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
 _END = 2**20
+_CALIBRATION = 2**63  # the step of calibration windows: training does not get there
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class DataConfig:
 
     `source` is "stdlib" (the embedded corpus), a local file or folder with .parquet, .jsonl(.gz) or
     .txt files, or a pattern of Parquet files on the hub (`hf://datasets/...`). The corpus is kept
-    in a folder of `root`. `tokenizer` is "gpt2", or "bpe" for one of `vocab_size` tokens trained on
-    the corpus.
+    in a folder of `root`. `tokenizer` is "gpt2", "bpe" for one of `vocab_size` tokens trained on
+    the corpus, or the folder of a transformers checkpoint, whose tokenizer sets `vocab_size`.
     """
 
     name: str
@@ -56,8 +57,9 @@ class DataConfig:
     text_column: str = "text"
 
     def __post_init__(self) -> None:
-        if self.tokenizer not in ("gpt2", "bpe"):
-            raise UserError(f"data.tokenizer must be gpt2 or bpe, got {self.tokenizer!r}")
+        if self.tokenizer_kind == "hf":
+            vocab_size = folder_tokenizer(self.tokenizer).n_vocab
+            object.__setattr__(self, "vocab_size", vocab_size)
         if self.tokenizer == "gpt2" and self.vocab_size != 50257:
             raise UserError(
                 f"data.vocab_size={self.vocab_size}, but GPT-2's vocabulary has 50257 tokens; "
@@ -72,10 +74,17 @@ class DataConfig:
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint16 tokens")
 
     @property
+    def tokenizer_kind(self) -> str:
+        """`gpt2`, `bpe` or `hf`."""
+        return self.tokenizer if self.tokenizer in ("gpt2", "bpe") else "hf"
+
+    @property
     def directory(self) -> Path:
         """Folder of the prepared corpus: everything that changes its tokens is in the name."""
         python = f"-py{platform.python_version()}" if self.source == EMBEDDED else ""
-        tokenizer = "gpt2" if self.tokenizer == "gpt2" else f"v{self.vocab_size}"
+        tokenizer = {"gpt2": "gpt2", "bpe": f"v{self.vocab_size}"}.get(self.tokenizer)
+        if tokenizer is None:
+            tokenizer = folder_tokenizer(self.tokenizer).fingerprint
         return Path(self.root) / f"{self.name}{python}-{tokenizer}"
 
     @property
@@ -83,6 +92,8 @@ class DataConfig:
         command = f"python -m experiments.prepare_data data={self.name} "
         if self.tokenizer == "bpe":
             command += f"data.tokenizer=bpe data.vocab_size={self.vocab_size} "
+        elif self.tokenizer_kind == "hf":
+            command += shlex.quote(f"data.tokenizer={self.tokenizer}") + " "
         return command + shlex.quote(f"data.source={self.source}")
 
 
@@ -106,10 +117,14 @@ class Corpus:
         return fingerprint(self.manifest)
 
     @cached_property
-    def encoding(self) -> tiktoken.Encoding:
-        if self.manifest["tokenizer"]["kind"] == "gpt2":
+    def encoding(self) -> tiktoken.Encoding | HFTokenizer:
+        tokenizer = self.manifest["tokenizer"]
+        if tokenizer["kind"] == "gpt2":
             return gpt2_encoding()
-        return load_bpe(self.directory / self.manifest["tokenizer"]["file"])
+        path = self.directory / tokenizer["file"]
+        if tokenizer["kind"] == "bpe":
+            return load_bpe(path)
+        return HFTokenizer(path.read_text(encoding="utf-8"), tokenizer["end_of_text"])
 
     def batch(
         self, split: str, step: int, sequences: slice | Sequence[int], block: int
@@ -132,6 +147,15 @@ class Corpus:
         ).random_raw(int(indices.max()) + 1)
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
         return self._windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
+
+    def calibration_batches(
+        self, n_sequences: int, batch_size: int, block: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Windows of the training split by the seed alone, drawn apart from those of every step."""
+        return (
+            self.batch("train", _CALIBRATION, range(n_sequences)[first : first + batch_size], block)
+            for first in range(0, n_sequences, batch_size)
+        )
 
     def eval_batches(
         self, n_sequences: int | None, batch_size: int, block: int
@@ -228,7 +252,8 @@ def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
     if corpus.vocab_size > vocab_size:
         raise UserError(
             f"the corpus {corpus.directory} has {corpus.vocab_size} token ids, the model only "
-            f"{vocab_size}: set model.vocab_size to {math.ceil(corpus.vocab_size / 64) * 64}"
+            f"{vocab_size}: set model.vocab_size to {math.ceil(corpus.vocab_size / 64) * 64}, or "
+            f"train a smaller tokenizer with data.tokenizer=bpe data.vocab_size={vocab_size}"
         )
     for split in SPLITS:
         if len(corpus.tokens[split]) < block_size + 1:

@@ -61,6 +61,9 @@ class World:
 def world(device: str) -> Iterator[World]:
     """Join the group that torchrun describes in the environment; leave it at the end.
 
+    Within another `world` it is that one's group: a process cannot join torchrun's twice, so
+    several runs in one process need a `world` around them.
+
     Args:
         device: `auto` (a GPU where there is one), `cpu` (gloo) or `cuda` (nccl).
     """
@@ -79,9 +82,13 @@ def world(device: str) -> Iterator[World]:
                 "lower --nproc_per_node"
             )
         torch.cuda.set_device(local_rank)
+    place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size(), place)
+        dist.barrier()  # what rank 0 wrote is there for all
+        return
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
-        place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
         yield World(dist.get_rank(), dist.get_world_size(), place)
         # gloo's threads outlive the group; with work in hand they abort an interpreter that ends
         # (github.com/pytorch/pytorch/pull/179291).

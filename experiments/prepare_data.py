@@ -25,7 +25,13 @@ import numpy as np
 from experiments.config import RunConfig, driver
 from experiments.data import EMBEDDED, SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError
-from experiments.tokenizer import gpt2_encoding, load_bpe, train_bpe
+from experiments.tokenizer import (
+    HFTokenizer,
+    folder_tokenizer,
+    gpt2_encoding,
+    load_bpe,
+    train_bpe,
+)
 
 if TYPE_CHECKING:
     import tiktoken
@@ -63,23 +69,29 @@ def prepare(config: DataConfig) -> Path:
                 "or give this corpus another data.name"
             )
         return directory
-    gpt2 = gpt2_encoding() if config.tokenizer == "gpt2" else None  # fail before the long work
+    encoding: tiktoken.Encoding | HFTokenizer | None = None
+    if config.tokenizer_kind == "gpt2":
+        encoding = gpt2_encoding()  # fails before the long work
+    elif config.tokenizer_kind == "hf":
+        encoding = folder_tokenizer(config.tokenizer)
     source = _stdlib() if config.source == EMBEDDED else _files(config.source, config.text_column)
     building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
     building.mkdir(parents=True)
     try:
-        if gpt2 is None:
-            path = building / "tokenizer.json"
+        path = building / "tokenizer.json"
+        tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
+        if encoding is None:
             path.write_text(train_bpe(_sample(source), config.vocab_size), encoding="utf-8")
             encoding, tokenizer_file = load_bpe(path), file_record(path)
-        else:
-            encoding, tokenizer_file = gpt2, {"file": None, "sha256": None}
+        elif isinstance(encoding, HFTokenizer):
+            path.write_text(encoding.text, encoding="utf-8")
+            tokenizer_file = file_record(path)
         manifest = {
             "schema": SCHEMA,
             "name": config.name,
             "source": {"path": config.source, **source.description},
             "tokenizer": {
-                "kind": config.tokenizer,
+                "kind": config.tokenizer_kind,
                 "vocab_size": encoding.n_vocab,
                 "end_of_text": encoding.eot_token,
                 **tokenizer_file,
@@ -105,7 +117,7 @@ def prepare(config: DataConfig) -> Path:
 
 
 def _write_splits(
-    building: Path, name: str, source: Source, encoding: tiktoken.Encoding
+    building: Path, name: str, source: Source, encoding: tiktoken.Encoding | HFTokenizer
 ) -> dict[str, dict[str, Any]]:
     """Encode every split into `<split>.bin`; a document is its tokens and the end-of-text token."""
     from rich.console import Console

@@ -1,5 +1,8 @@
 """Pre-train a model from scratch with a method: `python -m experiments.pretrain method=s_ste`.
 
+With `init=RUN` it starts from the weights of that finished run, with `model=hf model.path=FOLDER`
+from a checkpoint of transformers.
+
 Writes into the run directory (`runs/<model>-<data>/<method>-<hash>/seed<n>`): `config.json`,
 `metrics.jsonl`, `checkpoints/` while it runs, and at the end `model.safetensors` (plain weights,
 pruned entries zero) and `result.json`. A finished run is recognised and not repeated; one that was
@@ -8,6 +11,7 @@ stopped goes on from its last checkpoint. Under torchrun the ranks share each ba
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -22,16 +26,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from common_kernels import backend, check24
+from common_kernels import backend, check_nm
 from experiments import checkpoint, results
 from experiments.config import ImplConfig, RunConfig, driver
-from experiments.data import check_fits, fingerprint, load_tokens, read_manifest
-from experiments.distributed import world
+from experiments.data import Corpus, check_fits, fingerprint, load_tokens, read_manifest
+from experiments.distributed import World, world
 from experiments.errors import UserError
+from experiments.initial import WEIGHTS
 from experiments.tracking import check_viewers, read_metrics
 from experiments.trainer import DTYPES, Trainer, micro_batches
-from methods import Report
-from models.gpt2 import GPT
+from methods import Method, Report
+from models.gpt2 import GPTConfig
+
+CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
@@ -62,17 +69,7 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
             return done
         micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
         check_viewers(config.impl.loggers)
-        torch.manual_seed(config.seed)
-        model = GPT(config.model).to(here.device)
-        method = config.build_method()
-        try:
-            backend.resolve(here.device)
-            converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
-        except (ValueError, RuntimeError) as error:
-            raise UserError(str(error)) from error
-        corpus = here.main_first(lambda: load_tokens(config.data, config.seed))
-        check_fits(corpus, config.model.vocab_size, config.model.block_size)
-        corpus.eval_batches(config.train.eval_sequences, 1, config.model.block_size)  # enough text?
+        model, method, converted, corpus, block = _prepare(config, here)
         directory = config.directory()
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
             trainer = Trainer(
@@ -80,7 +77,7 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 method=method,
                 corpus=corpus,
                 train=config.train,
-                block=config.model.block_size,
+                block=block,
                 seed=config.seed,
                 identity=config.digest(),
                 directory=directory,
@@ -97,6 +94,36 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
             return _train(config, trainer, converted, report)
+
+
+def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Corpus, int]:
+    """The converted model on its device, the corpus, and the tokens per sequence.
+
+    What can be refused without the corpus is refused before it is prepared.
+    """
+    torch.manual_seed(config.seed)
+    model = config.build_model().to(here.device)
+    shape: Any = config.model if isinstance(config.model, GPTConfig) else model
+    method: Any = config.build_method()
+    block: int = shape.block_size
+
+    @functools.cache
+    def load_corpus() -> Corpus:
+        corpus = here.main_first(lambda: load_tokens(config.data, config.seed))
+        check_fits(corpus, shape.vocab_size, block)
+        corpus.eval_batches(config.train.eval_sequences, 1, block)  # enough text?
+        return corpus
+
+    try:
+        backend.resolve(here.device)
+        if count := getattr(method, "calibration_sequences", 0):
+            batches = load_corpus().calibration_batches(count, CALIBRATION_BATCH, block)
+            on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
+            method.calibrate(model, on_device)
+        converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+    return model, method, converted, load_corpus(), block
 
 
 def _train(
@@ -118,14 +145,14 @@ def _train(
         "seed": config.seed,
         "tier": config.tier,
         "steps": trainer.step,
-        "tokens": trainer.step * config.train.batch_size * config.model.block_size,
+        "tokens": trainer.step * config.train.batch_size * trainer.block,
         "metrics": {
             "val_loss": val_loss,
-            "val_tokens": config.train.eval_sequences * config.model.block_size,
+            "val_tokens": config.train.eval_sequences * trainer.block,
             "flip_rate": last["flip_rate"],
             "skipped_steps": trainer.skipped_steps,
         },
-        "sparsity": measure_sparsity(model, converted.names),
+        "sparsity": measure_sparsity(model, trainer.method, converted.names),
         "converted": list(converted.names),
         "backend": backend.resolve(here.device),
         "world_size": here.size,
@@ -138,7 +165,7 @@ def _train(
     result["step_seconds"] = statistics.median(
         r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
     )
-    save_model(model, directory / "model.safetensors")
+    save_model(model, directory / WEIGHTS)
     # Before the result: with it, the run counts as finished and is not looked at again.
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
     result = results.write_result(directory, result)
@@ -165,16 +192,16 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
             os.environ[name] = before
 
 
-def measure_sparsity(model: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    """Density and groups of four with more than two non-zeros, over the named linears."""
-    weights = [model.get_parameter(f"{name}.weight").detach() for name in names]
-    entries = sum(w.numel() for w in weights)
-    nonzeros = sum(int(torch.count_nonzero(w)) for w in weights)
-    return {
-        "density": nonzeros / entries,
-        "illegal_groups": sum(int(check24(w)) for w in weights),
-        "groups": entries // 4,
-    }
+def measure_sparsity(model: nn.Module, method: Method, names: tuple[str, ...]) -> dict[str, Any]:
+    """Density, and groups of m inputs with more than n non-zeros, over the named linears."""
+    entries = nonzeros = groups = illegal = 0
+    for name in names:
+        weight, (n, m) = model.get_parameter(f"{name}.weight").detach(), method.pattern(name)
+        entries += weight.numel()
+        nonzeros += int(torch.count_nonzero(weight))
+        groups += weight.numel() // m
+        illegal += int(check_nm(weight, n, m))
+    return {"density": nonzeros / entries, "illegal_groups": illegal, "groups": groups}
 
 
 def save_model(model: nn.Module, path: Path) -> None:

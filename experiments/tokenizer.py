@@ -1,13 +1,17 @@
-"""Tokenizers, always as a tiktoken `Encoding` whose end-of-text token separates documents.
+"""Tokenizers as a tiktoken `Encoding`, or with its interface; an end-of-text token separates
+documents.
 
 GPT-2's own vocabulary where it can be had; otherwise a byte-level BPE trained on the corpus by the
-`tokenizers` library and kept in its `tokenizer.json` format, which transformers reads too.
+`tokenizers` library and kept in its `tokenizer.json` format, which transformers reads too; or the
+tokenizer of a transformers checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +79,56 @@ def load_bpe(path: Path) -> tiktoken.Encoding:
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: len(ranks)},
     )
+
+
+class HFTokenizer:
+    """The text of a `tokenizer.json` behind the part of tiktoken's interface that is used here."""
+
+    def __init__(self, text: str, end_of_text: int) -> None:
+        from tokenizers import Tokenizer
+
+        self.text, self.eot_token = text, end_of_text
+        self._tokenizer = Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # the name of one in a text is text
+
+    @property
+    def n_vocab(self) -> int:
+        return max(self._tokenizer.get_vocab().values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that changes the tokens, 8 hex digits."""
+        return hashlib.sha256(f"{self.eot_token} {self.text}".encode()).hexdigest()[:8]
+
+    def encode_ordinary_batch(self, text: list[str], num_threads: int = 0) -> list[list[int]]:
+        """Token ids of each document, without special tokens; threads are the library's choice."""
+        encoded = self._tokenizer.encode_batch_fast(text, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+@cache
+def folder_tokenizer(folder: str) -> HFTokenizer:
+    """The tokenizer in the folder of a transformers checkpoint."""
+    if not Path(folder).is_dir():
+        raise UserError(f"data.tokenizer={folder} is neither gpt2 nor bpe nor a folder")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer can be read from {folder}: {reason}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {folder} has no tokenizer.json form or no end-of-text token; "
+            "pass data.tokenizer=bpe to train one on the corpus"
+        )
+    return HFTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
 
 
 def _byte_characters() -> list[str]:

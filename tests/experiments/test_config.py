@@ -38,9 +38,13 @@ def test_published_recipes(name):
     assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
     assert config.impl.dtype == "fp16"
     assert config.data.name == "openwebtext"
-    if method == "sr_ste":
+    if method in ("sr_ste", "t_sr_ste"):
         assert config.method_options.alpha == PUBLISHED_DECAY[size]
         assert config.method_options.decay_on == "gradients"
+    if method == "t_sr_ste":
+        options = config.method_options
+        assert (options.algorithm, options.mvue, options.refresh_every) == ("exact", "exact", 40)
+        assert config.build_method().dense_start == 250_000
     if method == "s_ste":
         options = config.method_options
         assert (options.fp8, options.beta, options.mvue) == ("paper", "mse", "exact")
@@ -48,7 +52,7 @@ def test_published_recipes(name):
 
 
 def test_every_size_and_method_has_a_recipe():
-    names = ("dense", "sr_ste", "s_ste")
+    names = ("dense", "sr_ste", "t_sr_ste", "s_ste")
     assert set(EXPERIMENTS) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}
 
 

@@ -1,6 +1,7 @@
 """The search for a decay factor: what is compared, with what, and what comes out."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -187,3 +188,26 @@ def test_the_command_ends_with_one_line_and_writes_nothing(tmp_path):
         done.stderr.startswith("error: method=ste has no masked") and done.stderr.count("\n") == 1
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ranks_share_the_runs(overrides, search, tmp_path):
+    """Several runs in one process group."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *torchrun, "-m", "experiments.find_decay", *overrides]
+    command += ["train.warmup_steps=12", "candidates=[1.0]", f"runs={tmp_path / 'two'}"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "two").glob("*/find_decay/*/decay.json")
+    double, single = json.loads(path.read_text()), find(search(1.0), quiet)
+    # Sums in another order: a tile whose best patterns are all but equal may choose another.
+    pairs = zip([double["dense"], *double["candidates"]], [single["dense"], *single["candidates"]],
+                strict=True)  # fmt: skip
+    for two, one in pairs:
+        assert two["flip_rate"] == pytest.approx(one["flip_rate"], abs=2e-3)
+        assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)

@@ -360,6 +360,10 @@ def test_the_optimizer_that_the_route_needs():
     optimizer = method.optimizer([layer.weight], lr=1e-3)
     with pytest.raises(RuntimeError, match=r"call method\.on_gradients"):
         optimizer.step()
+    method.on_gradients(0, optimizer)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call method\.on_gradients"):
+        optimizer.step()  # the masks of the last step are not those of this one
     for route in ("gradient", "decoupled"):
         layer, method = converted(decay_route=route)
         assert type(method.optimizer([layer.weight], lr=1e-3)) is torch.optim.AdamW

@@ -24,8 +24,15 @@ STEPS, SEQUENCES, BLOCK = 6, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
 ARMS = {
+    "bi_mask": [{"alpha": 1e-2, "permute_every": 2, "candidates": 8}],
     "one_shot": [{}, {"metric": "sparsegpt"}],
     "semi_sparse": [{}, {"algorithm": "exact", "refresh_every": 2}, {"sparse_fraction": 0.5}],
+    "step": [{"min_fraction": 0.34, "max_fraction": 0.34}, {"criterion": "geometric"}],
+    "t_sr_ste": [
+        {},
+        {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
+        {"dense_fraction": 0.0, "mvue": "off", "refresh_every": 1},
+    ],
     "sr_ste": [{"alpha": 1e-2}, {"alpha": 1e-2, "decay_on": "weights"}],
     "s_ste": [
         {},
@@ -59,7 +66,7 @@ class Run:
         self.method = build(name, self.model, measure_every=1, **options)
         self.report = self.method.convert(self.model)
         groups = self.model.param_groups(0.1)
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        self.optimizer = self.method.optimizer(groups, lr=1e-2)
 
     def step(self, step, parts=1, runner=None, share=slice(None)):
         self.method.on_step_begin(step)
@@ -230,7 +237,7 @@ def test_a_model_in_bf16_trains(name, options):
     model = GPT(TINY).to(torch.bfloat16)
     method = build(name, model, **options)
     method.convert(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = method.optimizer(model.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):
         method.on_step_begin(step)
@@ -245,7 +252,7 @@ def test_a_model_in_bf16_trains(name, options):
         optimizer.zero_grad()
         method.on_step_end(step)
         losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1  # one batch, learnt by heart
+    assert losses[-1] < 0.97 * losses[0]  # one batch, learnt by heart
 
 
 @every_method

@@ -1,0 +1,294 @@
+"""Which decay factors are feasible: `python -m experiments.find_decay candidates=[6e-5,2e-4]`.
+
+The procedure of FST (arXiv 2404.01847, section 4). With too small a decay factor the masks go on
+oscillating, with too large a one they freeze; flip rates tell so long before the loss does. The
+warm-up of the configured training is run once densely and once per candidate, from the same
+weights on the same batches, and
+
+    mu = flip rate with the candidate / flip rate of the dense run
+
+with both as means over the last quarter of the warm-up. Here a candidate counts as feasible if
+0.60 <= mu <= 0.95. In these runs masks are chosen in every step, whatever the method's own period,
+for mu compares flips per step. The masks of the dense run are virtual and of the method's own kind:
+under the same updates transposable masks flip more often than row-wise ones.
+
+The runs are those of `experiments.pretrain`, in the same places: what is finished is not repeated,
+what was stopped goes on. The comparison, `decay.json`, `decay.md` and `decay.png`, is written to
+`runs/<model>-<data>/find_decay/<method>-<hash>`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments import pretrain
+from experiments.checkpoint import write_atomic, write_json
+from experiments.config import RunConfig, driver, freeze
+from experiments.distributed import world
+from experiments.errors import UserError
+from experiments.tracking import read_metrics
+from methods import base, dense, sr_ste, t_sr_ste
+
+FEASIBLE = (0.60, 0.95)
+
+
+@dataclass(frozen=True)
+class Search:
+    """config: the training that the decay factors are for. candidates: in ascending order."""
+
+    config: RunConfig
+    candidates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
+        if not isinstance(self.config.method_options, sr_ste.Config):
+            raise UserError(
+                f"method={self.config.method} has no masked decay; choose sr_ste, t_sr_ste or "
+                "bi_mask"
+            )
+        if not self.candidates:
+            raise UserError("candidates=[]; name at least one decay factor")
+        for alpha in self.candidates:
+            if not 0 <= alpha < math.inf:
+                raise UserError(f"candidates has {alpha:g}; a decay factor is finite and from 0 on")
+        if self.config.train.warmup_steps < 4:
+            raise UserError(
+                f"train.warmup_steps={self.config.train.warmup_steps}; the flip rates are compared "
+                "at the end of the warm-up, which must have 4 steps or more"
+            )
+
+    @property
+    def window(self) -> range:
+        """The steps over which flip rates are averaged: the last quarter of the warm-up."""
+        steps = self.config.train.warmup_steps
+        return range(steps - steps // 4, steps)
+
+    def directory(self) -> Path:
+        """`<runs>/<model>-<data>/find_decay/<method>-<hash of the runs>`."""
+        runs = [self.dense_run(), *map(self.sparse_run, self.candidates)]
+        digest = hashlib.sha256("".join(run.digest() for run in runs).encode()).hexdigest()
+        folder = self.config.directory().parents[1] / "find_decay"
+        return folder / f"{self.config.method}-{digest[:8]}"
+
+    def sparse_run(self, alpha: float) -> RunConfig:
+        """The warm-up with this decay factor; nothing of it is dense."""
+        options: Any = replace(self.config.method_options, alpha=alpha)  # type: ignore[call-arg]
+        if isinstance(options, t_sr_ste.Config):
+            options = replace(options, refresh_every=1, dense_fraction=0.0)
+        return self._warm_up(self.config.method, options)
+
+    def dense_run(self) -> RunConfig:
+        """The warm-up without sparsity, with virtual masks of the method's kind."""
+        options = self.config.method_options
+        if isinstance(options, t_sr_ste.Config):
+            whole = replace(options, alpha=0.0, refresh_every=1, dense_fraction=1.0)
+            return self._warm_up(self.config.method, whole)
+        common = {f.name: getattr(options, f.name) for f in dataclasses.fields(base.Config)}
+        return self._warm_up("dense", dense.Config(**common))
+
+    def _warm_up(self, method: str, options: base.Config) -> RunConfig:
+        steps = self.config.train.warmup_steps
+        return replace(
+            self.config,
+            method=method,
+            method_options=replace(options, total_steps=steps, measure_every=1),
+            train=replace(self.config.train, steps=steps, log_every=1),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: decay factor (None: dense), flip rate by step, its mean over the window."""
+
+    alpha: float | None
+    flip_rates: dict[int, float]
+    flip_rate: float
+    val_loss: float
+    directory: Path
+
+    def mu(self, dense: Outcome) -> float:
+        """The flip rate relative to that of the dense run.
+
+        Raises:
+            UserError: no mask of the dense run flipped.
+        """
+        if not dense.flip_rate:
+            raise UserError(
+                f"no mask flipped at the end of the warm-up of the dense run ({dense.directory}); "
+                "raise train.learning_rate or train.warmup_steps"
+            )
+        return self.flip_rate / dense.flip_rate
+
+
+def find(search: Search, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Run what is missing, write and report the comparison; returns the content of `decay.json`.
+
+    Raises:
+        UserError: from the runs, and when the flip rates cannot be compared.
+    """
+    with world(search.config.impl.device) as here:  # one process group for all the runs
+        report = report if here.is_main else _silent
+        outcomes, alphas = [], (None, *search.candidates)
+        for number, alpha in enumerate(alphas, 1):
+            report(f"[{number}/{len(alphas)}] {_label(alpha)}")
+            outcomes.append(outcome(search, alpha, report))
+        reference, *others = outcomes
+        mus = [other.mu(reference) for other in others]
+        record = {
+            "method": search.config.method,
+            "config": search.config.as_dict(),
+            "window": [search.window.start, search.window.stop],
+            "feasible_mu": FEASIBLE,
+            "dense": _entry(reference),
+            "candidates": [
+                {"alpha": o.alpha, "mu": mu, "feasible": feasible(mu), **_entry(o)}
+                for o, mu in zip(others, mus, strict=True)
+            ],
+            **recommend(list(zip(search.candidates, mus, strict=True))),
+        }
+        text = markdown(record)
+        report(f"\n{text}")
+        if here.is_main:
+            directory = search.directory()
+            write_json(directory / "decay.json", record)
+            write_atomic(directory / "decay.md", lambda p: p.write_text(text, encoding="utf-8"))
+            write_atomic(directory / "decay.png", lambda p: _draw(outcomes, mus, search, p))
+            report(f"written: {directory}/decay.json, .md, .png")
+        return record
+
+
+def outcome(search: Search, alpha: float | None, report: Callable[[str], None]) -> Outcome:
+    """Of the run with this decay factor, or of the dense one, which is made if it is missing."""
+    config = search.dense_run() if alpha is None else search.sparse_run(alpha)
+    result = pretrain.run(config, report)
+    log = read_metrics(config.directory() / "metrics.jsonl")
+    rates = {r["step"]: r["flip_rate"] for r in log if "flip_rate" in r}
+    mean = statistics.fmean(rates[step] for step in search.window)
+    return Outcome(alpha, rates, mean, result["metrics"]["val_loss"], config.directory())
+
+
+def _silent(message: str) -> None:
+    """Ranks other than 0 report nothing."""
+
+
+def _label(alpha: float | None) -> str:
+    return "dense" if alpha is None else f"alpha={alpha:g}"
+
+
+def _entry(o: Outcome) -> dict[str, Any]:
+    return {"flip_rate": o.flip_rate, "val_loss": o.val_loss, "directory": str(o.directory)}
+
+
+def feasible(mu: float) -> bool:
+    return FEASIBLE[0] <= mu <= FEASIBLE[1]
+
+
+def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """The feasible candidate farthest from both bounds, or in which direction to look for one.
+
+    Args:
+        pairs: (alpha, mu), alphas in ascending order.
+    """
+    good = [(alpha, mu) for alpha, mu in pairs if feasible(mu)]
+    if good:
+        best, mu = min(good, key=lambda pair: abs(pair[1] - sum(FEASIBLE) / 2))
+        advice = f"alpha={best:g} (mu={mu:.2f}), the feasible one farthest from both bounds"
+        return {"recommended": best, "advice": advice}
+    small = [alpha for alpha, mu in pairs if mu > FEASIBLE[1]]  # the masks oscillate
+    large = [alpha for alpha, mu in pairs if mu < FEASIBLE[0]]  # the masks are frozen
+    if not large:
+        advice = f"no candidate is feasible: try some above {max(small):g}"
+    elif not small:
+        advice = f"no candidate is feasible: try some below {min(large):g}"
+    else:
+        advice = f"no candidate is feasible: try some between {max(small):g} and {min(large):g}"
+    return {"recommended": None, "advice": advice}
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The comparison as a table."""
+    (first, stop), (low, high) = record["window"], record["feasible_mu"]
+    named = [("dense", "", {"mu": 1.0, **record["dense"]})]
+    for e in record["candidates"]:
+        named.append((f"{e['alpha']:g}", "yes" if e["feasible"] else "no", e))
+    rows = [
+        f"| {name} | {e['flip_rate']:.2e} | {e['mu']:.3f} | {mark} | {e['val_loss']:.4f} |"
+        for name, mark, e in named
+    ]
+    lines = [
+        f"# Decay factors for {record['method']}",
+        "",
+        f"Flip rates per step, mean of steps {first} to {stop - 1}, the end of the warm-up; "
+        f"feasible: {low:.2f} <= mu <= {high:.2f}.",
+        "",
+        "| alpha | flip rate | mu | feasible | validation loss |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        f"Recommended: {record['advice']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _draw(outcomes: list[Outcome], mus: list[float], search: Search, path: Path) -> None:
+    """Flip rates against the step, and mu of each candidate in the band of feasible ones."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, ratios = figure.subplots(1, 2)
+    shades = [colormaps["viridis"](number / len(mus)) for number in range(len(mus))]
+    dashed: dict[str, Any] = {"color": "black", "linestyle": "--"}
+    for o, style in zip(outcomes, [dashed, *({"color": s} for s in shades)], strict=True):
+        # The first step has a learning rate of 0 and flips nothing.
+        steps = [step for step in o.flip_rates if step > 0]
+        rates = [o.flip_rates[step] for step in steps]
+        curves.plot(steps, rates, label=_label(o.alpha), linewidth=1.2, **style)
+    curves.axvspan(search.window.start, search.window.stop - 1, color="black", alpha=0.06)
+    curves.set_xlabel("optimizer step (shaded: compared)", fontsize=9)
+    curves.set_ylabel("flip rate per step", fontsize=9)
+    places = list(range(len(mus)))
+    ratios.axhspan(*FEASIBLE, color="tab:green", alpha=0.15, linewidth=0, label="feasible")
+    ratios.axhline(1.0, linewidth=0.8, label="dense", **dashed)
+    ratios.plot(places, mus, color="grey", linewidth=0.8, zorder=1)
+    ratios.scatter(places, mus, color=shades, zorder=2)
+    ratios.set_xticks(places, [f"{alpha:g}" for alpha in search.candidates], rotation=30)
+    ratios.set_ylim(bottom=0.0)
+    ratios.set_xlabel("alpha", fontsize=9)
+    ratios.set_ylabel("mu", fontsize=9)
+    for axes in (curves, ratios):
+        axes.legend(fontsize=7, frameon=False)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Decay factors for {search.config.method}", fontsize=9)
+    figure.savefig(path, dpi=200, format="png")
+
+
+def freeze_search(composed: Any) -> Search:
+    """The typed form of a composed `find_decay.yaml`."""
+    from omegaconf import OmegaConf
+
+    config, groups = freeze(composed), OmegaConf.to_container(composed)
+    assert isinstance(groups, dict)
+    values = groups["candidates"]
+    if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+        raise UserError(f"candidates={values}; it must be a list of numbers, like [6e-5,2e-4]")
+    return Search(config, tuple(map(float, values)))
+
+
+@driver("find_decay", freeze_search)
+def main(search: Search) -> None:
+    find(search)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Weights that a run starts from: a checkpoint of transformers, or a finished run of our own.
+
+Neither enters a run's identity by its path: a checkpoint does so by the hash of its files, a run
+by the hash of its config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from experiments.errors import UserError
+from experiments.results import FILE as RESULT
+from methods import slorb
+from models.hf import CausalLM
+
+WEIGHTS = "model.safetensors"  # in the directory of a finished run
+_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """A causal language model of transformers.
+
+    path: a local folder, or an id on the hub. block_size: tokens per training sequence; null = as
+    many as the model takes.
+    """
+
+    path: str
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size < 1:
+            raise UserError(f"model.block_size={self.block_size}; it must be at least 1")
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the checkpoint is; one on the hub is downloaded into the hub's cache.
+
+        Raises:
+            UserError: it is neither here nor there, or holds no weights in safetensors.
+        """
+        folder = Path(self.path)
+        if not folder.is_dir():
+            folder = _download(self.path)
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise UserError(
+                f"model.path={self.path} has no config.json with weights in .safetensors: give the "
+                "folder that save_pretrained of transformers wrote"
+            )
+        return folder
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.folder / name).is_file() for name in _TOKENIZER_FILES)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the architecture and the weights, 16 hex digits."""
+        files = [self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))]
+        digest = hashlib.sha256()
+        for path in files:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()[:16]
+
+    def build(self) -> CausalLM:
+        """The model with its weights, on the CPU."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        try:
+            return CausalLM.from_pretrained(self.folder, self.block_size)
+        except ValueError as error:
+            raise UserError(f"model.path={self.path}: {error}") from error
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_CHECKPOINT_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"model.path={hub_id} is neither a local folder nor a checkpoint that the hub gives "
+            f"({type(error).__name__})"
+        ) from error
+
+
+def source_hash(directory: Path) -> str:
+    """Hash of the config of the finished run in `directory`.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        result: dict[str, Any] = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"init={directory} holds no finished run ({RESULT} is missing); run it to its end first"
+        ) from error
+    return result["config_hash"]
+
+
+def load_weights(model: nn.Module, directory: Path) -> None:
+    """The weights of the finished run in `directory` put into the plain `model`, in place.
+
+    Raises:
+        UserError: they are of another architecture, or hold adapters other than SLoRB's.
+    """
+    path = directory / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path} is missing; run it again")
+    state = load_file(path)
+    slorb.attach(model, state)
+    own = dict(model.named_parameters())
+    wrong = sorted(
+        name
+        for name in own.keys() | state.keys()
+        if name not in own or name not in state or own[name].shape != state[name].shape
+    )
+    if wrong:
+        raise UserError(
+            f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} more "
+            "differ; set model.* as that run did (adapters that stay beside a weight fit no model)"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])

@@ -1,0 +1,132 @@
+"""Causal language models of transformers (GPT-2, OPT, LLaMA) in the form that the trainer takes.
+
+Shapes: B sequences, T tokens, V = vocab_size.
+
+GPT-2 of transformers keeps its linears as `Conv1D`, with the weight as [in, out]; here they become
+`nn.Linear` with the weight as [out, in], so that methods see one kind of linear, and go back into
+their own form in `save_pretrained`. No remote code is run and no pickle is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The rates of dropout and layer drop in the configs of the three families.
+_DROPOUT = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    *("dropout", "attention_dropout", "activation_dropout", "layerdrop"),
+)
+
+
+class CausalLM(nn.Module):
+    """A causal language model of transformers, held as `model`, which is changed in place.
+
+    `block_size` is the longest sequence it takes.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int | None = None) -> None:
+        super().__init__()
+        self.dropout: dict[str, float] = {}  # what the config says, to be exported again
+        self.conv1d = tuple(_linearize(model))
+        self.model = model
+        self.names = frozenset(model.state_dict())
+        self.vocab_size: int = model.config.vocab_size
+        self.block_size: int = block_size or model.config.max_position_embeddings
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
+        """The checkpoint in a local folder, in fp32 and without dropout.
+
+        Raises:
+            ValueError: it is not a causal language model in safetensors, or is made for shorter
+                sequences than `block_size`.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            dropout = {name: getattr(config, name) for name in _DROPOUT if hasattr(config, name)}
+            for name in dropout:
+                setattr(config, name, 0.0)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, use_safetensors=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"no causal language model in {folder}: {reason}") from error
+        longest = config.max_position_embeddings
+        if block_size is not None and block_size > longest:
+            raise ValueError(f"block_size={block_size}, but {folder} takes at most {longest}")
+        self = cls(model.float(), block_size)
+        self.dropout = dropout
+        return self
+
+    def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
+
+        `target` [B, T] holds the ids to predict, already shifted by one; -1 is ignored. The loss is
+        the mean cross entropy in nats. A ValueError tells of a sequence longer than `block_size`.
+        """
+        if input.shape[1] > self.block_size:
+            raise ValueError(
+                f"sequence of {input.shape[1]} tokens is longer than the model's "
+                f"block_size={self.block_size}"
+            )
+        logits = self.model(input_ids=input, use_cache=False).logits
+        if target is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    @torch.no_grad()
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a checkpoint in safetensors that plain transformers loads.
+
+        Raises:
+            ValueError: the model holds tensors that its architecture does not have, as it does
+                while a sparse method is attached.
+        """
+        state = self.model.state_dict()
+        if extra := sorted(state.keys() ^ self.names):
+            raise ValueError(
+                f"not a plain {type(self.model).__name__} ({extra[0]} and {len(extra) - 1} more "
+                "names differ); call the method's finalize(model) first"
+            )
+        for name in self.conv1d:
+            state[f"{name}.weight"] = state[f"{name}.weight"].t().contiguous()
+        config = self.model.config
+        zeros = {name: getattr(config, name) for name in self.dropout}
+        config.update(self.dropout)
+        self.model.save_pretrained(folder, state_dict=state)
+        config.update(zeros)
+
+
+@torch.no_grad()
+def _linearize(model: nn.Module) -> list[str]:
+    """Replace every `Conv1D` by an `nn.Linear` of the same function; returns their names."""
+    from transformers.pytorch_utils import Conv1D
+
+    names = [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
+    for name in names:
+        conv: Any = model.get_submodule(name)
+        inputs, outputs = conv.weight.shape
+        linear = nn.Linear(inputs, outputs, device="meta")
+        linear.weight = nn.Parameter(conv.weight.t().contiguous())
+        linear.bias = conv.bias
+        model.set_submodule(name, linear.train(conv.training))
+    return names
