@@ -131,8 +131,8 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     )
     if wrong:
         raise UserError(
-            f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} more "
-            "differ; set model.* as that run did (adapters that stay beside a weight fit no model)"
+            f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
+            "more differ; set model.* as that run did (SLoPe's adapters fit no plain model)"
         )
     with torch.no_grad():
         for name, parameter in own.items():
