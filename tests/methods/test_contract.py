@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import methods
 from common_kernels import check24
+from methods import slorb
 from methods.base import FFN_LINEARS, SparseLinear
 from models.gpt2 import GPT, GPTConfig
 
@@ -24,6 +25,13 @@ STEPS, SEQUENCES, BLOCK = 6, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
 ARMS = {
+    "ast": [
+        {},
+        {"decay_route": "gradient", "alpha": 1e-2, "refresh_every": 2, "metric": "wanda"},
+        {"decay_route": "decoupled", "alpha": 1.0, "refresh_every": 0, "divergence": "reverse"},
+        {"slorb_k": 4, "refresh_every": 3},
+        {"slorb_k": 8, "slorb_train_x": False},
+    ],
     "bi_mask": [{"alpha": 1e-2, "permute_every": 2, "candidates": 8}],
     "one_shot": [{}, {"metric": "sparsegpt"}],
     "semi_sparse": [{}, {"algorithm": "exact", "refresh_every": 2}, {"sparse_fraction": 0.5}],
@@ -151,7 +159,7 @@ def test_the_end_has_plain_linears_and_legal_groups(name, options):
     phase = run.method.phase()
     run.method.finalize(run.model)
     assert not any(isinstance(m, SparseLinear) for m in run.model.modules())
-    if not adapters(options):
+    if not adapters(options) and "slorb_k" not in options:
         assert all(type(run.model.get_submodule(n)) is nn.Linear for n in names)
         assert run.model.state_dict().keys() == GPT(TINY).state_dict().keys()
     if phase != "dense":
@@ -241,8 +249,10 @@ def test_a_model_in_bf16_trains(name, options):
     losses = []
     for step in range(STEPS):
         method.on_step_begin(step)
-        loss = method.loss(model, {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]})
-        loss.backward()
+        inputs = {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]}
+        method.loss(model, inputs).backward()
+        with torch.no_grad():  # of the task alone: a teacher's divergence does not sink to zero
+            losses.append(model(**inputs)[1].item())
         for n, parameter in model.named_parameters():
             if n.rpartition(".")[2] not in adapters(options):
                 assert parameter.grad.dtype == torch.bfloat16
@@ -251,8 +261,7 @@ def test_a_model_in_bf16_trains(name, options):
         optimizer.step()
         optimizer.zero_grad()
         method.on_step_end(step)
-        losses.append(loss.item())
-    assert losses[-1] < 0.97 * losses[0]  # one batch, learnt by heart
+    assert losses[-1] < losses[0] - 0.1  # one batch, learnt by heart
 
 
 @every_method
@@ -293,9 +302,10 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
     if any("sparse_weight" in dict(m.named_buffers()) for m in run.method.sparse_layers.values()):
         assert not torch.equal(logits(average), stale)
     # A plain model with the averaged weights, the sparse ones of them written out.
-    plain = GPT(TINY)
+    state = average.module.state_dict()
+    plain = slorb.attach(GPT(TINY), state)
     plain.load_state_dict(
-        {n: v for n, v in average.module.state_dict().items() if n in plain.state_dict()},
+        {n: v for n, v in state.items() if n in plain.state_dict()},
         strict=False,  # a converted layer may have no `weight` of its own
     )
     for n in run.report.names:
