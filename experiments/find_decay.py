@@ -205,6 +205,11 @@ def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     large = [alpha for alpha, mu in pairs if mu < FEASIBLE[0]]  # the masks are frozen
     if not large:
         advice = f"no candidate is feasible: try some above {max(small):g}"
+    elif small and max(small) > min(large):
+        advice = (
+            "no candidate is feasible, and mu does not fall with alpha: take a longer "
+            "train.warmup_steps, or other seeds"
+        )
     elif not small:
         advice = f"no candidate is feasible: try some below {min(large):g}"
     else:

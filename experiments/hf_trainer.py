@@ -1,8 +1,9 @@
 """Train with a sparse method inside `transformers.Trainer`.
 
     method = methods.build("s_ste", include=["*mlp*"], total_steps=1000)
-    callback = MethodCallback(method, model)  # converts the model: before the Trainer is made
-    trainer = Trainer(model, TrainingArguments(max_steps=1000, ...), callbacks=[callback], ...)
+    arguments = TrainingArguments(max_steps=1000, ...)
+    callback = MethodCallback(method, model, arguments)  # converts the model, before the Trainer
+    trainer = Trainer(model, arguments, callbacks=[callback], ...)
     trainer.train()
     method.finalize(model)  # plain linears, zeros written out
     trainer.save_model()
@@ -37,10 +38,18 @@ class MethodCallback(TrainerCallback):
     before any other callback does, and so without them.
     """
 
-    def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Convert `model`, in place.
+    def __init__(
+        self,
+        method: Method,
+        model: nn.Module,
+        args: TrainingArguments,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Convert `model`, in place and on the Trainer's device.
 
         Args:
+            args: those of the Trainer. Under torchrun they open the process group in which all
+                ranks convert the weights of rank 0.
             dtype: that of autocast, if the Trainer will use one (`bf16=True`); see
                 `Method.convert`.
         Raises:
@@ -54,7 +63,7 @@ class MethodCallback(TrainerCallback):
                 "with experiments.distill"
             )
         self.method = method
-        self.report = method.convert(model, dtype)
+        self.report = method.convert(model.to(args.device), dtype)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -88,6 +97,8 @@ class MethodCallback(TrainerCallback):
     ) -> None:
         """After clipping, which unscales."""
         optimizer = kwargs["optimizer"]  # in accelerate's wrapper, which a method need not know
+        if args.fp16 and not _all_finite(kwargs["model"]):
+            return  # the scaler will skip this step
         self.method.on_gradients(state.global_step, getattr(optimizer, "optimizer", optimizer))
 
     def on_optimizer_step(
@@ -137,3 +148,8 @@ class MethodCallback(TrainerCallback):
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def _all_finite(model: nn.Module) -> bool:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return bool(torch.nn.utils.get_total_norm(grads).isfinite())

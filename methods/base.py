@@ -9,7 +9,8 @@ A driver, ours or the user's, calls a method in this order and nothing else:
         method.on_step_begin(step)
         for batch in micro_batches:
             (method.loss(model, batch) / len(micro_batches)).backward()
-        # unscale and clip the gradients here
+        # unscale and clip the gradients here; if one is not finite, so that a GradScaler will skip
+        # the step, leave the next call out
         method.on_gradients(step, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -286,16 +287,24 @@ class Method:
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(owner)
         for name, module in chosen.items():
+            if type(module) is not nn.Linear or "weight" not in module._parameters:
+                raise ValueError(
+                    f"{name} is a {type(module).__name__}, not a plain nn.Linear with a weight of "
+                    "its own, and would lose its own behaviour; exclude it"
+                )
             sharing = [owner for owner in owners[id(module.weight)] if owner != name]
             if sharing:
                 raise ValueError(
                     f"{name} shares its weight with {', '.join(sharing)}, which would be pruned "
                     "as well; exclude it"
                 )
-            if type(module) is not nn.Linear:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            fast = torch.backends.mha.get_fastpath_enabled()
+            if fast and isinstance(parent, nn.TransformerEncoderLayer):
                 raise ValueError(
-                    f"{name} is a {type(module).__name__}, not a plain nn.Linear, and would lose "
-                    "its own behaviour; exclude it"
+                    f"{name} sits in an nn.TransformerEncoderLayer, which in evaluation takes its "
+                    "weights to a kernel of its own and would show the dense model; call "
+                    "torch.backends.mha.set_fastpath_enabled(False) first"
                 )
             self.check_layer(name, module)
 
@@ -377,10 +386,8 @@ class Method:
                 for old, new in zip(self._masks_before, self._masks(), strict=True)
             )
             self.flips_per_refresh = changed / max(1, sum(m.numel() for m in self._masks_before))
-            self.flips_per_step = self.flips_per_refresh
+            self.flips_per_step = self.flips_per_refresh / self.mask_period
             self._masks_before = None
-        elif not due:
-            self.flips_per_step = 0.0
 
     def _measures(self, step: int) -> bool:
         if self.mask_period > 1:
@@ -401,9 +408,8 @@ class Method:
     def metrics(self) -> dict[str, float | int | str]:
         """Figures over all layers of the method, as of now.
 
-        flip_rate: share of mask bits that changed in the last measured optimizer step.
-        flip_rate_refresh: share that changed at the last measured choice of masks; the same
-            number for methods that choose in every step.
+        flip_rate_refresh: share of mask bits that changed at the last measured choice of masks.
+        flip_rate: the same per optimizer step, divided by the steps between two choices.
         density: share of non-zeros in the weights in use. illegal_groups: groups of m along the
             input dim with more than n non-zeros, n:m being the layer's pattern.
         """

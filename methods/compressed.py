@@ -188,8 +188,9 @@ class CompressedLinear(base.SparseLinear):
     def refresh_mask(self) -> None:
         """Choose the column mask: n of m along `out`, by magnitude, among the kept weights."""
         values = self.values.detach()
-        # A kept weight that is zero must not lose to one that the row mask prunes.
-        values = values.masked_fill(values == 0, torch.finfo(values.dtype).tiny)
+        # A kept weight that is zero must not lose to one that the row mask prunes: for the choice
+        # it counts as the least of all fp32 numbers, which is none of fp16 or bf16.
+        values = values.float().masked_fill(values == 0, 2.0**-149)
         mask = double_prune_mask(expand_nm(values, self.row_mask, *self.pattern), *self.pattern)
         self.column_mask.copy_(pack_mask(compress_nm(mask, self.row_mask, *self.pattern)))
 
@@ -212,13 +213,14 @@ class CompressedLinear(base.SparseLinear):
         `SparsePlusLowRank`, true zeros written out."""
         self.refresh()
         adapted, weight, bias, right = self.adapting, self.weight, self.bias, self.right
+        trained = self.values.requires_grad
         if adapted:
             assert self.left is not None
             left = _dense_left(self.left.detach(), self.left_mask, self.pattern)
         for name in [*self._parameters, *self._buffers, "config", "pattern", "adapting"]:
             delattr(self, name)
         self.__class__ = SparsePlusLowRank if adapted else nn.Linear  # type: ignore[assignment]
-        self.register_parameter("weight", nn.Parameter(weight))
+        self.register_parameter("weight", nn.Parameter(weight, requires_grad=trained))
         self.register_parameter("bias", bias)
         if adapted:
             self.left, self.right = nn.Parameter(left), right

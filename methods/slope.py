@@ -160,7 +160,7 @@ class Method(base.Method):
     def on_step_begin(self, step: int) -> None:
         if self.config.adapter_rank and step >= self.adapter_start:
             for layer in self._layers():
-                layer.adapting = True
+                layer.adapting = True  # for good: what they learnt is part of the function
 
     def open_micro_batch(self) -> None:
         """No random bits are drawn."""

@@ -96,7 +96,9 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     for key in state:
         if key.endswith(".slorb_s"):
             name = key.removesuffix(".slorb_s")
-            layer = model.get_submodule(name)
+            layer = dict(model.named_modules()).get(name)
+            if type(layer) is not nn.Linear:
+                continue  # another architecture, as loading `state` will tell
             layer.__class__ = BoostedLinear
             layer.slorb_s = nn.Parameter(torch.zeros_like(state[key]))
             projection = state.get(f"{name}.slorb_x")

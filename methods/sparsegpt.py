@@ -38,7 +38,8 @@ def prune24(weight: Tensor, hessian: Tensor, damping: float = 0.01) -> tuple[Ten
     h = hessian.to(torch.float64, copy=True)
     # A feature that never fires: its weights are free, and go.
     dead = h.diagonal() == 0
-    h.diagonal()[dead] = 1.0
+    mean = h.diagonal().mean()
+    h.diagonal()[dead] = torch.where(mean > 0, mean, 1.0)
     w[:, dead] = 0.0
     h.diagonal().add_(damping * h.diagonal().mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))

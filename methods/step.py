@@ -91,6 +91,8 @@ class Method(SwitchedMethod):
         weights = [layer.weight for layer in self.layers.values() if layer.weight.grad is not None]
         pairs = [(weight, _adam_group(optimizer, weight)) for weight in weights]
         assert optimizer is not None
+        if not _all_finite(optimizer):
+            return  # a GradScaler will skip this step; our update could not be undone
         if self.dense_at(step):
             if pairs:
                 self._watch(step + 1, optimizer, pairs)
@@ -136,6 +138,12 @@ class Method(SwitchedMethod):
         self.changes, self.start = list(state["changes"]), state["start"]
 
 
+def _all_finite(optimizer: torch.optim.Optimizer) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return bool(torch.nn.utils.get_total_norm(grads).isfinite())
+
+
 def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict[str, Any]:
     """The group of AdamW that holds `weight`.
 
@@ -146,11 +154,12 @@ def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict
         raise ValueError("STEP needs the moments of AdamW: call on_gradients(step, optimizer)")
     for group in optimizer.param_groups:
         if any(p is weight for p in group["params"]):
-            if group.get("decoupled_weight_decay") and not group["amsgrad"]:
+            plain = not group.get("amsgrad") and not group.get("maximize")
+            if group.get("decoupled_weight_decay") and plain:
                 return group
             raise ValueError(
-                f"STEP needs the moments of torch.optim.AdamW without amsgrad, not of a "
-                f"{type(optimizer).__name__}; method.optimizer(parameters, lr=...) makes one"
+                "STEP needs the moments of torch.optim.AdamW without amsgrad or maximize, not of "
+                f"a {type(optimizer).__name__}; method.optimizer(parameters, lr=...) makes one"
             )
     raise ValueError("the optimizer does not hold the weights of the converted layers")
 

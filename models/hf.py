@@ -49,6 +49,7 @@ class CausalLM(nn.Module):
             ValueError: it is not a causal language model in safetensors, or is made for shorter
                 sequences than `block_size`.
         """
+        from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
@@ -56,12 +57,23 @@ class CausalLM(nn.Module):
             dropout = {name: getattr(config, name) for name in _DROPOUT if hasattr(config, name)}
             for name in dropout:
                 setattr(config, name, 0.0)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, use_safetensors=True, trust_remote_code=False
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"no causal language model in {folder}: {reason}") from error
+        model, loading = loaded
+        if loading["missing_keys"]:
+            missing = sorted(loading["missing_keys"])
+            raise ValueError(
+                f"no causal language model in {folder}: its files lack {missing[0]} and "
+                f"{len(missing) - 1} more, which would be random"
+            )
         longest = config.max_position_embeddings
         if block_size is not None and block_size > longest:
             raise ValueError(f"block_size={block_size}, but {folder} takes at most {longest}")

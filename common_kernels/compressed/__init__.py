@@ -60,8 +60,9 @@ def compress_nm(
     """The kept entries of `x [..., columns]` in column order: `[..., columns * n / m]`.
 
     x is fp32, bf16, fp16 or bool, of any strides; the result is contiguous and holds the very bits
-    of the entries. Raises ValueError where the columns are no multiple of m, where `bits` has not
-    x's shape, or where they do not keep n of m.
+    of the entries. Raises ValueError where the columns are no multiple of m or where `bits` has not
+    x's shape. That the bits keep n of every m is the caller's promise: counting them would cost as
+    much as the operation.
     """
     if x.dtype != torch.bool:
         checks.float_tensor(x)

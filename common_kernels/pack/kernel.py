@@ -26,6 +26,18 @@ def blob_like(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
     return torch.empty(rows, columns // 2 + extra, dtype=dtype, device=device)
 
 
+def check(x: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, sizes: str) -> None:
+    """ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has one of the sizes."""
+    if x.ndim != 2 or x.shape[0] % 64 or x.shape[1] % 64:
+        raise ValueError(f"shape {tuple(x.shape)}: both dims must be multiples of 64; pad it")
+    if mask is not None and (mask.shape != x.shape or mask.dtype != torch.bool):
+        raise ValueError(f"the mask must be bool of shape {tuple(x.shape)}")
+    if not x.is_contiguous() or not (mask is None or mask.is_contiguous()):
+        raise ValueError("the matrix and its mask must be contiguous; call .contiguous() first")
+    if str(dtype.itemsize) not in sizes:
+        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for {sizes}")
+
+
 def pack(
     x: torch.Tensor,
     mask: torch.Tensor | None,
@@ -34,6 +46,7 @@ def pack(
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The blob of a row-major matrix [64 a, 64 b], pruned along its rows."""
+    check(x, mask, dtype, "1 or 2")
     rows, columns = x.shape
     blob = blob_like(rows, columns, dtype, x.device)
     half = rows * columns // 2
@@ -142,6 +155,7 @@ def pack_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blobs of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
     or the best, in one read. 16-bit types."""
+    check(w, mask, dtype, "2")
     rows, columns = w.shape
     blobs = blob_like(rows, columns, dtype, w.device), blob_like(columns, rows, dtype, w.device)
     half = rows * columns // 2
@@ -170,7 +184,7 @@ def pack_both_kernel(
     """64 x 64 entries: 16 x 16 tiles, a tile to a thread or two."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
-    left = (tl.program_id(0) % across) * 64
+    left = (tl.program_id(0) % across).to(tl.int64) * 64
     a = (
         load_row(w, top, columns, left, 16),
         load_row(w, top + 1, columns, left, 16),
@@ -246,8 +260,10 @@ def store_tile_meta(meta, nibbles, i, stripe, first_group, columns):
 def pack_sample(dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The blob of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
 
-    T and out are multiples of 64; key: int64 [2], (seed, offset), on dy's device. 16-bit types.
+    T and out are multiples of 64; key: int64 [2], (seed, offset), on dy's device, the offset a
+    multiple of 4 (as it is where it counts whole micro-batches of such a shape). 16-bit types.
     """
+    check(dy, None, dtype, "2")
     tokens, out = dy.shape
     blob = blob_like(out, tokens, dtype, dy.device)
     half = tokens * out // 2
@@ -264,7 +280,7 @@ def sample_kernel(dy, key, values, meta, tokens, out):
     seed, offset = tl.load(key), tl.load(key + 1)
     across = out // 64
     token = (tl.program_id(0) // across).to(tl.int64) * 64
-    feature = (tl.program_id(0) % across) * 64
+    feature = (tl.program_id(0) % across).to(tl.int64) * 64
     group = token // 4 + tl.arange(0, 16)[:, None]
     column = feature + tl.arange(0, 64)[None, :]
     at = dy + 4 * group * out + column

@@ -76,6 +76,19 @@ def test_the_sample_of_a_gradient_is_packed_transposed(dtype):
     same_bytes(kernel.pack_sample(dy, key, dtype), blob(sample, sample != 0, dtype))
 
 
+def test_what_the_packers_cannot_pack_is_refused():
+    w = torch.randn(64, 128, device=DEVICE)
+    with pytest.raises(ValueError, match=r"\(96, 64\).*multiples of 64"):
+        kernel.pack(torch.randn(96, 64, device=DEVICE), None, "magnitude", torch.bfloat16)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernel.pack_both(torch.randn(128, 64, device=DEVICE).t(), None, torch.bfloat16)
+    with pytest.raises(ValueError, match="contiguous"):
+        mask = nm_mask(torch.randn(128, 64, device=DEVICE).t())
+        kernel.pack(w, mask, "mask", torch.bfloat16)
+    with pytest.raises(ValueError, match="4 bytes"):
+        kernel.pack_sample(w, torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.float32)
+
+
 @pytest.mark.skipif(not CUDA, reason="cuSPARSELt runs on a GPU")
 @pytest.mark.parametrize("shape", [(64, 64), (256, 512), (512, 192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])

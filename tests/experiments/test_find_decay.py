@@ -73,6 +73,7 @@ def test_masks_that_never_flip_cannot_be_compared():
         ([(1e-4, 0.95), (1e-3, 0.5)], 1e-4, "alpha=0.0001 (mu=0.95)"),
         ([(1e-4, 1.1), (1e-3, 1.0)], None, "no candidate is feasible: try some above 0.001"),
         ([(1e-4, 0.5), (1e-3, 0.4)], None, "no candidate is feasible: try some below 0.0001"),
+        ([(1e-4, 0.5), (1e-3, 1.0)], None, "mu does not fall with alpha"),
         ([(1e-4, 1.0), (1e-3, 0.5)], None, "try some between 0.0001 and 0.001"),
     ],
 )

@@ -60,7 +60,6 @@ def optimizer_of(method, model):
 
 def trainer_for(name, directory, resume_from=None, **settings):
     model, method = build(name)
-    callback = MethodCallback(method, model)
     options = {
         "max_steps": STEPS,
         "per_device_train_batch_size": MICRO,
@@ -75,11 +74,12 @@ def trainer_for(name, directory, resume_from=None, **settings):
         "resume_from_checkpoint": resume_from,
         **settings,
     }
+    arguments = TrainingArguments(output_dir=str(directory), **options)
     return Ordered(
         model,
-        TrainingArguments(output_dir=str(directory), **options),
+        arguments,
         train_dataset=sequences(),
-        callbacks=[callback],
+        callbacks=[MethodCallback(method, model, arguments)],
         optimizers=(optimizer_of(method, model), None),
     ), method
 
@@ -168,7 +168,6 @@ def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
     if name == "slope":
         plain["adapter_fraction"] = 0.01
     model, method = build(name, **plain)
-    callback = MethodCallback(method, model)
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=STEPS,
@@ -178,6 +177,7 @@ def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
         disable_tqdm=True,
         save_strategy="no",
     )
+    callback = MethodCallback(method, model, arguments)
     trainer = Trainer(model, arguments, train_dataset=sequences(), callbacks=[callback])
     trainer.train()
     method.finalize(model)
@@ -206,7 +206,7 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
 
     model, method = build("ast", kl_weight=0.67)
     with pytest.raises(ValueError, match=r"kl_weight=0\.67.*experiments\.distill"):
-        MethodCallback(method, model)
+        MethodCallback(method, model, SimpleNamespace(device="cpu"))
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
 
 
@@ -221,7 +221,7 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
 def test_settings_that_need_another_machine_are_refused(settings, message):
     """Stand-ins for arguments that transformers accepts only on a GPU or under torchrun."""
     model, method = build("s_ste")
-    callback = MethodCallback(method, model)
+    callback = MethodCallback(method, model, SimpleNamespace(device="cpu"))
     allowed = {
         "fsdp": "",
         "deepspeed": None,

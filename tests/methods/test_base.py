@@ -168,9 +168,9 @@ def test_flip_rate_per_step_and_per_refresh_differ_when_masks_are_kept():
     first = step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 0)  # no choice is due after step 0
     assert (first["flip_rate"], first["flip_rate_refresh"]) == (0.0, 0.0)
     second = step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 1)
-    assert (second["flip_rate"], second["flip_rate_refresh"]) == (1.0, 1.0)
+    assert (second["flip_rate"], second["flip_rate_refresh"]) == (0.5, 1.0)  # in two steps
     third = step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 2)
-    assert (third["flip_rate"], third["flip_rate_refresh"]) == (0.0, 1.0)
+    assert (third["flip_rate"], third["flip_rate_refresh"]) == (0.5, 1.0)  # until the next choice
 
 
 def test_virtual_flip_rate_leaves_a_dense_model_untouched():
@@ -242,3 +242,30 @@ def test_a_model_that_returns_no_scalar_loss_is_told_so():
     method.convert(model)
     with pytest.raises(TypeError, match=r"scalar loss.*open_micro_batch"):
         method.loss(model, {"x": torch.ones(2, 8)})
+
+
+@pytest.mark.parametrize("normalise", [
+    torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm
+])  # fmt: skip
+def test_a_linear_whose_weight_is_computed_is_refused(normalise):
+    model = nn.Sequential(normalise(nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match="exclude it"):
+        ste.Method(ste.Config(include=["*"])).convert(model)
+
+
+def test_the_fast_path_of_torchs_encoder_layer_would_show_the_dense_model():
+    """In evaluation it gives the weights to one kernel and never calls the linears."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=False)
+    with pytest.raises(ValueError, match=r"set_fastpath_enabled\(False\)"):
+        ste.Method(ste.Config(include=["linear*"])).convert(model)
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        method = ste.Method(ste.Config(include=["linear*"]))
+        method.convert(model.eval())
+        x = torch.randn(2, 5, 16)
+        with torch.no_grad():
+            before = model(x)
+            assert torch.equal(method.finalize(model)(x), before)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

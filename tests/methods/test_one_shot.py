@@ -278,3 +278,15 @@ def test_bad_options(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}="):
         methods.build("one_shot", **options)
+
+
+def test_sparsegpt_does_not_depend_on_the_scale_of_the_inputs():
+    """Not with an input that never fires, either, which the damping must not measure itself by."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator, dtype=torch.float64)
+    x[:, 3] = 0
+    weight = torch.randn(8, 16, generator=generator)
+    mask, updated = prune24(weight, x.t() @ x)
+    small_mask, small = prune24(weight, 2.0**-40 * (x.t() @ x))
+    assert torch.equal(small_mask, mask)
+    torch.testing.assert_close(small, updated, rtol=1e-5, atol=1e-6)

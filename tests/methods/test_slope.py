@@ -819,3 +819,15 @@ def test_what_does_not_fit_leaves_the_model_alone(shape, options, message):
     with pytest.raises(ValueError, match=message):
         method.convert(model)
     assert type(model["mlp"]) is nn.Linear
+
+
+def test_a_kept_zero_does_not_displace_the_smallest_numbers_of_fp16():
+    dense = torch.tensor([[3.0, 2.0, 0, 0]] * 4, dtype=torch.float16)
+    fresh = nn.Linear(4, 4, bias=False, dtype=torch.float16)
+    fresh.weight.data.copy_(dense)
+    method = slope.Method(slope.Config(include=["*"], exclude=[], mask="magnitude"))
+    method.convert(fresh)
+    column = torch.tensor([3e-5, 0, 0, 3e-5], dtype=torch.float16)
+    fresh.values.data.copy_(torch.stack([column, column], 1))
+    fresh.refresh_mask()
+    assert unpack_mask(fresh.column_mask, 2)[:, 0].tolist() == [True, False, False, True]

@@ -209,6 +209,7 @@ def test_optimizers_without_adams_moments_are_refused_in_the_first_step():
         (torch.optim.SGD(weights, lr=0.1), r"torch\.optim\.AdamW.*not of a SGD"),
         (torch.optim.Adam(weights, weight_decay=0.1), "not of a Adam;"),  # decays the gradient
         (torch.optim.AdamW(weights, amsgrad=True), "without amsgrad"),
+        (torch.optim.AdamW(weights, maximize=True), "or maximize"),
         (torch.optim.AdamW([nn.Parameter(torch.zeros(1))]), "does not hold the weights"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -242,3 +243,20 @@ def test_fractions_of_an_unknown_number_of_steps():
     with pytest.raises(ValueError, match=r"max_fraction=0\.5 of how many steps\? set total_steps"):
         step.Method(step.Config(include=["*"])).convert(layer)
     assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("phase", ["dense", "sparse"])
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_step_that_a_scaler_skips_changes_nothing(phase, where):
+    """The converted linear's gradient is not finite, or another one's."""
+    model, method, optimizer = converted(min_fraction=0.1, max_fraction=0.1)
+    train(model, method, optimizer, range(1 if phase == "dense" else 4))
+    assert method.phase() == phase
+    weights, state = [p.detach().clone() for p in model.parameters()], method.state_dict()
+    method.on_step_begin(4)
+    model(torch.randn(16, 8)).square().mean().backward()
+    model[where].weight.grad[0, 0] = float("inf")
+    method.on_gradients(4, optimizer)
+    assert method.state_dict() == state
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert model[0].weight.grad is not None  # left for the scaler to see

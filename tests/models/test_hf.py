@@ -146,6 +146,25 @@ def test_what_cannot_be_loaded_is_one_line(hf_model, tmp_path):
         CausalLM.from_pretrained(tmp_path)
 
 
+def test_weights_that_are_missing_are_not_made_up(checkpoint):
+    """transformers fills them with random numbers and prints a report."""
+    from safetensors.torch import load_file, save_file
+
+    _, folder = checkpoint("llama")
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    save_file({k: v for k, v in whole.items() if "layers.1" not in k}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"files lack model\.layers\.1\..* and \d+ more"):
+        CausalLM.from_pretrained(folder)
+    save_file({k: v[:8].clone() for k, v in whole.items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="no causal language model in"):
+        CausalLM.from_pretrained(folder)
+    save_file(whole, path, {"format": "pt"})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="no causal language model in"):
+        CausalLM.from_pretrained(folder)
+
+
 def test_plain_linears_are_left_alone(hf_model):
     plain = hf_model("llama")
     before = list(plain.modules())
