@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-BLOCK = 1024  # groups in a program, where a kernel has no reason for another number
+BLOCK = 512  # groups in a program: the fastest of 256 to 4096 on an H200 for nearly every kernel
 
 
 def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:

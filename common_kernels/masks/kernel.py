@@ -9,7 +9,7 @@ from common_kernels.launch import BLOCK, keep24, launch, load_groups, magnitude,
 from common_kernels.masks import naive
 
 LARGEST_M = 32  # a thread holds a whole group
-TILES = 128  # 4x4 tiles in a program: one for each of its threads
+TILES = 256  # 4x4 tiles in a program of two warps: the fastest on an H200, four to a thread
 
 
 def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
         {"exact": exact_kernel, "greedy": greedy_kernel}[algorithm],
         across * (w.numel() // (16 * columns)), w.device,
         w.contiguous(), kept.view(torch.int32), columns, across,
-        naive.half_words(w.device), BLOCK=block,
+        naive.half_words(w.device), BLOCK=block, num_warps=2,
     )  # fmt: skip
     return mask if kept is mask else mask.copy_(kept)
 

@@ -8,7 +8,7 @@ from common_kernels import chunks
 from common_kernels.launch import launch, load_groups, store_groups
 from common_kernels.mvue import naive
 
-BLOCK = 1024  # groups in a program; four of them share a counter of the generator
+BLOCK = 512  # groups in a program; four of them share a counter of the generator
 
 
 def mvue24(
