@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import nm_mask, transposable_mask24
+from common_kernels.pack.naive import cusparselt_sm90_order
 
 aten = torch.ops.aten
 FP8 = torch.float8_e4m3fn
@@ -216,27 +217,13 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
         "metadata bytes": found.numel() // 2,
         "every group once": bool(used.sum() == groups and (address >= 0).all()),
     }
-    expected = sm90_order(rows, columns, dtype.itemsize).cuda()
+    expected = cusparselt_sm90_order(rows, columns, dtype.itemsize).flatten().cuda()
     result["sm90 order"] = torch.equal(address, expected)
     if rows % 128 == columns % 128 == 0:
         result["sm80 order"] = torch.equal(address, sm80_order(rows, columns).cuda())
     if not result["sm90 order"]:
         result["addresses"] = address.tolist()
     return result
-
-
-def sm90_order(rows: int, columns: int, itemsize: int) -> Tensor:
-    """Nibble address of each group, in the order first read off an H200 with cuSPARSELt 0.8.0."""
-    r, g = torch.arange(rows)[:, None], torch.arange(columns // 4)
-    if itemsize == 2:
-        inside = 4 * (g % 2) + 8 * (g // 2 % 2) + 2 * (g // 4 % 2) + 512 * (g // 8)
-        inside = inside + 16 * (r % 8) + r // 8 % 2 + 128 * (r // 16 % 4)
-        stripe = 512 * -(-columns // 32)
-    else:
-        inside = g % 2 + 8 * (g // 2 % 4) + 4 * (g // 8 % 2) + 1024 * (g // 16)
-        inside = inside + 32 * (r % 8) + 2 * (r // 8 % 2) + 256 * (r // 16 % 4)
-        stripe = 1024 * -(-columns // 64)
-    return (inside + stripe * (r // 64)).flatten()
 
 
 def sm80_order(rows: int, columns: int) -> Tensor:
