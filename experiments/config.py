@@ -72,7 +72,8 @@ class TrainConfig:
             raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} does not fit train.steps={self.steps}"
+                f"train.warmup_steps={self.warmup_steps} does not fit train.steps={self.steps}; "
+                f"set train.warmup_steps to at most {self.steps}"
             )
 
 
@@ -244,6 +245,9 @@ def freeze(composed: Any) -> RunConfig:
             raise UserError(f"{group}.{error.full_key}: {reason}") from error
 
     method, model = dict(groups["method"]), dict(groups["model"])
+    for group, values in (("method", method), ("model", model)):
+        if "name" not in values:
+            raise UserError(f"{group}: this file is a part of others and no {group} of its own")
     method_name, model_name = str(method.pop("name")), str(model.pop("name"))
     if method_name not in methods.available():
         choices = ", ".join(methods.available())

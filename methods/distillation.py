@@ -160,6 +160,8 @@ class Method(base.Method):
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         """As in the base class; before anything is pruned, the teacher is copied."""
         config = self.config
+        if self.teacher is model:
+            raise ValueError("the teacher is the model itself; give set_teacher a copy of it")
         compared = _matching(model, config.layer_modules) if config.layer_weight else {}
         teacher = self.teacher
         if teacher is None and (config.kl_weight or config.layer_weight):
@@ -188,7 +190,13 @@ class Method(base.Method):
 
         with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
             unlabelled = {k: v for k, v in batch.items() if k not in _LABELS}
-            teacher_logits = _logits(self.teacher(**unlabelled))
+            try:
+                teacher_logits = _logits(self.teacher(**unlabelled))
+            except IndexError as error:  # of its embedding
+                raise ValueError(
+                    "the teacher does not know all tokens of the batch; distillation needs a "
+                    "teacher with the same vocabulary"
+                ) from error
         with _outputs(self.compared) as found:
             loss = self.config.task_weight * super().loss(keeping, batch)  # type: ignore[arg-type]
         if self.config.kl_weight:

@@ -166,12 +166,25 @@ class Method(base.Method):
         """No random bits are drawn."""
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if optimizer is not None:
+            self._check_optimizer(optimizer)
         # DDP hands out zeros where there was no gradient; optimizers would count steps and decay.
         for layer in self._layers():
             if not layer.adapting:
                 for adapter in (layer.left, layer.right):
                     if adapter is not None:
                         adapter.grad = None
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """One made before `convert` holds the old weights and would train none of these."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, layer in self.layers.items():
+            assert isinstance(layer, CompressedLinear)
+            if layer.values.requires_grad and id(layer.values) not in held:
+                raise ValueError(
+                    f"the optimizer does not hold {name}.values, which replaced {name}.weight: "
+                    "make the optimizer after method.convert(model)"
+                )
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:

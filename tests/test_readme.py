@@ -22,7 +22,6 @@ def test_the_loop_runs_and_ends_sparse():
         "torch": torch,
         "model": model,
         "steps": 3,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
         "batches": iter([{"input": t[:, :-1], "target": t[:, 1:]} for t in tokens]),
     }
     exec(code, names)

@@ -181,6 +181,18 @@ def test_a_teacher_of_another_vocabulary_is_one_line():
     with pytest.raises(ValueError, match=r"logits \[4, 8, 40\], the model \[4, 8, 32\]") as caught:
         method.loss(model, batch())
     assert "\n" not in str(caught.value)
+    method.set_teacher(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=4, block_size=8)))
+    with pytest.raises(ValueError, match="does not know all tokens"):
+        method.loss(model, batch())
+
+
+def test_the_model_itself_is_no_teacher():
+    """It would be frozen with it."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=32, block_size=8))
+    method = ast.Method(ast.Config(total_steps=4))
+    method.set_teacher(model)
+    with pytest.raises(ValueError, match="a copy"):
+        method.convert(model)
 
 
 def test_the_teacher_comes_back_with_the_saved_state():

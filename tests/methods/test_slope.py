@@ -831,3 +831,16 @@ def test_a_kept_zero_does_not_displace_the_smallest_numbers_of_fp16():
     fresh.values.data.copy_(torch.stack([column, column], 1))
     fresh.refresh_mask()
     assert unpack_mask(fresh.column_mask, 2)[:, 0].tolist() == [True, False, False, True]
+
+
+def test_an_optimizer_made_before_the_conversion_is_refused():
+    """It holds the weights that `values` replaced, and would silently train nothing."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    early = torch.optim.AdamW(model.parameters())
+    method = slope.Method(slope.Config(include=["*"], exclude=[]))
+    method.convert(model)
+    method.on_step_begin(0)
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(ValueError, match=r"0\.values.*after method\.convert"):
+        method.on_gradients(0, early)
+    method.on_gradients(0, torch.optim.AdamW(model.parameters()))
