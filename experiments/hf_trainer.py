@@ -25,7 +25,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from experiments import checkpoint
-from methods import Method, distillation
+from methods import Method, base, distillation
 
 STATE = "method_state.pt"
 
@@ -97,7 +97,7 @@ class MethodCallback(TrainerCallback):
     ) -> None:
         """After clipping, which unscales."""
         optimizer = kwargs["optimizer"]  # in accelerate's wrapper, which a method need not know
-        if args.fp16 and not _all_finite(kwargs["model"]):
+        if args.fp16 and not base.all_finite(kwargs["model"].parameters()):
             return  # the scaler will skip this step
         self.method.on_gradients(state.global_step, getattr(optimizer, "optimizer", optimizer))
 
@@ -148,8 +148,3 @@ class MethodCallback(TrainerCallback):
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-
-
-def _all_finite(model: nn.Module) -> bool:
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return bool(torch.nn.utils.get_total_norm(grads).isfinite())

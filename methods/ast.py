@@ -113,7 +113,7 @@ class Linear(ste.Linear):
         self.choose_mask()
         self.refresh()
         if self.slorb_s is not None:
-            generator = torch.Generator().manual_seed(base._layer_seed(self.config.seed, name, 0))
+            generator = torch.Generator().manual_seed(base.layer_seed(self.config.seed, name, 0))
             init = self.config.slorb_init
             slorb.initialize(self.weight, self.mask, self.slorb_s, self.slorb_x, init, generator)
 
@@ -162,12 +162,12 @@ class Method(distillation.Method):
         Args:
             batches: keyword arguments of the model; in a process group, equal on every rank.
         """
-        found = calibration.collect(model, self._linears(model), batches)
+        found = calibration.collect(model, self.matching_linears(model), batches)
         self.input_norms = {n: (s.square_sum / s.count).sqrt() for n, s in found.items()}
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         self.decay(0)  # raises if the ramp cannot be resolved
-        missing = self._linears(model).keys() - self.input_norms.keys()
+        missing = self.matching_linears(model).keys() - self.input_norms.keys()
         if self.config.metric == "wanda" and missing:
             raise ValueError(
                 f"metric=wanda needs the input norms of {min(missing)}: call "
@@ -180,9 +180,6 @@ class Method(distillation.Method):
                 layer.begin(name, self.input_norms.get(name))
         self.input_norms = {}
         return report
-
-    def _linears(self, model: nn.Module) -> dict[str, nn.Linear]:
-        return {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
 
     def check_layer(self, name: str, module: nn.Linear) -> None:
         if module.in_features % 4:
@@ -229,7 +226,7 @@ class Method(distillation.Method):
         for layer in layers:
             if route == "decoupled":
                 # Before the optimizer's own step, as AdamW applies its weight decay.
-                shrink = 1.0 - sr_ste._learning_rate(optimizer, layer.weight) * decay
+                shrink = 1.0 - sr_ste.learning_rate_of(optimizer, layer.weight) * decay
                 layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
             elif layer.weight.grad is not None:
                 masked_decay_(layer.weight.grad, layer.weight, layer.mask, decay)

@@ -25,7 +25,7 @@ in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass onl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -232,7 +232,7 @@ class Method:
             ValueError: nothing matches, the model is converted already, a weight is shared with
                 another module, or a dimension does not fit 2:4. The model is then unchanged.
         """
-        chosen = {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
+        chosen = self.matching_linears(model)
         self._check(model, chosen)
         report = Report(
             names=tuple(chosen),
@@ -255,6 +255,10 @@ class Method:
         self.layers = chosen
         return report
 
+    def matching_linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """The linears that the globs choose, by name."""
+        return {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
+
     def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules():
             included = any(fnmatchcase(name, glob) for glob in self.config.include)
@@ -276,11 +280,15 @@ class Method:
             raise ValueError("the model is converted already; build a new method and model")
         if not chosen:
             linears, others = _linears(model), self._others(model)
-            hint = f"; {_some(others)} match, but only nn.Linear can be converted" if others else ""
+            hint = (
+                f"; {some_names(others)} match, but only nn.Linear can be converted"
+                if others
+                else ""
+            )
             raise ValueError(
                 f"no linear matches include={list(self.config.include)} "
                 f"exclude={list(self.config.exclude)}{hint}; the model's linears are: "
-                f"{_some(linears) or 'none'}"
+                f"{some_names(linears) or 'none'}"
             )
         owners: dict[int, list[str]] = {}
         for owner, module in model.named_modules():
@@ -342,7 +350,7 @@ class Method:
         """Before the first micro-batch of optimizer step `step`."""
         self.micro_batch = 0
         for name, layer in self.sparse_layers.items():
-            layer.key[0] = _layer_seed(self.config.seed, name, step)
+            layer.key[0] = layer_seed(self.config.seed, name, step)
         if self._measures(step):
             self._masks_before = [mask.clone() for mask in self._masks()]
 
@@ -465,14 +473,20 @@ def _linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
-def _layer_seed(seed: int, name: str, step: int) -> int:
+def layer_seed(seed: int, name: str, step: int) -> int:
     """63-bit Philox seed of one layer in one optimizer step."""
     digest = hashlib.blake2b(f"{seed}/{name}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def all_finite(parameters: Iterable[Tensor]) -> bool:
+    """Whether all gradients are: else a GradScaler will skip the step."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return bool(torch.nn.utils.get_total_norm(grads).isfinite())
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -102,5 +102,5 @@ class Method(sr_ste.Method):
         if step % self.config.permute_every == 0:
             for name, layer in self.sparse_layers.items():
                 assert isinstance(layer, Linear)
-                layer.search_permutation(base._layer_seed(self.config.seed, name, step))
+                layer.search_permutation(base.layer_seed(self.config.seed, name, step))
                 layer.refresh()

@@ -167,7 +167,7 @@ class CompressedLinear(base.SparseLinear):
 
     def _generator(self, name: str, purpose: str) -> torch.Generator:
         """On the CPU: every device and every rank draws the same."""
-        seed = base._layer_seed(self.config.seed, f"{name} {purpose}", 0)
+        seed = base.layer_seed(self.config.seed, f"{name} {purpose}", 0)
         return torch.Generator().manual_seed(seed)
 
     @property

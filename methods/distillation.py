@@ -267,7 +267,7 @@ def _matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
     if not matching:
         names = [n for n in modules if n]
         raise ValueError(
-            f"no module matches layer_modules={list(globs)}; modules are: {base._some(names)}"
+            f"no module matches layer_modules={list(globs)}; modules are: {base.some_names(names)}"
         )
     return matching
 

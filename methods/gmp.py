@@ -65,8 +65,7 @@ def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
         share: 0 removes nothing, 1 gives a 2:4 mask.
     """
     # A weight that is zero by chance must rank above one that was removed.
-    tiny = torch.finfo(weight.dtype).tiny
-    magnitude = torch.where(mask, weight.detach().abs().clamp_min(tiny), 0.0)
+    magnitude = torch.where(mask, weight.detach().float().abs().clamp_min(2.0**-149), 0.0)
     candidates = (~nm_mask(magnitude)).flatten().nonzero().squeeze(1)
     order = magnitude.flatten()[candidates].argsort(stable=True)
     removed = candidates[order[: round(share * len(candidates))]]

@@ -233,7 +233,7 @@ def swap_linear_with_semi_sparse_linear(
         if not names:
             raise ValueError(
                 f"{glob!r} names no nn.Linear; those of the model are: "
-                f"{base._some(list(linears)) or 'none'}"
+                f"{base.some_names(list(linears)) or 'none'}"
             )
         chosen.update(dict.fromkeys(names, cls))
     for name, cls in chosen.items():

@@ -93,10 +93,11 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
     `state` was saved from a finished model with SLoRB; afterwards it fits `model`.
     """
+    modules = dict(model.named_modules())
     for key in state:
         if key.endswith(".slorb_s"):
             name = key.removesuffix(".slorb_s")
-            layer = dict(model.named_modules()).get(name)
+            layer = modules.get(name)
             if type(layer) is not nn.Linear:
                 continue  # another architecture, as loading `state` will tell
             layer.__class__ = BoostedLinear

@@ -49,13 +49,13 @@ class Method(base.Method):
             assert isinstance(layer, ste.Linear)
             if self.config.decay_on == "weights":
                 # Before the optimizer's own step, as AdamW applies its weight decay.
-                shrink = 1.0 - _learning_rate(optimizer, layer.weight) * alpha
+                shrink = 1.0 - learning_rate_of(optimizer, layer.weight) * alpha
                 layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
             elif layer.weight.grad is not None:
                 masked_decay_(layer.weight.grad, layer.weight, layer.mask, alpha)
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> float:
+def learning_rate_of(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> float:
     if optimizer is None:
         raise ValueError(
             'decay_on="weights" needs the learning rate: call on_gradients(step, optimizer)'

@@ -91,7 +91,7 @@ class Method(SwitchedMethod):
         weights = [layer.weight for layer in self.layers.values() if layer.weight.grad is not None]
         pairs = [(weight, _adam_group(optimizer, weight)) for weight in weights]
         assert optimizer is not None
-        if not _all_finite(optimizer):
+        if not base.all_finite(p for group in optimizer.param_groups for p in group["params"]):
             return  # a GradScaler will skip this step; our update could not be undone
         if self.dense_at(step):
             if pairs:
@@ -136,12 +136,6 @@ class Method(SwitchedMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.changes, self.start = list(state["changes"]), state["start"]
-
-
-def _all_finite(optimizer: torch.optim.Optimizer) -> bool:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return bool(torch.nn.utils.get_total_norm(grads).isfinite())
 
 
 def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict[str, Any]:

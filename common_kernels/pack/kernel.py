@@ -26,16 +26,19 @@ def blob_like(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
     return torch.empty(rows, columns // 2 + extra, dtype=dtype, device=device)
 
 
-def check(x: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, sizes: str) -> None:
-    """ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has one of the sizes."""
+def check(
+    x: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, itemsizes: tuple[int, ...]
+) -> None:
+    """ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has such a size."""
     if x.ndim != 2 or x.shape[0] % 64 or x.shape[1] % 64:
         raise ValueError(f"shape {tuple(x.shape)}: both dims must be multiples of 64; pad it")
     if mask is not None and (mask.shape != x.shape or mask.dtype != torch.bool):
         raise ValueError(f"the mask must be bool of shape {tuple(x.shape)}")
     if not x.is_contiguous() or not (mask is None or mask.is_contiguous()):
         raise ValueError("the matrix and its mask must be contiguous; call .contiguous() first")
-    if str(dtype.itemsize) not in sizes:
-        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for {sizes}")
+    if dtype.itemsize not in itemsizes:
+        allowed = " or ".join(map(str, itemsizes))
+        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for {allowed}")
 
 
 def pack(
@@ -46,7 +49,7 @@ def pack(
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The blob of a row-major matrix [64 a, 64 b], pruned along its rows."""
-    check(x, mask, dtype, "1 or 2")
+    check(x, mask, dtype, (1, 2))
     rows, columns = x.shape
     blob = blob_like(rows, columns, dtype, x.device)
     half = rows * columns // 2
@@ -155,7 +158,7 @@ def pack_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blobs of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
     or the best, in one read. 16-bit types."""
-    check(w, mask, dtype, "2")
+    check(w, mask, dtype, (2,))
     rows, columns = w.shape
     blobs = blob_like(rows, columns, dtype, w.device), blob_like(columns, rows, dtype, w.device)
     half = rows * columns // 2
@@ -263,7 +266,7 @@ def pack_sample(dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torc
     T and out are multiples of 64; key: int64 [2], (seed, offset), on dy's device, the offset a
     multiple of 4 (as it is where it counts whole micro-batches of such a shape). 16-bit types.
     """
-    check(dy, None, dtype, "2")
+    check(dy, None, dtype, (2,))
     tokens, out = dy.shape
     blob = blob_like(out, tokens, dtype, dy.device)
     half = tokens * out // 2

@@ -154,3 +154,10 @@ def test_distillation_is_off_unless_asked_for():
         before = taught.weight.detach().clone()
         method.convert(taught)
         assert torch.equal(method.teacher.weight, before)  # the dense model, before pruning
+
+
+def test_the_smallest_numbers_of_fp16_keep_their_order():
+    """They are subnormal there; none may be lifted to another's rank."""
+    weight = torch.tensor([[2.0**-24, 2.0**-20, 2.0**-19, 2.0**-18]], dtype=torch.float16)
+    mask = prune_towards24(weight, torch.ones(1, 4, dtype=torch.bool), 1.0)
+    assert mask.tolist() == [[False, False, True, True]]
