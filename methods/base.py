@@ -32,12 +32,12 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import check_nm, flip_rate, nm_mask
+from common_kernels.prepare import empty_blob
 
-from .gemms import Fp8Formats, sparse_linear
+from .gemms import DENSE, Fp8Formats, Products, choose_products, forward_product, sparse_linear
 
 # The FFN linears by the names of this project's models; every paper here leaves attention,
 # embeddings and heads dense.
@@ -100,16 +100,22 @@ class SparseLinear(nn.Linear):
     """`nn.Linear` with a dense master weight and operands derived from it.
 
     State: `weight` [out, in] is the Parameter that the optimizer sees. `sparse_weight` [out, in]
-    is what the layer computes with, in the dtype of the matrix products; it is a buffer that is
-    not saved, because `refresh` derives it again from what is. `key` (int64 [2]) selects the
-    random bits of the backward pass.
+    is what the layer computes with, in the dtype of the matrix products. It lies in buffers that
+    are not saved, because `refresh` derives them again from what is: `operand` [out, in], and for
+    products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the blobs of
+    the forward operand and of the transposed backward operand. Where both are there, `operand` is
+    not. `key` (int64 [2]) selects the random bits of the backward pass.
 
     After a change of `weight` that did not come through a method's hooks, call
     `methods.refresh(model)`.
     """
 
     config: Any
-    sparse_weight: Tensor
+    dtype: torch.dtype
+    operand: Tensor | None
+    packed: Tensor | None
+    packed_transposed: Tensor | None
+    accelerated: Products
     key: Tensor
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
@@ -122,9 +128,48 @@ class SparseLinear(nn.Linear):
         """
         self.config = config
         weight = self.weight.detach()
-        self.register_buffer("sparse_weight", weight.to(dtype, copy=True), persistent=False)
+        self.dtype, self.accelerated = dtype or weight.dtype, DENSE
+        self.register_buffer("operand", weight.to(self.dtype, copy=True), persistent=False)
+        for name in ("packed", "packed_transposed"):
+            self.register_buffer(name, None, persistent=False)
         key = torch.zeros(2, dtype=torch.int64, device=weight.device)
         self.register_buffer("key", key, persistent=False)
+
+    def is_sparse(self) -> Products:
+        """Which products have a 2:4 operand: the forward operand along `in`, the backward operand
+        along `out`, a sample of dY along the tokens."""
+        return Products(weight=self.mvue == "exact")
+
+    @property
+    def products(self) -> Products:
+        """Which products run sparse."""
+        return self.accelerated
+
+    def accelerate(self, products: Products) -> None:
+        """Run these products sparse from now on."""
+        self.accelerated = products
+        self.allocate()
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Hold the operands that `products` takes, and no others."""
+        (rows, columns), device, products = self.weight.shape, self.weight.device, self.products
+        packed = (products.forward, rows, columns), (products.input, columns, rows)
+        for name, (wanted, *shape) in zip(("packed", "packed_transposed"), packed, strict=True):
+            if not wanted:
+                setattr(self, name, None)
+            elif getattr(self, name) is None:
+                setattr(self, name, empty_blob(shape, self.dtype, device))
+        if products.forward and products.input:
+            self.operand = None
+        elif self.operand is None:
+            self.operand = self.weight.to(self.dtype, copy=True)
+        self.refresh()
+
+    @property
+    def sparse_weight(self) -> Tensor:
+        """[out, in]: the weight in use, in the dtype of the products."""
+        return self.effective_weight().to(self.dtype) if self.operand is None else self.operand
 
     @property
     def mvue(self) -> str | None:
@@ -149,7 +194,14 @@ class SparseLinear(nn.Linear):
 
     def refresh(self) -> None:
         """Derive the operands from weight, mask and scale."""
-        self.sparse_weight.copy_(self.effective_weight())
+        if self.packed is not None or self.packed_transposed is not None:
+            self.pack()
+        elif self.operand is not None:
+            self.operand.copy_(self.effective_weight())
+
+    def pack(self) -> None:
+        """Fill the blobs that there are, and `operand` if it is there."""
+        raise NotImplementedError(f"{type(self).__name__} has no packed operands")
 
     def forward_operand(self) -> Tensor:
         return self.sparse_weight
@@ -163,31 +215,40 @@ class SparseLinear(nn.Linear):
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
+        # Blobs are in one dtype and serve no other.
+        products = self.products if x.dtype == self.dtype else DENSE
         # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing
         # runs the forward pass of training without gradients.
         if not self.training and not torch.is_grad_enabled():
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return F.linear(x, self.sparse_weight.to(x.dtype), bias)
+            operand = self.packed if products.forward else self.sparse_weight.to(x.dtype)
+            return forward_product(x, operand, self.bias, products)
         dtype = torch.float32 if self.fp8 else x.dtype
-        backward_operand = self.backward_operand()
         return sparse_linear(
             x,
             self.weight,
-            self.forward_operand().to(dtype),
-            None if backward_operand is None else backward_operand.to(dtype),
+            self.packed if products.forward else self.forward_operand().to(dtype),
+            self._operand_of_dgrad(products, dtype),
             self.bias,
             # A copy: the next micro-batch changes the key, this one's backward needs its own.
             self.key.clone(),
             self.mvue,
             self.fp8,
+            products,
         )
+
+    def _operand_of_dgrad(self, products: Products, dtype: torch.dtype) -> Tensor | None:
+        if products.input:
+            return self.packed_transposed
+        operand = self.backward_operand()
+        if operand is None and products.forward:
+            operand = self.forward_operand()
+        return None if operand is None else operand.to(dtype)
 
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` with the weights in use written out."""
         self.weight.copy_(self.effective_weight())
-        for name in [n for n, _ in self.named_buffers(recurse=False)]:
+        for name in [*self._buffers, "config", "dtype", "accelerated"]:
             delattr(self, name)
-        del self.config
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -324,6 +385,30 @@ class Method:
                 f"{name} has weight [{out_features}, {in_features}]; 2:4 needs both dims to "
                 "be multiples of 4; change the width or exclude it"
             )
+
+    def accelerate(self, tokens: int, matmul: str | None = None) -> dict[str, Products]:
+        """Run the products that have a 2:4 operand sparse; after `convert`. Says which do.
+
+        Without this call all products are dense ones with masked operands.
+
+        Args:
+            tokens: in a micro-batch on this device, for which the products are measured.
+            matmul: `auto` takes what was measured to be faster, product by product;
+                `cusparselt` takes the sparse one wherever there is a 2:4 operand; `dense` none.
+                None: the environment variable SPARSE24_MATMUL, else auto.
+        Raises:
+            ValueError: an unknown name.
+            RuntimeError: cusparselt on a device, or for a shape or dtype, that it cannot serve.
+        """
+        chosen = {
+            name: choose_products(
+                layer.is_sparse(), layer.weight, layer.bias, layer.dtype, tokens, matmul
+            )
+            for name, layer in self.sparse_layers.items()
+        }
+        for name, products in chosen.items():
+            self.sparse_layers[name].accelerate(products)
+        return chosen
 
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""

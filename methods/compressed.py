@@ -176,7 +176,7 @@ class CompressedLinear(base.SparseLinear):
         return self.effective_weight()
 
     @property
-    def sparse_weight(self) -> Tensor:  # type: ignore[override]
+    def sparse_weight(self) -> Tensor:
         return self.effective_weight()
 
     def effective_weight(self) -> Tensor:

@@ -11,12 +11,16 @@ A method chooses the operands; they are prepared once per optimizer step, so tha
 pays for nothing but its three products. dW flows unchanged to the dense master weight
 (straight-through: not masked, not scaled). The bias gradient is the plain sum of dY.
 
+Each product is dense, with its operand masked, or, where the operand is 2:4 along the summed dim,
+a sparse one of cuSPARSELt with the operand in packed form (`Products`).
+
 FP8 is simulated as in S-STE (section 5): each operand of each product is quantised with one
 scale per tensor and the product is taken in fp32. This is about numerics; it saves no time.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import fake_fp8, mvue24
+from common_kernels.matmul import Problem, blob_linear, blob_matmul, is_faster, unavailable
+from common_kernels.prepare import MULTIPLE, sample_pack24
+
+MATMULS = ("auto", "cusparselt", "dense")
+MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,76 @@ FP8 = {
 }
 
 
+@dataclass(frozen=True)
+class Products:
+    """Which of the three products run on 2:4 operands in packed form.
+
+    forward: the forward operand is the blob of Wf. input: the backward operand is the blob of Wb^T.
+    weight: the sample of dY is packed. All others are dense.
+    """
+
+    forward: bool = False
+    input: bool = False
+    weight: bool = False
+
+
+DENSE = Products()
+
+
+def choose_products(
+    sparse: Products,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tokens: int,
+    matmul: str | None,
+) -> Products:
+    """Which products shall run sparse, of those that `sparse` says have a 2:4 operand.
+
+    Args and errors: as for `base.Method.accelerate`; weight [out, in] of one layer.
+    """
+    matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
+    if matmul not in MATMULS:
+        raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
+    if matmul == "dense" or sparse == DENSE:
+        return DENSE
+    (rows, columns), device = weight.shape, weight.device
+    reason = unavailable("cusparselt", device, dtype)
+    if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
+        reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
+    if reason and matmul == "cusparselt":
+        raise RuntimeError(f"matmul='cusparselt': {reason}; choose auto or dense")
+    if reason:
+        return DENSE
+    if matmul == "cusparselt" or device.type != "cuda":
+        return sparse
+    linear, summed = -(-tokens // 8) * 8, -(-tokens // MULTIPLE) * MULTIPLE
+    biased = bias is not None
+    problems = {
+        "forward": Problem(rows, columns, linear, dtype, dtype, True, True, biased),
+        "input": Problem(columns, rows, linear, dtype, dtype, True, True),
+        "weight": Problem(rows, summed, columns, dtype, dtype, False, False),
+    }
+    return Products(
+        **{
+            name: getattr(sparse, name) and is_faster(problem, device)
+            for name, problem in problems.items()
+        }
+    )
+
+
 class _SparseLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, forward_operand, backward_operand, bias, key, mvue, fp8):
-        ctx.mvue, ctx.fp8, ctx.weight_dtype = mvue, fp8, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+    def forward(ctx, x, weight, forward_operand, backward_operand, bias, key, mvue, fp8, products):
+        ctx.mvue, ctx.fp8, ctx.products = mvue, fp8, products
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         if backward_operand is None:
             backward_operand = forward_operand
         if fp8 is None:
             ctx.save_for_backward(x, backward_operand, key)
-            return F.linear(x, forward_operand, None if bias is None else bias.to(x.dtype))
+            return forward_product(x, forward_operand, bias, products)
         with torch.autocast(x.device.type, enabled=False):
             x_forward = fake_fp8(x.float(), fp8.forward)
             # With one format for both passes X is quantised once.
@@ -74,15 +143,20 @@ class _SparseLinear(torch.autograd.Function):
     def _backward(ctx, grad_y):
         x, backward_operand, key = ctx.saved_tensors
         fp8 = ctx.fp8
-        dy = grad_y.reshape(-1, grad_y.shape[-1])
+        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             dy_dgrad = dy if fp8 is None else fake_fp8(dy.float(), fp8.gradient)
-            grad_x = (dy_dgrad @ backward_operand).to(grad_y.dtype)
-            grad_x = grad_x.reshape(*grad_y.shape[:-1], backward_operand.shape[1])
-        if ctx.needs_input_grad[1]:
+            if ctx.products.input:
+                grad_x = blob_linear(backward_operand, dy_dgrad)
+            else:
+                grad_x = (dy_dgrad @ backward_operand).to(grad_y.dtype)
+            grad_x = grad_x.reshape(x.shape)
+        if ctx.needs_input_grad[1] and ctx.products.weight:
+            sample = sample_pack24(dy, key, groups_of(dy))
+            grad_weight = blob_matmul(sample, x2d).to(ctx.weight_dtype)
+        elif ctx.needs_input_grad[1]:
             sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
-            x2d = x.reshape(-1, x.shape[-1])
             if fp8 is not None:
                 sample = fake_fp8(sample.float(), fp8.gradient)
                 if fp8.backward != fp8.forward:
@@ -90,7 +164,24 @@ class _SparseLinear(torch.autograd.Function):
             grad_weight = (sample.t() @ x2d).to(ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, None, grad_bias, None, None, None
+        return grad_x, grad_weight, None, None, grad_bias, *(None,) * 4
+
+
+def forward_product(
+    x: Tensor, operand: Tensor | None, bias: Tensor | None, products: Products
+) -> Tensor:
+    """X Wf^T + b."""
+    assert operand is not None
+    bias = None if bias is None else bias.to(x.dtype)
+    if not products.forward:
+        return F.linear(x, operand, bias)
+    y = blob_linear(operand, x.reshape(-1, x.shape[-1]), bias)
+    return y.reshape(*x.shape[:-1], operand.shape[0])
+
+
+def groups_of(dy: Tensor) -> int:
+    """Groups of four tokens in dY [T, out], the last of them filled up."""
+    return -(-dy.shape[0] // 4) * dy.shape[1]
 
 
 def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
@@ -102,34 +193,36 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     micro-batches, and a layer that is used twice in one forward pass, can see the same bits
     twice: each sample is unbiased all the same.
     """
-    tokens, out = dy.shape
-    padding = -tokens % 4
-    if padding:
-        dy = F.pad(dy, (0, 0, 0, padding))
-    offset = key[1] * (dy.shape[0] // 4 * out)
-    return mvue24(dy, key[0], offset, design=design, dim=0)[:tokens]
+    tokens = len(dy)
+    if tokens % 4:
+        dy = F.pad(dy, (0, 0, 0, -tokens % 4))
+    return mvue24(dy, key[0], key[1] * groups_of(dy), design=design, dim=0)[:tokens]
 
 
 def sparse_linear(
     x: Tensor,
     weight: Tensor,
-    forward_operand: Tensor,
+    forward_operand: Tensor | None,
     backward_operand: Tensor | None,
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None = None,
     fp8: Fp8Formats | None = None,
+    products: Products = DENSE,
 ) -> Tensor:
     """`x` [..., in] times the forward operand, with the backward pass of the module docstring.
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        forward_operand, backward_operand: [out, in], in x's dtype (fp32 when `fp8` is set);
-            None for the latter means the former.
+        forward_operand, backward_operand: [out, in], in x's dtype (fp32 when `fp8` is set), or
+            blobs as `products` says; None for the latter means the former.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch).
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
         fp8: formats of the simulated FP8 products, or None.
+        products: which products are sparse; that of dW needs mvue=`exact`.
     """
-    return _SparseLinear.apply(x, weight, forward_operand, backward_operand, bias, key, mvue, fp8)
+    return _SparseLinear.apply(
+        x, weight, forward_operand, backward_operand, bias, key, mvue, fp8, products
+    )

@@ -29,6 +29,7 @@ from common_kernels import nm_mask
 
 from . import base, distillation, ste
 from .calibration import collect
+from .gemms import DENSE, Products
 from .sparsegpt import prune24
 
 METRICS = ("magnitude", "wanda", "sparsegpt")
@@ -82,6 +83,9 @@ class Linear(ste.Linear):
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         self.mask.fill_(True)
+
+    def is_sparse(self) -> Products:
+        return DENSE
 
     def refresh_mask(self) -> None:
         """The mask does not follow the weights."""
@@ -141,7 +145,8 @@ class Method(distillation.Method):
             assert isinstance(layer, Linear)
             layer.prune(self._mask(model, name, layer))
         for layer in self.sparse_layers.values():
-            layer.sparse_weight = layer.sparse_weight.to(dtype or layer.weight.dtype)
+            layer.dtype = dtype or layer.weight.dtype
+            layer.operand = layer.sparse_weight.to(layer.dtype)
         self._batches = []
         return report
 

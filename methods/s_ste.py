@@ -18,16 +18,17 @@ run; here dY stays in the dtype of the run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common_kernels import fake_fp8, mvue24, soft_threshold24
+from common_kernels.prepare import prune_pack24_
 
 from . import base
-from .gemms import FP8, Fp8Formats
+from .gemms import DENSE, FP8, Fp8Formats, Products
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
@@ -107,20 +108,32 @@ class Linear(base.SparseLinear):
 
     def effective_weight(self) -> Tensor:
         weight = self.weight.detach()
-        return (self.scale * soft_threshold24(weight, self.config.gamma)).to(weight.dtype)
+        projected = soft_threshold24(weight, self.config.gamma)
+        return (self.scale * projected.float()).to(weight.dtype)
 
     def refresh(self) -> None:
-        weight = self.weight.detach()
-        projected = soft_threshold24(weight, self.config.gamma)
         if self.config.beta == "mse_dynamic":
+            weight = self.weight.detach()
+            projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
-        sparse = self.scale * projected
-        self.sparse_weight.copy_(sparse)
+        super().refresh()
         if self.fp8:
-            self.operand_forward.copy_(fake_fp8(sparse.float(), self.fp8.forward))
-            self.operand_backward.copy_(fake_fp8(sparse.float(), self.fp8.backward))
+            sparse = self.effective_weight().float()
+            self.operand_forward.copy_(fake_fp8(sparse, self.fp8.forward))
+            self.operand_backward.copy_(fake_fp8(sparse, self.fp8.backward))
         elif self.config.mvue_weight:
-            self.operand_backward.copy_(sparse)
+            self.operand_backward.copy_(self.sparse_weight)
+
+    def is_sparse(self) -> Products:
+        return DENSE if self.fp8 else replace(super().is_sparse(), forward=True)
+
+    def pack(self) -> None:
+        assert self.packed is not None
+        if self.config.gamma:
+            prune_pack24_(self.packed, self.effective_weight(), "magnitude", dense=self.operand)
+        else:
+            weight = self.weight.detach()
+            prune_pack24_(self.packed, weight, "soft", scale=self.scale, dense=self.operand)
 
     def sample_backward_operand(self) -> None:
         """Draw dX's weight anew. Micro-batches share it: it belongs to the step."""

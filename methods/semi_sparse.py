@@ -46,7 +46,8 @@ from torch import Tensor, nn
 from common_kernels import nm_mask, transposable_mask24
 
 from . import base
-from .t_sr_ste import SwitchedLinear, SwitchedMethod
+from .gemms import DENSE, Products
+from .t_sr_ste import SwitchedLinear, SwitchedMethod, TransposableLinear
 
 MODES = ("weight", "activation")
 
@@ -110,15 +111,6 @@ def prune_input(x: Tensor, algorithm: str) -> Tensor:
     return _Prune.apply(x, mask.reshape(x.shape))
 
 
-class WeightLinear(SwitchedLinear):
-    """The mask is transposable."""
-
-    config: Config
-
-    def refresh_mask(self) -> None:
-        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
-
-
 class ActivationLinear(SwitchedLinear):
     """No mask of the weight; the flip rate is that of a virtual one."""
 
@@ -127,6 +119,9 @@ class ActivationLinear(SwitchedLinear):
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         del self.mask
+
+    def is_sparse(self) -> Products:
+        return DENSE
 
     def current_mask(self) -> Tensor:
         return nm_mask(self.weight.detach())
@@ -153,7 +148,7 @@ class Method(SwitchedMethod):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         weights = config.mode == "weight"
-        self.Linear = WeightLinear if weights else ActivationLinear  # type: ignore[misc]
+        self.Linear = TransposableLinear if weights else ActivationLinear  # type: ignore[misc]
         self.mask_period = config.refresh_every
         self.dense_start = math.inf
         if config.sparse_fraction < 1.0:

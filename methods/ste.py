@@ -11,14 +11,17 @@ optimizer step. The model ends 2:4 sparse. The baseline "hard threshold" of S-ST
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common_kernels import nm_mask
+from common_kernels.prepare import prune_pack24_
 
 from . import base
+from .gemms import Products
 
 
 class Config(base.Config):
@@ -34,6 +37,9 @@ class Linear(base.SparseLinear):
         super().setup(name, config, dtype)
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
 
+    def is_sparse(self) -> Products:
+        return replace(super().is_sparse(), forward=True)
+
     def current_mask(self) -> Tensor:
         return self.mask
 
@@ -42,6 +48,10 @@ class Linear(base.SparseLinear):
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask, self.weight.detach(), 0.0)
+
+    def pack(self) -> None:
+        assert self.packed is not None
+        prune_pack24_(self.packed, self.weight.detach(), "mask", self.mask, dense=self.operand)
 
 
 class Method(base.Method):

@@ -24,7 +24,7 @@ both follow from the number of the optimizer step. It trains one step more befor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ from torch import Tensor, nn
 
 from common_kernels import transposable_mask24
 from common_kernels.masks import ALGORITHMS
+from common_kernels.prepare import empty_blob, pack_both24_
 
 from . import base, sr_ste, ste
+from .gemms import DENSE, Products
 
 
 class SwitchedLinear(ste.Linear):
@@ -51,10 +53,14 @@ class SwitchedLinear(ste.Linear):
         self.register_buffer("dense", torch.zeros_like(self.mask[0, 0]))
         self.is_dense = False
 
+    @property
+    def products(self) -> Products:
+        return DENSE if self.is_dense else self.accelerated
+
     def switch(self, dense: bool) -> None:
         self.is_dense = dense
         self.dense.fill_(dense)
-        self.refresh()
+        self.allocate()
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask | self.dense, self.weight.detach(), 0.0)
@@ -62,6 +68,29 @@ class SwitchedLinear(ste.Linear):
     def restore(self) -> None:
         super().restore()
         del self.is_dense
+
+
+class TransposableLinear(SwitchedLinear):
+    """The mask is transposable, so that the backward operand is 2:4 along `out` as well."""
+
+    config: Any
+
+    def is_sparse(self) -> Products:
+        return replace(super().is_sparse(), input=True)
+
+    def refresh_mask(self) -> None:
+        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
+
+    def pack(self) -> None:
+        if self.packed_transposed is None:
+            super().pack()
+            return
+        packed = self.packed
+        if packed is None:  # the kernel writes both
+            packed = empty_blob(self.weight.shape, self.dtype, self.weight.device)
+        pack_both24_(packed, self.packed_transposed, self.weight.detach(), self.mask)
+        if self.operand is not None:
+            self.operand.copy_(self.effective_weight())
 
 
 class SwitchedMethod(base.Method):
@@ -128,17 +157,17 @@ class Config(sr_ste.Config):
             raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
 
 
-class Linear(SwitchedLinear):
-    """The mask is transposable; dY is sampled while it is in use."""
+class Linear(TransposableLinear):
+    """dY is sampled while the mask is in use."""
 
     config: Config
+
+    def is_sparse(self) -> Products:
+        return replace(super().is_sparse(), weight=self.config.mvue == "exact")
 
     @property
     def mvue(self) -> str | None:
         return None if self.is_dense or self.config.mvue == "off" else self.config.mvue
-
-    def refresh_mask(self) -> None:
-        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
 
 
 class Method(SwitchedMethod, sr_ste.Method):

@@ -47,11 +47,17 @@ def pack(
     source: str,
     dtype: torch.dtype,
     scale: torch.Tensor | None = None,
+    blob: torch.Tensor | None = None,
+    dense: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The blob of a row-major matrix [64 a, 64 b], pruned along its rows."""
+    """The blob of a row-major matrix [64 a, 64 b], pruned along its rows; written into `blob`.
+
+    dense: [64 a, 64 b] of blob's dtype, to receive the pruned matrix as it is as well.
+    """
     check(x, mask, dtype, (1, 2))
     rows, columns = x.shape
-    blob = blob_like(rows, columns, dtype, x.device)
+    if blob is None:
+        blob = blob_like(rows, columns, dtype, x.device)
     half = rows * columns // 2
     values = blob.view(-1)[:half]
     meta = blob.view(-1)[half:].view(torch.int32)
@@ -59,8 +65,9 @@ def pack(
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
-        scale if scale is not None else x, columns,
-        SOURCE=SOURCES[source], SCALED=scale is not None, EIGHT=dtype.itemsize == 1, GROUPS=block,
+        scale if scale is not None else x, values if dense is None else dense, columns,
+        SOURCE=SOURCES[source], SCALED=scale is not None, DENSE=dense is not None,
+        EIGHT=dtype.itemsize == 1, GROUPS=block,
     )  # fmt: skip
     return blob
 
@@ -122,8 +129,9 @@ def store_meta(
 
 @triton.jit
 def pack_kernel(
-    x, mask, values, meta, scale, columns,
-    SOURCE: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, GROUPS: tl.constexpr,
+    x, mask, values, meta, scale, dense, columns,
+    SOURCE: tl.constexpr, SCALED: tl.constexpr, DENSE: tl.constexpr, EIGHT: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     across = columns // (4 * GROUPS)
     stripe = (tl.program_id(0) // across).to(tl.int64)
@@ -143,7 +151,9 @@ def pack_kernel(
         one, other = pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second)
         if SOURCE == 1:
             t = threshold(m0, m1, m2, m3, 0.0, False)
-            one, other = less(one, t), less(other, t)
+            # Rounded as an operator of its own would round it.
+            one = cast(less(one, t), x.dtype.element_ty).to(tl.float32)
+            other = cast(less(other, t), x.dtype.element_ty).to(tl.float32)
         pairs = tl.join(one, other)
     if SCALED:
         pairs *= tl.load(scale)
@@ -151,16 +161,30 @@ def pack_kernel(
     packed = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
     tl.store(values + out, packed)
     store_meta(meta, nibbles, stripe, first_group, columns, EIGHT, GROUPS)
+    if DENSE:
+        one, other = tl.split(cast(pairs, dense.dtype.element_ty))
+        zero = tl.zeros_like(one)
+        first, second = nibbles & 3, nibbles >> 2
+        b0 = tl.where(first == 0, one, zero)
+        b1 = tl.where(first == 1, one, tl.where(second == 1, other, zero))
+        b2 = tl.where(first == 2, one, tl.where(second == 2, other, zero))
+        b3 = tl.where(second == 3, other, zero)
+        entries = tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [64, 4 * GROUPS])
+        tl.store(dense + at, entries)
 
 
 def pack_both(
-    w: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype
+    w: torch.Tensor,
+    mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    blobs: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blobs of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
     or the best, in one read. 16-bit types."""
     check(w, mask, dtype, (2,))
     rows, columns = w.shape
-    blobs = blob_like(rows, columns, dtype, w.device), blob_like(columns, rows, dtype, w.device)
+    if blobs is None:
+        blobs = blob_like(rows, columns, dtype, w.device), blob_like(columns, rows, dtype, w.device)
     half = rows * columns // 2
     parts = [(b.view(-1)[:half], b.view(-1)[half:].view(torch.int32)) for b in blobs]
     launch(
@@ -260,11 +284,13 @@ def store_tile_meta(meta, nibbles, i, stripe, first_group, columns):
     tl.store(meta + start + inside, words)
 
 
-def pack_sample(dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def pack_sample(
+    dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int = 1
+) -> torch.Tensor:
     """The blob of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
 
-    T and out are multiples of 64; key: int64 [2], (seed, offset), on dy's device, the offset a
-    multiple of 4 (as it is where it counts whole micro-batches of such a shape). 16-bit types.
+    T and out are multiples of 64; key: int64 [2], (seed, offset / stride), on dy's device, the
+    offset a multiple of 4 (as it is where it counts whole micro-batches). 16-bit types.
     """
     check(dy, None, dtype, (2,))
     tokens, out = dy.shape
@@ -272,15 +298,15 @@ def pack_sample(dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torc
     half = tokens * out // 2
     launch(
         sample_kernel, tokens // 64 * (out // 64), dy.device,
-        dy, key, blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32), tokens, out,
+        dy, key, stride, blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32), tokens, out,
     )  # fmt: skip
     return blob
 
 
 @triton.jit
-def sample_kernel(dy, key, values, meta, tokens, out):
+def sample_kernel(dy, key, stride, values, meta, tokens, out):
     """64 tokens of 64 features: 16 groups each."""
-    seed, offset = tl.load(key), tl.load(key + 1)
+    seed, offset = tl.load(key), tl.load(key + 1) * stride
     across = out // 64
     token = (tl.program_id(0) // across).to(tl.int64) * 64
     feature = (tl.program_id(0) % across).to(tl.int64) * 64

@@ -2,19 +2,27 @@
 
 A 2:4 matrix [rows, columns] keeps two entries i0 < i1 of each group of four along its columns. Its
 values are stored row-major, `[rows, columns / 2]`; the positions of a group are the nibble i0 |
-i1 << 2. Formats differ in the order of the nibbles alone.
+i1 << 2. Layouts differ in the order of the nibbles alone: each is one function from a group to the
+address of its nibble, packing scatters by it and unpacking gathers. Address 2b is the low half of
+byte b, and 2b + 1 the high half; words are little-endian.
+
+Entries are moved as integers, so that all of their bits survive: signs of zeros, payloads of NaNs.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def choose(mask: torch.Tensor) -> torch.Tensor:
     """Positions (i0, i1) of the two entries stored for each group, `[..., 2]` int64.
 
-    Of a group with fewer than two kept entries, one that is not kept is stored, as a zero.
-    mask: bool `[..., 4]` with at most two True.
+    Of a group with fewer than two kept entries, one that is not kept is stored, as a zero: beside
+    entry 0 that is 1, beside 1 it is 2, beside 2 it is 3, beside 3 it is 2, and of an empty group
+    2 and 3. mask: bool `[..., 4]` with at most two True.
     """
     k0, k1, k2, k3 = mask.unbind(-1)
     first = torch.where(k0, 0, torch.where(k1, 1, 2))
@@ -22,32 +30,103 @@ def choose(mask: torch.Tensor) -> torch.Tensor:
     return torch.stack([first, second], -1)
 
 
+def encode(mask: torch.Tensor) -> torch.Tensor:
+    """Nibbles `[rows, columns / 4]` (uint8) of a mask `[rows, columns]`."""
+    first, second = choose(as_groups(mask)).unbind(-1)
+    return (first | second << 2).to(torch.uint8)
+
+
 def compress(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` (uint8) of x where mask."""
-    groups = mask.unflatten(-1, (-1, 4))
-    positions = choose(groups)
-    kept = x.masked_fill(~mask, 0).unflatten(-1, (-1, 4))
-    nibbles = positions[..., 0] | positions[..., 1] << 2
-    return kept.gather(-1, positions).flatten(-2), nibbles.to(torch.uint8)
+    nibbles = encode(mask)
+    bits = x.view(INTEGERS[x.element_size()]).masked_fill(~mask, 0)
+    return as_groups(bits).gather(-1, positions(nibbles)).flatten(-2).view(x.dtype), nibbles
 
 
 def expand(values: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
-    """The matrix `[rows, columns]`."""
-    nibbles = nibbles.long()
-    positions = torch.stack([nibbles & 3, nibbles >> 2], -1)
-    dense = values.new_zeros(*nibbles.shape, 4)
-    return dense.scatter_(-1, positions, values.unflatten(-1, (-1, 2))).flatten(-2)
+    """The matrix `[rows, columns]`, with +0 where nothing is stored."""
+    bits = values.contiguous().view(INTEGERS[values.element_size()]).view(*nibbles.shape, 2)
+    dense = bits.new_zeros(*nibbles.shape, 4)
+    return dense.scatter_(-1, positions(nibbles), bits).flatten(-2).view(values.dtype)
 
 
-def cusparselt_sm90_order(rows: int, columns: int, itemsize: int) -> torch.Tensor:
-    """Address of the nibble of each group, `[rows, columns / 4]`, in cuSPARSELt's metadata for
-    compute capability 9.0: blocks of 64 rows by 32 columns (64 for one-byte types), along the
-    columns first.
+def mask_of(nibbles: torch.Tensor) -> torch.Tensor:
+    """The bool mask `[rows, columns]` of the stored entries, two in each group."""
+    mask = torch.zeros(*nibbles.shape, 4, dtype=torch.bool, device=nibbles.device)
+    return mask.scatter_(-1, positions(nibbles), True).flatten(-2)
+
+
+def positions(nibbles: torch.Tensor) -> torch.Tensor:
+    """(i0, i1) `[..., 2]` int64 of nibbles `[...]`."""
+    return torch.stack([nibbles & 3, nibbles >> 2], -1).long()
+
+
+def as_groups(x: torch.Tensor) -> torch.Tensor:
+    """`[..., columns]` to `[..., columns / 4, 4]`."""
+    return x.unflatten(-1, (x.shape[-1] // 4, 4))
+
+
+# --- the order of the metadata ------------------------------------------------------------------
+
+
+def grid(rows: int, columns: int, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number r of each row, `[rows, 1]`, and g of each group, `[columns / 4]`."""
+    return (
+        torch.arange(rows, device=device)[:, None],
+        torch.arange(columns // 4, device=device),
+    )
+
+
+def neutral_order(
+    rows: int, columns: int, itemsize: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Address of the nibble of each group, `[rows, columns / 4]`: row by row, in whole bytes.
+
+    Read as words of any length this is TileLang's row-major metadata.
+    """
+    r, g = grid(rows, columns, device)
+    return 2 * row_bytes(columns) * r + g
+
+
+def cutlass_sm80_order(
+    rows: int, columns: int, itemsize: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """The same for CUTLASS on compute capability 8.x, as in torch's own 2:4 operators.
+
+    Words of 16 bits (32 for one-byte types) hold consecutive groups of a row. Pairs of columns of
+    words are stored one after the other; within a pair, 32 (16) rows at a time.
+    """
+    r, g = grid(rows, columns, device)
+    groups = 8 // itemsize  # in a word
+    c = g // groups
+    word = 2 * rows * (c // 2) + 2 * (c % 2) + r // 8 % 2
+    if itemsize == 2:
+        word = word + 8 * (r % 8) + 4 * (r // 16 % 2) + 64 * (r // 32)
+    else:
+        word = word + 4 * (r % 8) + 32 * (r // 16)
+    return groups * word + g % groups
+
+
+def cutlass_sm90_order(
+    rows: int, columns: int, itemsize: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """The same for CUTLASS on compute capability 9.0 and one-byte types, where a step of the
+    product takes 128 columns: 16 bytes of each row, for all rows, then the next 128 columns.
+    """
+    r, g = grid(rows, columns, device)
+    return 32 * (r + rows * (g // 32)) + g % 32
+
+
+def cusparselt_sm90_order(
+    rows: int, columns: int, itemsize: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """The same for cuSPARSELt on compute capability 9.0: blocks of 64 rows by 32 columns (64 for
+    one-byte types), along the columns first.
 
     As read off an H200 with cuSPARSELt 0.8.0 (`python -m experiments.bench probe`); NVIDIA does not
     document it.
     """
-    r, g = torch.arange(rows)[:, None], torch.arange(columns // 4)
+    r, g = grid(rows, columns, device)
     if itemsize == 2:
         inside = 4 * (g % 2) + 8 * (g // 2 % 2) + 2 * (g // 4 % 2) + 512 * (g // 8)
         inside = inside + 16 * (r % 8) + r // 8 % 2 + 128 * (r // 16 % 4)
@@ -59,14 +138,63 @@ def cusparselt_sm90_order(rows: int, columns: int, itemsize: int) -> torch.Tenso
     return inside + stripe * (r // 64)
 
 
+class Form(NamedTuple):
+    """What a layout asks of a matrix, and the words of its metadata."""
+
+    rows: int  # a multiple of this
+    columns: int
+    word: torch.dtype
+
+
+class Layout(NamedTuple):
+    order: Callable[..., torch.Tensor]
+    forms: dict[int, Form]  # by the bytes of a value; others have no place
+
+
+LAYOUTS = {
+    "neutral": Layout(neutral_order, dict.fromkeys(INTEGERS, Form(1, 4, torch.uint8))),
+    "cutlass_sm80": Layout(
+        cutlass_sm80_order, {1: Form(16, 128, torch.int32), 2: Form(32, 64, torch.int16)}
+    ),
+    "cutlass_sm90": Layout(cutlass_sm90_order, {1: Form(64, 128, torch.uint8)}),
+    "cusparselt_sm90": Layout(
+        cusparselt_sm90_order, {1: Form(64, 64, torch.uint8), 2: Form(64, 32, torch.uint8)}
+    ),
+}
+
+
+def row_bytes(columns: int) -> int:
+    """Bytes of metadata for a row."""
+    return (columns + 7) // 8
+
+
+def scatter(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
+    """Metadata bytes, flat, of nibbles `[rows, columns / 4]`."""
+    rows, columns = nibbles.shape[0], 4 * nibbles.shape[1]
+    order = LAYOUTS[layout].order(rows, columns, itemsize, nibbles.device)
+    meta = nibbles.new_zeros(2 * rows * row_bytes(columns))
+    meta[order.flatten()] = nibbles.flatten()
+    return meta[::2] | meta[1::2] << 4
+
+
+def gather(meta: torch.Tensor, rows: int, columns: int, layout: str, itemsize: int) -> torch.Tensor:
+    """The way back: nibbles `[rows, columns / 4]` of metadata bytes, flat."""
+    order = LAYOUTS[layout].order(rows, columns, itemsize, meta.device)
+    return torch.stack([meta & 15, meta >> 4], -1).flatten()[order]
+
+
+def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:
+    """One buffer of bytes: the values of x [rows, columns], then its metadata."""
+    values, nibbles = compress(x, mask)
+    meta = scatter(nibbles, layout, x.element_size())
+    return torch.cat([values.flatten().view(torch.uint8), meta])
+
+
 def cusparselt_sm90(values: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
     """The blob of `torch._cslt_compress`: values, then metadata; `[rows, ...]` of values' dtype.
 
     Rows must be a multiple of 64, columns of 32 (64 for one-byte types).
     """
-    rows, itemsize = values.shape[0], values.element_size()
-    order = cusparselt_sm90_order(rows, 4 * nibbles.shape[1], itemsize).to(values.device)
-    meta = torch.zeros(nibbles.numel(), dtype=torch.uint8, device=values.device)
-    meta[order.flatten()] = nibbles.flatten()
-    meta = meta[::2] | meta[1::2] << 4
-    return torch.cat([values.flatten().view(torch.uint8), meta]).view(values.dtype).view(rows, -1)
+    meta = scatter(nibbles, "cusparselt_sm90", values.element_size())
+    parts = [values.flatten().view(torch.uint8), meta]
+    return torch.cat(parts).view(values.dtype).view(values.shape[0], -1)

@@ -1,0 +1,225 @@
+"""Products of a compressed 2:4 matrix A [rows, columns] with a dense one.
+
+Backends, the seam at which a kernel of our own would be added as one more:
+
+    dense        the matrix is expanded and multiplied: any device; what all others must equal
+    cutlass      torch's CUTLASS kernels: compute capability 8.x, 16-bit types
+    cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the choice of
+                 an algorithm are kept (table.py)
+
+cuSPARSELt's operand is one buffer, a `blob` [rows, columns * 9 / 16] (10 / 16 in FP8), as
+`common_kernels.prepare` writes it. On a CPU under Triton's interpreter its products are emulated.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels.matmul import cusparselt
+from common_kernels.matmul.cusparselt import Problem
+from common_kernels.pack import Packed24, convert24, from_blob, unpack24
+
+BACKENDS = ("dense", "cutlass", "cusparselt")
+
+
+def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Why `backend` cannot multiply matrices of `dtype` on `device`; None if it can.
+
+    Raises ValueError on an unknown name.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown matmul backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    device = torch.device(device)
+    if backend == "dense":
+        return None
+    sixteen = dtype in (torch.bfloat16, torch.float16)
+    if backend == "cutlass":
+        if not sixteen:
+            return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
+        return _wrong_capability(device, 8, "torch's CUTLASS products")
+    if dtype not in cusparselt.TYPES:
+        return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
+    if device.type == "cpu" and backends.interpreted():
+        return None
+    return _wrong_capability(device, 9, "the order of cuSPARSELt's metadata is known for, and its")
+
+
+def _wrong_capability(device: torch.device, major: int, what: str) -> str | None:
+    if device.type != "cuda":
+        return f"{what} needs a GPU of compute capability {major}.x, not a {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found[0] != major:
+        return f"{what} kernels run on compute capability {major}.x, this GPU has {found}"
+    return None
+
+
+def matmul24(
+    packed: Packed24, x: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """x [..., columns] A^T + bias [rows] -> [..., rows] for a packed A [rows, columns].
+
+    x, of A's dtype, is on A's device. The default backend is the sparse one that can serve the
+    device, dtype and layout as it is, else `dense`; `chosen` names it. Any layout will do where a
+    backend is named, but it is converted at every call: convert it once with convert24. No gradient
+    is defined.
+
+    Raises RuntimeError if the backend cannot serve, with the reason, ValueError on other shapes.
+    """
+    if x.dtype != packed.values.dtype or x.shape[-1] != packed.shape[1]:
+        raise ValueError(
+            f"x {tuple(x.shape)} of {x.dtype} does not fit a sparse {tuple(packed.shape)} of "
+            f"{packed.values.dtype}"
+        )
+    name = chosen(packed, backend)
+    x2d = x.reshape(-1, x.shape[-1])
+    if name == "cusparselt":
+        blob = convert24(packed, "cusparselt_sm90").blob
+        y = blob_linear(blob, x2d, bias, _out_dtype(x.dtype))
+    elif name == "cutlass":
+        y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
+    else:
+        y = F.linear(*(t.float() if t.element_size() == 1 else t for t in (x2d, unpack24(packed))))
+        y = (y if bias is None else y + bias).to(_out_dtype(x.dtype))
+    return y.reshape(*x.shape[:-1], packed.shape[0])
+
+
+def chosen(packed: Packed24, backend: str | None = None) -> str:
+    """The backend that matmul24 takes: the one named, if it can serve, else what suits."""
+    device, dtype = packed.values.device, packed.values.dtype
+    if backend is None:
+        native = {"cutlass_sm80": "cutlass", "cusparselt_sm90": "cusparselt"}
+        name = native.get(packed.layout, "dense")
+        return "dense" if unavailable(name, device, dtype) else name
+    reason = unavailable(backend, device, dtype)
+    if reason:
+        raise RuntimeError(f"matmul backend {backend!r} cannot serve {str(device)!r}: {reason}")
+    return backend
+
+
+def _out_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's operator multiplies from the left: its result is y^T."""
+    tokens = x.shape[0]
+    x = F.pad(x, (0, 0, 0, -tokens % _multiple(x)))
+    if bias is None:
+        y = torch.ops.aten._sparse_semi_structured_mm(packed.values, packed.meta, x.t())
+    else:
+        y = torch.ops.aten._sparse_semi_structured_addmm(bias, packed.values, packed.meta, x.t())
+    return y.t()[:tokens]
+
+
+# --- the products of training --------------------------------------------------------------------
+
+
+def blob_linear(
+    blob: Tensor, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [tokens, columns] A^T + bias [rows] -> [tokens, rows], A in cuSPARSELt's form.
+
+    x is row-major, of the blob's dtype; out_dtype is that, or bf16, fp16 or fp32 for FP8. Tokens
+    are filled up with zero rows to what the library takes.
+    """
+    tokens = x.shape[0]
+    x = F.pad(x, (0, 0, 0, -tokens % _multiple(x))).contiguous()
+    y = torch.ops.sparse24.blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
+    return y[:tokens]
+
+
+def blob_matmul(
+    blob: Tensor, x: Tensor, out_dtype: torch.dtype | None = None, *, transposed: bool = False
+) -> Tensor:
+    """A [rows, columns] x [columns, n] -> [rows, n], A in cuSPARSELt's form.
+
+    transposed: x is given as [n, columns], which is the only form that FP8 takes. Columns beyond
+    those of x count as zeros of A: x is filled up with rows of zeros.
+    """
+    if not transposed:
+        x = F.pad(x, (0, 0, 0, columns_of(blob) - x.shape[0]))
+    return torch.ops.sparse24.blob_matmul(
+        blob, x.contiguous(), None, transposed, False, out_dtype or x.dtype
+    )
+
+
+def columns_of(blob: Tensor) -> int:
+    """Columns of the matrix in a blob: each group of four takes two values and four bits."""
+    return blob.shape[1] * 16 // (10 if blob.element_size() == 1 else 9)
+
+
+def _multiple(x: Tensor) -> int:
+    return 16 // x.element_size()
+
+
+@torch.library.custom_op("sparse24::blob_matmul", mutates_args=())
+def _blob_matmul(
+    blob: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    dense_transposed: bool,
+    result_transposed: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    problem = Problem(
+        blob.shape[0], columns_of(blob), dense.shape[0 if dense_transposed else 1], blob.dtype,
+        out_dtype, dense_transposed, result_transposed, bias is not None,
+    )  # fmt: skip
+    if dense.dtype != blob.dtype or dense.shape != problem.dense_shape:
+        raise ValueError(
+            f"a {dense.dtype} matrix {tuple(dense.shape)} does not fit a sparse {blob.dtype} "
+            f"[{problem.rows}, {problem.columns}]"
+        )
+    reason = unavailable("cusparselt", blob.device, blob.dtype)
+    if reason:
+        raise RuntimeError(f"matmul backend 'cusparselt' cannot serve: {reason}")
+    if blob.device.type == "cpu":
+        return _emulate(blob, dense, bias, problem)
+    out = torch.empty(problem.result_shape, dtype=out_dtype, device=blob.device)
+    if out.numel():
+        stream = torch.cuda.current_stream(blob.device).cuda_stream
+        _plan(problem, blob.device.index, stream).run(blob, dense, out, bias)
+    return out
+
+
+@_blob_matmul.register_fake
+def _(blob, dense, bias, dense_transposed, result_transposed, out_dtype):
+    shape = (blob.shape[0], dense.shape[0 if dense_transposed else 1])
+    return blob.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
+
+
+def is_faster(problem: Problem, device: torch.device) -> bool:
+    """Whether cuSPARSELt's product is faster than the dense one: measured, here or before."""
+    from common_kernels.matmul import table
+
+    entry = table.entry(problem, _index(device))
+    return entry.ms < entry.dense_ms
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
+    """For each stream its own: a plan has one place for a bias."""
+    from common_kernels.matmul import table
+
+    return cusparselt.Plan(problem, table.entry(problem, device).algorithm, device)
+
+
+def _emulate(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+    """The product in fp32, rounded once."""
+    a = unpack24(from_blob(blob, problem.columns)).float()
+    b = dense.float().t() if problem.dense_transposed else dense.float()
+    product = a @ b
+    if bias is not None:
+        product += bias.float()[:, None]
+    return (
+        (product.t() if problem.result_transposed else product).to(problem.out_dtype).contiguous()
+    )

@@ -1,0 +1,170 @@
+"""cuSPARSELt through ctypes: sparse @ dense with plans that are built once.
+
+torch's own operator (`_cslt_sparse_mm`) builds descriptors and plan anew in every call: some 300 us
+of CPU time beside an H200, where a launch from here takes 20. The library is the one that torch has
+loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# cudaDataType of the types that both operands may have.
+TYPES = {
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+_FLOAT32 = 0
+_COLUMN_MAJOR, _ROW_MAJOR = 1, 2  # cusparseOrder_t
+_PLAIN, _TRANSPOSED = 0, 1  # cusparseOperation_t
+_COMPUTE_32F = 2  # cusparseComputeType
+_BIAS_POINTER = 8  # cusparseLtMatmulDescAttribute_t
+_CONFIG_ID, _CONFIG_MAX_ID = 0, 1  # cusparseLtMatmulAlgAttribute_t
+_OPAQUE = 2048  # bytes for a structure of the library, which takes 512 in version 0.8
+_ALIGNMENT = 16  # bytes
+
+
+class CuSparseLtError(RuntimeError):
+    """The library refused; the text says which call, and why."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """D [rows, tokens] = A [rows, columns] @ B [columns, tokens], A compressed 2:4.
+
+    dense_transposed: B is given as a row-major [tokens, columns].
+    result_transposed: D is written as a row-major [tokens, rows].
+    biased: D += bias [rows, 1].
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    dense_transposed: bool
+    result_transposed: bool
+    biased: bool = False
+
+    @property
+    def dense_shape(self) -> tuple[int, int]:
+        shape = (self.columns, self.tokens)
+        return shape[::-1] if self.dense_transposed else shape
+
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        shape = (self.rows, self.tokens)
+        return shape[::-1] if self.result_transposed else shape
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Raises CuSparseLtError where there is none."""
+    try:
+        loaded = ctypes.CDLL("libcusparseLt.so.0")
+    except OSError as error:
+        raise CuSparseLtError(f"cuSPARSELt cannot be loaded: {error}") from error
+    loaded.cusparseLtGetErrorString.restype = ctypes.c_char_p
+    return loaded
+
+
+def call(name: str, *arguments: Any) -> None:
+    status = getattr(library(), name)(*arguments)
+    if status:
+        reason = library().cusparseLtGetErrorString(status).decode()
+        raise CuSparseLtError(f"{name}: {reason}")
+
+
+@functools.cache
+def handle(device: int) -> ctypes.Array:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the device's context must exist
+        opaque = ctypes.create_string_buffer(16 * _OPAQUE)
+        call("cusparseLtInit", opaque)
+    return opaque
+
+
+@functools.cache
+def version() -> str:
+    """As `0.8.0`."""
+    numbers = []
+    for part in range(3):
+        value = ctypes.c_int()
+        call("cusparseLtGetProperty", part, ctypes.byref(value))
+        numbers.append(str(value.value))
+    return ".".join(numbers)
+
+
+class Plan:
+    """One problem and one algorithm on one device, ready for launches from one stream.
+
+    `algorithms` is how many there are for the problem.
+    """
+
+    def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
+        p, self.problem, self.handle = problem, problem, handle(device)
+        self._descriptors = [ctypes.create_string_buffer(_OPAQUE) for _ in range(7)]
+        a, b, c, d, matmul, selection, self._plan = self._descriptors
+        self._describe("Structured", a, p.rows, p.columns, p.columns, TYPES[p.dtype], _ROW_MAJOR, 0)
+        self._describe("Dense", b, *p.dense_shape, p.dense_shape[1], TYPES[p.dtype], _ROW_MAJOR)
+        order = _COLUMN_MAJOR if p.result_transposed else _ROW_MAJOR
+        out_dtype = TYPES.get(p.out_dtype, _FLOAT32)
+        for descriptor in (c, d):
+            self._describe(
+                "Dense", descriptor, p.rows, p.tokens, p.result_shape[1], out_dtype, order
+            )
+        call(
+            "cusparseLtMatmulDescriptorInit", self.handle, matmul, _PLAIN,
+            _TRANSPOSED if p.dense_transposed else _PLAIN, a, b, c, d, _COMPUTE_32F,
+        )  # fmt: skip
+        if p.biased:
+            # A plan keeps the address for good, so the bias is copied there before each launch.
+            self._bias = torch.empty(p.rows, dtype=p.out_dtype, device=device)
+            address = ctypes.c_void_p(self._bias.data_ptr())
+            self._attribute("MatmulDescSet", matmul, _BIAS_POINTER, address)
+        call("cusparseLtMatmulAlgSelectionInit", self.handle, selection, matmul, 0)
+        count, chosen, size = ctypes.c_int(), ctypes.c_int(algorithm), ctypes.c_size_t()
+        self._attribute("MatmulAlgGet", selection, _CONFIG_MAX_ID, count)
+        self._attribute("MatmulAlgSet", selection, _CONFIG_ID, chosen)
+        call("cusparseLtMatmulPlanInit", self.handle, self._plan, matmul, selection)
+        call("cusparseLtMatmulGetWorkspace", self.handle, self._plan, ctypes.byref(size))
+        self.algorithms, self._workspace = count.value, size.value
+
+    def _describe(self, kind: str, descriptor: Any, rows: int, columns: int, lead: int, *rest: int):
+        call(
+            f"cusparseLt{kind}DescriptorInit", self.handle, descriptor, ctypes.c_int64(rows),
+            ctypes.c_int64(columns), ctypes.c_int64(lead), _ALIGNMENT, *rest,
+        )  # fmt: skip
+
+    def _attribute(self, verb: str, descriptor: Any, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        arguments = (descriptor, attribute, ctypes.byref(value), size)
+        call(f"cusparseLt{verb}Attribute", self.handle, *arguments)
+
+    def run(
+        self,
+        blob: torch.Tensor,
+        dense: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity."""
+        if bias is not None:
+            self._bias.copy_(bias)
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=out.device)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream)
+        sparse, other, result, space = (
+            ctypes.c_void_p(t.data_ptr()) for t in (blob, dense, out, workspace)
+        )
+        call(
+            "cusparseLtMatmul", self.handle, self._plan, ctypes.byref(one), sparse, other,
+            ctypes.byref(zero), result, result, space, ctypes.byref(stream), 1,
+        )  # fmt: skip

@@ -1,0 +1,226 @@
+"""Which algorithm of cuSPARSELt serves a product, and whether it beats the dense one: measured.
+
+A table is a JSON file: for each device and version of the library a list of products. The one
+beside this file was measured with `python -m experiments.bench linear`; what it lacks is measured
+where it is first needed and kept in `$XDG_CACHE_HOME/sparse24/matmul.json`.
+
+An algorithm is only taken after its product has agreed with that of the masked dense matrix, three
+times with the same bits: on some GPUs some algorithms are wrong, now and then.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common_kernels.matmul.cusparselt import CuSparseLtError, Plan, Problem, version
+
+SHIPPED = Path(__file__).with_name("measured.json")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The fastest right algorithm of a product, its time and that of the dense product, in ms.
+
+    wrong: the algorithms whose product was not that of the masked dense matrix.
+    """
+
+    algorithm: int
+    ms: float
+    dense_ms: float
+    wrong: tuple[int, ...] = ()
+
+
+def entry(problem: Problem, device: int) -> Entry:
+    """What the table says of a product; measured now if it says nothing.
+
+    Raises RuntimeError if it must be measured while a CUDA graph is captured, and CuSparseLtError
+    if no algorithm is right.
+    """
+    known = _table(device)
+    found = known.get(problem)
+    if found is None and (near := _nearest(problem, known)) is not None:
+        # Another number of tokens: the same algorithm, if it is right for this one, too.
+        _refuse_capture(problem)
+        trial = Trial(problem, device)
+        if trial.is_right(near.algorithm):
+            found = known[problem] = near
+    if found is None:
+        _refuse_capture(problem)
+        found = known[problem] = measure(problem, device)
+        save(cache_file(), device, {problem: found})
+    return found
+
+
+def _refuse_capture(problem: Problem) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{problem} has not been measured yet: run it once before it is captured in a CUDA "
+            "graph"
+        )
+
+
+def _nearest(problem: Problem, known: dict[Problem, Entry]) -> Entry | None:
+    """The entry of a product that differs in tokens alone, within a factor of two."""
+    tokens = problem.tokens
+    near = [
+        other
+        for other in known
+        if replace(other, tokens=tokens) == problem and 0.5 <= other.tokens / tokens <= 2
+    ]
+    return known[min(near, key=lambda other: abs(other.tokens - tokens))] if near else None
+
+
+class Trial:
+    """A product of random matrices, with the result that it should have."""
+
+    def __init__(self, problem: Problem, device: int) -> None:
+        from common_kernels.pack.kernel import pack
+
+        self.problem, self.device = problem, device
+        p, where = problem, torch.device("cuda", device)
+        generator = torch.Generator(where).manual_seed(0)
+        random = functools.partial(torch.randn, device=where, generator=generator)
+        a = random(p.rows, p.columns)
+        self.blob = pack(a, None, "magnitude", p.dtype)
+        self.dense = [random(p.dense_shape).to(p.dtype) for _ in range(2)]
+        self.bias = random(p.rows).to(p.out_dtype) if p.biased else None
+        self.out = torch.empty(p.result_shape, dtype=p.out_dtype, device=where)
+        self.a = torch.where(_mask(a), a, 0.0).to(p.dtype)
+        right = self.product(self.a.float(), self.dense[0].float())
+        if self.bias is not None:
+            right += self.bias if p.result_transposed else self.bias[:, None]
+        # The reference is in fp32 with TF32 allowed or not: either is far finer than the margin.
+        self.right, self.margin = right, 2.0**-7 * right.abs().max()
+
+    def product(self, a: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        b = dense.t() if self.problem.dense_transposed else dense
+        return b.t() @ a.t() if self.problem.result_transposed else a @ b
+
+    def is_right(self, algorithm: int) -> bool:
+        try:
+            plan = Plan(self.problem, algorithm, self.device)
+        except CuSparseLtError:
+            return False
+        first = None
+        for _ in range(3):
+            self.out.fill_(float("nan"))
+            plan.run(self.blob, self.dense[0], self.out, self.bias)
+            error = (self.out.float() - self.right).abs().max()
+            if not error <= self.margin or not (first is None or torch.equal(first, self.out)):
+                return False
+            first = self.out.clone()
+        return True
+
+    def sparse_ms(self, algorithm: int) -> float:
+        plan = Plan(self.problem, algorithm, self.device)
+        return replay_ms(lambda i: plan.run(self.blob, self.dense[i], self.out, self.bias))
+
+    def dense_ms(self) -> float:
+        """In bf16 if the problem is in a type that dense products do not take as it is."""
+        wide = self.problem.dtype.itemsize > 1
+        a, *dense = (t if wide else t.to(torch.bfloat16) for t in (self.a, *self.dense))
+        return replay_ms(lambda i: self.product(a, dense[i]))
+
+
+def _mask(a: torch.Tensor) -> torch.Tensor:
+    from common_kernels.masks import nm_mask
+
+    return nm_mask(a)
+
+
+def measure(problem: Problem, device: int) -> Entry:
+    """Check and time every algorithm, and the dense product."""
+    trial = Trial(problem, device)
+    number = Plan(problem, 0, device).algorithms
+    right = [algorithm for algorithm in range(number) if trial.is_right(algorithm)]
+    if not right:
+        raise CuSparseLtError(f"none of {number} algorithms is right for {problem}")
+    ms = {algorithm: trial.sparse_ms(algorithm) for algorithm in right}
+    best = min(ms, key=ms.__getitem__)
+    wrong = tuple(sorted(set(range(number)) - set(right)))
+    return Entry(best, ms[best], trial.dense_ms(), wrong)
+
+
+def replay_ms(call: Callable[[int], Any], calls: int = 6, repeats: int = 3) -> float:
+    """Median time of a call within a CUDA graph of several, on two buffers in turns."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                call(i % 2)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _table(device: int) -> dict[Problem, Entry]:
+    return load(SHIPPED, device) | load(cache_file(), device)
+
+
+def cache_file() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "sparse24" / "matmul.json"
+
+
+def _key(device: int) -> str:
+    return f"{torch.cuda.get_device_name(device)}, cuSPARSELt {version()}"
+
+
+def load(path: Path, device: int) -> dict[Problem, Entry]:
+    """The table of one device in a file; empty if there is none. ValueError on a damaged file."""
+    if not path.exists():
+        return {}
+    try:
+        rows = json.loads(path.read_text()).get(_key(device), [])
+        return dict(_from_json(row) for row in rows)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); delete it, it is made anew") from error
+
+
+def save(path: Path, device: int, entries: dict[Problem, Entry]) -> None:
+    """Add entries to a file; others may write it at the same time, the last one wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    rows = load(path, device) | entries
+    everything[_key(device)] = [_to_json(*row) for row in rows.items()]
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(everything, file, indent=1)
+    Path(file.name).replace(path)
+
+
+def _to_json(problem: Problem, found: Entry) -> dict[str, Any]:
+    row = {**asdict(problem), **asdict(found)}
+    return {k: str(v)[6:] if isinstance(v, torch.dtype) else v for k, v in row.items()}
+
+
+def _from_json(row: dict[str, Any]) -> tuple[Problem, Entry]:
+    row = {**row, "wrong": tuple(row["wrong"])}
+    for name in ("dtype", "out_dtype"):
+        row[name] = getattr(torch, row[name])
+    parts = [{f.name: row[f.name] for f in fields(cls)} for cls in (Problem, Entry)]
+    return Problem(**parts[0]), Entry(**parts[1])

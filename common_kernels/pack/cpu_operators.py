@@ -1,0 +1,185 @@
+"""torch's 2:4 operators for the CPU, where torch has none.
+
+With them its `SparseSemiStructuredTensor`, and code that was written for it, runs without a GPU:
+slowly, to be tested. The formats are those of torch's own kernels, with one exception: blobs of
+cuSPARSELt are in the order of compute capability 9.0, those of `_sparse_semi_structured_tile` with
+use_cutlass=False included (its kernel writes the order of 8.0 wherever it runs).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common_kernels.masks import transposable_mask24
+from common_kernels.pack import Packed24, from_blob, meta_bytes, pack24, unpack24
+from common_kernels.pack.bitmask import swizzle_mask, unswizzle_mask
+
+ACTIVATIONS = {
+    None: lambda y: y,
+    "none": lambda y: y,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+def register_cpu_operators() -> torch.library.Library:
+    """Give aten's 2:4 operators a CPU kernel for as long as the returned object lives.
+
+    Most of them lack a kernel for fake tensors too, without which torch.compile cannot trace them;
+    the same functions serve. Hold one such object at a time.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for operator in OPERATORS:
+        name = operator.__name__
+        library.impl(name, operator, "CPU")
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, operator, "Meta")
+    return library
+
+
+def _sparse_semi_structured_tile(
+    input: Tensor, algorithm: str = "", use_cutlass: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Prune `input` [rows, columns] along both dims: packed, meta, both of the transpose, bitmask.
+
+    algorithm: `largest_values_greedy`, or the empty string, ranks by signed value as torch does;
+    `largest_abs_values_greedy` by magnitude.
+    """
+    if algorithm in ("", "largest_values_greedy"):
+        mask = transposable_mask24(signed_rank(input), "greedy")
+    elif algorithm == "largest_abs_values_greedy":
+        mask = transposable_mask24(input, "greedy")
+    else:
+        raise NotImplementedError(f"algorithm {algorithm!r} has no CPU kernel")
+    layout = "cutlass_sm80" if use_cutlass else "cusparselt_sm90"
+    parts: list[Tensor] = []
+    for x, kept in ((input, mask), (input.t(), mask.t())):
+        packed = pack24(x, kept, layout)
+        rows, columns = packed.shape
+        if use_cutlass:
+            meta = packed.meta.as_strided((rows, 2, columns // 32), (2, 1, 2 * rows))
+            parts += packed.values, meta
+        else:
+            parts += packed.blob.flatten(), meta_bytes(packed).view(x.dtype)
+    return parts[0], parts[1], parts[2], parts[3], swizzle_mask(mask)
+
+
+def signed_rank(x: Tensor) -> Tensor:
+    """fp32 numbers, none of them negative, that rank as the 16-bit floats of x do."""
+    bits = x.view(torch.int16).int()
+    return (torch.where(bits < 0, -(bits & 0x7FFF), bits) + 0x8000).float()
+
+
+def _sparse_semi_structured_apply(input: Tensor, thread_masks: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed values of `input`, and of its transpose, under the bitmask of a tile."""
+    mask = unswizzle_mask(thread_masks, *input.shape)
+    packed, transposed = pack24(input, mask), pack24(input.t(), mask.t())
+    return packed.values, transposed.values
+
+
+def _sparse_semi_structured_apply_dense(input: Tensor, thread_masks: Tensor) -> Tensor:
+    return input * unswizzle_mask(thread_masks, *input.shape)
+
+
+def _to_sparse_semi_structured(dense: Tensor) -> tuple[Tensor, Tensor]:
+    packed = pack24(dense, dense != 0, "cutlass_sm80")
+    return packed.values, packed.meta
+
+
+def _sparse_semi_structured_mm(
+    mat1: Tensor, mat1_meta: Tensor, mat2: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    return product(cutlass_dense(mat1, mat1_meta), mat2, out_dtype)
+
+
+def _sparse_semi_structured_addmm(
+    input: Tensor,
+    mat1: Tensor,
+    mat1_meta: Tensor,
+    mat2: Tensor,
+    *,
+    alpha: float = 1,
+    beta: float = 1,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """input: one number for each row of the result."""
+    return product(cutlass_dense(mat1, mat1_meta), mat2, out_dtype, alpha, beta * wide(input))
+
+
+def _sparse_semi_structured_linear(
+    input: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """input [..., columns] -> [..., rows]."""
+    dense = cutlass_dense(weight, meta)
+    added = None if bias is None else wide(bias)
+    y = product(dense, input.flatten(0, -2).t(), out_dtype, bias=added).t()
+    return ACTIVATIONS[activation](y).reshape(*input.shape[:-1], dense.shape[0])
+
+
+def _cslt_compress(input: Tensor) -> Tensor:
+    return pack24(input, input != 0, "cusparselt_sm90").blob.clone()
+
+
+def _cslt_sparse_mm(
+    compressed_A: Tensor,
+    dense_B: Tensor,
+    bias: Tensor | None = None,
+    alpha: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    transpose_result: bool = False,
+    alg_id: int = 0,
+    split_k: int = 1,
+    split_k_mode: int = -1,
+) -> Tensor:
+    """bias: one number for each row of the result; alpha: a scale, of one element."""
+    dense = unpack24(from_blob(compressed_A, dense_B.shape[0]))
+    scale = 1.0 if alpha is None else alpha.item()
+    added = None if bias is None else wide(bias)
+    y = product(dense, dense_B, out_dtype, scale, added)
+    return y.t().contiguous() if transpose_result else y
+
+
+def cutlass_dense(values: Tensor, meta: Tensor) -> Tensor:
+    """The matrix behind torch's CUTLASS metadata, in two dims or in the tile packer's three."""
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    if meta.ndim == 3:
+        meta = meta.as_strided((rows, columns // 16), (columns // 16, 1))
+    return unpack24(Packed24(values, meta, (rows, columns), "cutlass_sm80"))
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """alpha * a @ b + bias, a number of bias for each row, accumulated in fp32 (int8: int32)."""
+    y = alpha * (wide(a) @ wide(b))
+    if bias is not None:
+        y = y + bias[:, None]
+    return y.to(out_dtype or b.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.is_floating_point else x.int()
+
+
+OPERATORS: tuple[Any, ...] = (
+    _sparse_semi_structured_tile,
+    _sparse_semi_structured_apply,
+    _sparse_semi_structured_apply_dense,
+    _to_sparse_semi_structured,
+    _sparse_semi_structured_mm,
+    _sparse_semi_structured_addmm,
+    _sparse_semi_structured_linear,
+    _cslt_compress,
+    _cslt_sparse_mm,
+)

@@ -1,0 +1,208 @@
+"""Operands of cuSPARSELt's products on compute capability 9.0, pruned and packed in one read.
+
+A blob is values and metadata of a 2:4 matrix [rows, columns] in one buffer (layout
+`cusparselt_sm90` of common_kernels.pack). Rows and columns must be multiples of 64. What is written
+here is what the operators on dense tensors and `pack24` would give, to the bit; the naive path does
+just that.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.masks import nm_mask, transposable_mask24
+from common_kernels.mvue import mvue24
+from common_kernels.pack import naive
+from common_kernels.soft_threshold import soft_threshold24
+
+SOURCES = ("magnitude", "soft", "mask")
+MULTIPLE = 64
+
+
+def empty_blob(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for the blob of a matrix: `[rows, columns * 9 / 16]` (10 / 16 for one-byte types)."""
+    rows, columns = shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        raise ValueError(
+            f"a matrix of shape ({rows}, {columns}): both dims must be multiples of {MULTIPLE}; "
+            "pad it, or keep it dense"
+        )
+    return torch.empty(blob_shape(rows, columns, dtype), dtype=dtype, device=device)
+
+
+def blob_shape(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
+    return rows, columns // 2 + columns // 8 // dtype.itemsize
+
+
+def prune_pack24_(
+    blob: Tensor,
+    w: Tensor,
+    source: str,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+    dense: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write `w` [rows, columns], pruned along its columns, into its blob.
+
+    source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (bool, at most two of
+        four, unchecked), `soft` packs soft_threshold24(w).
+    scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to blob's dtype.
+    dense: [rows, columns] of blob's dtype, contiguous; receives the pruned matrix as well.
+    """
+    checks.float_tensor(w, "w")
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}: choose one of {', '.join(SOURCES)}")
+    if (mask is not None) != (source == "mask"):
+        raise ValueError("give a mask with source='mask', and only then")
+    _check(blob, w, mask)
+    if dense is not None and (
+        dense.shape != w.shape or dense.dtype != blob.dtype or not dense.is_contiguous()
+    ):
+        raise ValueError(
+            f"dense must be a contiguous {blob.dtype} {tuple(w.shape)}, not {dense.dtype} "
+            f"{tuple(dense.shape)}"
+        )
+    name = backends.resolve(w.device, backend)
+    torch.ops.sparse24.prune_pack24_(blob, w, source, mask, scale, dense, name)
+
+
+@torch.library.custom_op("sparse24::prune_pack24_", mutates_args=("blob", "dense"))
+def _prune_pack24_(
+    blob: Tensor,
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dense: Tensor | None,
+    backend: str,
+) -> None:
+    if backend == "triton":
+        from common_kernels.pack import kernel
+
+        kernel.pack(w, mask, source, blob.dtype, scale, blob, dense)
+        return
+    if source == "soft":
+        # What is below the threshold is zero, and counts as pruned for the positions no less.
+        kept, pruned = nm_mask(w), soft_threshold24(w)
+    else:
+        kept = nm_mask(w) if mask is None else mask
+        pruned = torch.where(kept, w, 0.0)
+    if scale is not None:
+        pruned = pruned.float() * scale
+    pruned = pruned.to(blob.dtype)
+    _write(blob, pruned, kept)
+    if dense is not None:
+        dense.copy_(pruned)
+
+
+@_prune_pack24_.register_fake
+def _(blob, w, source, mask, scale, dense, backend):
+    return None
+
+
+def pack_both24_(
+    blob: Tensor,
+    transposed: Tensor,
+    w: Tensor,
+    mask: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write `w` [rows, columns] under a transposable mask into its blob, and w^T into that of w^T.
+
+    mask: bool [rows, columns], 2:4 along both dims (unchecked); None for the best one,
+        transposable_mask24(w). The blobs are of a 16-bit type.
+    """
+    checks.float_tensor(w, "w")
+    _check(blob, w, mask)
+    _check(transposed, w.t(), None)
+    name = backends.resolve(w.device, backend)
+    torch.ops.sparse24.pack_both24_(blob, transposed, w, mask, name)
+
+
+@torch.library.custom_op("sparse24::pack_both24_", mutates_args=("blob", "transposed"))
+def _pack_both24_(
+    blob: Tensor, transposed: Tensor, w: Tensor, mask: Tensor | None, backend: str
+) -> None:
+    if backend == "triton":
+        from common_kernels.pack import kernel
+
+        kernel.pack_both(w, mask, blob.dtype, (blob, transposed))
+        return
+    kept = transposable_mask24(w) if mask is None else mask
+    pruned = torch.where(kept, w, 0.0).to(blob.dtype)
+    _write(blob, pruned, kept)
+    _write(transposed, pruned.t().contiguous(), kept.t().contiguous())
+
+
+@_pack_both24_.register_fake
+def _(blob, transposed, w, mask, backend):
+    return None
+
+
+def sample_pack24(
+    dy: Tensor,
+    key: Tensor,
+    stride: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The blob of the transpose of mvue24(dy, key[0], key[1] * stride, dim=0): no transposed copy.
+
+    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 64.
+    key: int64 [2]; key[1] * stride must be a multiple of 4. dtype: 16-bit, of the blob; dy's.
+    """
+    checks.float_tensor(dy, "dy")
+    if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
+        raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
+    if key.shape != (2,) or key.dtype != torch.int64:
+        raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
+    dy = F.pad(dy, (0, 0, 0, -dy.shape[0] % MULTIPLE)).contiguous()
+    name = backends.resolve(dy.device, backend)
+    return torch.ops.sparse24.sample_pack24(dy, key, stride, dtype or dy.dtype, name)
+
+
+@torch.library.custom_op("sparse24::sample_pack24", mutates_args=())
+def _sample_pack24(
+    dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, backend: str
+) -> Tensor:
+    if backend == "triton":
+        from common_kernels.pack import kernel
+
+        return kernel.pack_sample(dy, key, dtype, stride)
+    sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
+    blob = empty_blob(sample.shape, dtype, dy.device)
+    _write(blob, sample.to(dtype), sample != 0)
+    return blob
+
+
+@_sample_pack24.register_fake
+def _(dy, key, stride, dtype, backend):
+    return dy.new_empty(blob_shape(dy.shape[1], dy.shape[0], dtype), dtype=dtype)
+
+
+def _write(blob: Tensor, pruned: Tensor, kept: Tensor) -> None:
+    values, nibbles = naive.compress(pruned, kept)
+    blob.copy_(naive.cusparselt_sm90(values, nibbles))
+
+
+def _check(blob: Tensor, w: Tensor, mask: Tensor | None) -> None:
+    if w.ndim != 2 or w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE:
+        raise ValueError(
+            f"w has shape {tuple(w.shape)}; it must have two dims, both multiples of {MULTIPLE}"
+        )
+    if mask is not None:
+        checks.same_shape(w, mask, "w and mask")
+    expected = blob_shape(w.shape[0], w.shape[1], blob.dtype)
+    if blob.shape != expected or not blob.is_contiguous():
+        raise ValueError(
+            f"the blob of a {tuple(w.shape)} matrix must be a contiguous {expected}, not "
+            f"{tuple(blob.shape)}"
+        )
