@@ -29,7 +29,7 @@ from torch import Tensor
 
 from common_kernels import fake_fp8, mvue24
 from common_kernels.matmul import Problem, blob_linear, blob_matmul, is_faster, unavailable
-from common_kernels.prepare import MULTIPLE, sample_pack24
+from common_kernels.prepare import MULTIPLE, TOKENS, sample_pack24
 
 MATMULS = ("auto", "cusparselt", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
@@ -98,7 +98,7 @@ def choose_products(
         return DENSE
     if matmul == "cusparselt" or device.type != "cuda":
         return sparse
-    linear, summed = -(-tokens // 8) * 8, -(-tokens // MULTIPLE) * MULTIPLE
+    linear, summed = -(-tokens // 8) * 8, -(-tokens // TOKENS) * TOKENS
     biased = bias is not None
     problems = {
         "forward": Problem(rows, columns, linear, dtype, dtype, True, True, biased),

@@ -22,7 +22,8 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import Packed24, convert24, from_blob, unpack24
+from common_kernels.pack import Packed24, convert24, unpack24
+from common_kernels.prepare import columns_of, expand_blob, fill_up
 
 BACKENDS = ("dense", "cutlass", "cusparselt")
 
@@ -108,7 +109,7 @@ def _out_dtype(dtype: torch.dtype) -> torch.dtype:
 def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
     """torch's operator multiplies from the left: its result is y^T."""
     tokens = x.shape[0]
-    x = F.pad(x, (0, 0, 0, -tokens % _multiple(x)))
+    x = fill_up(x, -tokens % _multiple(x))
     if bias is None:
         y = torch.ops.aten._sparse_semi_structured_mm(packed.values, packed.meta, x.t())
     else:
@@ -128,7 +129,7 @@ def blob_linear(
     are filled up with zero rows to what the library takes.
     """
     tokens = x.shape[0]
-    x = F.pad(x, (0, 0, 0, -tokens % _multiple(x))).contiguous()
+    x = fill_up(x, -tokens % _multiple(x)).contiguous()
     y = torch.ops.sparse24.blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
     return y[:tokens]
 
@@ -142,15 +143,10 @@ def blob_matmul(
     those of x count as zeros of A: x is filled up with rows of zeros.
     """
     if not transposed:
-        x = F.pad(x, (0, 0, 0, columns_of(blob) - x.shape[0]))
+        x = fill_up(x, columns_of(blob) - x.shape[0])
     return torch.ops.sparse24.blob_matmul(
         blob, x.contiguous(), None, transposed, False, out_dtype or x.dtype
     )
-
-
-def columns_of(blob: Tensor) -> int:
-    """Columns of the matrix in a blob: each group of four takes two values and four bits."""
-    return blob.shape[1] * 16 // (10 if blob.element_size() == 1 else 9)
 
 
 def _multiple(x: Tensor) -> int:
@@ -215,7 +211,7 @@ def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
 
 def _emulate(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
     """The product in fp32, rounded once."""
-    a = unpack24(from_blob(blob, problem.columns)).float()
+    a = expand_blob(blob).float()
     b = dense.float().t() if problem.dense_transposed else dense.float()
     product = a @ b
     if bias is not None:

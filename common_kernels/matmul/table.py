@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from common_kernels.masks import nm_mask
 from common_kernels.matmul.cusparselt import CuSparseLtError, Plan, Problem, version
+from common_kernels.prepare import naive_blob
 
 SHIPPED = Path(__file__).with_name("measured.json")
 
@@ -84,18 +86,17 @@ class Trial:
     """A product of random matrices, with the result that it should have."""
 
     def __init__(self, problem: Problem, device: int) -> None:
-        from common_kernels.pack.kernel import pack
-
         self.problem, self.device = problem, device
         p, where = problem, torch.device("cuda", device)
         generator = torch.Generator(where).manual_seed(0)
         random = functools.partial(torch.randn, device=where, generator=generator)
         a = random(p.rows, p.columns)
-        self.blob = pack(a, None, "magnitude", p.dtype)
+        kept = nm_mask(a)
+        self.a = torch.where(kept, a, 0.0).to(p.dtype)
+        self.blob = naive_blob(self.a, kept)
         self.dense = [random(p.dense_shape).to(p.dtype) for _ in range(2)]
         self.bias = random(p.rows).to(p.out_dtype) if p.biased else None
         self.out = torch.empty(p.result_shape, dtype=p.out_dtype, device=where)
-        self.a = torch.where(_mask(a), a, 0.0).to(p.dtype)
         right = self.product(self.a.float(), self.dense[0].float())
         if self.bias is not None:
             right += self.bias if p.result_transposed else self.bias[:, None]
@@ -130,12 +131,6 @@ class Trial:
         wide = self.problem.dtype.itemsize > 1
         a, *dense = (t if wide else t.to(torch.bfloat16) for t in (self.a, *self.dense))
         return replay_ms(lambda i: self.product(a, dense[i]))
-
-
-def _mask(a: torch.Tensor) -> torch.Tensor:
-    from common_kernels.masks import nm_mask
-
-    return nm_mask(a)
 
 
 def measure(problem: Problem, device: int) -> Entry:

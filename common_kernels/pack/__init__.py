@@ -5,7 +5,7 @@ cuSPARSELt on compute capability 9.0, `bitmask.py` has the formats that store a 
 torch's tensor class, `cpu_operators.py` torch's 2:4 operators for the CPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,12 +38,15 @@ class Packed24:
     A group with fewer than two kept entries has a stored zero in the place of the second; which
     place that is, is the packer's choice (ours: `naive.choose`), so compare what is unpacked.
     ValueError if the parts do not belong together.
+
+    buffer: the bytes of values and metadata together; layout `cusparselt_sm90` has it and no other.
     """
 
     values: torch.Tensor
     meta: torch.Tensor
     shape: tuple[int, int]
     layout: str
+    buffer: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -60,25 +63,25 @@ class Packed24:
                     f"{tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
 
+        if (self.layout == "cusparselt_sm90") == (self.buffer is None):
+            raise ValueError(
+                "a matrix has a buffer in layout 'cusparselt_sm90', where values and metadata are "
+                "views of it, and in no other: make it with pack24, convert24 or from_blob"
+            )
+
     @property
     def blob(self) -> torch.Tensor:
         """`[rows, ...]` of values' dtype: values, then metadata, as `torch._cslt_compress` gives.
 
-        A view. ValueError for another layout, and where the two parts lie apart.
+        A view. ValueError for a layout without a buffer.
         """
-        if self.layout != "cusparselt_sm90":
+        if self.buffer is None:
             raise ValueError(
                 f"layout {self.layout!r} has no blob; convert24(packed, 'cusparselt_sm90') has"
             )
-        values, meta, size = self.values, self.meta, self.values.element_size()
-        if meta.storage_offset() != (values.storage_offset() + values.numel()) * size:
-            raise ValueError(
-                "the metadata does not follow the values in memory; build the matrix with pack24, "
-                "convert24 or from_blob"
-            )
         rows, columns = self.shape
-        width = columns // 2 + columns // 8 // size
-        return values.as_strided((rows, width), (width, 1))
+        dtype = self.values.dtype
+        return self.buffer.view(dtype).view(rows, columns // 2 + columns // 8 // dtype.itemsize)
 
 
 def from_blob(blob: torch.Tensor, columns: int) -> Packed24:
@@ -191,7 +194,8 @@ def _split(
     rows, columns = shape
     border = rows * (columns // 2) * dtype.itemsize
     values = buffer[:border].view(dtype).view(rows, columns // 2)
-    return Packed24(values, _words(buffer[border:], shape, dtype, layout), shape, layout)
+    meta = _words(buffer[border:], shape, dtype, layout)
+    return Packed24(values, meta, shape, layout, buffer if layout == "cusparselt_sm90" else None)
 
 
 def _words(

@@ -61,13 +61,14 @@ def pack(
     half = rows * columns // 2
     values = blob.view(-1)[:half]
     meta = blob.view(-1)[half:].view(torch.int32)
-    block = 32 if columns % 128 == 0 else 16
+    # The smallest blocks of the metadata, and warps for them: the fastest on an H200.
+    block, warps = (8, 4) if dtype.itemsize == 2 else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
         scale if scale is not None else x, values if dense is None else dense, columns,
         SOURCE=SOURCES[source], SCALED=scale is not None, DENSE=dense is not None,
-        EIGHT=dtype.itemsize == 1, GROUPS=block,
+        EIGHT=dtype.itemsize == 1, GROUPS=block, num_warps=warps,
     )  # fmt: skip
     return blob
 
@@ -100,7 +101,7 @@ def store_meta(
 ):
     """The metadata words of 64 rows (a stripe) and GROUPS groups from `first_group` on.
 
-    nibbles: `[64, GROUPS]`.
+    nibbles: `[64, GROUPS]`. columns: of the matrix, filled up to whole blocks.
     """
     r = tl.arange(0, 64)[:, None]
     g = tl.arange(0, GROUPS)[None, :]
@@ -114,6 +115,8 @@ def store_meta(
             + tl.arange(0, 4)[None, None, None, :], [4, 8, GROUPS // 16, 4],
         )  # fmt: skip
         start = stripe * (columns // 64) * 128 + first_group // 16 * 128
+        there = (first_group // 16 + tl.arange(0, GROUPS // 16))[None, None, :, None]
+        there = there < columns // 64
     else:
         parts = nibbles << (4 * (r >> 3 & 1) + 8 * (g >> 2 & 1) + 16 * (g & 1))
         parts = tl.reshape(parts, [4, 2, 8, GROUPS // 8, 2, 2, 2])
@@ -124,7 +127,9 @@ def store_meta(
             + tl.arange(0, 2)[None, None, None, :]
         )  # fmt: skip
         start = stripe * (columns // 32) * 64 + first_group // 8 * 64
-    tl.store(meta + start + inside, words)
+        there = (first_group // 8 + tl.arange(0, GROUPS // 8))[None, None, :, None]
+        there = there < columns // 32
+    tl.store(meta + start + inside, words, mask=there)
 
 
 @triton.jit
@@ -200,7 +205,10 @@ def pack_both(
 def load_row(base, row, columns, first, GROUPS: tl.constexpr):
     """Row `row` of each tile: four `[16, GROUPS]`."""
     r = row + 4 * tl.arange(0, 16)[:, None]
-    entries = tl.load(base + r * columns + first + tl.arange(0, 4 * GROUPS)[None, :])
+    # Four entries to a thread, not the eight that 16 bytes hold: the tiles then stay where they
+    # are when their patterns are looked up, one to a thread.
+    column = tl.max_contiguous(tl.arange(0, 4 * GROUPS), 4)
+    entries = tl.load(base + r * columns + first + column[None, :])
     return take_apart(entries, 16, GROUPS)
 
 
@@ -289,15 +297,19 @@ def pack_sample(
 ) -> torch.Tensor:
     """The blob of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
 
-    T and out are multiples of 64; key: int64 [2], (seed, offset / stride), on dy's device, the
+    T is a multiple of 16, out of 64; metadata come in whole blocks of 32 tokens. key: int64 [2], (seed, offset / stride), on dy's device, the
     offset a multiple of 4 (as it is where it counts whole micro-batches). 16-bit types.
     """
-    check(dy, None, dtype, (2,))
     tokens, out = dy.shape
-    blob = blob_like(out, tokens, dtype, dy.device)
+    if tokens % 16 or out % 64 or dtype.itemsize != 2:
+        raise ValueError(
+            f"dy {tuple(dy.shape)} to {dtype}: it must be [16 a, 64 b], and the type of 16 bits"
+        )
+    width = tokens // 2 + 2 * triton.cdiv(tokens, 32)
+    blob = torch.empty(out, width, dtype=dtype, device=dy.device)
     half = tokens * out // 2
     launch(
-        sample_kernel, tokens // 64 * (out // 64), dy.device,
+        sample_kernel, triton.cdiv(tokens, 64) * (out // 64), dy.device,
         dy, key, stride, blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32), tokens, out,
     )  # fmt: skip
     return blob
@@ -313,10 +325,11 @@ def sample_kernel(dy, key, stride, values, meta, tokens, out):
     group = token // 4 + tl.arange(0, 16)[:, None]
     column = feature + tl.arange(0, 64)[None, :]
     at = dy + 4 * group * out + column
-    x0 = tl.load(at).to(tl.float32)
-    x1 = tl.load(at + out).to(tl.float32)
-    x2 = tl.load(at + 2 * out).to(tl.float32)
-    x3 = tl.load(at + 3 * out).to(tl.float32)
+    inside = (group < tokens // 4) & (column < out)
+    x0 = tl.load(at, mask=inside, other=0).to(tl.float32)
+    x1 = tl.load(at + out, mask=inside, other=0).to(tl.float32)
+    x2 = tl.load(at + 2 * out, mask=inside, other=0).to(tl.float32)
+    x3 = tl.load(at + 3 * out, mask=inside, other=0).to(tl.float32)
     # Four neighbouring features share a counter.
     first = offset + group * out + feature
     counters = (first >> 2) + tl.arange(0, 16)[None, :]
@@ -324,7 +337,9 @@ def sample_kernel(dy, key, stride, values, meta, tokens, out):
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
     y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
     pairs, nibbles = entries_stored(y0, y1, y2, y3, (y0 != 0, y1 != 0, y2 != 0, y3 != 0))
-    row = (feature + tl.arange(0, 64)[:, None]) * (tokens // 2) + token // 2
-    pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])
-    tl.store(values + row + tl.arange(0, 32)[None, :], cast(pairs, values.dtype.element_ty))
-    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, tokens, False, 16)
+    place = token // 2 + tl.arange(0, 32)[None, :]
+    row = (feature + tl.arange(0, 64)[:, None]) * (tokens // 2)
+    pairs = cast(tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32]), values.dtype.element_ty)
+    tl.store(values + row + place, pairs, mask=place < tokens // 2)
+    blocks = tl.cdiv(tokens, 32) * 32
+    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, blocks, False, 16)

@@ -25,8 +25,9 @@ def choose(mask: torch.Tensor) -> torch.Tensor:
     2 and 3. mask: bool `[..., 4]` with at most two True.
     """
     k0, k1, k2, k3 = mask.unbind(-1)
-    first = torch.where(k0, 0, torch.where(k1, 1, 2))
-    second = torch.where(k3 | (first == 2), 3, torch.where(k2 | (first == 1), 2, 1))
+    third = k3 | ~(k0 | k1)  # the last place is taken by the second of the two
+    first = (~k0).long() * (1 + (~k1).long())
+    second = 1 + (k2 | ~k0 | third).long() + third.long()
     return torch.stack([first, second], -1)
 
 

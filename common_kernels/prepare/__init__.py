@@ -21,6 +21,7 @@ from common_kernels.soft_threshold import soft_threshold24
 
 SOURCES = ("magnitude", "soft", "mask")
 MULTIPLE = 64
+TOKENS = 16  # a sample of dY is summed over a multiple of this
 
 
 def empty_blob(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,7 +36,7 @@ def empty_blob(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def blob_shape(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
-    return rows, columns // 2 + columns // 8 // dtype.itemsize
+    return rows, columns // 2 + _whole(columns, dtype.itemsize) // 8 // dtype.itemsize
 
 
 def prune_pack24_(
@@ -156,7 +157,7 @@ def sample_pack24(
 ) -> Tensor:
     """The blob of the transpose of mvue24(dy, key[0], key[1] * stride, dim=0): no transposed copy.
 
-    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 64.
+    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 16.
     key: int64 [2]; key[1] * stride must be a multiple of 4. dtype: 16-bit, of the blob; dy's.
     """
     checks.float_tensor(dy, "dy")
@@ -164,7 +165,7 @@ def sample_pack24(
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     if key.shape != (2,) or key.dtype != torch.int64:
         raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
-    dy = F.pad(dy, (0, 0, 0, -dy.shape[0] % MULTIPLE)).contiguous()
+    dy = fill_up(dy, -dy.shape[0] % TOKENS).contiguous()
     name = backends.resolve(dy.device, backend)
     return torch.ops.sparse24.sample_pack24(dy, key, stride, dtype or dy.dtype, name)
 
@@ -178,9 +179,7 @@ def _sample_pack24(
 
         return kernel.pack_sample(dy, key, dtype, stride)
     sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
-    blob = empty_blob(sample.shape, dtype, dy.device)
-    _write(blob, sample.to(dtype), sample != 0)
-    return blob
+    return naive_blob(sample.to(dtype), sample != 0)
 
 
 @_sample_pack24.register_fake
@@ -188,9 +187,42 @@ def _(dy, key, stride, dtype, backend):
     return dy.new_empty(blob_shape(dy.shape[1], dy.shape[0], dtype), dtype=dtype)
 
 
+def expand_blob(blob: Tensor) -> Tensor:
+    """The matrix [rows, columns] in a blob."""
+    rows, columns, size = len(blob), columns_of(blob), blob.element_size()
+    values, meta = blob.flatten().split([rows * columns // 2, blob.numel() - rows * columns // 2])
+    whole = _whole(columns, size)
+    nibbles = naive.gather(meta.view(torch.uint8), rows, whole, "cusparselt_sm90", size)
+    return naive.expand(values.view(rows, -1), nibbles[:, : columns // 4])
+
+
+def columns_of(blob: Tensor) -> int:
+    """Columns of the matrix in a blob: 16 of them take nine 16-bit words, or ten bytes."""
+    return blob.shape[1] // (9 if blob.element_size() == 2 else 10) * 16
+
+
+def _whole(columns: int, itemsize: int) -> int:
+    """Metadata come in blocks of 32 columns, of 64 in one-byte types."""
+    block = 64 // itemsize
+    return -(-columns // block) * block
+
+
+def naive_blob(pruned: Tensor, kept: Tensor) -> Tensor:
+    values, _ = naive.compress(pruned, kept)
+    (rows, columns), size = pruned.shape, pruned.element_size()
+    nibbles = naive.encode(F.pad(kept, (0, _whole(columns, size) - columns)))
+    meta = naive.scatter(nibbles, "cusparselt_sm90", size)
+    parts = [values.flatten().view(torch.uint8), meta]
+    return torch.cat(parts).view(pruned.dtype).view(rows, -1)
+
+
+def fill_up(x: Tensor, rows: int) -> Tensor:
+    """x [n, k] with as many rows of zeros more; x itself, and no copy, for none."""
+    return F.pad(x, (0, 0, 0, rows)) if rows else x
+
+
 def _write(blob: Tensor, pruned: Tensor, kept: Tensor) -> None:
-    values, nibbles = naive.compress(pruned, kept)
-    blob.copy_(naive.cusparselt_sm90(values, nibbles))
+    blob.copy_(naive_blob(pruned, kept))
 
 
 def _check(blob: Tensor, w: Tensor, mask: Tensor | None) -> None:
