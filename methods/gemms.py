@@ -14,14 +14,15 @@ pays for nothing but its three products. dW flows unchanged to the dense master 
 Each product is dense, with its operand masked, or, where the operand is 2:4 along the summed dim,
 a sparse one of cuSPARSELt with the operand in packed form (`Products`).
 
-FP8 is simulated as in S-STE (section 5): each operand of each product is quantised with one
-scale per tensor and the product is taken in fp32. This is about numerics; it saves no time.
+FP8 as in S-STE (section 5) quantises each operand of each product with one scale per tensor. Here
+it is simulated, the products being taken in fp32: that is about numerics and saves no time.
+fp8_gemms.py has the products that run on a GPU's FP8 units.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -41,15 +42,19 @@ class Fp8Formats:
 
     forward: str  # X and W in the forward product
     gradient: str  # dY in both backward products
-    backward: str  # W in dgrad, X in wgrad
+    dgrad: str  # W in dX
+    wgrad: str  # X in dW
 
 
 FP8 = {
     "off": None,
     # S-STE: both operands of a product share a format, so the backward pass is all e5m2.
-    "paper": Fp8Formats(forward="e4m3", gradient="e5m2", backward="e5m2"),
+    "paper": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e5m2", wgrad="e5m2"),
     # The usual recipe of FP8 training: only gradients need the range of e5m2.
-    "hybrid": Fp8Formats(forward="e4m3", gradient="e5m2", backward="e4m3"),
+    "hybrid": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
+    # What an H200 multiplies: dense products with e5m2 in one operand at most, sparse ones with
+    # both operands in one format.
+    "hopper": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e5m2"),
 }
 
 
@@ -58,12 +63,13 @@ class Products:
     """Which of the three products run on 2:4 operands in packed form.
 
     forward: the forward operand is the blob of Wf. input: the backward operand is the blob of Wb^T.
-    weight: the sample of dY is packed. All others are dense.
+    weight: the sample of dY is packed. All others are dense. fp8: they run on FP8 units.
     """
 
     forward: bool = False
     input: bool = False
     weight: bool = False
+    fp8: bool = False
 
 
 DENSE = Products()
@@ -89,7 +95,10 @@ def choose_products(
     if matmul == "dense" or sparse == DENSE:
         return DENSE
     (rows, columns), device = weight.shape, weight.device
-    reason = unavailable("cusparselt", device, dtype)
+    forward = backward = out_dtype = dtype
+    if sparse.fp8:
+        forward, backward, out_dtype = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
+    reason = unavailable("cusparselt", device, forward)
     if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
         reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
     if reason and matmul == "cusparselt":
@@ -98,19 +107,19 @@ def choose_products(
         return DENSE
     if matmul == "cusparselt" or device.type != "cuda":
         return sparse
-    linear, summed = -(-tokens // 8) * 8, -(-tokens // TOKENS) * TOKENS
-    biased = bias is not None
+    multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
+    linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
+    biased = bias is not None and not sparse.fp8
     problems = {
-        "forward": Problem(rows, columns, linear, dtype, dtype, True, True, biased),
+        "forward": Problem(rows, columns, linear, forward, dtype, True, True, biased),
         "input": Problem(columns, rows, linear, dtype, dtype, True, True),
-        "weight": Problem(rows, summed, columns, dtype, dtype, False, False),
+        "weight": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }
-    return Products(
-        **{
-            name: getattr(sparse, name) and is_faster(problem, device)
-            for name, problem in problems.items()
-        }
-    )
+    faster = {
+        name: getattr(sparse, name) and is_faster(problem, device)
+        for name, problem in problems.items()
+    }
+    return replace(sparse, **faster)
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -126,7 +135,7 @@ class _SparseLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x_forward = fake_fp8(x.float(), fp8.forward)
             # With one format for both passes X is quantised once.
-            x_saved = x_forward if fp8.backward == fp8.forward else x
+            x_saved = x_forward if fp8.wgrad == fp8.forward else x
             ctx.save_for_backward(x_saved, backward_operand, key)
             bias = None if bias is None else bias.float()
             y = F.linear(x_forward, forward_operand, bias)
@@ -159,8 +168,8 @@ class _SparseLinear(torch.autograd.Function):
             sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
             if fp8 is not None:
                 sample = fake_fp8(sample.float(), fp8.gradient)
-                if fp8.backward != fp8.forward:
-                    x2d = fake_fp8(x2d.float(), fp8.backward)
+                if fp8.wgrad != fp8.forward:
+                    x2d = fake_fp8(x2d.float(), fp8.wgrad)
             grad_weight = (sample.t() @ x2d).to(ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)

@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 
 from common_kernels import fake_fp8, mvue24, soft_threshold24
-from common_kernels.prepare import prune_pack24_
+from common_kernels.fp8.naive import FORMATS
+from common_kernels.prepare import empty_blob, prune_pack24_
+from common_kernels.prepare.fp8 import project_quantize24_
 
 from . import base
-from .gemms import DENSE, FP8, Fp8Formats, Products
+from .fp8_gemms import fp8_linear
+from .gemms import DENSE, FP8, Fp8Formats, Products, forward_product
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
@@ -48,7 +51,9 @@ class Config(base.Config):
     mvue: sample dY for dW: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
     mvue_weight: sample the weight along `out` for dX, the arm that Table 3 warns of.
-    fp8: simulated FP8 products: `off`, `paper` (formats above) or `hybrid` (e5m2 for dY alone).
+    fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 for dY alone) or `hopper` (the
+        paper's with W in e4m3 for dX). Simulated, unless `Method.accelerate` finds FP8 units:
+        fp8_gemms.py.
     """
 
     beta: str = "mse"
@@ -84,8 +89,9 @@ class Linear(base.SparseLinear):
 
     config: Config
     scale: Tensor
-    operand_forward: Tensor
-    operand_backward: Tensor
+    operand_forward: Tensor | None
+    operand_backward: Tensor | None
+    code_scales: Tensor
 
     @property
     def mvue(self) -> str | None:
@@ -100,11 +106,11 @@ class Linear(base.SparseLinear):
         weight = self.weight.detach()
         projected = soft_threshold24(weight, config.gamma)
         self.register_buffer("scale", projection_scale(weight, projected, config.beta))
-        own = torch.empty_like(self.sparse_weight, dtype=torch.float32 if self.fp8 else None)
-        if self.fp8:
-            self.register_buffer("operand_forward", own.clone(), persistent=False)
-        if self.fp8 or config.mvue_weight:
-            self.register_buffer("operand_backward", own.clone(), persistent=False)
+        own = torch.empty_like(weight, dtype=torch.float32 if self.fp8 else self.dtype)
+        forward = own.clone() if self.fp8 else None
+        self.register_buffer("operand_forward", forward, persistent=False)
+        backward = own.clone() if self.fp8 or config.mvue_weight else None
+        self.register_buffer("operand_backward", backward, persistent=False)
 
     def effective_weight(self) -> Tensor:
         weight = self.weight.detach()
@@ -117,19 +123,76 @@ class Linear(base.SparseLinear):
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
         super().refresh()
-        if self.fp8:
+        if self.operand_forward is not None and self.operand_backward is not None:
+            assert self.fp8
             sparse = self.effective_weight().float()
             self.operand_forward.copy_(fake_fp8(sparse, self.fp8.forward))
-            self.operand_backward.copy_(fake_fp8(sparse, self.fp8.backward))
-        elif self.config.mvue_weight:
+            self.operand_backward.copy_(fake_fp8(sparse, self.fp8.dgrad))
+        elif self.operand_backward is not None:
             self.operand_backward.copy_(self.sparse_weight)
 
     def is_sparse(self) -> Products:
-        return DENSE if self.fp8 else replace(super().is_sparse(), forward=True)
+        sparse = replace(super().is_sparse(), forward=True)
+        if not self.fp8:
+            return sparse
+        if self.config.gamma or self.config.mvue_weight:
+            return DENSE  # simulated only
+        same = self.fp8.gradient == self.fp8.wgrad
+        return replace(sparse, weight=sparse.weight and same, fp8=True)
+
+    def allocate(self) -> None:
+        if not self.products.fp8:
+            super().allocate()
+            return
+        assert self.fp8
+        self.operand = self.operand_forward = self.operand_backward = None
+        (rows, columns), device = self.weight.shape, self.weight.device
+        forward, dgrad = FORMATS[self.fp8.forward], FORMATS[self.fp8.dgrad]
+        if self.products.forward:
+            codes = empty_blob(self.weight.shape, forward, device)
+        else:
+            codes = torch.empty(rows, columns, dtype=forward, device=device)
+        transposed = torch.empty(columns, rows, dtype=dgrad, device=device)
+        self.packed, self.packed_transposed = codes, transposed
+        self.register_buffer("code_scales", torch.ones(2, device=device), persistent=False)
+        self.refresh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        if not self.products.fp8:
+            return super().forward(x)
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        if not self.training and not torch.is_grad_enabled():
+            return forward_product(x, self.sparse_weight.to(x.dtype), self.bias, DENSE)
+        assert self.fp8 and self.packed is not None and self.packed_transposed is not None
+        return fp8_linear(
+            x,
+            self.weight,
+            self.packed,
+            self.packed_transposed,
+            self.code_scales,
+            self.bias,
+            self.key.clone(),
+            self.mvue,
+            self.fp8,
+            self.products,
+        )
 
     def pack(self) -> None:
         assert self.packed is not None
-        if self.config.gamma:
+        if self.products.fp8:
+            assert self.packed_transposed is not None
+            project_quantize24_(
+                self.packed if self.products.forward else None,
+                None if self.products.forward else self.packed,
+                self.packed_transposed,
+                self.code_scales,
+                self.weight.detach(),
+                self.scale,
+            )
+        elif self.config.gamma:
             prune_pack24_(self.packed, self.effective_weight(), "magnitude", dense=self.operand)
         else:
             weight = self.weight.detach()
@@ -139,14 +202,15 @@ class Linear(base.SparseLinear):
         """Draw dX's weight anew. Micro-batches share it: it belongs to the step."""
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
-            sample = fake_fp8(sample.float(), self.fp8.backward)
+            sample = fake_fp8(sample.float(), self.fp8.dgrad)
+        assert self.operand_backward is not None
         self.operand_backward.copy_(sample)
 
     def forward_operand(self) -> Tensor:
-        return self.operand_forward if self.fp8 else self.sparse_weight
+        return self.sparse_weight if self.operand_forward is None else self.operand_forward
 
     def backward_operand(self) -> Tensor | None:
-        return self.operand_backward if self.fp8 or self.config.mvue_weight else None
+        return self.operand_backward
 
 
 class Method(base.Method):

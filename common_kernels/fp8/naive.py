@@ -14,7 +14,9 @@ def scale_of(x: torch.Tensor, fmt: str) -> torch.Tensor:
         return torch.ones((), device=x.device)
     low, high = x.aminmax()
     amax = torch.maximum(-low, high).float().abs()  # of -0.0 too
-    return (torch.finfo(FORMATS[fmt]).max / amax).clamp_max(torch.finfo(torch.float32).max)
+    # Tensor by tensor: a Python number over a tensor is its reciprocal times the number.
+    top = torch.full_like(amax, torch.finfo(FORMATS[fmt]).max)
+    return (top / amax).clamp_max(torch.finfo(torch.float32).max)
 
 
 def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:

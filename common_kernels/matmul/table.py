@@ -25,6 +25,7 @@ import torch
 from common_kernels.masks import nm_mask
 from common_kernels.matmul.cusparselt import CuSparseLtError, Plan, Problem, version
 from common_kernels.prepare import naive_blob
+from common_kernels.prepare.fp8 import rescale_, scaled_linear
 
 SHIPPED = Path(__file__).with_name("measured.json")
 
@@ -123,13 +124,25 @@ class Trial:
         return True
 
     def sparse_ms(self, algorithm: int) -> float:
+        """Of FP8 with the rescaling that follows."""
         plan = Plan(self.problem, algorithm, self.device)
-        return replay_ms(lambda i: plan.run(self.blob, self.dense[i], self.out, self.bias))
+        one = torch.ones((), device=self.out.device)
+
+        def call(i: int) -> None:
+            plan.run(self.blob, self.dense[i], self.out, self.bias)
+            if self.problem.dtype.itemsize == 1:
+                rescale_(self.out, one, one)
+
+        return replay_ms(call)
 
     def dense_ms(self) -> float:
-        """In bf16 if the problem is in a type that dense products do not take as it is."""
-        wide = self.problem.dtype.itemsize > 1
-        a, *dense = (t if wide else t.to(torch.bfloat16) for t in (self.a, *self.dense))
+        """Of FP8 too where cuBLAS has such a product, else in bf16."""
+        p, one = self.problem, torch.ones((), device=self.out.device)
+        if p.dtype is torch.float8_e4m3fn and p.dense_transposed and p.result_transposed:
+            return replay_ms(lambda i: scaled_linear(self.dense[i], self.a, one, one))
+        a, *dense = (
+            t.to(torch.bfloat16) if p.dtype.itemsize == 1 else t for t in (self.a, *self.dense)
+        )
         return replay_ms(lambda i: self.product(a, dense[i]))
 
 

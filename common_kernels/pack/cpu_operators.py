@@ -3,7 +3,8 @@
 With them its `SparseSemiStructuredTensor`, and code that was written for it, runs without a GPU:
 slowly, to be tested. The formats are those of torch's own kernels, with one exception: blobs of
 cuSPARSELt are in the order of compute capability 9.0, those of `_sparse_semi_structured_tile` with
-use_cutlass=False included (its kernel writes the order of 8.0 wherever it runs).
+use_cutlass=False included (its kernel writes the order of 8.0 wherever it runs). Matrices that a
+layout of ours cannot hold are refused, where torch would pad some of them.
 """
 
 from typing import Any

@@ -7,6 +7,8 @@ r5, r0, r1, r2, g1) of its block; of one-byte types it collects (g0, r3, g3) and
 r0, r1, r2, g1, g2). See naive.cusparselt_sm90_order.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.masks import naive as masks
 from common_kernels.masks.kernel import best_place
 from common_kernels.mvue.kernel import sample, uniform
+from common_kernels.pack.naive import choose
 from common_kernels.soft_threshold.kernel import less, threshold
 
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
@@ -195,64 +198,99 @@ def pack_both(
     launch(
         pack_both_kernel, rows // 64 * (columns // 64), w.device,
         w, w if mask is None else mask.view(torch.uint8),
-        masks.half_words(w.device),
+        pattern_nibbles(w.device),
         *parts[0], *parts[1], rows, columns, SEARCH=mask is None,
     )  # fmt: skip
     return blobs
 
 
+@functools.cache
+def pattern_nibbles(device: torch.device) -> torch.Tensor:
+    """`[1296]` int32, in the order of masks.half_words: the nibbles of a pattern's rows, the first
+    lowest, then those of its columns."""
+    bools = masks.half_words(torch.device("cpu")).view(torch.bool).view(-1, 4, 4)
+    positions = choose(torch.cat([bools, bools.transpose(1, 2)], 1))
+    nibbles = positions[..., 0] | positions[..., 1] << 2
+    return (nibbles << 4 * torch.arange(8)).sum(1).to(torch.int32).to(device)
+
+
 @triton.jit
-def load_row(base, row, columns, first, GROUPS: tl.constexpr):
-    """Row `row` of each tile: four `[16, GROUPS]`."""
-    r = row + 4 * tl.arange(0, 16)[:, None]
-    # Four entries to a thread, not the eight that 16 bytes hold: the tiles then stay where they
-    # are when their patterns are looked up, one to a thread.
-    column = tl.max_contiguous(tl.arange(0, 4 * GROUPS), 4)
-    entries = tl.load(base + r * columns + first + column[None, :])
-    return take_apart(entries, 16, GROUPS)
+def load_row(base, row, columns, first):
+    """Row `row` of each of 16 x 16 tiles: four `[256]`."""
+    at = tl.arange(0, 1024)
+    # Four entries to a thread, not the eight that 16 bytes may hold: a tile then stays in the
+    # thread that looks its pattern up.
+    at = (row + 4 * (at // 64)) * columns + first + tl.max_contiguous(at % 64, 4)
+    even, odd = tl.split(tl.reshape(tl.load(base + at), [256, 2, 2]))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    return a0, a1, a2, a3
 
 
 @triton.jit
 def pack_both_kernel(
-    w, mask, words, values, meta, values_t, meta_t, rows, columns, SEARCH: tl.constexpr
+    w, mask, patterns, values, meta, values_t, meta_t, rows, columns, SEARCH: tl.constexpr
 ):
-    """64 x 64 entries: 16 x 16 tiles, a tile to a thread or two."""
+    """64 x 64 entries: 16 x 16 tiles, two to a thread."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
     a = (
-        load_row(w, top, columns, left, 16),
-        load_row(w, top + 1, columns, left, 16),
-        load_row(w, top + 2, columns, left, 16),
-        load_row(w, top + 3, columns, left, 16),
+        load_row(w, top, columns, left),
+        load_row(w, top + 1, columns, left),
+        load_row(w, top + 2, columns, left),
+        load_row(w, top + 3, columns, left),
     )
+    pairs, nibbles, pairs_t, nibbles_t = (), (), (), ()
     if SEARCH:
-        place = best_place(a[0], a[1], a[2], a[3])
-        k = (
-            load_pattern(words, place, 0), load_pattern(words, place, 1),
-            load_pattern(words, place, 2), load_pattern(words, place, 3),
-        )  # fmt: skip
+        pattern = tl.load(patterns + best_place(a[0], a[1], a[2], a[3]))
+        for i in tl.static_range(4):
+            nibble = pattern >> 4 * i & 15
+            pairs += (entries_at(a[i][0], a[i][1], a[i][2], a[i][3], nibble),)
+            nibbles += (nibble,)
+            nibble = pattern >> 16 + 4 * i & 15
+            pairs_t += (entries_at(a[0][i], a[1][i], a[2][i], a[3][i], nibble),)
+            nibbles_t += (nibble,)
     else:
         k = (
-            bools(load_row(mask, top, columns, left, 16)),
-            bools(load_row(mask, top + 1, columns, left, 16)),
-            bools(load_row(mask, top + 2, columns, left, 16)),
-            bools(load_row(mask, top + 3, columns, left, 16)),
+            bools(load_row(mask, top, columns, left)),
+            bools(load_row(mask, top + 1, columns, left)),
+            bools(load_row(mask, top + 2, columns, left)),
+            bools(load_row(mask, top + 3, columns, left)),
         )
-    for i in tl.static_range(4):
-        row, row_k = a[i], k[i]
-        pairs, nibbles = entries_stored(row[0], row[1], row[2], row[3], row_k)
-        at = (top + i + 4 * tl.arange(0, 16)[:, None]) * (columns // 2) + left // 2
-        packed = cast(tl.reshape(pairs, [16, 32]), values.dtype.element_ty)
-        tl.store(values + at + tl.arange(0, 32)[None, :], packed)
-        store_tile_meta(meta, nibbles, i, top // 64, left // 4, columns)
+        for i in tl.static_range(4):
+            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
+            pairs += (pair,)
+            nibbles += (nibble,)
+            column_k = (k[0][i], k[1][i], k[2][i], k[3][i])
+            pair, nibble = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
+            pairs_t += (pair,)
+            nibbles_t += (nibble,)
+    pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
+    store_tiles(values, meta, pair, nibble, top, left, columns)
+    pair, nibble = tl.permute(stack(pairs_t), 1, 3, 0, 2), tl.permute(stack(nibbles_t), 1, 3, 0, 2)
+    store_tiles(values_t, meta_t, pair, nibble, left, top, rows)
 
-        column_k = (k[0][i], k[1][i], k[2][i], k[3][i])
-        pairs, nibbles = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
-        at = (left + i + 4 * tl.arange(0, 16)[:, None]) * (rows // 2) + top // 2
-        pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [16, 32])
-        tl.store(values_t + at + tl.arange(0, 32)[None, :], cast(pairs, values.dtype.element_ty))
-        store_tile_meta(meta_t, tl.trans(nibbles), i, left // 64, top // 4, rows)
+
+@triton.jit
+def stack(tiles):
+    """What four `[256, ...]` hold of the four rows, or columns, of each tile: `[16 tile rows, 16
+    tile columns, 1 or 2, 4]`."""
+    joined = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+    return tl.reshape(joined, [16, 16, joined.numel // 1024, 4])
+
+
+@triton.jit
+def store_tiles(values, meta, pairs, nibbles, top, left, columns):
+    """pairs: `[16 tile rows, 4, 16 tile columns, 2]`, nibbles: likewise with 1, of the 64 x 64
+    entries from (top, left) on of a matrix with `columns` columns.
+
+    All that is stored together changes threads together: each change waits for all warps.
+    """
+    r = top + tl.arange(0, 64)[:, None]
+    at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
+    tl.store(values + at, cast(tl.reshape(pairs, [64, 32]), values.dtype.element_ty))
+    store_meta(meta, tl.reshape(nibbles, [64, 16]), top // 64, left // 4, columns, False, 16)
 
 
 @triton.jit
@@ -261,9 +299,11 @@ def bools(row):
 
 
 @triton.jit
-def load_pattern(words, place, row: tl.constexpr):
-    word = tl.load(words + 4 * place + row)
-    return word & 1 != 0, word & (1 << 8) != 0, word & (1 << 16) != 0, word & (1 << 24) != 0
+def entries_at(a0, a1, a2, a3, nibble):
+    """The two entries that a nibble names, joined in the last dim."""
+    one = tl.where(nibble & 1 != 0, a1, tl.where(nibble & 2 != 0, a2, a0))
+    other = tl.where(nibble & 8 != 0, tl.where(nibble & 4 != 0, a3, a2), a1)
+    return tl.join(one, other)
 
 
 @triton.jit
@@ -276,22 +316,6 @@ def entries_stored(a0, a1, a2, a3, k):
     return pairs, first | second << 2
 
 
-@triton.jit
-def store_tile_meta(meta, nibbles, i, stripe, first_group, columns):
-    """Metadata words that the rows 4 t + i of a stripe have in 16 groups. nibbles: `[16 t, 16]`."""
-    t = tl.arange(0, 16)[:, None]
-    g = tl.arange(0, 16)[None, :]
-    parts = nibbles << (4 * (t >> 1 & 1) + 8 * (g >> 2 & 1) + 16 * (g & 1))
-    parts = tl.reshape(parts, [4, 2, 2, 2, 2, 2, 2])  # [r4 r5, r3, r2, block, g2, g1, g0]
-    words = tl.sum(tl.sum(tl.sum(parts, 6), 4), 1)
-    inside = (
-        16 * tl.arange(0, 4)[:, None, None, None] + 8 * tl.arange(0, 2)[None, :, None, None]
-        + 64 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 2)[None, None, None, :]
-    )  # fmt: skip
-    start = stripe * (columns // 32) * 64 + first_group // 8 * 64 + 2 * i
-    tl.store(meta + start + inside, words)
-
-
 def pack_sample(
     dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int = 1
 ) -> torch.Tensor:
@@ -301,10 +325,10 @@ def pack_sample(
     offset a multiple of 4 (as it is where it counts whole micro-batches). 16-bit types.
     """
     tokens, out = dy.shape
-    if tokens % 16 or out % 64 or dtype.itemsize != 2:
-        raise ValueError(
-            f"dy {tuple(dy.shape)} to {dtype}: it must be [16 a, 64 b], and the type of 16 bits"
-        )
+    if tokens % 16 or out % 64:
+        raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
+    if dtype.itemsize != 2:
+        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
     width = tokens // 2 + 2 * triton.cdiv(tokens, 32)
     blob = torch.empty(out, width, dtype=dtype, device=dy.device)
     half = tokens * out // 2

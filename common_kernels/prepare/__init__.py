@@ -218,7 +218,11 @@ def naive_blob(pruned: Tensor, kept: Tensor) -> Tensor:
 
 def fill_up(x: Tensor, rows: int) -> Tensor:
     """x [n, k] with as many rows of zeros more; x itself, and no copy, for none."""
-    return F.pad(x, (0, 0, 0, rows)) if rows else x
+    if not rows:
+        return x
+    bytes_alone = x.element_size() == 1  # FP8 cannot be padded as such
+    padded = F.pad(x.view(torch.uint8) if bytes_alone else x, (0, 0, 0, rows))
+    return padded.view(x.dtype)
 
 
 def _write(blob: Tensor, pruned: Tensor, kept: Tensor) -> None:

@@ -1,0 +1,225 @@
+"""Operands of FP8 products on the GPU's FP8 units: codes, codes of the transpose, packed codes.
+
+One scale for a whole tensor, as in `quantize_fp8`: codes are about x * scale. A product of codes is
+therefore rescaled, by the library where that can do it (`torch._scaled_mm`), else by `rescale_`.
+"""
+
+import torch
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.fp8 import naive as fp8
+from common_kernels.masks import nm_mask
+from common_kernels.mvue import mvue24
+from common_kernels.prepare import MULTIPLE, fill_up, naive_blob
+from common_kernels.soft_threshold import soft_threshold24
+
+NAMES = {dtype: name for name, dtype in fp8.FORMATS.items()}
+
+
+def quantize_both(
+    x: Tensor, fmt: str, fmt_transposed: str, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of x [n, k] in `fmt`, codes of x^T [k, n up to a multiple of 64] in `fmt_transposed`,
+    and the scale of each, with one search for the largest magnitude and one read for the codes.
+
+    The columns of x^T beyond n are zeros.
+    """
+    checks.float_tensor(x)
+    for name in (fmt, fmt_transposed):
+        if name not in fp8.FORMATS:
+            raise ValueError(f"unknown format {name!r}: choose one of {', '.join(fp8.FORMATS)}")
+    if x.ndim != 2:
+        raise ValueError(f"x must have two dims, not shape {tuple(x.shape)}")
+    name = backends.resolve(x.device, backend)
+    codes, transposed, scales = torch.ops.sparse24.quantize_both(x, fmt, fmt_transposed, name)
+    return codes, transposed, *scales.unbind()
+
+
+@torch.library.custom_op("sparse24::quantize_both", mutates_args=())
+def _quantize_both(
+    x: Tensor, fmt: str, fmt_transposed: str, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "triton" and x.numel():
+        from common_kernels.prepare import fp8_kernel
+
+        return fp8_kernel.quantize_both(x.contiguous(), fmt, fmt_transposed)
+    codes, scale = fp8.quantize_fp8(x.contiguous(), fmt)
+    transposed, scale_transposed = fp8.quantize_fp8(x, fmt_transposed)
+    transposed = fill_up(transposed, -len(x) % MULTIPLE).t().contiguous()
+    scales = torch.stack([scale, scale_transposed])
+    return codes, transposed, scales
+
+
+@_quantize_both.register_fake
+def _(x, fmt, fmt_transposed, backend):
+    rows = (x.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    return (
+        x.new_empty(x.shape, dtype=fp8.FORMATS[fmt]),
+        x.new_empty((x.shape[1], rows), dtype=fp8.FORMATS[fmt_transposed]),
+        x.new_empty(2, dtype=torch.float32),
+    )
+
+
+def project_quantize24_(
+    blob: Tensor | None,
+    codes: Tensor | None,
+    transposed: Tensor,
+    scales: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write the codes of P = beta * soft_threshold24(w), w [rows, columns]: packed, dense, and of
+    P^T.
+
+    Args:
+        blob: `empty_blob` of P, or None. codes: [rows, columns], of the same dtype, or None.
+        transposed: [columns, rows], of another FP8 dtype or the same.
+        scales: fp32 [2], receives those of P and of P^T. beta: fp32 [].
+    """
+    checks.float_tensor(w, "w")
+    name = backends.resolve(w.device, backend)
+    torch.ops.sparse24.project_quantize24_(blob, codes, transposed, scales, w, beta, name)
+
+
+@torch.library.custom_op(
+    "sparse24::project_quantize24_", mutates_args=("blob", "codes", "transposed", "scales")
+)
+def _project_quantize24_(
+    blob: Tensor | None,
+    codes: Tensor | None,
+    transposed: Tensor,
+    scales: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    backend: str,
+) -> None:
+    # Under the interpreter codes cannot be stored as such.
+    if backend == "triton" and not backends.interpreted():
+        from common_kernels.prepare import fp8_kernel
+
+        fp8_kernel.project_quantize24_(blob, codes, transposed, scales, w, beta)
+        return
+    projected = soft_threshold24(w).float() * beta
+    target = codes if blob is None else blob
+    if target is not None:
+        own, scales[0] = fp8.quantize_fp8(projected, NAMES[target.dtype])
+        if codes is not None:
+            codes.copy_(own)
+        if blob is not None:
+            blob.copy_(naive_blob(own, nm_mask(w)))
+    other, scales[1] = fp8.quantize_fp8(projected, NAMES[transposed.dtype])
+    transposed.copy_(other.t())
+
+
+@_project_quantize24_.register_fake
+def _(blob, codes, transposed, scales, w, beta, backend):
+    return None
+
+
+def quantize_and_sample(
+    dy: Tensor, key: Tensor, stride: int, fmt: str, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of dy [tokens, out], the blob of its transposed sample in codes, and the scale of dy.
+
+    The sample is mvue24(dy, key[0], key[1] * stride, dim=0), tokens filled up with zeros to a
+    multiple of 64. An entry of it is at most twice the largest of dy, so half of dy's scale serves
+    it: no second search for a largest magnitude.
+
+    Args:
+        key: int64 [2]; key[1] * stride must be a multiple of 4.
+    """
+    checks.float_tensor(dy, "dy")
+    if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
+        raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
+    name = backends.resolve(dy.device, backend)
+    return torch.ops.sparse24.quantize_and_sample(dy, key, stride, fmt, name)
+
+
+@torch.library.custom_op("sparse24::quantize_and_sample", mutates_args=())
+def _quantize_and_sample(
+    dy: Tensor, key: Tensor, stride: int, fmt: str, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "triton" and dy.numel():
+        from common_kernels.prepare import fp8_kernel
+
+        return fp8_kernel.quantize_and_sample(dy.contiguous(), key, stride, fmt)
+    codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt)
+    sample = mvue24(fill_up(dy, -len(dy) % MULTIPLE).float(), key[0], key[1] * stride, dim=0)
+    top = torch.finfo(fp8.FORMATS[fmt]).max
+    sample = sample.t().contiguous()
+    blob = naive_blob((sample * (0.5 * scale)).clamp_(-top, top).to(codes.dtype), sample != 0)
+    return codes, blob, scale
+
+
+@_quantize_and_sample.register_fake
+def _(dy, key, stride, fmt, backend):
+    tokens = (dy.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    dtype = fp8.FORMATS[fmt]
+    return (
+        dy.new_empty(dy.shape, dtype=dtype),
+        dy.new_empty((dy.shape[1], tokens * 5 // 8), dtype=dtype),
+        dy.new_empty((), dtype=torch.float32),
+    )
+
+
+def rescale_(
+    y: Tensor,
+    scale: Tensor,
+    other: Tensor,
+    factor: float = 1.0,
+    bias: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """y [rows, columns] * factor / (scale * other) + bias [columns], in place, in fp32, rounded
+    once. scale, other: fp32 []. Returns y."""
+    checks.float_tensor(y, "y")
+    name = backends.resolve(y.device, backend)
+    torch.ops.sparse24.rescale_(y, scale, other, factor, bias, name)
+    return y
+
+
+@torch.library.custom_op("sparse24::rescale_", mutates_args=("y",))
+def _rescale_(
+    y: Tensor, scale: Tensor, other: Tensor, factor: float, bias: Tensor | None, backend: str
+) -> None:
+    if backend == "triton" and y.numel() and y.is_contiguous():
+        from common_kernels.prepare import fp8_kernel
+
+        fp8_kernel.rescale_(y, scale, other, factor, bias)
+        return
+    result = y.float() * (factor / (scale * other))
+    y.copy_(result if bias is None else result + bias.float())
+
+
+@_rescale_.register_fake
+def _(y, scale, other, factor, bias, backend):
+    return None
+
+
+def scaled_linear(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x [n, k] w^T [k, m] / (x_scale * w_scale) + bias [m] -> bf16 [n, m], x and w being codes.
+
+    cuBLAS takes e5m2 in at most one of them; n, k and m are multiples of 16 there (n is filled up).
+    On a CPU the product is that of the codes in fp32.
+    """
+    if x.device.type == "cpu":
+        y = x.float() @ w.float().t() / (x_scale * w_scale)
+        return (y if bias is None else y + bias).to(torch.bfloat16)
+    rows = len(x)
+    y = torch._scaled_mm(
+        fill_up(x, -rows % 16),
+        w.t(),
+        x_scale.reciprocal(),
+        w_scale.reciprocal(),
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=torch.float8_e5m2 not in (x.dtype, w.dtype),
+    )
+    return y[:rows]

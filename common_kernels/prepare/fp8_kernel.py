@@ -1,0 +1,280 @@
+"""FP8 operands in Triton, bit for bit those of fp8.py's naive paths (except `rescale_`, whose
+factor may differ in its last bit)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common_kernels import backend
+from common_kernels.fp8.kernel import BLOCK, amax_kernel, rounded, scale_from
+from common_kernels.fp8.naive import FORMATS
+from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
+from common_kernels.mvue.kernel import sample, uniform
+from common_kernels.pack.kernel import entries_stored, store_meta, take_apart
+from common_kernels.soft_threshold.kernel import less, threshold
+
+TILE = 64
+
+
+def constants(fmt: str) -> tuple[float, int, int]:
+    """Largest code, bits of the smallest normal number, and what lifts an exponent to the number
+    that rounds: see fp8.kernel.rounded."""
+    info = torch.finfo(FORMATS[fmt])
+    mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
+    smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
+    return info.max, int(smallest), (23 - mantissa << 23) + (1 << 22)
+
+
+def codes_like(shape: tuple[int, ...], fmt: str, device: torch.device) -> torch.Tensor:
+    """The interpreter casts to FP8 wrongly: codes are stored in fp32 there."""
+    dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    amax = torch.zeros((), dtype=torch.int32, device=x.device)
+    launch(
+        amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, amax, x.numel(), BLOCK=BLOCK
+    )  # fmt: skip
+    return amax
+
+
+def quantize_both(
+    x: torch.Tensor, fmt: str, fmt_transposed: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    padded = triton.cdiv(rows, TILE) * TILE
+    codes = codes_like((rows, columns), fmt, x.device)
+    transposed = codes_like((columns, padded), fmt_transposed, x.device)
+    scales = torch.empty(2, device=x.device)
+    launch(
+        quantize_both_kernel, padded // TILE * triton.cdiv(columns, TILE), x.device,
+        x, codes, transposed, largest(x), scales, rows, columns, padded,
+        *constants(fmt), *constants(fmt_transposed), TILE=TILE,
+    )  # fmt: skip
+    return codes.to(FORMATS[fmt]), transposed.to(FORMATS[fmt_transposed]), scales
+
+
+@triton.jit
+def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+    """Scaled numbers as codes, in fp32; a negative number that vanishes is -0.0."""
+    code = rounded(y, TOP, SMALLEST, LIFT)
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_both_kernel(
+    x, codes, transposed, amax, scales, rows, columns, padded,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    bits = tl.load(amax)
+    scale, scale_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
+    if tl.program_id(0) == 0:
+        tl.store(scales, scale)
+        tl.store(scales + 1, scale_t)
+    across = tl.cdiv(columns, TILE)
+    r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    at = r[:, None] * columns + c[None, :]
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    code = encode(values * scale, TOP, SMALLEST, LIFT)
+    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+    code = tl.trans(encode(values * scale_t, TOP_T, SMALLEST_T, LIFT_T))
+    at = c[:, None] * padded + r[None, :]
+    tl.store(transposed + at, code.to(transposed.dtype.element_ty), mask=(c < columns)[:, None])
+
+
+def project_quantize24_(
+    blob: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    transposed: torch.Tensor,
+    scales: torch.Tensor,
+    w: torch.Tensor,
+    beta: torch.Tensor,
+) -> None:
+    rows, columns = w.shape
+    amax = torch.zeros((), dtype=torch.int32, device=w.device)
+    size = w.numel() // 4
+    launch(
+        projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, amax, size,
+        BLOCK=BLOCK // 4,
+    )  # fmt: skip
+    own = codes if blob is None else blob
+    half = rows * columns // 2
+    values = meta = scales  # not written to
+    if blob is not None:
+        values, meta = blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32)
+    formats = {dtype: name for name, dtype in FORMATS.items()}
+    launch(
+        project_kernel, rows // TILE * (columns // TILE), w.device,
+        w, beta, amax, values, meta, scales if codes is None else codes, transposed, scales,
+        rows, columns,
+        *constants(formats[transposed.dtype if own is None else own.dtype]),
+        *constants(formats[transposed.dtype]),
+        PACKED=blob is not None, CODES=codes is not None, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def project(a0, a1, a2, a3, beta, dtype: tl.constexpr):
+    """beta * soft_threshold24, each step rounded as the operators round it."""
+    m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
+    t = threshold(m0, m1, m2, m3, 0.0, False)
+    return (
+        cast(less(a0, t), dtype).to(tl.float32) * beta,
+        cast(less(a1, t), dtype).to(tl.float32) * beta,
+        cast(less(a2, t), dtype).to(tl.float32) * beta,
+        cast(less(a3, t), dtype).to(tl.float32) * beta,
+    )
+
+
+@triton.jit
+def projected_amax_kernel(w, beta, amax, size, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    a0, a1, a2, a3 = load_groups(w, start, size, 1, BLOCK, True)
+    p0, p1, p2, p3 = project(
+        a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32),
+        tl.load(beta), w.dtype.element_ty,
+    )  # fmt: skip
+    bits = tl.maximum(
+        tl.maximum(magnitude(p0), magnitude(p1)), tl.maximum(magnitude(p2), magnitude(p3))
+    )
+    tl.atomic_max(amax, tl.max(bits, 0))
+
+
+@triton.jit
+def project_kernel(
+    w, beta, amax, values, meta, codes, transposed, scales, rows, columns,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
+    PACKED: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """64 x 64 entries."""
+    bits = tl.load(amax)
+    s, s_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
+    if tl.program_id(0) == 0:
+        tl.store(scales, s)
+        tl.store(scales + 1, s_t)
+    across = columns // 64
+    top = (tl.program_id(0) // across).to(tl.int64) * 64
+    left = (tl.program_id(0) % across).to(tl.int64) * 64
+    r, c = top + tl.arange(0, 64), left + tl.arange(0, 64)
+    at = r[:, None] * columns + c[None, :]
+    a0, a1, a2, a3 = take_apart(tl.load(w + at), 64, 16)
+    a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
+    p0, p1, p2, p3 = project(a0, a1, a2, a3, tl.load(beta), w.dtype.element_ty)
+    if PACKED:
+        k = keep24(magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3))
+        pairs, nibbles = entries_stored(p0, p1, p2, p3, k)
+        pairs = tl.reshape(encode(pairs * s, TOP, SMALLEST, LIFT), [64, 32])
+        place = left // 2 + tl.arange(0, 32)
+        tl.store(
+            values + r[:, None] * (columns // 2) + place[None, :],
+            pairs.to(values.dtype.element_ty),
+        )
+        store_meta(meta, nibbles, top // 64, left // 4, columns, True, 16)
+    p = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [64, 64])
+    if CODES:
+        tl.store(codes + at, encode(p * s, TOP, SMALLEST, LIFT).to(codes.dtype.element_ty))
+    code = tl.trans(encode(p * s_t, TOP_T, SMALLEST_T, LIFT_T))
+    tl.store(transposed + c[:, None] * rows + r[None, :], code.to(transposed.dtype.element_ty))
+
+
+def quantize_and_sample(
+    dy: torch.Tensor, key: torch.Tensor, stride: int, fmt: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, out = dy.shape
+    padded = triton.cdiv(tokens, TILE) * TILE
+    codes = codes_like((tokens, out), fmt, dy.device)
+    half = padded * out // 2
+    values = codes_like((half,), fmt, dy.device)
+    meta = torch.empty(half // 16, dtype=torch.int32, device=dy.device)
+    if not backend.interpreted():  # one buffer, nothing to be copied afterwards
+        blob = torch.empty(out, padded * 5 // 8, dtype=FORMATS[fmt], device=dy.device)
+        values, meta = blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32)
+    scale = torch.empty((), device=dy.device)
+    launch(
+        quantize_and_sample_kernel, padded // TILE * (out // TILE), dy.device,
+        dy, key, stride, codes, values, meta, largest(dy), scale, tokens, padded, out,
+        *constants(fmt),
+    )  # fmt: skip
+    if backend.interpreted():
+        parts = (values.to(FORMATS[fmt]).view(torch.uint8), meta.view(torch.uint8))
+        blob = torch.cat(parts).view(FORMATS[fmt]).view(out, -1)
+    return codes.to(FORMATS[fmt]), blob, scale
+
+
+@triton.jit
+def quantize_and_sample_kernel(
+    dy, key, stride, codes, values, meta, amax, scale, tokens, padded, out,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """64 tokens of 64 features: 16 groups each; as pack.kernel.sample_kernel, in codes."""
+    s = scale_from(tl.load(amax), TOP)
+    if tl.program_id(0) == 0:
+        tl.store(scale, s)
+    seed, offset = tl.load(key), tl.load(key + 1) * stride
+    across = out // 64
+    token = (tl.program_id(0) // across).to(tl.int64) * 64
+    feature = (tl.program_id(0) % across).to(tl.int64) * 64
+    group = token // 4 + tl.arange(0, 16)[:, None]
+    column = feature + tl.arange(0, 64)[None, :]
+    x0 = load_and_encode(dy, codes, 4 * group, column, tokens, out, s, TOP, SMALLEST, LIFT)
+    x1 = load_and_encode(dy, codes, 4 * group + 1, column, tokens, out, s, TOP, SMALLEST, LIFT)
+    x2 = load_and_encode(dy, codes, 4 * group + 2, column, tokens, out, s, TOP, SMALLEST, LIFT)
+    x3 = load_and_encode(dy, codes, 4 * group + 3, column, tokens, out, s, TOP, SMALLEST, LIFT)
+    # Four neighbouring features share a counter.
+    counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
+    w0, w1, w2, w3 = tl.randint4x(seed, counters)
+    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
+    y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
+    pairs, nibbles = entries_stored(y0, y1, y2, y3, (y0 != 0, y1 != 0, y2 != 0, y3 != 0))
+    pairs = encode(pairs * (0.5 * s), TOP, SMALLEST, LIFT)
+    place = token // 2 + tl.arange(0, 32)[None, :]
+    row = (feature + tl.arange(0, 64)[:, None]) * (padded // 2)
+    pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])
+    tl.store(values + row + place, pairs.to(values.dtype.element_ty))
+    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, padded, True, 16)
+
+
+@triton.jit
+def load_and_encode(
+    dy, codes, row, column, tokens, out, s,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    at, inside = row * out + column, (row < tokens) & (column < out)
+    x = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
+    code = encode(x * s, TOP, SMALLEST, LIFT)
+    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+    return x
+
+
+def rescale_(
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    other: torch.Tensor,
+    factor: float,
+    bias: torch.Tensor | None,
+) -> None:
+    launch(
+        rescale_kernel, triton.cdiv(y.numel(), 2048), y.device, y, scale, other,
+        y if bias is None else bias, y.numel(), y.shape[-1],
+        FACTOR=factor, BIASED=bias is not None, BLOCK=2048,
+    )  # fmt: skip
+
+
+@triton.jit
+def rescale_kernel(
+    y, scale, other, bias, size, columns,
+    FACTOR: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    factor = tl.div_rn(tl.full([], FACTOR, tl.float32), tl.load(scale) * tl.load(other))
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    result = tl.load(y + at, mask=inside, other=0).to(tl.float32) * factor
+    if BIASED:
+        result += tl.load(bias + at % columns, mask=inside, other=0).to(tl.float32)
+    tl.store(y + at, cast(result, y.dtype.element_ty), mask=inside)
