@@ -1,8 +1,15 @@
 """Operators on tensors for 2:4 sparse training, ignorant of modules, models and training."""
 
-from common_kernels.compressed import compress_nm, expand_nm, pack_mask, unpack_mask
+from common_kernels.compressed import (
+    compress_nm,
+    double_prune_bits,
+    expand_nm,
+    pack_mask,
+    unpack_mask,
+)
 from common_kernels.decay import masked_decay_
 from common_kernels.fp8 import fake_fp8, quantize_fp8
+from common_kernels.glu import geglu, swiglu
 from common_kernels.lowrank import lowrank_addmm
 from common_kernels.masks import (
     check24,
@@ -12,26 +19,52 @@ from common_kernels.masks import (
     nm_mask,
     transposable_mask24,
 )
+from common_kernels.matmul import matmul24
 from common_kernels.mvue import mvue24
+from common_kernels.pack import Packed24, convert24, from_blob, pack24, unpack24
+from common_kernels.pack.bitmask import (
+    from_bitmask24,
+    swizzle_mask,
+    to_bitmask24,
+    unswizzle_mask,
+)
+from common_kernels.pack.cpu_operators import register_cpu_operators
+from common_kernels.pack.interop import from_semi_structured, to_semi_structured
 from common_kernels.philox import philox4x32
 from common_kernels.soft_threshold import soft_threshold24
 
 __all__ = [
+    "Packed24",
     "check24",
     "check_nm",
     "compress_nm",
+    "convert24",
+    "double_prune_bits",
     "double_prune_mask",
     "expand_nm",
     "fake_fp8",
     "flip_rate",
+    "from_bitmask24",
+    "from_blob",
+    "from_semi_structured",
+    "geglu",
     "lowrank_addmm",
     "masked_decay_",
+    "matmul24",
     "mvue24",
     "nm_mask",
+    "pack24",
     "pack_mask",
     "philox4x32",
     "quantize_fp8",
+    "register_cpu_operators",
     "soft_threshold24",
+    "swiglu",
+    "swizzle_mask",
+    "to_bitmask24",
+    "to_semi_structured",
     "transposable_mask24",
+    "unpack24",
     "unpack_mask",
+    "unswizzle_mask",
 ]

@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in names},
-        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "threads": torch.get_num_threads(),
         # Linux counts in KiB, macOS in bytes.
         "peak_memory_bytes": torch.cuda.max_memory_allocated()
@@ -71,7 +71,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -18,7 +18,9 @@ from .base import Method, Report, refresh
 
 __all__ = ["Method", "Report", "available", "build", "refresh"]
 
-_NOT_METHODS = {"base", "calibration", "compressed", "distillation", "gemms", "slorb", "sparsegpt"}
+_NOT_METHODS = {
+    "base", "calibration", "compressed", "distillation", "fp8_gemms", "gemms", "slorb", "sparsegpt",
+}  # fmt: skip
 
 
 def available() -> list[str]:

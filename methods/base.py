@@ -435,7 +435,7 @@ class Method:
         """Before the first micro-batch of optimizer step `step`."""
         self.micro_batch = 0
         for name, layer in self.sparse_layers.items():
-            layer.key[0] = layer_seed(self.config.seed, name, step)
+            layer.key[0].fill_(layer_seed(self.config.seed, name, step))
         if self._measures(step):
             self._masks_before = [mask.clone() for mask in self._masks()]
 
@@ -456,7 +456,7 @@ class Method:
         """Give the coming forward and backward pass random bits of their own."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for layer in self.sparse_layers.values():
-            layer.key[1] = self.micro_batch * ranks + rank
+            layer.key[1].fill_(self.micro_batch * ranks + rank)
         self.micro_batch += 1
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:

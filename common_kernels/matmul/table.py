@@ -88,7 +88,7 @@ class Trial:
 
     def __init__(self, problem: Problem, device: int) -> None:
         self.problem, self.device = problem, device
-        p, where = problem, torch.device("cuda", device)
+        p, where = problem, device_of(device)
         generator = torch.Generator(where).manual_seed(0)
         random = functools.partial(torch.randn, device=where, generator=generator)
         a = random(p.rows, p.columns)
@@ -144,6 +144,10 @@ class Trial:
             t.to(torch.bfloat16) if p.dtype.itemsize == 1 else t for t in (self.a, *self.dense)
         )
         return replay_ms(lambda i: self.product(a, dense[i]))
+
+
+def device_of(index: int) -> torch.device:
+    return torch.device("cuda", index)
 
 
 def measure(problem: Problem, device: int) -> Entry:

@@ -21,13 +21,13 @@ def choose(mask: torch.Tensor) -> torch.Tensor:
     """Positions (i0, i1) of the two entries stored for each group, `[..., 2]` int64.
 
     Of a group with fewer than two kept entries, one that is not kept is stored, as a zero: beside
-    entry 0 that is 1, beside 1 it is 2, beside 2 it is 3, beside 3 it is 2, and of an empty group
-    2 and 3. mask: bool `[..., 4]` with at most two True.
+    entry 0 and 1 that is 2, beside 2 it is 3, beside 3 it is 2, and of an empty group 2 and 3, as
+    torch's packer has it. mask: bool `[..., 4]` with at most two True.
     """
-    k0, k1, k2, k3 = mask.unbind(-1)
+    k0, k1, _, k3 = mask.unbind(-1)
     third = k3 | ~(k0 | k1)  # the last place is taken by the second of the two
     first = (~k0).long() * (1 + (~k1).long())
-    second = 1 + (k2 | ~k0 | third).long() + third.long()
+    second = 1 + (~(k0 & k1)).long() + third.long()
     return torch.stack([first, second], -1)
 
 

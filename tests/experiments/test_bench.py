@@ -1,57 +1,278 @@
+"""The benchmarks of the operators, clocks, records and tables."""
+
+import argparse
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from experiments import bench
+from experiments.bench import ops, packers, report
+from experiments.bench.__main__ import main
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import Time, in_turns, quantiles
+from experiments.errors import UserError
+
+CPU = torch.device("cpu")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Tiny weights, memory measured here rather than in a process of its own, threads restored."""
-    monkeypatch.setattr(bench, "SHAPES", ((16, 32), (8, 32)))
-    monkeypatch.setattr(bench, "LAYERS", 2)
-    monkeypatch.setattr(bench, "in_fresh_process", lambda function, *args: function(*args))
+    monkeypatch.setattr(ops, "SHAPES", ((16, 32), (8, 32)))
+    monkeypatch.setattr(ops, "LAYERS", 2)
+    monkeypatch.setattr(ops, "GPU_SHAPE", (64, 128))
+    monkeypatch.setattr(ops, "in_fresh_process", lambda function, *args: function(*args))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
 
 
+def bench(*arguments, out):
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
+    return main([*arguments, *options])
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
 def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
-    out = tmp_path / "deep" / "ops.json"
-    assert bench.main(["ops", "--threads", "1", "--repeats", "2", "--out", str(out)]) == 0
+    out, table = tmp_path / "deep" / "cpu.json", tmp_path / "cpu.md"
+    assert bench("ops", "--table", str(table), out=out) == 0
     record = json.loads(out.read_text())
-    assert (record["backend"], record["threads"], record["device"]) == ("naive", 1, "cpu")
-    assert record["weights"] == 2 * (16 * 32 + 8 * 32)
-    rows = {row["op"]: row for row in record["rows"]}
-    for name, op in bench.OPS.items():
-        row, clone = rows[name], rows[f"clone beside {name}"]
-        assert row["limit"] == op.limit and row["p20"] <= row["median"] <= row["p80"]
-        assert row["clones"] == pytest.approx(row["median"] / clone["median"])
+    benchmark = record["benchmarks"]["ops"]
+    rows = {row["name"]: row for row in benchmark["rows"]}
+    here = {name for name, op in ops.OPS.items() if not op.gpu_only}
+    assert rows.keys() == here
+    (left_out,) = benchmark["left_out"]
+    assert all(name in left_out for name in (ops.OPS.keys() - here) | packers.PACKERS.keys())
+    for name, row in rows.items():
+        assert (row["dtype"], row["shape"], row["clock"]) == ("float32", "48 x 32", "host")
+        assert row["backend"] == ("naive" if ops.OPS[name].own else "torch")
+        assert row["device"] == record["device"] and row["torch"] == torch.__version__
+        assert row["p20"] <= row["ms"] <= row["p80"]
+        clones = row["ms"] / row["peers"]["clone"]
+        assert row["figures"]["clones"] == pytest.approx(clones)
+        assert row["share"] == pytest.approx(row["limit_ms"] / row["ms"])
+        limit = ops.OPS[name].limit
+        assert row["met"] is (None if limit is None else clones <= limit)
+    # Read 48 x 32 numbers of four bytes, write a byte for each; a clone moves eight.
+    row = rows["nm_mask"]
+    assert row["bytes"] == 48 * 32 * 5
+    assert row["limit_ms"] == pytest.approx(row["peers"]["clone"] * 5 / 8)
     assert "transposable_mask24" in capsys.readouterr().out
+    assert "| nm_mask | float32 | 48 x 32 | naive |" in table.read_text()
 
 
 def test_a_red_gate_reports_no_time(small, monkeypatch, tmp_path, capsys):
     out = tmp_path / "ops.json"
-    wrong = replace(bench.OPS["nm_mask"], run=lambda w: torch.ones_like(w, dtype=torch.bool))
-    monkeypatch.setitem(bench.OPS, "nm_mask", wrong)
-    assert bench.main(["ops", "--repeats", "2", "--out", str(out)]) == 1
+    wrong = replace(ops.OPS["mvue24"], run=lambda w, *_: torch.ones_like(w))
+    monkeypatch.setitem(ops.OPS, "mvue24", wrong)
+    assert bench("ops", out=out) == 1
     captured = capsys.readouterr()
-    assert "nm_mask disagrees" in captured.err and "x clone" not in captured.out
+    assert "mvue24 disagrees" in captured.err and " ms" not in captured.out + captured.err
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", bench.OPS)
+@pytest.mark.parametrize("name", ops.OPS)
 def test_the_gate_of_every_operator_can_be_red(small, name):
-    op, w = bench.OPS[name], bench.weights(1)[0]
+    op, w = ops.OPS[name], ops.weights(1)[0]
     out = op.run(*op.prepare(w))
     assert op.agrees(w, out)
     spoiled = out.clone().flatten()
-    spoiled[0] = ~spoiled[0] if out.dtype == torch.bool else spoiled[0] + 1
+    if spoiled.dtype == torch.bool or spoiled.itemsize == 1:
+        spoiled.view(torch.uint8)[0] ^= 1
+    else:
+        spoiled[0] += 1
     assert not op.agrees(w, spoiled.view(out.shape))
 
 
-def test_bad_options_are_one_line(capsys):
-    assert bench.main(["ops", "--repeats", "1"]) == 1
-    assert "--repeats" in capsys.readouterr().err
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if op.plain])
+def test_the_plain_formulations_do_the_same_work(small, name, dtype):
+    op, w = ops.OPS[name], ops.weights(1)[0].to(dtype)
+    assert op.agrees(w, op.through(op.plain)(*op.prepare(w)))
+
+
+def test_what_a_gpu_runs_runs_here_as_well(small, monkeypatch, tmp_path):
+    """On the CPU, without a compiler; what only a GPU has is left out with its reason."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    collected = Report("ops", CPU, tmp_path / "record.json")
+    ops.on_gpu(argparse.Namespace(device=CPU, repeats=2), collected)
+    names = [(row["name"], row["dtype"]) for row in collected.rows]
+    everything = [*ops.OPS, *packers.PACKERS]
+    assert names == [(n, dtype) for dtype in ("bfloat16", "float32") for n in everything]
+    assert {"clone", "compiled", "eager"} == collected.rows[0]["peers"].keys()
+    assert any("_cslt_compress beside pack, magnitude" in text for text in collected.left_out)
+    targets = {row["name"]: row["target"] for row in collected.rows}
+    assert targets["nm_mask"] == "at least 80% of the limit"
+    assert targets["transposable_mask24"] == "at least 50% of the limit"
+    assert targets["pack both ways, exact search"] == "at least 71% of the limit"  # 1 / 1.4
+    assert targets["check24"] == ""
+
+
+def test_a_packer_that_writes_other_bytes_is_named(small, monkeypatch):
+    name = "pack both ways, given mask"
+    packer = packers.PACKERS[name]
+
+    def wrong(inputs, backend):
+        blobs = packer.run(inputs, backend)
+        return blobs if backend == "naive" else (blobs[0], torch.zeros_like(blobs[1]))
+
+    monkeypatch.setitem(packers.PACKERS, name, replace(packer, run=wrong))
+    with pytest.raises(UserError, match=f"{name} writes other bytes"):
+        packers.check(name, torch.randn(64, 64))
+
+
+# --- clocks --------------------------------------------------------------------------------------
+
+
+def test_quantiles_by_hand():
+    assert quantiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == Time(3.5, 2.0, 5.0, "host")
+
+
+def test_calls_take_turns_and_buffers_rotate():
+    seen = []
+    calls = {name: lambda i, name=name: seen.append((name, i)) for name in "ab"}
+    times = in_turns(calls, CPU, repeats=2, buffers=2)
+    assert seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 0), ("b", 0)]
+    assert times.keys() == {"a", "b"} and times["a"].clock == "host"
+
+
+@on_gpu
+def test_calls_are_captured_unless_they_wait():
+    x = torch.ones(1024, device="cuda")
+    calls = {"add": lambda i: x + i, "wait": lambda i: x.sum().item()}
+    times = in_turns(calls, torch.device("cuda"), repeats=2, buffers=2)
+    assert (times["add"].clock, times["wait"].clock) == ("graph", "events")
+
+
+@on_gpu
+def test_ops_on_a_gpu(small, tmp_path):
+    out, names = tmp_path / "gpu.json", ["nm_mask", "mvue24", "pack*"]
+    arguments = ["ops", "--device", "cuda", "--repeats", "2", "--out", str(out), "--only", *names]
+    assert main(arguments) == 0
+    rows = json.loads(out.read_text())["benchmarks"]["ops"]["rows"]
+    assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
+    assert {(row["backend"], row["clock"]) for row in rows} == {("triton", "graph")}
+
+
+# --- records, tables, figures --------------------------------------------------------------------
+
+
+def row(name="nm_mask", ms=2.0, **fields):
+    return Row(name, "bfloat16", "8 x 8", "triton", Time(ms, 1.5, 2.5, "graph"), **fields)
+
+
+def test_rows_of_several_runs_stand_in_one_record(tmp_path):
+    """--only replaces the rows that it ran; a whole run leaves none of an earlier one."""
+    out = tmp_path / "record.json"
+
+    def run(*rows, benchmark="ops", **options):
+        collected = Report(benchmark, CPU, out, **options)
+        for r in rows:
+            collected.add(r)
+        collected.finish()
+        found = json.loads(out.read_text())["benchmarks"]
+        return {name: [(r["name"], r["ms"]) for r in b["rows"]] for name, b in found.items()}
+
+    assert run(row("a"), row("b")) == {"ops": [("a", 2.0), ("b", 2.0)]}
+    assert run(row("b", 3.0), only=["b"]) == {"ops": [("a", 2.0), ("b", 3.0)]}
+    both = run(row("c"), benchmark="linear")
+    assert both == {"ops": [("a", 2.0), ("b", 3.0)], "linear": [("c", 2.0)]}
+    assert run(row("d"))["ops"] == [("d", 2.0)]
+
+
+def test_a_run_that_is_cut_keeps_its_rows_and_the_old_ones(tmp_path):
+    out = tmp_path / "record.json"
+    first = Report("ops", CPU, out)
+    first.add(row("a"))
+    first.add(row("b"))
+    first.finish()
+    second = Report("ops", CPU, out)
+    second.add(row("a", 5.0))  # and no more
+    rows = json.loads(out.read_text())["benchmarks"]["ops"]["rows"]
+    assert [(r["name"], r["ms"]) for r in rows] == [("a", 5.0), ("b", 2.0)]
+
+
+def test_a_record_of_another_device_is_refused(tmp_path):
+    out = tmp_path / "record.json"
+    out.write_text(json.dumps({"device": "Abacus", "benchmarks": {}}))
+    with pytest.raises(UserError, match=r"Abacus.*--out"):
+        Report("ops", CPU, out)
+
+
+def test_the_table_is_made_from_the_record():
+    environment = {
+        "torch": "2.11", "triton": "3.6", "cuda": "13.0", "cusparselt": 800,
+        "revision": "0123456789abcdef", "modified": True,
+    }  # fmt: skip
+    rows = [
+        row(
+            peers={"clone": 1.0, "eager": 20.0},
+            limit_ms=1.0,
+            figures={"GB/s": 4321.0},
+            target="at least 80% of the limit",
+            met=False,
+        ),
+        Row("dense", "bfloat16", "8 x 8", "dense", figures={"peak MiB": 2.5}),
+    ]
+    rows = [{**report.flat(r), **environment} for r in rows]
+    benchmarks = {"ops": {"rows": rows, "left_out": ["xformers: not installed"]}}
+    text = report.markdown({"device": "H200", "benchmarks": benchmarks})
+    lines = text.splitlines()
+    assert lines[0] == "# Benchmarks on H200"
+    assert "torch 2.11, triton 3.6, CUDA 13.0, cuSPARSELt 800, 0123456789ab modified" in lines
+    table = [line for line in lines if line.startswith("|")]
+    assert table == [
+        "| name | dtype | shape | backend | ms | p20 | p80 | times as fast as | limit, ms | share "
+        "| figures | target |",
+        "| --- | --- | --- | --- | --: | --: | --: | --- | --: | --: | --- | --- |",
+        "| nm_mask | bfloat16 | 8 x 8 | triton | 2 | 1.5 | 2.5 | clone 0.50; eager 10.00 | 1 | 50% "
+        "| GB/s 4,321 | at least 80% of the limit: missed |",
+        "| dense | bfloat16 | 8 x 8 | dense |  |  |  |  |  |  | peak MiB 2.5 |  |",
+    ]
+    assert lines[-1] == "- xformers: not installed"
+
+
+def test_report_makes_table_and_figure(tmp_path, capsys):
+    ops_row = row(limit_ms=1.0, bytes=1e6)
+    linear = row("s_ste", peers={"dense": 3.0}, limit_ms=1.0, bytes=1e6, flops=1e9)
+    out = tmp_path / "h200.json"
+    for benchmark, r in (("ops", ops_row), ("linear", linear)):
+        collected = Report(benchmark, CPU, out)
+        collected.add(r)
+        collected.finish()
+    assert main(["report", str(out)]) == 0
+    assert "## linear" in (tmp_path / "h200.md").read_text()
+    assert (tmp_path / "h200_roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ops", "--repeats", "1"], "--repeats"),
+        (["ops", "--threads", "0"], "--threads"),
+        (["ops", "--only", "nonsense"], "matches none of: nm_mask"),
+        (["report", "nowhere.json"], "nowhere.json cannot be read"),
+        pytest.param(["linear", "--device", "cuda"], "torch sees no GPU", marks=no_gpu),
+        pytest.param(["probe"], "torch sees none here", marks=no_gpu),
+    ],
+)
+def test_bad_options_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path, capsys):
+    for text in ("not json", "[]", '{"device": "x"}'):
+        (tmp_path / "x.json").write_text(text)
+        assert main(["report", str(tmp_path / "x.json")]) == 1
+        assert "x.json" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_wgrad_is_unbiased_and_the_rest_does_not_see_the_seed():
     assert torch.allclose(draws[0][2], dy.sum(0), atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["paper", "hybrid"])
+@pytest.mark.parametrize("recipe", ["paper", "hybrid", "hopper"])
 def test_fp8_products_use_the_formats_of_the_recipe(recipe):
     x, weight, _, dy = operands()
     x.requires_grad_()
@@ -127,21 +127,22 @@ def test_fp8_products_use_the_formats_of_the_recipe(recipe):
         x,
         weight,
         fake_fp8(w, formats.forward),
-        fake_fp8(w, formats.backward),
+        fake_fp8(w, formats.dgrad),
         None,
         KEY,
         fp8=formats,
     )
     dx, dw = gradients((y * dy).sum(), x, weight)
-    backward = {"paper": "e5m2", "hybrid": "e4m3"}[recipe]
+    dgrad = {"paper": "e5m2", "hybrid": "e4m3", "hopper": "e4m3"}[recipe]
+    wgrad = {"paper": "e5m2", "hybrid": "e4m3", "hopper": "e5m2"}[recipe]
     xd = x.detach()
     dy8 = fake_fp8(dy, "e5m2")
     tolerance = {"rtol": 0, "atol": 1e-5}
     torch.testing.assert_close(
         y.detach(), fake_fp8(xd, "e4m3") @ fake_fp8(w, "e4m3").t(), **tolerance
     )
-    torch.testing.assert_close(dx, dy8 @ fake_fp8(w, backward), **tolerance)
-    torch.testing.assert_close(dw, dy8.t() @ fake_fp8(xd, backward), **tolerance)
+    torch.testing.assert_close(dx, dy8 @ fake_fp8(w, dgrad), **tolerance)
+    torch.testing.assert_close(dw, dy8.t() @ fake_fp8(xd, wgrad), **tolerance)
 
 
 def test_sampling_comes_before_fp8():

@@ -7,7 +7,6 @@ right product, and how fast they are beside the dense product of the same shape.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack.naive import cusparselt_sm90_order
+from experiments.bench.timing import in_turns
 
 aten = torch.ops.aten
 FP8 = torch.float8_e4m3fn
@@ -246,30 +246,9 @@ def sm80_order(rows: int, columns: int) -> Tensor:
 # --- time ----------------------------------------------------------------------------------------
 
 
-def milliseconds(
-    call: Callable[[int], Any], buffers: int, calls: int = 8, replays: int = 5
-) -> float:
-    """Median over replays of a CUDA graph of `calls` calls, which take the buffers in turn."""
-    calls = max(calls, buffers)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(0)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(calls):
-                call(i % buffers)
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
+def milliseconds(call: Callable[[int], Any], buffers: int, repeats: int = 5) -> float:
+    """Median time of a call on buffers in rotation."""
+    return in_turns({"call": call}, torch.device("cuda"), repeats, buffers)["call"].ms
 
 
 def bandwidth() -> dict[str, Any]:
@@ -397,7 +376,7 @@ def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
         if not e < 1e-2:
             wrong[algorithm] = e
             continue
-        times[algorithm] = milliseconds(partial(call, algorithm=algorithm), len(dense), 4, 3)
+        times[algorithm] = milliseconds(partial(call, algorithm=algorithm), len(dense), 3)
     if not times:
         return {"search": found, "wrong": wrong}
     best = min(times, key=times.__getitem__)

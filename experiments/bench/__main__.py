@@ -1,0 +1,119 @@
+"""Benchmarks: `python -m experiments.bench ops|linear|block|train|memory|probe|report`.
+
+No time is printed before everything that is to be timed has agreed with a plain formulation of it
+on the same shapes. All benchmarks of a device go into one record, from which `report` makes a table
+and a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from experiments.bench.report import (
+    Report,
+    draw_roofline,
+    environment,
+    read_record,
+    write_table,
+)
+from experiments.checkpoint import write_json
+from experiments.errors import UserError
+from experiments.results import environment as run_environment
+
+BENCHMARKS = {
+    "ops": "every operator beside a copy",
+    "linear": "forward and backward of one linear by each method, beside dense ones",
+    "block": "the same of a feed-forward block of GPT-2",
+    "train": "a whole optimizer step of GPT-2 and ViT",
+    "memory": "what a training step and a linear hold at their peak, and its parts",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        options.command(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True)
+    for name, text in BENCHMARKS.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there")
+        command.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+        command.add_argument("--repeats", type=int, default=7)
+        command.add_argument("--only", nargs="+", default=["*"], help="globs on the names of rows")
+        command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
+        command.add_argument("--table", type=Path, help="markdown of the whole record")
+        command.add_argument("--revision", help="of the code, where this is no git checkout")
+        if name != "ops":
+            command.add_argument(
+                "--matmul",
+                choices=("dense", "cusparselt", "auto"),
+                help="of the methods; default: auto on a GPU, dense elsewhere",
+            )
+        command.set_defaults(command=run, benchmark=name)
+    probe = commands.add_parser("probe", help="what this GPU and cuSPARSELt do with 2:4")
+    probe.add_argument("--out", type=Path, default=Path("runs/bench/probe.json"))
+    probe.set_defaults(command=run_probe)
+    report = commands.add_parser("report", help="RECORD.md and RECORD_roofline.png of a record")
+    report.add_argument("record", type=Path)
+    report.set_defaults(command=run_report)
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.threads < 1 or options.repeats < 2:
+        raise UserError("--threads must be at least 1 and --repeats at least 2")
+    there = torch.cuda.is_available()
+    if options.device == "cuda" and not there:
+        raise UserError("--device cuda: torch sees no GPU here; leave it out for the CPU's rows")
+    options.device = torch.device(options.device or ("cuda" if there else "cpu"))
+    torch.set_num_threads(options.threads)
+    if options.out is None:
+        device = environment(options.device, None)["device"]
+        name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())
+        options.out = Path("runs", "bench", f"{name}.json")
+    report = Report(options.benchmark, options.device, options.out, options.only, options.revision)
+    importlib.import_module(f"experiments.bench.{options.benchmark}").bench(options, report)
+    report.finish()
+    if options.table:
+        write_table(report.record, options.table)
+
+
+def run_probe(options: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():
+        raise UserError("probe asks questions of a GPU, and torch sees none here")
+    from experiments.bench import probe
+
+    header = {"bench": "probe", "environment": run_environment()}
+    probe.run(lambda record: write_json(options.out, {**header, **record}))
+    print(f"written to {options.out}")
+
+
+def run_report(options: argparse.Namespace) -> None:
+    record, path = read_record(options.record), options.record
+    table, figure = path.with_suffix(".md"), path.with_name(f"{path.stem}_roofline.png")
+    write_table(record, table)
+    draw_roofline(record, figure)
+    print(f"written to {table} and {figure}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

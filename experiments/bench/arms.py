@@ -1,0 +1,257 @@
+"""What the benchmarks of training compare: methods, and a model under one of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import methods
+from common_kernels import compress_nm, expand_nm, unpack_mask
+from experiments.bench import dense_fp8
+from experiments.bench.timing import Call, Time
+from experiments.errors import UserError
+from methods.compressed import CompressedLinear
+from methods.gemms import Products, sample_tokens
+
+PRODUCTS = ("forward", "input", "weight")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method with options. fp8: whether its products take operands in FP8."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    fp8: bool = False
+
+
+ARMS = {
+    "dense": Arm("dense"),
+    "dense fp8": Arm("dense", fp8=True),
+    "ste": Arm("ste"),
+    "semi_sparse": Arm("semi_sparse"),
+    "t_sr_ste, no mvue": Arm("t_sr_ste", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
+    "t_sr_ste": Arm("t_sr_ste", {"dense_fraction": 0.0, "alpha": 1e-4}),
+    "s_ste": Arm("s_ste"),
+    "s_ste, fp8": Arm("s_ste", {"fp8": "hopper"}, fp8=True),
+    "slope": Arm("slope"),
+}
+
+
+@dataclass
+class Converted:
+    """A model under a method. `used` says what runs its products, as the rows report it.
+
+    sparse: for each converted linear, which of its products run on packed operands.
+    """
+
+    model: nn.Module
+    method: methods.Method
+    used: str
+    sparse: dict[str, Products]
+
+    def before(self, step: int) -> None:
+        """The hooks ahead of a micro-batch."""
+        self.method.on_step_begin(step)
+        self.method.open_micro_batch()
+
+    def after(self, step: int) -> None:
+        """The hooks around the optimizer, of which there is none here."""
+        self.method.on_gradients(step)
+        self.method.on_step_end(step)
+
+    @property
+    def layers(self) -> dict[str, nn.Linear]:
+        return self.method.layers
+
+    @property
+    def searching(self) -> int:
+        """Number of a step after which all masks are chosen anew."""
+        return self.method.mask_period - 1
+
+
+def convert(
+    name: str,
+    model: nn.Module,
+    include: tuple[str, ...],
+    dtype: torch.dtype,
+    tokens: int,
+    matmul: str,
+) -> Converted:
+    """Convert the matching linears of `model`, in place.
+
+    tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`.
+    """
+    arm = ARMS[name]
+    # No measurement of flips: it waits for the GPU, and a training does it now and then.
+    method = methods.build(arm.method, include=include, measure_every=0, **arm.options)
+    method.convert(model, dtype)
+    if arm is ARMS["dense fp8"]:
+        dense_fp8.convert(method.layers.values())
+        return Converted(model, method, "scaled_mm", {})
+    if arm.method == "dense":
+        return Converted(model, method, "dense", {})
+    sparse = {} if matmul == "dense" else method.accelerate(tokens, matmul)
+    used = {used_by(products) for products in sparse.values()} or {"dense"}
+    if arm.fp8 and not any(products.fp8 for products in sparse.values()):
+        used = {"simulated"}
+    return Converted(model, method, "; ".join(sorted(used)), sparse)
+
+
+def used_by(products: Products) -> str:
+    """`cusparselt Y dX`, say: the products that run sparse, and with FP8 the others."""
+    labels = dict(zip(PRODUCTS, ("Y", "dX", "dW"), strict=True))
+    sparse = [label for product, label in labels.items() if getattr(products, product)]
+    rest = [label for label in labels.values() if label not in sparse]
+    used = [" ".join(["cusparselt", *sparse])] if sparse else []
+    if products.fp8 and rest:
+        used.append(" ".join(["fp8", *rest]))
+    return ", ".join(used) or "dense"
+
+
+def default_matmul(options: argparse.Namespace) -> str:
+    return options.matmul or ("auto" if options.device.type == "cuda" else "dense")
+
+
+class Bench:
+    """Forward, backward and hooks of a converted model on inputs in rotation.
+
+    inputs, gradients: of the model's input and output, one of each per buffer.
+    """
+
+    def __init__(
+        self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor],
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.converted, self.gradients = converted, gradients
+        self.inputs = [x.detach().requires_grad_() for x in inputs]
+        self.parameters = list(converted.model.parameters())
+        self.run = torch.compile(converted.model) if compiled else converted.model
+        self.zeros = [torch.zeros_like(p) for p in self.parameters]
+
+    def forward_backward(self, i: int) -> Tensor:
+        """The output; the gradients are left in the parameters and the input."""
+        self.inputs[i].grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        y = self.run(self.inputs[i])
+        y.backward(self.gradients[i])
+        return y.detach()
+
+    def whole(self, i: int) -> None:
+        """What a step with one micro-batch costs beside the optimizer; masks stay if they may."""
+        self.converted.before(0)
+        self.forward_backward(i)
+        self.converted.after(0)
+
+    def hooks(self, step: int) -> None:
+        for parameter, zero in zip(self.parameters, self.zeros, strict=True):
+            parameter.grad = zero
+        self.converted.before(step)
+        self.converted.after(step)
+
+    def calls(self) -> dict[str, Call]:
+        """The whole and its parts. A step that chooses masks is a part only where not all do."""
+        calls: dict[str, Call] = {
+            "whole": self.whole,
+            "products": self.forward_backward,
+            "hooks": lambda _: self.hooks(0),
+        }
+        if self.converted.searching:
+            calls["hooks, masks chosen"] = lambda _: self.hooks(self.converted.searching)
+        return calls
+
+
+def compiling() -> Any:
+    """A context in which a model is compiled or refused: the arms share their code, and beyond a
+    limit dynamo would run what it has compiled too often as it is, without a word."""
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+
+
+def parts(times: dict[str, Time]) -> dict[str, float]:
+    """What `Bench.calls` has beside the whole, as figures."""
+    return {f"{part} ms": times[part].ms for part in times if part not in ("dense", "whole")}
+
+
+# --- the gate ------------------------------------------------------------------------------------
+
+
+def expected(layer: nn.Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """y, dx and dw of one converted linear by masked dense formulas in fp32.
+
+    x [T, in], dy [T, out]; the gradient is that of `layer.weight`, or of SLoPe's values.
+    """
+    x32, dy32 = x.detach().float(), dy.float()
+    if isinstance(layer, CompressedLinear):
+        values, pattern = layer.values.detach(), layer.pattern
+        forward = layer.effective_weight().float()
+        kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
+        backward = expand_nm(kept, layer.row_mask, *pattern).float()
+        dw = compress_nm(dy32.t() @ x32, layer.row_mask, *pattern)
+        return {"y": x32 @ forward.t(), "dx": dy32 @ backward, "dw": dw}
+    if isinstance(layer, methods.base.SparseLinear):
+        weight = layer.effective_weight().float()
+        sample = sample_tokens(dy, layer.key, layer.mvue).float() if layer.mvue else dy32
+    else:
+        weight, sample = layer.weight.detach().float(), dy32
+    return {"y": x32 @ weight.t(), "dx": dy32 @ weight, "dw": sample.t() @ x32}
+
+
+def tolerance(arm: Arm, dtype: torch.dtype, summed: int) -> float:
+    """Of the relative error of a product, in norm: units of what is rounded on the way.
+
+    Three roundings to `dtype` (operand, sample, result), fp32 sums of `summed` terms, and with FP8
+    two operands in e5m2, the coarser format.
+    """
+    unit = torch.finfo(dtype).eps / 2 * 3 + math.sqrt(summed) * torch.finfo(torch.float32).eps / 2
+    return unit + (torch.finfo(torch.float8_e5m2).eps if arm.fp8 else 0.0)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    return ((value.float() - truth).norm() / truth.norm()).item()
+
+
+def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]) -> None:
+    """UserError if the products of `layer`, the whole model of `bench`, are not the expected."""
+    x, dy = bench.inputs[0], bench.gradients[0]
+    bench.converted.before(0)
+    y = bench.forward_backward(0)
+    weight = layer.values if isinstance(layer, CompressedLinear) else layer.weight
+    assert x.grad is not None and weight.grad is not None
+    got = {"y": y, "dx": x.grad, "dw": weight.grad}
+    for key, want in expected(layer, x, dy).items():
+        error, allowed = relative_error(got[key], want), tolerance(ARMS[name], x.dtype, max(shape))
+        if not error <= allowed:  # NaN is red
+            raise UserError(
+                f"{name} with products by {bench.converted.used} gives a {key} off by {error:.2g} "
+                f"(allowed {allowed:.2g}) for tokens x in x out = {shape}, {x.dtype}: no time is "
+                "reported; run `pytest tests/methods`"
+            )
+
+
+def check_same(name: str, got: list[Tensor | None], want: list[Tensor | None]) -> None:
+    """UserError if gradients of a compiled model are not those of the same model uncompiled.
+
+    Fused code rounds elsewhere, and a rounding can move what MVUE keeps: the tolerance is for
+    products that are missing or wrong, not for digits.
+    """
+    difference, size = torch.zeros(2, dtype=torch.float64)
+    for g, w in zip(got, want, strict=True):
+        if (g is None) != (w is None):
+            raise UserError(f"{name}: a parameter has a gradient only compiled or only uncompiled")
+        if g is not None and w is not None:
+            difference += (g.float() - w.float()).square().sum().cpu()
+            size += w.float().square().sum().cpu()
+    error = (difference / size).sqrt().item()
+    if not error <= 0.3:
+        raise UserError(
+            f"{name}: the gradients of the compiled model are off by {error:.2g} (allowed 0.3): "
+            "no time is reported"
+        )

@@ -1,0 +1,93 @@
+"""A feed-forward block of GPT-2 under each method: `python -m experiments.bench block`.
+
+Layer norm, two linears with GELU between them, and the residual; compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+from experiments.bench import arms, linear
+from experiments.bench.arms import ARMS, Bench
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import in_turns
+from models.gpt2 import MLP, GPTConfig
+
+NAMES = ("dense", "dense fp8", "t_sr_ste", "s_ste", "s_ste, fp8", "slope")
+# Size of GPT-2 and tokens.
+CPU_SHAPE = ("nano", 512)
+GPU_SHAPE = ("774M", 16384)
+BUFFERS = 2
+
+
+class Block(nn.Module):
+    """[T, C] -> [T, C]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
+    on_gpu = options.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    size, tokens = GPU_SHAPE if on_gpu else CPU_SHAPE
+    config = GPTConfig.of_size(size)
+    names = report.chosen(NAMES)
+    matmul = arms.default_matmul(options)
+    arguments = (config, tokens, dtype, options.device, matmul)
+    with arms.compiling():
+        dense = build("dense", *arguments)
+        built = {name: build(name, *arguments) for name in names}
+        for name in names:
+            for widths in ((config.n_embd, config.ffn_width), (config.ffn_width, config.n_embd)):
+                linear.gate(name, (tokens, *widths), dtype, options.device, matmul)
+            gate(name, built[name])
+        report.note("correctness: green")
+        for name in names:
+            report.add(measure(name, built[name], dense, dtype, options))
+
+
+def measure(
+    name: str, built: Bench, dense: Bench, dtype: torch.dtype, options: argparse.Namespace
+) -> Row:
+    """One row: the block in turns with the dense one."""
+    calls = {"dense": dense.forward_backward, **built.calls()}
+    times = in_turns(calls, options.device, options.repeats, BUFFERS)
+    tokens, width = built.inputs[0].shape
+    return Row(
+        name, "fp8" if ARMS[name].fp8 else str(dtype).removeprefix("torch."),
+        f"GPT-2, {tokens} x {width}", built.converted.used, times["whole"],
+        peers={"dense": times["dense"].ms},
+        figures=arms.parts(times),
+    )  # fmt: skip
+
+
+def build(
+    name: str, config: GPTConfig, tokens: int, dtype: torch.dtype, device: torch.device, matmul: str
+) -> Bench:
+    torch.manual_seed(0)
+    with device:
+        model = Block(config).to(dtype)
+        converted = arms.convert(name, model, ("*mlp.*",), dtype, tokens, matmul)
+        shape = (BUFFERS, tokens, config.n_embd)
+        xs, dys = (list(torch.randn(shape, dtype=dtype)) for _ in range(2))
+    return Bench(converted, xs, dys, compiled=device.type == "cuda")
+
+
+def gate(name: str, built: Bench) -> None:
+    """UserError if the compiled block's gradients are not those of the block uncompiled."""
+    found = []
+    for run in (built.converted.model, built.run):
+        built.converted.before(0)
+        built.run = run
+        built.forward_backward(0)
+        found.append([built.inputs[0].grad, *(p.grad for p in built.parameters)])
+    arms.check_same(name, found[1], found[0])

@@ -1,0 +1,177 @@
+"""One linear, forward and backward, under each method: `python -m experiments.bench linear`.
+
+A row is a step with one micro-batch: the hooks of the method (masks, packing, decay) and the three
+products. Its parts stand beside it, and the time of a dense linear. Weight, input and gradients are
+bf16 on a GPU, fp32 on a CPU. The limit is the time of the three products alone, dense; one that
+runs sparse counts half.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments.bench import arms, dense_fp8
+from experiments.bench.arms import ARMS, Bench
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import Call, Time, in_turns
+from methods.gemms import DENSE
+
+Shape = tuple[int, int, int]  # tokens, in, out
+Codes = list[tuple[torch.Tensor, torch.Tensor]]  # of a matrix and its transpose, for each buffer
+
+CPU_SHAPES: tuple[Shape, ...] = ((2048, 768, 3072),)
+GPU_SHAPES: tuple[Shape, ...] = (
+    (16384, 1280, 5120),  # GPT-2 774M
+    (16384, 5120, 1280),
+    (13008, 1024, 4096),  # ViT-L
+    (13008, 4096, 1024),
+    (8192, 4096, 14336),
+    (8192, 8192, 28672),
+)
+BUFFERS = 2
+# At most so many times a dense linear of the same shape, for `ste` on a CPU.
+CPU_LIMIT = 1.3
+# On a GPU, hooks included, for what has two or three sparse products: so many times as fast.
+AIMS = {
+    **dict.fromkeys(("semi_sparse", "t_sr_ste, no mvue", "t_sr_ste", "s_ste", "slope"), 1.2),
+    "s_ste, fp8": 2.0,
+}
+LARGEST_ONLY = ("s_ste, fp8",)
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
+    on_gpu = options.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    shapes, names = GPU_SHAPES if on_gpu else CPU_SHAPES, report.chosen(ARMS)
+    matmul = arms.default_matmul(options)
+    for shape in shapes:
+        for name in names:
+            gate(name, shape, dtype, options.device, matmul)
+        report.note(f"correctness of {shape_name(shape)}: green")
+    for shape in shapes:
+        rates = dense_products(shape, dtype, options)
+        for name in names:
+            report.add(measure(name, shape, dtype, matmul, rates, options))
+    if not on_gpu:
+        report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
+
+
+def shape_name(shape: Shape) -> str:
+    tokens, inputs, outputs = shape
+    return f"{tokens} x {inputs} -> {outputs}"
+
+
+def build(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matmul: str, buffers: int
+) -> Bench:
+    """A linear without bias under the method `name`, with inputs for it."""
+    tokens, inputs, outputs = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int, std: float = 1.0) -> torch.Tensor:
+        x = torch.empty(size, device=device).normal_(std=std, generator=generator)
+        return x.to(dtype)
+
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+    linear.weight = nn.Parameter(normal(outputs, inputs, std=0.02))
+    model = nn.Sequential(linear)
+    converted = arms.convert(name, model, ("*",), dtype, tokens, matmul)
+    xs = [normal(tokens, inputs) for _ in range(buffers)]
+    return Bench(converted, xs, [normal(tokens, outputs) for _ in range(buffers)])
+
+
+def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matmul: str) -> None:
+    """UserError if the linear's products are not those of masked dense formulas."""
+    built = build(name, shape, dtype, device, matmul, 1)
+    (layer,) = built.converted.layers.values()
+    arms.check(name, built, layer, shape)
+
+
+def dense_products(
+    shape: Shape, dtype: torch.dtype, options: argparse.Namespace
+) -> dict[torch.dtype, dict[str, float]]:
+    """Milliseconds of each of the three products, dense, in `dtype` and on a GPU in FP8."""
+    tokens, inputs, outputs = shape
+    device = options.device
+    x, dy, w = (
+        [torch.randn(size, device=device, dtype=dtype) for _ in range(BUFFERS)]
+        for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+    )
+    calls: dict[str, Call] = {
+        "forward": lambda i: F.linear(x[i], w[i]),
+        "input": lambda i: dy[i] @ w[i],
+        "weight": lambda i: dy[i].t() @ x[i],
+    }
+    times = in_turns(calls, device, options.repeats, BUFFERS)
+    rates = {dtype: {name: time.ms for name, time in times.items()}}
+    if device.type == "cuda":
+        e4m3 = dense_fp8.E4M3
+        x8, w8 = ([dense_fp8.quantize(t, e4m3)[:2] for t in ts] for ts in (x, w))
+        dy8 = [dense_fp8.quantize(t, dense_fp8.E5M2)[:2] for t in dy]
+        one = torch.ones((), device=device)
+        operands: dict[str, tuple[Codes, Codes, int, int, bool]] = {
+            "forward": (x8, w8, 0, 0, True),
+            "input": (dy8, w8, 0, 1, False),
+            "weight": (dy8, x8, 1, 1, False),
+        }
+
+        def scaled(a: Codes, b: Codes, p: int, q: int, fast: bool, i: int) -> torch.Tensor:
+            return dense_fp8.product(a[i][p], b[i][q], (one, one), dtype, fast)
+
+        calls = {name: partial(scaled, *operand) for name, operand in operands.items()}
+        times = in_turns(calls, device, options.repeats, BUFFERS)
+        rates[e4m3] = {name: time.ms for name, time in times.items()}
+    return rates
+
+
+def measure(
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    matmul: str,
+    rates: dict[torch.dtype, dict[str, float]],
+    options: argparse.Namespace,
+) -> Row:
+    """One row: the arm in turns with the dense linear."""
+    built = build(name, shape, dtype, options.device, matmul, BUFFERS)
+    dense = build("dense", shape, dtype, options.device, matmul, BUFFERS)
+    calls = {"dense": dense.forward_backward, **built.calls()}
+    times = in_turns(calls, options.device, options.repeats, BUFFERS)
+    fp8 = ARMS[name].fp8 and dense_fp8.E4M3 in rates
+    rate = rates[dense_fp8.E4M3 if fp8 else dtype]
+    products = next(iter(built.converted.sparse.values()), DENSE)
+    halves = {p: 0.5 if getattr(products, p) else 1.0 for p in arms.PRODUCTS}
+    tokens, inputs, outputs = shape
+    target, met = judge(name, shape, times, options.device.type == "cuda")
+    size = dtype.itemsize
+    return Row(
+        name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
+        built.converted.used, times["whole"],
+        peers={"dense": times["dense"].ms},
+        limit_ms=sum(halves[p] * rate[p] for p in arms.PRODUCTS),
+        # x, dy, w read twice, the three results written.
+        bytes=size * 3.0 * (tokens * inputs + tokens * outputs + inputs * outputs),
+        flops=6.0 * tokens * inputs * outputs,
+        figures=arms.parts(times),
+        target=target,
+        met=met,
+    )  # fmt: skip
+
+
+def judge(name: str, shape: Shape, times: dict[str, Time], on_gpu: bool) -> tuple[str, bool | None]:
+    """What the row was to reach, and whether it did; nothing for those that are there to compare.
+
+    On a CPU, where nothing can run faster sparse, `ste` with its weight at hand.
+    """
+    dense = times["dense"].ms
+    if not on_gpu:
+        met = times["products"].ms <= CPU_LIMIT * dense
+        return (f"products at most {CPU_LIMIT} dense", met) if name == "ste" else ("", None)
+    if name not in AIMS or (name in LARGEST_ONLY and shape != GPU_SHAPES[-1]):
+        return "", None
+    return f"{AIMS[name]} x as fast as dense", dense >= AIMS[name] * times["whole"].ms

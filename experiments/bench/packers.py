@@ -1,0 +1,138 @@
+"""The packers for cuSPARSELt beside their byte floor and those of others: a part of `ops` on a GPU.
+
+The floor: the matrix (and its mask, a byte an entry) read once, values and two bits a position
+written once; no packer can move less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from common_kernels import nm_mask, transposable_mask24
+from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_, sample_pack24
+from experiments.bench.timing import Call
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.bench.report import Report
+
+aten = torch.ops.aten
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+FLOORS = 1.4  # a packer shall take at most so many times what its bytes take
+
+
+class Inputs:
+    """A matrix w, its transposable mask, a scale, a random key, room for blobs; `pruned` is w under
+    2:4 along its rows, `pruned_fp8` the same in e4m3."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.w, self.mask, device = w, transposable_mask24(w), w.device
+        self.scale = torch.tensor(1.5, device=device)
+        self.key = torch.tensor([77, 1], device=device)
+        self.pruned = w * nm_mask(w)
+        self.pruned_fp8 = self.pruned.to(FP8)
+        self.blob, self.blob_fp8 = (empty_blob(w.shape, dtype, device) for dtype in (BF16, FP8))
+        self.transposed = empty_blob(w.shape[::-1], BF16, device)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """run: the blobs of the inputs, by a backend. moved: the floor in bytes per entry, from the
+    bytes of an entry. peer: what torch has, for a bf16 matrix."""
+
+    run: Callable[[Inputs, str | None], tuple[Tensor, ...]]
+    moved: Callable[[float], float]
+    peer: tuple[str, Callable[[Inputs], Any]]
+
+
+def one_way(i: Inputs, backend: str | None, source: str, fp8: bool = False) -> tuple[Tensor, ...]:
+    blob = i.blob_fp8 if fp8 else i.blob
+    mask, scale = i.mask if source == "mask" else None, i.scale if source == "soft" else None
+    prune_pack24_(blob, i.w, source, mask, scale, backend=backend)
+    return (blob,)
+
+
+def two_ways(i: Inputs, backend: str | None, searched: bool) -> tuple[Tensor, ...]:
+    pack_both24_(i.blob, i.transposed, i.w, None if searched else i.mask, backend=backend)
+    return i.blob, i.transposed
+
+
+def sample(i: Inputs, backend: str | None) -> tuple[Tensor, ...]:
+    return (sample_pack24(i.w, i.key, i.w.numel() // 4, dtype=BF16, backend=backend),)
+
+
+LIBRARY = ("_cslt_compress", lambda i: aten._cslt_compress(i.pruned))
+LIBRARY_FP8 = ("_cslt_compress", lambda i: aten._cslt_compress(i.pruned_fp8))
+TILE = (
+    "_sparse_semi_structured_tile",
+    lambda i: aten._sparse_semi_structured_tile(i.w, "largest_abs_values_greedy"),
+)
+
+PACKERS = {
+    "pack, magnitude": Packer(
+        partial(one_way, source="magnitude"), lambda b: b + 1.125, LIBRARY
+    ),
+    "pack, soft threshold and scale": Packer(
+        partial(one_way, source="soft"), lambda b: b + 1.125, LIBRARY
+    ),
+    "pack, soft threshold and scale, fp8": Packer(
+        partial(one_way, source="soft", fp8=True), lambda b: b + 0.625, LIBRARY_FP8
+    ),
+    "pack, given mask": Packer(partial(one_way, source="mask"), lambda b: b + 2.125, LIBRARY),
+    "pack both ways, given mask": Packer(
+        partial(two_ways, searched=False), lambda b: b + 3.25, TILE
+    ),
+    "pack both ways, exact search": Packer(
+        partial(two_ways, searched=True), lambda b: b + 2.25, TILE
+    ),
+    "pack sample of a gradient": Packer(sample, lambda b: b + 1.125, LIBRARY),
+}  # fmt: skip
+
+
+def check(name: str, w: Tensor, backend: str | None = None) -> None:
+    """UserError if the packer's bytes are not those of the naive path."""
+    inputs = Inputs(w)
+    got = [bits(blob).clone() for blob in PACKERS[name].run(inputs, backend)]
+    want = [bits(blob) for blob in PACKERS[name].run(inputs, "naive")]
+    if not all(torch.equal(*pair) for pair in zip(got, want, strict=True)):
+        raise UserError(
+            f"{name} writes other bytes than its naive path for shape {tuple(w.shape)}, {w.dtype}: "
+            "no time is reported; run `pytest tests/common_kernels`"
+        )
+
+
+def bits(blob: Tensor) -> Tensor:
+    return blob.flatten().view(torch.uint8)
+
+
+def calls(name: str, inputs: list[Inputs], report: Report) -> dict[str, Call]:
+    """The packer and, of a bf16 matrix, what others have for the same work."""
+
+    def on_buffer(run: Callable[[Inputs], Any], i: int) -> Any:
+        return run(inputs[i])
+
+    packer = PACKERS[name]
+    found: dict[str, Call] = {name: partial(on_buffer, lambda i: packer.run(i, None))}
+    if inputs[0].w.dtype == BF16:
+        peers = dict([packer.peer])
+        if packer.peer is TILE and (other := xformers_packer(report)):
+            peers["xformers"] = lambda i: other(i.w)
+        for label, peer in peers.items():
+            if report.usable(f"{label} beside {name}", partial(peer, inputs[0])):
+                found[label] = partial(on_buffer, peer)
+    return found
+
+
+def xformers_packer(report: Report) -> Callable[[Tensor], Any] | None:
+    try:
+        from xformers.ops import sparsify24
+    except ImportError as error:
+        report.leave_out(f"xformers' packer: {error}")
+        return None
+    return lambda w: sparsify24(w, "largest_abs_values_greedy")

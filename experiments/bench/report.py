@@ -1,0 +1,320 @@
+"""Rows, the record of a device, and the table and figure that are generated from it.
+
+A record is one JSON file for one device:
+
+    {"device": NAME, "benchmarks": {BENCHMARK: {"rows": [...], "left_out": [...]}}}
+
+A row says what ran where with which versions, so rows of several runs may stand in one record: a
+row takes the place of an older one with the same name, dtype, shape and backend.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+import torch
+
+from experiments.bench.timing import Time
+from experiments.checkpoint import write_atomic, write_json
+from experiments.errors import UserError
+from experiments.results import cpu_name, git_state
+
+KEY = ("name", "dtype", "shape", "backend")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line.
+
+    backend: what did the work. time: None where only memory was measured.
+    peers: median milliseconds of others on the same work, measured in turns with this one.
+    limit_ms: the time that bytes at the measured copy bandwidth, or operations at the measured
+        rate of the dense product, would take. bytes, flops: of the work, for the roofline.
+    figures: further numbers by a name that ends in their unit.
+    target: what was to be reached, in words; met: whether it was.
+    """
+
+    name: str
+    dtype: str
+    shape: str
+    backend: str
+    time: Time | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    limit_ms: float | None = None
+    bytes: float | None = None
+    flops: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    target: str = ""
+    met: bool | None = None
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """The row as it stands in a record: times beside the rest, `share` of the limit added."""
+    fields = asdict(row)
+    time = fields.pop("time") or dict.fromkeys(("ms", "p20", "p80", "clock"))
+    share = row.limit_ms / row.time.ms if row.time and row.limit_ms is not None else None
+    return {**{key: fields.pop(key) for key in KEY}, **time, **fields, "share": share}
+
+
+def environment(device: torch.device, revision: str | None) -> dict[str, Any]:
+    """Device, versions and git revision, as every row carries them."""
+    git = git_state()
+    on_gpu = device.type == "cuda"
+    cusparselt = torch.backends.cusparselt
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda if on_gpu else None,
+        "cusparselt": cusparselt.version() if on_gpu and cusparselt.is_available() else None,
+        "revision": revision or git["git_revision"],
+        "modified": None if revision else git["git_dirty"],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class Report:
+    """Collects the rows of one benchmark and saves the record after each of them."""
+
+    def __init__(
+        self,
+        benchmark: str,
+        device: torch.device,
+        out: Path,
+        only: Sequence[str] = ("*",),
+        revision: str | None = None,
+    ) -> None:
+        self.benchmark, self.out, self.only = benchmark, out, only
+        self.environment = environment(device, revision)
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self.console = rich.console.Console(stderr=True)
+        self.record = {"device": self.environment["device"], "benchmarks": {}}
+        if out.exists():
+            self.record = read_record(out)
+        if self.record["device"] != self.environment["device"]:
+            raise UserError(
+                f"{out} is the record of {self.record['device']} and this is "
+                f"{self.environment['device']}; choose another --out"
+            )
+        self.earlier = self.record["benchmarks"].get(benchmark, {"rows": []})["rows"]
+
+    def chosen(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that `--only` asks for; UserError if there are none."""
+        names = list(names)
+        found = [n for n in names if any(fnmatchcase(n, glob) for glob in self.only)]
+        if not found:
+            raise UserError(f"--only {' '.join(self.only)} matches none of: {', '.join(names)}")
+        return found
+
+    def note(self, text: str) -> None:
+        """Progress."""
+        self.console.print(text, highlight=False, markup=False)
+
+    def add(self, row: Row) -> None:
+        self.rows.append({**flat(row), **self.environment})
+        self.save(self.earlier)
+        if row.time:
+            self.note(f"{row.name}, {row.shape}, {row.dtype}: {row.time.ms:.4g} ms")
+
+    def usable(self, name: str, call: Callable[[], Any]) -> bool:
+        """Whether a peer runs here; what does not is left out, with the reason."""
+        try:
+            call()
+        except Exception as error:  # a refusal is a result here
+            reason = str(error).strip().splitlines() or [""]
+            self.leave_out(f"{name}: {type(error).__name__}: {reason[0][:200]}")
+            return False
+        return True
+
+    def leave_out(self, text: str) -> None:
+        if text not in self.left_out:
+            self.left_out.append(text)
+
+    def save(self, earlier: list[dict[str, Any]]) -> None:
+        """The record with the rows so far in the place of those of `earlier` with their keys."""
+        new = {tuple(row[k] for k in KEY): row for row in self.rows}
+        old = {tuple(row[k] for k in KEY): row for row in earlier}
+        rows = list({**old, **new}.values())
+        self.record["benchmarks"][self.benchmark] = {"rows": rows, "left_out": self.left_out}
+        write_json(self.out, self.record)
+
+    def finish(self) -> None:
+        """Print the table. A whole run leaves no row of an earlier one."""
+        self.save(self.earlier if tuple(self.only) != ("*",) else [])
+        print_table(self.benchmark, self.rows)
+        for text in self.left_out:
+            self.note(f"left out: {text}")
+        self.note(f"written to {self.out}")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record in `path`; UserError if there is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(record, dict) or not {"device", "benchmarks"} <= record.keys():
+        raise UserError(f"{path} is no record of the benchmarks; choose another file")
+    return record
+
+
+# --- table ---------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *KEY, "ms", "p20", "p80", "times as fast as", "limit, ms", "share", "figures", "target",
+)  # fmt: skip
+TEXTS = ("times as fast as", "figures", "target")
+HIDDEN = ("p20", "p80", "limit, ms")  # on a terminal
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The cells of one line, in the order of COLUMNS."""
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.4g}"
+
+    peers = [f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items()]
+    figures = [
+        f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3g}"
+        for name, value in row["figures"].items()
+    ]
+    verdict = {True: "met", False: "missed", None: ""}[row["met"]]
+    return [
+        *(row[key] for key in KEY),
+        *(number(row[key]) for key in ("ms", "p20", "p80")),
+        "; ".join(peers),
+        number(row["limit_ms"]),
+        "" if row["share"] is None else f"{row['share']:.0%}",
+        "; ".join(figures),
+        ": ".join(filter(None, (row["target"], verdict))),
+    ]
+
+
+def columns_used(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines without the columns that are empty throughout."""
+    lines = [cells(row) for row in rows]
+    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
+    return [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines]
+
+
+def print_table(benchmark: str, rows: list[dict[str, Any]]) -> None:
+    """What all rows share goes into the title; percentiles stay in the record."""
+    heads, lines = columns_used(rows)
+    columns = {h: [line[i] for line in lines] for i, h in enumerate(heads) if h not in HIDDEN}
+    shared = {h: c[0] for h, c in columns.items() if h in KEY[1:] and len(set(c)) == 1}
+    title = ", ".join([benchmark, *shared.values()])
+    table = rich.table.Table(title=title, box=rich.box.SIMPLE, pad_edge=False)
+    shown = {head: cells for head, cells in columns.items() if head not in shared}
+    for head in shown:
+        table.add_column(head, justify="left" if head in (*KEY, *TEXTS) else "right")
+    for line in zip(*shown.values(), strict=True):
+        table.add_row(*map(rich.markup.escape, line))
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+
+
+EXPLANATION = """\
+Milliseconds: median, 20th and 80th percentile. *Times as fast as*: median of the peer, measured in
+turns in the same run, over this median. *Limit*: bytes at the bandwidth of a copy, or operations at
+the rate of a dense product of the same shape, both measured in the same run (a sparse product
+counts half). *Share*: limit over median.
+"""
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The tables of all benchmarks of a record."""
+    parts = [f"# Benchmarks on {record['device']}", EXPLANATION]
+    for name, benchmark in record["benchmarks"].items():
+        parts.append(f"## {name}")
+        for text in dict.fromkeys(map(versions, benchmark["rows"])):
+            parts.append(text)
+        heads, lines = columns_used(benchmark["rows"])
+        rule = ["---" if head in (*KEY, *TEXTS) else "--:" for head in heads]
+        table = [f"| {' | '.join(line)} |" for line in (heads, rule, *lines)]
+        parts.append("\n".join(table))
+        if benchmark["left_out"]:
+            parts.append("Left out:\n\n" + "\n".join(f"- {t}" for t in benchmark["left_out"]))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def versions(row: dict[str, Any]) -> str:
+    names = {"torch": "torch", "triton": "triton", "cuda": "CUDA", "cusparselt": "cuSPARSELt"}
+    known = [f"{label} {row[key]}" for key, label in names.items() if row[key] is not None]
+    revision = (row["revision"] or "unknown revision")[:12] + (" modified" * bool(row["modified"]))
+    return ", ".join([*known, revision])
+
+
+# --- figure --------------------------------------------------------------------------------------
+
+
+def draw_roofline(record: dict[str, Any], path: Path) -> None:
+    """Left: bandwidth of every operator beside a copy. Right: rate of linears over intensity.
+
+    The roofs are measured: the copy of `ops` and the dense rows of `linear`.
+    """
+    from matplotlib.figure import Figure
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        found = record["benchmarks"].get(name, {"rows": []})["rows"]
+        return [r for r in found if r["ms"] and r["limit_ms"] and (r["bytes"] or r["flops"])]
+
+    ops, linears = rows("ops"), rows("linear")
+    if not ops and not linears:
+        raise UserError("the record has no rows of ops or linear to draw")
+    figure = Figure(figsize=(13, max(4.5, 0.2 * len(ops))), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = [f"{r['name']} ({r['dtype']})" for r in ops]
+    left.barh(names, [r["bytes"] / r["ms"] / 1e6 for r in ops], color="tab:blue")
+    left.plot(
+        [r["bytes"] / r["limit_ms"] / 1e6 for r in ops], names, "k|", markersize=9, label="copy"
+    )
+    left.invert_yaxis()
+    left.tick_params(axis="y", labelsize=7)
+    left.set(title="operators", xlabel="GB/s")
+    markers = dict(zip(dict.fromkeys(r["shape"] for r in linears), "osD^v<>Pp*", strict=False))
+    for name in dict.fromkeys(r["name"] for r in linears):
+        chosen = [r for r in linears if r["name"] == name]
+        (line,) = right.plot([], [], "s", label=name)
+        for r in chosen:
+            point = r["flops"] / r["bytes"], r["flops"] / r["ms"] / 1e9
+            right.plot(*point, marker=markers.get(r["shape"], "."), color=line.get_color())
+    if linears:
+        low, high = (f(r["flops"] / r["bytes"] for r in linears) for f in (min, max))
+        x = [low / 4, high * 2]
+        for ratio, style in ((1, "-"), (2, "--")):
+            rate = ratio * max(r["flops"] / r["peers"]["dense"] / 1e9 for r in linears)
+            right.plot(x, [rate, rate], f"k{style}", lw=0.8, label=f"{ratio} x the best dense")
+        if ops:
+            bandwidth = max(r["bytes"] / r["limit_ms"] for r in ops)
+            right.plot(x, [i * bandwidth / 1e9 for i in x], "k:", lw=0.8, label="copy")
+        for shape, marker in markers.items():
+            right.plot([], [], marker, color="gray", label=shape)
+        right.legend(fontsize=7)
+    right.set(
+        title="linear, forward and backward", xlabel="operations of the dense product per byte",
+        ylabel="TFLOP/s of the dense product", xscale="log", yscale="log",
+    )  # fmt: skip
+    write_atomic(path, lambda p: figure.savefig(p, format="png", dpi=150))
+
+
+def write_table(record: dict[str, Any], path: Path) -> None:
+    write_atomic(path, lambda p: p.write_text(markdown(record), encoding="utf-8"))

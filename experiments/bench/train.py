@@ -1,0 +1,236 @@
+"""A whole optimizer step: `python -m experiments.bench train`.
+
+Gradients to zero, forward, backward, clipping, the hooks of the method, fused AdamW; on a GPU under
+bf16 autocast with fp32 weights, each transformer block compiled, and the loss. Only the linears of
+the FFNs are converted, in all arms. A step that chooses masks is a figure of its own where not all
+steps do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.bench import arms, linear
+from experiments.bench.arms import Converted
+from experiments.bench.report import MIB, Report, Row
+from experiments.bench.timing import in_turns
+from models.gpt2 import GPT, GPTConfig
+
+NAMES = ("dense", "s_ste", "t_sr_ste", "slope")
+INCLUDE = ("*mlp.*",)
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and its batch.
+
+    build: the model and a function that computes its loss on one batch, always the same; called
+        in the context of the device. tokens: that a linear sees. items, unit: of throughput.
+    linears: [(in, out), ...] of those that are converted.
+    """
+
+    build: Callable[[], tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]]
+    tokens: int
+    items: int
+    unit: str
+    linears: tuple[tuple[int, int], ...]
+
+
+def gpt2(size: str, batch: int, length: int) -> Job:
+    config = GPTConfig.of_size(size)
+
+    def build() -> tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]:
+        model = GPT(config)
+        ids = torch.randint(config.vocab_size, (2, batch, length))
+        head = Head(model)
+        blocks: list[nn.Module] = [*model.transformer.h, head]
+        return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
+
+    widths = (config.n_embd, config.ffn_width)
+    return Job(build, batch * length, batch * length, "tokens", (widths, widths[::-1]))
+
+
+class Head(nn.Module):
+    """Hidden states [B, T, C] and targets [B, T] to the loss. A module, to be compiled as one."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.linear = model.lm_head
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(hidden).flatten(0, 1), target.flatten())
+
+
+def vit(name: str, batch: int, width: int, patches: int) -> Job:
+    def build() -> tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]:
+        import timm
+
+        model: Any = timm.create_model(name)
+        size = model.default_cfg["input_size"]
+        images, classes = torch.randn(batch, *size), torch.randint(1000, (batch,))
+        return model, lambda: F.cross_entropy(model(images), classes), list(model.blocks)
+
+    widths = (width, 4 * width)
+    return Job(build, batch * (patches + 1), batch, "images", (widths, widths[::-1]))
+
+
+CPU_JOBS = {"GPT-2 nano, 4 x 128": gpt2("nano", 4, 128)}
+GPU_JOBS = {
+    "GPT-2 774M, 16 x 1024": gpt2("774M", 16, 1024),
+    "ViT-L/16, 64 images": vit("vit_large_patch16_224", 64, 1024, 196),
+}
+
+
+class Step:
+    """A model under a method with its optimizer, at one step after another."""
+
+    def __init__(self, name: str, job: Job, device: torch.device, matmul: str) -> None:
+        torch.manual_seed(0)
+        self.device, self.name = device, name
+        with device:
+            self.model, self.forward, self.blocks = job.build()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.converted: Converted = arms.convert(
+            name, self.model, INCLUDE, dtype, job.tokens, matmul
+        )
+        self.parameters = list(self.model.parameters())
+        method = self.converted.method
+        self.optimizer = method.optimizer(self.parameters, lr=1e-4, weight_decay=0.1, fused=True)
+        self.numbers = itertools.count()
+
+    def compile(self, backend: str = "inductor") -> None:
+        """The blocks, one by one: they share their code, so one compilation serves them all."""
+        for block in self.blocks:
+            block.compile(fullgraph=True, backend=backend)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of the first micro-batch of step 0."""
+        self.optimizer.zero_grad()
+        self.converted.before(0)
+        self.loss().backward()
+        return [p.grad for p in self.parameters]
+
+    def loss(self) -> Tensor:
+        on_gpu = self.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
+            return self.forward()
+
+    def run(self, number: int) -> None:
+        method = self.converted.method
+        self.optimizer.zero_grad()
+        self.converted.before(number)
+        self.loss().backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        method.on_gradients(number, self.optimizer)
+        self.optimizer.step()
+        method.on_step_end(number)
+
+    def ordinary(self, _: int) -> None:
+        """The next step that chooses no masks, if there are such."""
+        period = self.converted.searching + 1
+        number = next(n for n in self.numbers if period == 1 or (n + 1) % period)
+        self.run(number)
+
+    def searching(self, _: int) -> None:
+        self.run(self.converted.searching)
+
+    def close(self) -> None:
+        """Free what a compiled model of 774M would keep from the next one."""
+        del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
+        gc.collect()
+        torch.compiler.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
+    names, matmul = report.chosen(NAMES), arms.default_matmul(options)
+    for shape, job in jobs(options, report).items():
+        gate(names, job, options.device, matmul)
+        report.note(f"correctness of the linears of {shape}: green")
+        dense_ms = None
+        for name in names:
+            step = ready(name, job, options.device, matmul)
+            calls = {"step": step.ordinary}
+            if step.converted.searching:
+                calls["step, masks chosen"] = step.searching
+            times = in_turns(calls, options.device, options.repeats, graphs=False)
+            time = times.pop("step")
+            dense_ms = time.ms if name == "dense" else dense_ms
+            report.add(
+                Row(
+                    name, precision(options.device), shape, step.converted.used, time,
+                    peers={} if dense_ms is None else {"dense": dense_ms},
+                    figures={
+                        f"{job.unit}/s": 1e3 * job.items / time.ms,
+                        **{f"{part} ms": t.ms for part, t in times.items()},
+                        **peak(options.device),
+                    },
+                )
+            )  # fmt: skip
+            step.close()
+
+
+def jobs(options: argparse.Namespace, report: Report) -> dict[str, Job]:
+    """Those that this device is for and whose packages are there."""
+    if options.device.type == "cpu":
+        report.leave_out(f"without a GPU: {'; '.join(GPU_JOBS)}; compiled, in bf16")
+        return CPU_JOBS
+    found = dict(GPU_JOBS)
+    try:
+        import timm  # noqa: F401
+    except ImportError as error:
+        for shape in [shape for shape in found if shape.startswith("ViT")]:
+            report.leave_out(f"{shape}: {error}")
+            del found[shape]
+    return found
+
+
+def precision(device: torch.device) -> str:
+    return "bfloat16 autocast" if device.type == "cuda" else "float32"
+
+
+def gate(names: list[str], job: Job, device: torch.device, matmul: str) -> None:
+    """UserError if the products of a linear of the model are wrong."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for name in names:
+        for widths in job.linears:
+            linear.gate(name, (job.tokens, *widths), dtype, device, matmul)
+
+
+def ready(name: str, job: Job, device: torch.device, matmul: str) -> Step:
+    """A step, on a GPU compiled and warm."""
+    step = Step(name, job, device, matmul)
+    if device.type == "cuda":
+        compile_checked(step)
+    for _ in range(WARM_UP):
+        step.ordinary(0)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return step
+
+
+def compile_checked(step: Step) -> None:
+    """Compile; UserError if the gradients are not those of the step uncompiled."""
+    want = step.gradients()
+    step.compile()
+    with arms.compiling():
+        arms.check_same(step.name, step.gradients(), want)
+
+
+def peak(device: torch.device) -> dict[str, float]:
+    """Peak of what torch allocated since `ready`, as a figure; nothing on a CPU."""
+    if device.type == "cpu":
+        return {}
+    return {"peak MiB": torch.cuda.max_memory_allocated() / MIB}

@@ -1,0 +1,435 @@
+"""The layouts of packed matrices: against torch's own packers, by hand, and what is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.sparse import _semi_structured_conversions as conversions
+
+from common_kernels import nm_mask, transposable_mask24
+from common_kernels.pack import Packed24, convert24, from_blob, naive, pack24, unpack24
+from common_kernels.pack.bitmask import (
+    from_bitmask24,
+    swizzle_mask,
+    to_bitmask24,
+    unswizzle_mask,
+)
+
+FP8 = torch.float8_e4m3fn
+EVERY = [torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8, torch.int8]
+# A shape and a type that every layout of the list takes.
+TAKEN = {
+    "neutral": ((3, 20), torch.float32),
+    "cutlass_sm80": ((32, 64), torch.bfloat16),
+    "cutlass_sm90": ((64, 128), FP8),
+    "cusparselt_sm90": ((64, 64), torch.float16),
+}
+every_layout = pytest.mark.parametrize("layout", TAKEN)
+cutlass_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+
+
+def matrix(shape, dtype=torch.float32, seed=0):
+    """Random entries, none of them zero, whatever the type."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (20 * torch.where(x.abs() < 0.1, 0.1, x)).to(dtype)
+
+
+def at_most_two(shape, seed=0):
+    """A mask with 0, 1 or 2 kept in a group, at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    return nm_mask(torch.randn(shape, generator=generator)) & (
+        torch.rand(shape, generator=generator) < 0.6
+    )
+
+
+def same(a, b):
+    """The same bits, for any type."""
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def masked(x, mask):
+    """x where mask, +0 elsewhere, without arithmetic."""
+    bits = x.view(naive.INTEGERS[x.element_size()])
+    return torch.where(mask, bits, 0).view(x.dtype)
+
+
+# ------------------------------------------------------------------ against torch's packers
+
+
+@cutlass_type
+@pytest.mark.parametrize("shape", [(32, 128), (64, 256), (96, 384), (256, 1024)])
+def test_the_order_of_cutlass_on_ampere_is_torchs(shape, dtype):
+    x = matrix(shape, dtype)
+    mask = nm_mask(matrix(shape, seed=1))
+    pruned = masked(x, mask)
+    packed = pack24(x, mask, "cutlass_sm80")
+    values, meta = conversions.sparse_semi_structured_from_dense_cutlass(pruned)
+    same(packed.values, values)
+    same(packed.meta, meta)
+    assert torch.equal(packed.values, values) and torch.equal(packed.meta, meta)
+    same(unpack24(Packed24(values, meta, shape, "cutlass_sm80")), pruned)
+    same(conversions.sparse_semi_structured_to_dense_cutlass(packed.values, packed.meta), pruned)
+
+
+@cutlass_type
+def test_the_transpose_of_a_transposable_matrix(dtype):
+    x = matrix((128, 256), dtype)
+    mask = transposable_mask24(matrix((128, 256), seed=1))
+    packed = pack24(x.t(), mask.t(), "cutlass_sm80")
+    values, meta = conversions.sparse_semi_structured_from_dense_cutlass(
+        masked(x, mask).t().contiguous()
+    )
+    same(packed.values, values)
+    same(packed.meta, meta)
+
+
+@cutlass_type
+def test_groups_that_are_not_full(dtype):
+    """The zeros that fill them are those of torch's packer."""
+    shape = (32, 128)
+    x, mask = matrix(shape, dtype), at_most_two(shape)
+    pruned = masked(x, mask)
+    packed = pack24(x, mask, "cutlass_sm80")
+    values, meta = conversions.sparse_semi_structured_from_dense_cutlass(pruned)
+    assert torch.equal(packed.values, values) and torch.equal(packed.meta, meta)
+    same(unpack24(Packed24(values, meta, shape, "cutlass_sm80")), pruned)
+    same(conversions.sparse_semi_structured_to_dense_cutlass(packed.values, packed.meta), pruned)
+
+
+def test_the_positions_of_groups_that_are_not_full():
+    masks = {"0000": 14, "1000": 8, "0100": 9, "0010": 14, "0001": 14}  # i0 | i1 << 2
+    mask = torch.tensor([[bit == "1" for bit in "".join(masks)]])
+    assert naive.encode(mask).tolist() == [list(masks.values())]
+
+
+# ------------------------------------------------------------------ by hand
+
+
+def test_a_neutral_matrix_by_hand():
+    x = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
+    mask = torch.tensor([[0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0]]).bool()
+    packed = pack24(x, mask)
+    assert packed.values.tolist() == [[2, 4, 5, 6, 10, 11]]
+    # (1, 3) is 1 + 4 * 3 = 13, (0, 1) is 4, (1, 2) is 9; the first group is the low half.
+    assert packed.meta.tolist() == [[13 + 16 * 4, 9]]
+
+
+def test_neutral_words_are_row_major():
+    """As words of 16 bits: four groups each, the first in the lowest bits."""
+    mask = nm_mask(matrix((8, 64)))
+    nibbles = naive.encode(mask).long().view(8, 4, 4)
+    words = (nibbles << torch.tensor([0, 4, 8, 12])).sum(-1)
+    meta = pack24(mask.to(torch.int8), mask).meta.view(torch.int16)
+    assert torch.equal(meta.long() & 0xFFFF, words)
+
+
+def test_the_order_of_cutlass_on_hopper():
+    """The bytes of 128 columns for all rows, then the next 128: a transpose of whole pieces."""
+    shape = (128, 384)
+    mask = nm_mask(matrix(shape))
+    x = matrix(shape, FP8)
+    plain = pack24(x, mask).meta  # [rows, columns / 8]
+    tiles = plain.view(128, 3, 16).transpose(0, 1).reshape(128, 48)
+    same(pack24(x, mask, "cutlass_sm90").meta, tiles)
+
+
+def test_the_order_of_cusparselt_on_hopper():
+    """The digits of a group's row and column, in another order."""
+    shape, mask = (128, 256), nm_mask(matrix((128, 256)))
+    nibbles = naive.encode(mask)
+    # row: block, r5 r4, r3, r2 r1 r0; group of 16-bit types: tile, g2, g1, g0; 8-bit: g3, g2 g1, g0
+    wide = nibbles.view(2, 4, 2, 8, 8, 2, 2, 2).permute(0, 4, 1, 3, 6, 7, 5, 2).flatten()
+    narrow = nibbles.view(2, 4, 2, 8, 4, 2, 4, 2).permute(0, 4, 1, 3, 6, 5, 2, 7).flatten()
+    for dtype, expected in {torch.bfloat16: wide, torch.int8: narrow}.items():
+        meta = pack24(matrix(shape, dtype), mask, "cusparselt_sm90").meta.flatten()
+        assert torch.equal(meta, expected[::2] | expected[1::2] << 4)
+
+
+# ------------------------------------------------------------------ round trips
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        (name, dtype)
+        for name, layout in naive.LAYOUTS.items()
+        for dtype in EVERY
+        if dtype.itemsize in layout.forms
+    ],
+)
+def test_every_layout_holds_every_bit(layout, dtype):
+    """Kept zeros of both signs, NaN with a payload, Inf; pruned NaNs are gone."""
+    shape = (64, 256)
+    x, mask = matrix(shape, dtype), at_most_two(shape)
+    integers = x.view(naive.INTEGERS[dtype.itemsize])
+    if dtype != torch.int8:
+        special = torch.tensor([-0.0, 0.0, float("nan")]).to(dtype)
+        x[:3, ::2] = special[:, None]
+        integers[2, ::4] |= 1  # another payload
+        x[3, :] = float("nan")
+    packed = pack24(x, mask, layout)
+    same(unpack24(packed), masked(x, mask))
+    for other in naive.LAYOUTS:
+        if dtype.itemsize in naive.LAYOUTS[other].forms:
+            converted = convert24(packed, other)
+            direct = pack24(x, mask, other)
+            same(converted.values, direct.values)
+            same(converted.meta, direct.meta)
+            assert (converted.layout, converted.shape) == (other, shape)
+            if other != "cusparselt_sm90":
+                assert converted.values.data_ptr() == packed.values.data_ptr()
+    assert convert24(packed, layout) is packed
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (1, 4), (3, 12), (5, 20)])
+def test_a_neutral_matrix_of_any_size(shape):
+    x, mask = matrix(shape, torch.bfloat16), at_most_two(shape)
+    packed = pack24(x, mask)
+    assert packed.values.shape == (shape[0], shape[1] // 2)
+    assert packed.meta.shape == (shape[0], (shape[1] + 7) // 8)
+    same(unpack24(packed), masked(x, mask))
+
+
+@every_layout
+def test_no_rows(layout):
+    (_, columns), dtype = TAKEN[layout]
+    x = torch.empty(0, columns, dtype=dtype)
+    assert unpack24(pack24(x, x.bool(), layout)).shape == (0, columns)
+
+
+@every_layout
+def test_strides_do_not_matter(layout):
+    (rows, columns), dtype = TAKEN[layout]
+    x, mask = matrix((rows, columns), dtype), nm_mask(matrix((rows, columns), seed=1))
+    plain = pack24(x, mask, layout)
+    turned = pack24(x.t().contiguous().t(), mask.t().contiguous().t(), layout)
+    same(turned.values, plain.values)
+    same(turned.meta, plain.meta)
+
+
+def test_the_blob():
+    x, mask = matrix((128, 192), torch.bfloat16), nm_mask(matrix((128, 192), seed=1))
+    packed = pack24(x, mask, "cusparselt_sm90")
+    blob = naive.cusparselt_sm90(*naive.compress(x, mask))
+    same(packed.blob, blob)
+    assert packed.blob.data_ptr() == packed.values.data_ptr()
+    same(convert24(pack24(x, mask), "cusparselt_sm90").blob, blob)
+    same(copy.deepcopy(packed).blob, blob)
+    again = from_blob(blob, 192)
+    same(unpack24(again), masked(x, mask))
+    assert again.blob.data_ptr() == blob.data_ptr()
+    assert from_blob(blob[64:], 192).blob.data_ptr() == blob[64:].data_ptr()
+    with pytest.raises(ValueError, match="'neutral' has no blob"):
+        _ = pack24(x, mask).blob
+    with pytest.raises(ValueError, match="has a buffer in layout 'cusparselt_sm90'"):
+        dataclasses.replace(packed, buffer=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(64, 64), (64, 96), (128, 192)])
+def test_the_triton_packer_writes_the_same_bytes(shape, dtype):
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, mask = matrix(shape, dtype).to(device), at_most_two(shape).to(device)
+    x[0, ::3] = -0.0
+    expected = pack24(x, mask, "cusparselt_sm90", backend="naive").blob
+    same(pack24(x, mask, "cusparselt_sm90", backend="triton").blob, expected)
+    same(pack24(x.t().contiguous().t(), mask, "cusparselt_sm90", backend="triton").blob, expected)
+
+
+# ------------------------------------------------------------------ formats with a mask
+
+
+def test_the_swizzled_bitmask_by_hand():
+    mask = torch.zeros(8, 8, dtype=torch.bool)
+    mask[0, 0] = mask[1, 3] = True  # tile (0, 0): bits 0 and 7
+    mask[2, 5] = True  # tile (0, 1): bit 9
+    mask[7, 4] = True  # tile (1, 1): bit 12
+    bits = swizzle_mask(mask)
+    assert bits.shape == (4, 8, 8) and bits.sum() == bits[0, 0].sum()
+    assert bits[0, 0].tolist() == [1 + 128, 0, 0, 2, 0, 0, 0, 16]
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 128), (40, 72)])
+def test_the_swizzled_bitmask_is_torchs(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = mask.to("cuda" if torch.cuda.is_available() else "cpu")
+    if not mask.is_cuda and torch.__version__ < "2.15":
+        pytest.skip("torch's own helper needed a GPU up to 2.14")
+    torchs = conversions._compute_compressed_swizzled_bitmask(mask).flatten(2)
+    assert torch.equal(swizzle_mask(mask)[: shape[0] // 8, : shape[1] // 8], torchs)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (40, 72), (3, 5), (0, 64)])
+def test_the_swizzled_bitmask_there_and_back(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert torch.equal(unswizzle_mask(swizzle_mask(mask), *shape), mask)
+
+
+def test_sparse_24_bitmask_by_hand():
+    x = torch.tensor([[0.0, 2, 0, 4, 5, 6, 0, 0, 0, 0, 11, 12], [1, 0, 0, 4] + [1, 0, 3, 0] * 2])
+    saved = to_bitmask24(pack24(x, x != 0))
+    assert saved["compressed"].tolist() == [[2, 4, 5, 6, 11, 12], [1, 4, 1, 3, 1, 3]]
+    # Columns 1, 3, 4, 5 and 10, 11; columns 0, 3, 4, 6 and 8, 10.
+    assert saved["bitmask"].tolist() == [[2 + 8 + 16 + 32, 4 + 8], [1 + 8 + 16 + 64, 1 + 4]]
+    assert saved["shape"].tolist() == [[2], [12]]
+    assert [saved[n].dtype for n in ("bitmask", "shape")] == [torch.uint8, torch.int64]
+    assert torch.equal(unpack24(from_bitmask24(saved)), x)
+
+
+@every_layout
+def test_sparse_24_bitmask_of_every_layout(layout):
+    shape, dtype = TAKEN[layout]
+    x, mask = matrix(shape, dtype), at_most_two(shape)
+    saved = to_bitmask24(pack24(x, mask, layout))
+    back = from_bitmask24(saved)
+    same(unpack24(back), masked(x, mask))
+    assert torch.equal(back.values.view(torch.uint8), saved["compressed"].view(torch.uint8))
+
+
+def test_sparse_24_bitmask_that_does_not_fit():
+    x = matrix((2, 8))
+    saved = to_bitmask24(pack24(x, nm_mask(x)))
+    with pytest.raises(ValueError, match="no bitmask, shape"):
+        from_bitmask24({"compressed": saved["compressed"]})
+    with pytest.raises(ValueError, match=r"\(2, 4\) is not half of a weight of shape \[2, 12\]"):
+        from_bitmask24(saved | {"shape": torch.tensor([[2], [12]])})
+    broken = saved["bitmask"].clone()
+    broken[1, 0] = 0b00110111
+    with pytest.raises(ValueError, match=r"sets 3 of columns 0\.\.3 in row 1"):
+        from_bitmask24(saved | {"bitmask": broken})
+    with pytest.raises(ValueError, match=r"bits of shape \(2, 1\), not \(2, 2\)"):
+        from_bitmask24(saved | {"bitmask": broken.repeat(1, 2)})
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_a_mask_that_is_not_24():
+    x = matrix((4, 12))
+    mask = nm_mask(x)
+    mask[2, 4:8] = torch.tensor([True, True, False, True])
+    mask[3] = True
+    with pytest.raises(ValueError, match=r"keeps 3 of columns 4\.\.7 in row 2.*nm_mask"):
+        pack24(x, mask)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "layout", "message"),
+    [
+        ((4, 6), torch.float32, "neutral", r"\(4, 6\).*columns in multiples of 4"),
+        ((48, 64), torch.float16, "cutlass_sm80", r"\(48, 64\).*rows in multiples of 32.*of 64"),
+        ((32, 96), torch.float16, "cutlass_sm80", r"pad the matrix with zeros, or.*'neutral'"),
+        ((32, 64), torch.int8, "cutlass_sm80", r"rows in multiples of 16 and columns.*of 128"),
+        ((32, 64), torch.float32, "cutlass_sm80", r"values of 1 or 2 bytes, not torch.float32"),
+        ((64, 128), torch.bfloat16, "cutlass_sm90", r"values of 1 bytes, not torch.bfloat16"),
+        ((32, 64), torch.bfloat16, "cusparselt_sm90", r"\(32, 64\).*multiples of 64 and.* of 32"),
+        ((64, 96), FP8, "cusparselt_sm90", r"\(64, 96\).*multiples of 64 and.* of 64"),
+        ((4, 8), torch.float32, "sm_90", "'sm_90': choose one of neutral, cutlass_sm80"),
+    ],
+)
+def test_what_a_layout_cannot_hold(shape, dtype, layout, message):
+    x = torch.zeros(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        pack24(x, x.bool(), layout)
+    if shape[1] % 4 == 0:
+        with pytest.raises(ValueError, match=message):
+            convert24(pack24(x, x.bool()), layout)
+
+
+def test_what_cannot_be_packed():
+    x = matrix((4, 8))
+    with pytest.raises(ValueError, match=r"two dims, not shape \(8,\)"):
+        pack24(x[0], x[0] > 0)
+    with pytest.raises(TypeError, match=r"mask must be bool, not torch\.float32"):
+        pack24(x, x)
+    with pytest.raises(ValueError, match=r"\(4, 8\) and \(8, 4\)"):
+        pack24(x, x.t() > 0)
+    with pytest.raises(TypeError, match=r"not torch\.int64"):
+        pack24(x.long(), x > 0)
+    with pytest.raises(RuntimeError, match="'cuda' cannot serve"):
+        pack24(x, nm_mask(x), backend="cuda")
+
+
+def test_parts_that_do_not_belong_together():
+    x = matrix((4, 8))
+    packed = pack24(x, nm_mask(x))
+    with pytest.raises(ValueError, match=r"values of a \(4, 16\) matrix.*\(4, 8\), not.*\(4, 4\)"):
+        dataclasses.replace(packed, shape=(4, 16))
+    with pytest.raises(ValueError, match=r"meta of a.*uint8.*not torch\.int8"):
+        dataclasses.replace(packed, meta=packed.meta.view(torch.int8))
+    with pytest.raises(ValueError, match="contiguous"):
+        dataclasses.replace(packed, values=packed.values.t().contiguous().t())
+    with pytest.raises(ValueError, match=r"blob.*\(64, 36\), not \(64, 32\)"):
+        from_blob(torch.zeros(64, 32, dtype=torch.bfloat16), 64)
+    with pytest.raises(ValueError, match=r"bits of a \(32, 64\) mask.*\(4, 8, 8\), not"):
+        unswizzle_mask(torch.zeros(4, 8, dtype=torch.uint8), 32, 64)
+    with pytest.raises(TypeError, match=r"not torch\.float32"):
+        swizzle_mask(x)
+
+
+# ------------------------------------------------------------------ as operators
+
+
+@every_layout
+def test_opcheck(layout):
+    shape, dtype = TAKEN[layout]
+    x, mask = matrix(shape, dtype), at_most_two(shape)
+    check = torch.library.opcheck
+    if dtype != FP8:  # opcheck compares with allclose, which FP8 lacks
+        check(torch.ops.sparse24.pack24.default, (x, mask, layout, "naive"))
+    packed = pack24(x, mask, layout)
+    meta = packed.meta.view(torch.uint8).flatten()
+    if dtype != FP8:
+        check(torch.ops.sparse24.unpack24.default, (packed.values, meta, layout))
+    arguments = (meta, *shape, dtype.itemsize, layout, "neutral")
+    check(torch.ops.sparse24.reorder_meta.default, arguments)
+
+
+@pytest.mark.parametrize("layout", ["cutlass_sm80", "cusparselt_sm90"])
+def test_compiled_once_for_all_sizes(layout):
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def both(x, mask):
+        packed = pack24(x, mask, layout)
+        return (
+            packed,
+            unpack24(convert24(packed, "neutral")),
+            unswizzle_mask(swizzle_mask(mask), *mask.shape),
+        )
+
+    compiled = torch.compile(both, fullgraph=True, backend=graphs, dynamic=True)
+    for rows in (64, 128, 320):
+        x, mask = matrix((rows, 128), torch.bfloat16), at_most_two((rows, 128))
+        packed, dense, again = compiled(x, mask)
+        same(packed.values, pack24(x, mask, layout).values)
+        same(packed.meta, pack24(x, mask, layout).meta)
+        same(dense, masked(x, mask))
+        assert torch.equal(again, mask)
+    assert graphs.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def test_a_packed_matrix_goes_into_compiled_code():
+    x = matrix((64, 64), torch.bfloat16)
+    packed = pack24(x, nm_mask(x), "cusparselt_sm90")
+    compiled = torch.compile(
+        lambda packed: (packed.blob + 0, unpack24(packed)), fullgraph=True, backend="aot_eager"
+    )
+    blob, dense = compiled(packed)
+    same(blob, packed.blob + 0)
+    same(dense, unpack24(packed))
+    torch._dynamo.reset()
+
+
+def test_no_gradient_is_invented():
+    x = matrix((4, 8)).requires_grad_()
+    packed = pack24(x, nm_mask(x.detach()))
+    assert not packed.values.requires_grad
+    packed.values.requires_grad_()
+    with pytest.raises(RuntimeError, match="autograd"):
+        unpack24(packed).sum().backward()

@@ -1,0 +1,155 @@
+"""Our packed matrices against other people's packers and products, on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, to_sparse_semi_structured
+
+from common_kernels import nm_mask, transposable_mask24
+from common_kernels.pack import convert24, pack24, unpack24
+from common_kernels.pack.bitmask import swizzle_mask
+from common_kernels.pack.interop import from_semi_structured, to_semi_structured
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="these packers run on a GPU"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor"),
+]
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="the order is that of compute capability 9.0",
+)
+SHAPES = [(128, 128), (256, 512), (384, 1280)]
+FP8 = torch.float8_e4m3fn
+half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Not here: other people's operators refuse torch's deterministic mode."""
+
+
+def sparse(shape, dtype, transposable=False):
+    """A 2:4 matrix with exactly two non-zeros in each group, and its mask."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).cuda()
+    x = 20 * torch.where(x.abs() < 0.1, 0.1, x)
+    mask = transposable_mask24(x) if transposable else nm_mask(x)
+    return torch.where(mask, x, 0).to(dtype), mask
+
+
+def same(a, b):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def matrix_order(meta, rows, columns):
+    """The tile packers' metadata [rows, 2, columns / 32] in two dims, on the same memory."""
+    return meta.as_strided((rows, columns // 16), (columns // 16, 1))
+
+
+def tiles_equal_ours(found, x, mask):
+    packed, meta, packed_t, meta_t, bits = found
+    for values, words, dense, kept in (
+        (packed, meta, x, mask),
+        (packed_t, meta_t, x.t(), mask.t()),
+    ):
+        ours = pack24(dense, kept, "cutlass_sm80")
+        same(values, ours.values)
+        same(matrix_order(words, *dense.shape), ours.meta)
+    assert torch.equal(bits.flatten(), swizzle_mask(mask).flatten())
+
+
+@half_precision
+@every_shape
+def test_torchs_tile_packer(shape, dtype):
+    """Of a matrix that is pruned both ways already its choice keeps everything."""
+    x, mask = sparse(shape, dtype, transposable=True)
+    found = torch._sparse_semi_structured_tile(x, "largest_abs_values_greedy", use_cutlass=True)
+    tiles_equal_ours(found, x, mask)
+    dense = torch.randn_like(x)
+    applied, applied_t = torch._sparse_semi_structured_apply(dense, found[4])
+    same(applied, pack24(dense, mask).values)
+    same(applied_t, pack24(dense.t(), mask.t()).values)
+    assert torch.equal(torch._sparse_semi_structured_apply_dense(dense, found[4]), dense * mask)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8, torch.int8])
+@pytest.mark.parametrize("shape", [(64, 64), (192, 320), (1024, 4096)])
+def test_cusparselts_compressor(shape, dtype):
+    x, mask = sparse(shape, dtype)
+    blob = torch._cslt_compress(x)
+    for backend in ("naive", "triton"):
+        packed = pack24(x, mask, "cusparselt_sm90", backend=backend)
+        same(packed.blob, blob)
+    same(convert24(pack24(x, mask), "cusparselt_sm90").blob, blob)
+    same(unpack24(packed), x)
+    if dtype.itemsize == 2:
+        eye = torch.eye(shape[1], dtype=dtype, device="cuda")
+        same(torch._cslt_sparse_mm(packed.blob, eye) + 0, x)
+
+
+@hopper
+@half_precision
+def test_torchs_cusparselt_tensor(dtype):
+    w, mask = sparse((256, 512), dtype, transposable=True)
+    packed = pack24(w, mask, "cusparselt_sm90")
+    tensor = to_semi_structured(packed, pack24(w.t(), mask.t(), "cusparselt_sm90"))
+    x, dy = torch.randn(64, 512, device="cuda").to(dtype), torch.randn(64, 256).cuda().to(dtype)
+    same(unpack24(from_semi_structured(to_sparse_semi_structured(w))), w)
+    for got, want in (
+        (F.linear(x, tensor), x.double() @ w.double().t()),
+        (dy @ tensor, dy.double() @ w.double()),
+    ):
+        # One rounding to 16 bits, of bf16's 8 bits of mantissa or better.
+        assert (got.double() - want).norm() < 2**-8 * want.norm()
+    tile = SparseSemiStructuredTensorCUSPARSELT.prune_dense_static_sort(w)
+    with pytest.raises(ValueError, match=r"compute capability 8\.0"):
+        from_semi_structured(tile)
+
+
+@half_precision
+@every_shape
+def test_xformers(shape, dtype):
+    pytest.importorskip("xformers.ops.sp24", reason="xformers is not installed")
+    x, mask = sparse(shape, dtype, transposable=True)
+    operators = torch.ops.xformers
+    found = operators.sparse24_sparsify_both_ways(x, "largest_abs_values_greedy", "cutlass")
+    tiles_equal_ours(found, x, mask)
+    grad = torch.randn_like(x)
+    scaled = operators.sparse24_apply_dense_output(grad, found[4], mul0=0.25, mul1=2.0)
+    same(scaled, torch.where(mask, 2 * grad, 0.25 * grad))
+
+
+@hopper
+@pytest.mark.parametrize("shape", [(128, 256), (512, 1024)])
+def test_torchao(shape):
+    """FP8 for CUTLASS on Hopper: the packer, and a product with it."""
+    operators = pytest.importorskip("torchao.ops", reason="torchao is not installed")
+    if not hasattr(operators, "to_sparse_semi_structured_cutlass_sm9x_f8"):
+        pytest.skip("this torchao has no 2:4 kernels")
+    w, mask = sparse(shape, FP8)
+    ours = pack24(w, mask, "cutlass_sm90")  # zeros are +0: a -0 counts as a value there
+    values, meta = operators.to_sparse_semi_structured_cutlass_sm9x_f8(w)
+    same(values, ours.values)
+    same(meta.view(torch.uint8).view(ours.meta.shape), ours.meta)
+    x = torch.randn(64, shape[1], device="cuda").to(FP8)
+    x_scale, w_scale = torch.rand(64, device="cuda"), torch.rand(shape[0], device="cuda")
+    y = operators.rowwise_scaled_linear_sparse_cutlass_f8f8(
+        x, x_scale, ours.values, ours.meta, w_scale, None, torch.bfloat16
+    )
+    want = (x.double() * x_scale[:, None]) @ (w.double() * w_scale[:, None]).t()
+    # Hopper adds FP8 products with some 14 bits; bf16 keeps 8.
+    assert (y.double() - want).norm() < 2**-7 * want.norm()
+
+
+@pytest.mark.parametrize("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
+def test_packing_in_a_cuda_graph(layout):
+    x, mask = sparse((128, 256), torch.bfloat16)
+    unpack24(pack24(x, mask, layout))  # compiles what is compiled at first use
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense = unpack24(pack24(x, mask, layout))
+    x.mul_(3)
+    graph.replay()
+    same(dense, x)

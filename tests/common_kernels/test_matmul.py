@@ -1,0 +1,302 @@
+"""Products of packed matrices: every backend is the product of the matrix that was packed."""
+
+import json
+
+import pytest
+import torch
+
+from common_kernels import nm_mask
+from common_kernels.matmul import (
+    Problem,
+    blob_linear,
+    blob_matmul,
+    chosen,
+    cusparselt,
+    matmul24,
+    table,
+    unavailable,
+)
+from common_kernels.matmul.table import Entry
+from common_kernels.pack import pack24
+from common_kernels.prepare import naive_blob
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def matrix(rows, columns, dtype=BF16, seed=0):
+    a = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    mask = nm_mask(a)
+    return torch.where(mask, a, 0.0).to(dtype), mask
+
+
+def dense(rows, columns, dtype=BF16):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(rows, columns, generator=generator).to(DEVICE, dtype)
+
+
+def close(got, want, dtype):
+    """One rounding to `dtype`; FP8 units keep some 14 bits of a sum."""
+    unit = max(torch.finfo(dtype).eps, 2**-12 if got.is_cuda else 0)
+    assert got.dtype == dtype and got.shape == want.shape
+    assert (got.double() - want.double()).abs().max() <= unit * want.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("tokens", [(24,), (3, 5), (0,)])
+def test_matmul24(layout, dtype, tokens):
+    a, mask = matrix(64, 128, dtype)
+    x = dense(max(1, torch.Size(tokens).numel()), 128, dtype)[: torch.Size(tokens).numel()]
+    bias = torch.linspace(-1, 1, 64, device=DEVICE).to(dtype)
+    packed = pack24(a, mask, layout)
+    for b in (None, bias):
+        want = x.float() @ a.float().t() + (0 if b is None else b.float())
+        for backend in ("dense", None):
+            got = matmul24(packed, x.view(*tokens, 128), b, backend=backend)
+            assert got.shape == (*tokens, 64)
+            if got.numel():
+                close(got.view(-1, 64), want, dtype)
+
+
+def test_float_and_fp8_matrices_are_multiplied_as_well():
+    a, mask = matrix(32, 64, torch.float32)
+    x = dense(5, 64, torch.float32)
+    assert torch.allclose(matmul24(pack24(a, mask), x), x @ a.t(), atol=1e-5)
+    a8, x8 = a.to(E4M3), x.to(E4M3)
+    close(matmul24(pack24(a8, mask), x8), x8.float() @ a8.float().t(), BF16)
+
+
+def test_the_choice_of_a_backend_is_told():
+    a, mask = matrix(64, 128)
+    assert chosen(pack24(a, mask)) == "dense"
+    native = "cusparselt" if HOPPER or not CUDA else "dense"
+    assert chosen(pack24(a, mask, "cusparselt_sm90")) == native
+    assert chosen(pack24(a, mask, "cusparselt_sm90"), "dense") == "dense"
+
+
+def test_a_backend_that_cannot_serve_says_why(monkeypatch):
+    a, mask = matrix(64, 128, torch.float32)
+    with pytest.raises(ValueError, match="unknown matmul backend 'cublas'"):
+        matmul24(pack24(a, mask), dense(8, 128, torch.float32), backend="cublas")
+    with pytest.raises(RuntimeError, match=r"'cusparselt' cannot serve .*not torch.float32"):
+        matmul24(pack24(a, mask), dense(8, 128, torch.float32), backend="cusparselt")
+    with pytest.raises(ValueError, match=r"does not fit a sparse \(64, 128\)"):
+        matmul24(pack24(a, mask), dense(8, 64, torch.float32))
+    assert "8.x, not a cpu" in str(unavailable("cutlass", "cpu", BF16))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "9.x, not a cpu" in str(unavailable("cusparselt", "cpu", BF16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert "this GPU has (8, 6)" in str(unavailable("cusparselt", "cuda", BF16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "8.x kernels" not in str(unavailable("cusparselt", "cuda", BF16))
+    assert "this GPU has (9, 0)" in str(unavailable("cutlass", "cuda", BF16))
+
+
+sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the blobs are for 9.0")
+
+
+@sparse_gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, E4M3, E5M2])
+@pytest.mark.parametrize("tokens", [1, 30, 64])
+def test_x_times_a_transposed(dtype, tokens):
+    a, mask = matrix(64, 128, dtype)
+    x, out = dense(tokens, 128, dtype), BF16 if dtype.itemsize == 1 else dtype
+    y = blob_linear(naive_blob(a, mask), x, out_dtype=out)
+    close(y, x.float() @ a.float().t(), out)
+
+
+@sparse_gpu
+@pytest.mark.parametrize("columns", [48, 64, 100, 128])
+def test_a_times_x_summed_over_any_tokens(columns):
+    """The rows of x that A has beyond those given count as zeros."""
+    filled = -(-columns // 16) * 16
+    a, mask = matrix(64, filled)
+    x = dense(columns, 96)
+    close(blob_matmul(naive_blob(a, mask), x), a.float()[:, :columns] @ x.float(), BF16)
+
+
+@sparse_gpu
+def test_a_times_x_of_codes():
+    a, mask = matrix(64, 128, E5M2)
+    x = dense(96, 128, E5M2)
+    got = blob_matmul(naive_blob(a, mask), x, torch.float32, transposed=True)
+    close(got, a.float() @ x.float().t(), torch.float32)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    a, mask = matrix(64, 128)
+    with pytest.raises(ValueError, match=r"does not fit a sparse torch.bfloat16 \[64, 128\]"):
+        blob_linear(naive_blob(a, mask), dense(8, 64))
+    with pytest.raises(ValueError, match="does not fit"):
+        blob_linear(naive_blob(a, mask), dense(8, 128, torch.float16))
+
+
+@pytest.mark.skipif(CUDA, reason="its CPU side; on a GPU the fake is the same")
+def test_opcheck():
+    blob, x = torch.zeros(64, 72, dtype=BF16), torch.ones(16, 128, dtype=BF16)
+    for arguments in (
+        (blob, x, torch.ones(64, dtype=BF16), True, True, BF16),
+        (blob, torch.ones(128, 24, dtype=BF16), None, False, False, BF16),
+    ):
+        torch.library.opcheck(torch.ops.sparse24.blob_matmul.default, arguments)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+PROBLEM = Problem(64, 128, 96, BF16, BF16, True, True)
+
+
+class FakePlan:
+    """A library of four algorithms: 0 is wrong, 1 is wrong now and then, 3 is refused."""
+
+    runs = 0
+
+    def __init__(self, problem, algorithm, device):
+        if algorithm == 3:
+            raise cusparselt.CuSparseLtError("no")
+        self.problem, self.algorithm, self.algorithms = problem, algorithm, 4
+
+    def run(self, blob, dense, out, bias=None):
+        from common_kernels.matmul import _emulate
+
+        out.copy_(_emulate(blob, dense, bias, self.problem))
+        FakePlan.runs += 1
+        if self.algorithm == 0 or (self.algorithm == 1 and FakePlan.runs % 3 == 0):
+            out[5, 7] += 40
+
+
+@pytest.fixture
+def fake_library(monkeypatch, tmp_path):
+    """The table of a GPU that is not there: its kernels are emulated, their times made up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(table, "Plan", FakePlan)
+    monkeypatch.setattr(table, "_key", lambda device: "a GPU")
+    monkeypatch.setattr(table, "device_of", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(table.Trial, "sparse_ms", lambda self, algorithm: 1.0 + algorithm)
+    monkeypatch.setattr(table.Trial, "dense_ms", lambda self: 3.5)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    table._table.cache_clear()
+    yield
+    table._table.cache_clear()
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+def test_a_wrong_algorithm_is_never_chosen(fake_library):
+    """Fast as it may be; nor one that is wrong only now and then."""
+    found = table.entry(PROBLEM, 0)
+    assert found.algorithm == 2 and found.wrong == (0, 1, 3)
+    assert (found.ms, found.dense_ms) == (3.0, 3.5)
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+def test_what_was_measured_is_kept_and_serves_other_numbers_of_tokens(fake_library, monkeypatch):
+    found = table.entry(PROBLEM, 0)
+    table._table.cache_clear()
+    monkeypatch.setattr(table, "measure", lambda *args: pytest.fail("measured again"))
+    assert table.entry(PROBLEM, 0) == found  # from the file
+    near = Problem(64, 128, 64, BF16, BF16, True, True)
+    assert table.entry(near, 0).algorithm == 2
+    rows = json.loads(table.cache_file().read_text())["a GPU"]
+    assert [row["tokens"] for row in rows] == [96]
+    monkeypatch.undo()
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+def test_nothing_is_measured_while_a_graph_is_captured(fake_library, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run it once before it is captured"):
+        table.entry(PROBLEM, 0)
+
+
+def test_a_damaged_table_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "_key", lambda device: "a GPU")
+    path = tmp_path / "matmul.json"
+    for text in ("{", "[]", '{"a GPU": [{"rows": 1}]}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"matmul.json is damaged .* delete it"):
+            table.load(path, 0)
+
+
+def test_the_table_survives_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "_key", lambda device: "a GPU")
+    path = tmp_path / "deep" / "matmul.json"
+    fp8 = Problem(64, 128, 96, E5M2, torch.float32, True, False)
+    first = {PROBLEM: Entry(3, 0.5, 0.75, (1, 2)), fp8: Entry(0, 1.0, 2.0)}
+    table.save(path, 0, first)
+    table.save(path, 0, {PROBLEM: Entry(4, 0.25, 0.75)})
+    assert table.load(path, 0) == first | {PROBLEM: Entry(4, 0.25, 0.75)}
+    monkeypatch.setattr(table, "_key", lambda device: "another GPU")
+    assert table.load(path, 0) == {}
+    assert table.load(tmp_path / "none.json", 0) == {}
+
+
+def test_the_shipped_table_can_be_read(monkeypatch):
+    for key in json.loads(table.SHIPPED.read_text()):
+        monkeypatch.setattr(table, "_key", lambda device, key=key: key)
+        entries = table.load(table.SHIPPED, 0)
+        assert entries
+        for problem, found in entries.items():
+            assert found.algorithm not in found.wrong, problem
+            assert found.ms > 0 and found.dense_ms > 0
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+FORMS = [
+    pytest.param(BF16, BF16, True, True, True, id="bf16 Y with bias"),
+    pytest.param(BF16, BF16, True, True, False, id="bf16 dX"),
+    pytest.param(torch.float16, torch.float16, True, True, True, id="fp16 Y"),
+    pytest.param(BF16, BF16, False, False, False, id="bf16 dW"),
+    pytest.param(E4M3, BF16, True, True, False, id="fp8 Y"),
+    pytest.param(E5M2, torch.float32, True, False, False, id="fp8 dW"),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "dense_transposed", "result_transposed", "biased"), FORMS
+)
+def test_every_algorithm_that_may_be_chosen(
+    dtype, out_dtype, dense_transposed, result_transposed, biased
+):
+    """Twenty times each, against fp64, with the same bits."""
+    p = Problem(512, 768, 640, dtype, out_dtype, dense_transposed, result_transposed, biased)
+    trial = table.Trial(p, 0)
+    b = trial.dense[0].double()
+    want = trial.a.double() @ (b.t() if dense_transposed else b)
+    if biased:
+        want += trial.bias.double()[:, None]
+    for algorithm in range(cusparselt.Plan(p, 0, 0).algorithms):
+        try:
+            plan = cusparselt.Plan(p, algorithm, 0)
+        except cusparselt.CuSparseLtError:
+            continue
+        first = None
+        for _ in range(20):
+            out = torch.full(p.result_shape, float("nan"), dtype=out_dtype, device="cuda")
+            plan.run(trial.blob, trial.dense[0], out, trial.bias)
+            close(out.t() if result_transposed else out, want, out_dtype)
+            assert first is None or torch.equal(first, out), algorithm
+            first = out
+
+
+@on_hopper
+def test_products_in_a_cuda_graph():
+    a, mask = matrix(256, 512)
+    blob, x = naive_blob(a, mask), dense(128, 512)
+    bias = torch.linspace(-1, 1, 256, device=DEVICE).to(BF16)
+    want = blob_linear(blob, x, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = blob_linear(blob, x, bias)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, want)
+    x.mul_(2)
+    bias.zero_()
+    graph.replay()
+    close(y, x.float() @ a.float().t(), BF16)

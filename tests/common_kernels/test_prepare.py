@@ -1,0 +1,226 @@
+"""Operands pruned and packed in one read, against the operators that do one thing each."""
+
+import pytest
+import torch
+
+from common_kernels import (
+    fake_fp8,
+    mvue24,
+    nm_mask,
+    quantize_fp8,
+    soft_threshold24,
+    transposable_mask24,
+)
+from common_kernels.pack import from_blob, unpack24
+from common_kernels.prepare import (
+    columns_of,
+    empty_blob,
+    expand_blob,
+    pack_both24_,
+    prune_pack24_,
+    sample_pack24,
+)
+from common_kernels.prepare.fp8 import (
+    project_quantize24_,
+    quantize_and_sample,
+    quantize_both,
+    rescale_,
+    scaled_linear,
+)
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = DEVICE.type == "cpu"
+backends = pytest.mark.parametrize("backend", ["naive", "triton"])
+masters = pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def weight(rows, columns, dtype=torch.float32, seed=0):
+    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    w[0, :4], w[1, 4:8] = 1.0, 0.0  # a tie and an empty group
+    return w.to(DEVICE, dtype)
+
+
+def codes(t):
+    return t.contiguous().view(torch.uint8)
+
+
+@backends
+@masters
+@half_types
+@pytest.mark.parametrize("shape", [(64, 64), (128, 192)])
+def test_a_pruned_weight(backend, master, dtype, shape):
+    w, scale = weight(*shape, master), torch.tensor(1.37, device=DEVICE)
+    mask = transposable_mask24(w)
+    arms = {
+        "magnitude": torch.where(nm_mask(w), w, 0.0),
+        "soft": soft_threshold24(w),
+        "mask": torch.where(mask, w, 0.0),
+    }
+    for source, pruned in arms.items():
+        for factor in (None, scale):
+            want = (pruned if factor is None else pruned.float() * factor).to(dtype)
+            blob, dense = empty_blob(shape, dtype, DEVICE), torch.empty_like(want)
+            given = mask if source == "mask" else None
+            prune_pack24_(blob, w, source, given, factor, dense, backend=backend)
+            assert torch.equal(unpack24(from_blob(blob, shape[1])), want)
+            assert torch.equal(dense, want)
+            alone = empty_blob(shape, dtype, DEVICE)
+            prune_pack24_(alone, w, source, given, factor, backend=backend)
+            assert torch.equal(codes(alone), codes(blob))
+
+
+@backends
+@masters
+@half_types
+def test_a_weight_both_ways(backend, master, dtype):
+    w = weight(128, 192, master)
+    best = transposable_mask24(w)
+    other = transposable_mask24(torch.randn_like(w))
+    for given, mask in ((None, best), (other, other)):
+        blob, transposed = (empty_blob(s, dtype, DEVICE) for s in ((128, 192), (192, 128)))
+        pack_both24_(blob, transposed, w, given, backend=backend)
+        want = torch.where(mask, w, 0.0).to(dtype)
+        assert torch.equal(unpack24(from_blob(blob, 192)), want)
+        assert torch.equal(unpack24(from_blob(transposed, 128)), want.t())
+
+
+@backends
+@half_types
+@pytest.mark.parametrize("tokens", [16, 48, 64, 100, 112])
+def test_a_sample_of_a_gradient(backend, dtype, tokens):
+    """Any number of tokens; the sample is that of the operator, with the same random bits."""
+    dy, key = weight(tokens, 128, dtype), torch.tensor([5, 3], device=DEVICE)
+    stride = -(-tokens // 4) * 128
+    blob = sample_pack24(dy, key, stride, backend=backend)
+    filled = torch.cat([dy, dy.new_zeros(-tokens % 16, 128)])
+    want = mvue24(filled, 5, 3 * stride, dim=0)
+    assert columns_of(blob) == len(filled)
+    assert torch.equal(expand_blob(blob), want.t())
+    naive = sample_pack24(dy, key, stride, backend="naive")
+    values = slice(0, len(filled) // 2 * 128)
+    assert torch.equal(blob.flatten()[values], naive.flatten()[values])
+
+
+@backends
+@masters
+@pytest.mark.parametrize("rows", [64, 100])
+def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows):
+    x = weight(rows, 72, master)
+    own, transposed, scale, other = quantize_both(x, "e4m3", "e5m2", backend=backend)
+    want, want_scale = quantize_fp8(x, "e4m3")
+    assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
+    want, want_scale = quantize_fp8(x, "e5m2")
+    assert transposed.shape == (72, 128 if rows > 64 else 64)
+    assert torch.equal(codes(transposed[:, :rows]), codes(want.t())) and other == want_scale
+    assert not codes(transposed)[:, rows:].any()
+
+
+@backends
+@masters
+@pytest.mark.parametrize("tokens", [64, 100])
+def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
+    dy, key = weight(tokens, 64, master), torch.tensor([9, 2], device=DEVICE)
+    stride = -(-tokens // 4) * 64
+    own, blob, scale = quantize_and_sample(dy, key, stride, "e5m2", backend=backend)
+    want, want_scale = quantize_fp8(dy, "e5m2")
+    assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
+    filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
+    sample = mvue24(filled, 9, 2 * stride, dim=0)
+    assert sample.abs().max() <= 2 * dy.abs().max()  # why half of the scale is enough
+    want = (sample * (0.5 * scale)).to(torch.float8_e5m2)
+    assert torch.equal(expand_blob(blob).float(), want.t().float())
+
+
+@pytest.mark.parametrize("dgrad", ["e4m3", "e5m2"])
+@masters
+def test_codes_of_a_projected_weight(dgrad, master):
+    w, beta = weight(128, 192, master), torch.tensor(1.21, device=DEVICE)
+    projected = soft_threshold24(w).float() * beta
+    blob = empty_blob((128, 192), FP8["e4m3"], DEVICE)
+    own = torch.empty(128, 192, dtype=FP8["e4m3"], device=DEVICE)
+    transposed = torch.empty(192, 128, dtype=FP8[dgrad], device=DEVICE)
+    scales = torch.empty(2, device=DEVICE)
+    project_quantize24_(blob, own, transposed, scales, w, beta)
+    want, scale = quantize_fp8(projected, "e4m3")
+    assert torch.equal(codes(own), codes(want)) and scales[0] == scale
+    assert torch.equal(expand_blob(blob).float(), want.float())
+    want, scale = quantize_fp8(projected, dgrad)
+    assert torch.equal(codes(transposed), codes(want.t())) and scales[1] == scale
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rescaling(backend, dtype):
+    y, bias = weight(48, 80, dtype), weight(2, 80)[0]
+    scale, other = torch.tensor(3.0, device=DEVICE), torch.tensor(0.7, device=DEVICE)
+    for b in (None, bias):
+        want = y.double() * 2.0 / (scale.double() * other.double())
+        want = want if b is None else want + b.double()
+        got = rescale_(y.clone(), scale, other, 2.0, b, backend=backend)
+        unit = torch.finfo(dtype).eps
+        assert got.dtype == dtype
+        assert ((got.double() - want).abs() <= unit * want.abs() + 4e-7).all()
+
+
+def test_a_product_of_codes():
+    x, w = weight(40, 64), weight(32, 64, seed=1)
+    (a, sa), (b, sb) = quantize_fp8(x, "e5m2"), quantize_fp8(w, "e4m3")
+    bias = torch.linspace(-1, 1, 32, device=DEVICE)
+    want = fake_fp8(x, "e5m2") @ fake_fp8(w, "e4m3").t() + bias
+    got = scaled_linear(a, b, sa, sb, bias)
+    # bf16 results; the FP8 units of a GPU keep some 14 bits of a sum.
+    assert (got.float() - want).abs().max() <= 2**-8 * want.abs().max()
+
+
+W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+OPERATORS = {
+    "prune_pack24_": lambda: (
+        torch.empty(64, 36, dtype=torch.bfloat16), W, "soft", None, torch.tensor(2.0),
+        torch.empty(64, 64, dtype=torch.bfloat16), "naive",
+    ),
+    "pack_both24_": lambda: (
+        *(torch.empty(64, 36, dtype=torch.bfloat16) for _ in range(2)), W, None, "naive",
+    ),
+    "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, "naive"),
+    "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "naive"),
+    "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", "naive"),
+    "rescale_": lambda: (W.clone(), torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], "naive"),
+    "project_quantize24_": lambda: (
+        torch.empty(64, 40, dtype=FP8["e4m3"]), torch.empty(64, 64, dtype=FP8["e4m3"]),
+        torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "naive",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="its CPU side; on a GPU the fakes are the same")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name):
+    # The schema's test multiplies mutated arguments, which FP8 cannot do.
+    mutates_fp8 = {"test_utils": ("test_faketensor", "test_autograd_registration")}
+    options = mutates_fp8 if name == "project_quantize24_" else {}
+    torch.library.opcheck(getattr(torch.ops.sparse24, name).default, OPERATORS[name](), **options)
+
+
+def test_what_cannot_be_packed_is_refused():
+    w, bf16 = weight(64, 128), torch.bfloat16
+    blob = empty_blob((64, 128), bf16, DEVICE)
+    with pytest.raises(ValueError, match=r"\(96, 64\).*multiples of 64"):
+        empty_blob((96, 64), bf16, DEVICE)
+    with pytest.raises(ValueError, match=r"\(64, 128\) matrix must be a contiguous \(64, 72\)"):
+        prune_pack24_(empty_blob((128, 64), bf16, DEVICE), w, "magnitude")
+    with pytest.raises(ValueError, match="unknown source 'best'"):
+        prune_pack24_(blob, w, "best")
+    with pytest.raises(ValueError, match="source='mask'"):
+        prune_pack24_(blob, w, "mask")
+    with pytest.raises(ValueError, match="dense must be a contiguous torch.bfloat16"):
+        prune_pack24_(blob, w, "magnitude", dense=torch.empty_like(w))
+    with pytest.raises(ValueError, match=r"tokens, a multiple of 64"):
+        sample_pack24(weight(64, 96), torch.tensor([0, 0], device=DEVICE))
+    with pytest.raises(TypeError, match=r"key must be int64 \[2\]"):
+        sample_pack24(w, torch.tensor([0.0, 0.0], device=DEVICE))
+    with pytest.raises(ValueError, match="e3m4"):
+        quantize_both(w, "e3m4", "e5m2")

@@ -1,0 +1,218 @@
+"""The benchmarks of linears, blocks and training steps: what they compare, and their gates."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+import methods
+from experiments.bench import arms, block, dense_fp8, linear, memory, train
+from experiments.bench.__main__ import main
+from experiments.bench.arms import ARMS
+from experiments.bench.timing import Time
+from experiments.errors import UserError
+
+CPU = torch.device("cpu")
+SHAPE = (64, 16, 32)  # tokens, in, out; FP8 products take multiples of 16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(linear, "CPU_SHAPES", (SHAPE,))
+    monkeypatch.setattr(block, "CPU_SHAPE", ("nano", 16))
+    monkeypatch.setattr(train, "CPU_JOBS", {"tiny": train.gpt2("nano", 2, 8)})
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(benchmark, tmp_path, *arguments):
+    """The rows by name."""
+    out = tmp_path / "cpu.json"
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
+    assert main([benchmark, *options, *arguments]) == 0
+    rows = json.loads(out.read_text())["benchmarks"][benchmark]["rows"]
+    return {row["name"]: row for row in rows}
+
+
+def test_linear_has_every_arm_with_its_parts(tmp_path):
+    rows = run("linear", tmp_path)
+    assert list(rows) == list(ARMS)
+    for name, row in rows.items():
+        assert (row["shape"], row["dtype"]) == ("64 x 16 -> 32", "float32")
+        assert row["peers"].keys() == {"dense"} and row["flops"] == 6 * 64 * 16 * 32
+        searching = {"hooks, masks chosen ms"} if name.startswith("t_sr_ste") else set()
+        assert row["figures"].keys() == {"products ms", "hooks ms"} | searching
+    assert rows["dense fp8"]["backend"] == "scaled_mm"
+    assert rows["s_ste, fp8"]["backend"] == "simulated"
+    assert rows["s_ste"]["backend"] == "dense"
+    met = rows["ste"]["figures"]["products ms"] <= 1.3 * rows["ste"]["peers"]["dense"]
+    assert rows["ste"]["met"] is met and rows["s_ste"]["met"] is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_linear_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(linear, "GPU_SHAPES", ((64, 64, 128),))
+    out = tmp_path / "gpu.json"
+    arguments = ["--only", "dense*", "ste", "--matmul", "dense", "--repeats", "2"]
+    assert main(["linear", "--device", "cuda", "--out", str(out), *arguments]) == 0
+    rows = json.loads(out.read_text())["benchmarks"]["linear"]["rows"]
+    assert [(r["name"], r["clock"]) for r in rows] == [
+        (name, "graph") for name in ("dense", "dense fp8", "ste")
+    ]
+
+
+def test_what_a_row_was_to_reach():
+    def judged(name, whole, shape=linear.GPU_SHAPES[0], on_gpu=True):
+        times = {"dense": 6.0, "whole": whole, "products": whole - 1}
+        return linear.judge(
+            name, shape, {k: Time(v, v, v, "graph") for k, v in times.items()}, on_gpu
+        )
+
+    assert judged("t_sr_ste", 5.0) == ("1.2 x as fast as dense", True)
+    assert judged("t_sr_ste", 5.1) == ("1.2 x as fast as dense", False)
+    assert judged("s_ste, fp8", 3.0) == ("", None)
+    assert judged("s_ste, fp8", 3.0, linear.GPU_SHAPES[-1]) == ("2.0 x as fast as dense", True)
+    assert judged("dense fp8", 3.0) == ("", None)
+    assert judged("ste", 8.8, on_gpu=False) == ("products at most 1.3 dense", True)
+    assert judged("ste", 8.9, on_gpu=False) == ("products at most 1.3 dense", False)
+
+
+def test_block_and_train(tmp_path):
+    rows = run("block", tmp_path)
+    assert list(rows) == list(block.NAMES)
+    rows = run("train", tmp_path, "--only", "dense", "t_sr_ste")
+    assert list(rows) == ["dense", "t_sr_ste"]
+    assert rows["dense"]["figures"]["tokens/s"] == pytest.approx(16e3 / rows["dense"]["ms"])
+    assert rows["t_sr_ste"]["figures"].keys() == {"tokens/s", "step, masks chosen ms"}
+    assert rows["t_sr_ste"]["peers"] == {"dense": rows["dense"]["ms"]}
+
+
+def test_memory_counts_the_parts():
+    built = linear.build("t_sr_ste", SHAPE, torch.float32, CPU, "dense", 1)
+    weight = 4 * 16 * 32
+    keys_and_phase = 2 * 8
+    assert memory.parts(built.converted) == {
+        "weights": weight,
+        "masks": 16 * 32 + 1,  # a byte a weight, and whether the layer is dense
+        "packed": 0,
+        "operands": weight + keys_and_phase,
+    }
+    built = linear.build("dense", SHAPE, torch.float32, CPU, "dense", 1)
+    optimizer = torch.optim.AdamW(built.converted.model.parameters())
+    built.forward_backward(0)
+    optimizer.step()
+    step_number = 4
+    assert memory.parts(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
+
+
+def test_memory_runs(tmp_path):
+    rows = run("memory", tmp_path, "--only", "s_ste")
+    assert rows["s_ste"]["ms"] is None and rows["s_ste"]["figures"]["optimizer MiB"] > 0
+
+
+# --- gates ---------------------------------------------------------------------------------------
+
+
+def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        methods.base, "sparse_linear", lambda x, weight, *_: F.linear(x, weight), raising=True
+    )
+    out = tmp_path / "cpu.json"
+    arguments = ["linear", "--device", "cpu", "--repeats", "2", "--out", str(out), "--only", "ste"]
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert "ste with products by dense gives a y off by" in captured.err
+    assert " ms" not in captured.out + captured.err and not out.exists()
+
+
+@pytest.mark.parametrize("key", ["y", "dx", "dw"])
+@pytest.mark.parametrize("name", ARMS)
+def test_the_gate_sees_each_product(name, key, monkeypatch):
+    """One that is off by a percent; with FP8, whose rounding is coarse, by half."""
+    expected = arms.expected
+    off = 1.5 if ARMS[name].fp8 else 1.01
+    monkeypatch.setattr(
+        arms,
+        "expected",
+        lambda *a: {k: v * (off if k == key else 1) for k, v in expected(*a).items()},
+    )
+    with pytest.raises(UserError, match=f"gives a {key} off by"):
+        linear.gate(name, SHAPE, torch.float32, CPU, "dense")
+
+
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("ste", "cusparselt Y"),
+        ("t_sr_ste, no mvue", "cusparselt Y dX"),
+        ("t_sr_ste", "cusparselt Y dX dW"),
+        ("s_ste", "cusparselt Y dW"),
+        ("s_ste, fp8", "cusparselt Y dW, fp8 dX"),
+    ],
+)
+def test_packed_products_pass_the_gate_and_are_named(name, used, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # emulated products, on a CPU
+    shape = (64, 64, 128)
+    built = linear.build(name, shape, torch.bfloat16, CPU, "cusparselt", 1)
+    assert built.converted.used == used
+    assert memory.parts(built.converted)["packed"] > 0
+    linear.gate(name, shape, torch.bfloat16, CPU, "cusparselt")
+
+
+def test_the_gate_sees_gradients_that_compilation_changes():
+    want = [torch.ones(4), None]
+    arms.check_same("x", [torch.ones(4) * 1.1, None], want)
+    with pytest.raises(UserError, match="off by 1 "):
+        arms.check_same("x", [torch.zeros(4), None], want)
+    with pytest.raises(UserError, match="only compiled or only uncompiled"):
+        arms.check_same("x", [None, None], want)
+
+
+def test_blocks_share_one_compilation():
+    """A graph for the blocks and one for the loss, whatever the method keeps in a layer."""
+    step = train.Step("t_sr_ste", train.gpt2("nano", 2, 8), CPU, "dense")
+    torch.compiler.reset()
+    counters.clear()
+    want = step.gradients()
+    step.compile(backend="aot_eager")
+    arms.check_same("t_sr_ste", step.gradients(), want)
+    step.ordinary(0)
+    step.searching(0)
+    assert counters["stats"]["unique_graphs"] == 2
+    step.close()
+
+
+# --- the dense FP8 peer --------------------------------------------------------------------------
+
+
+def test_dense_fp8_is_exact_where_eight_bits_suffice():
+    """Small integers and the format's largest number: the scales are 1."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randint(-2, 3, shape, generator=generator).float()
+        for shape in ((32, 16), (48, 16), (32, 48))
+    )
+    x[0, 0] = w[0, 0] = 448
+    dy[0, 0] = 57344
+    layer = torch.nn.Linear(16, 48, bias=False)
+    layer.weight.data = w
+    dense_fp8.convert([layer])
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    assert torch.equal(y, x @ w.t())
+    assert torch.equal(x.grad, dy @ w)
+    assert torch.equal(layer.weight.grad, dy.t() @ x)
+
+
+def test_dense_fp8_quantises_a_matrix_and_its_transpose():
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    codes, transposed, inverse = dense_fp8.quantize(x, dense_fp8.E4M3)
+    assert transposed.is_contiguous()
+    assert torch.equal(codes.t().float(), transposed.float())
+    # Half a unit in the last of three places, and the step of the smallest numbers.
+    error = (codes.float() * inverse - x).abs()
+    assert (error <= x.abs() * 2**-4 + inverse * 2**-10).all()
