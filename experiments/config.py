@@ -82,7 +82,8 @@ class ImplConfig:
     """How fast it runs, and where.
 
     device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
-    gradient scaler). micro_batch: sequences per rank and forward pass; null = all of a step.
+    gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`).
+    micro_batch: sequences per rank and forward pass; null = all of a step.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's
     choice. loggers: of `tensorboard`, `wandb`, beside the JSONL file.
     """
@@ -92,6 +93,7 @@ class ImplConfig:
     compile: bool = False
     micro_batch: int | None = None
     backend: str = "auto"
+    matmul: str = "auto"
     checkpoint_every: int = 50
     threads: int = 0
     loggers: tuple[str, ...] = ()
@@ -102,6 +104,7 @@ class ImplConfig:
             "device": ("auto", "cpu", "cuda"),
             "dtype": ("fp32", "bf16", "fp16"),
             "backend": ("auto", "naive", "triton", "cuda"),
+            "matmul": ("auto", "cusparselt", "dense"),
         }.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -11,6 +11,7 @@ stopped goes on from its last checkpoint. Under torchrun the ranks share each ba
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -121,6 +122,8 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
             on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
         converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
+        size, _ = micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
+        method.accelerate(size * block, config.impl.matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, converted, load_corpus(), block
@@ -133,6 +136,8 @@ def _train(
     here, model, directory = trainer.world, trainer.model, trainer.directory
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    layers = trainer.method.sparse_layers
+    products = {name: dataclasses.asdict(layer.products) for name, layer in layers.items()}
     trainer.fit()
     last = trainer.method.metrics()
     trainer.method.finalize(model)
@@ -155,6 +160,7 @@ def _train(
         "sparsity": measure_sparsity(model, trainer.method, converted.names),
         "converted": list(converted.names),
         "backend": backend.resolve(here.device),
+        "matmul": products,
         "world_size": here.size,
         "train_seconds": trainer.seconds,
         "started": started,

@@ -402,7 +402,13 @@ class Method:
         """
         chosen = {
             name: choose_products(
-                layer.is_sparse(), layer.weight, layer.bias, layer.dtype, tokens, matmul
+                layer.is_sparse(),
+                (layer.out_features, layer.in_features),
+                layer.bias is not None,
+                layer.dtype,
+                next(layer.parameters()).device,
+                tokens,
+                matmul,
             )
             for name, layer in self.sparse_layers.items()
         }

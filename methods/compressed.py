@@ -32,8 +32,11 @@ from common_kernels import (
     pack_mask,
     unpack_mask,
 )
+from common_kernels.matmul import blob_linear
+from common_kernels.prepare import empty_blob, pack_compressed24_
 
 from . import base
+from .gemms import DENSE, Products, forward_product
 
 Pattern = tuple[int, int]  # (n, m)
 
@@ -64,16 +67,22 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, pattern, adapting
-    ):
+        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, packed,
+        packed_transposed, pattern, adapting,
+    ):  # fmt: skip
         ctx.pattern, ctx.adapting = pattern, adapting
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, values, left, right, row_mask, column_mask, left_mask)
-        weight = expand_nm(values.to(x.dtype), row_mask, *pattern)
+        masks = row_mask, column_mask, left_mask
+        ctx.save_for_backward(x, values, left, right, *masks, packed_transposed)
+        operand = expand_nm(values.to(x.dtype), row_mask, *pattern) if packed is None else packed
+        products = Products(forward=packed is not None)
         if not adapting:
-            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        dense_left = _dense_left(left.to(x.dtype), left_mask, pattern)
-        return merged_linear(x, weight, dense_left, right.to(x.dtype), bias)
+            return forward_product(x, operand, bias, products)
+        dense_left, right = _dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
+        if packed is None:
+            return merged_linear(x, operand, dense_left, right, bias)
+        y1, y2 = forward_product(x, packed, None, products), F.linear(x, dense_left)
+        return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -82,10 +91,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        x, values, left, right, row_mask, column_mask, left_mask = ctx.saved_tensors
+        x, values, left, right, row_mask, column_mask, left_mask, packed = ctx.saved_tensors
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and packed is not None:
+            grad_x = blob_linear(packed, dy)
+        elif ctx.needs_input_grad[0]:
             kept = unpack_mask(column_mask, values.shape[-1])
             twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
             grad_x = dy @ expand_nm(twice_pruned, row_mask, *ctx.pattern)
@@ -107,7 +118,7 @@ class _Product(torch.autograd.Function):
             grad_x = grad_x.reshape(x.shape)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 5
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 7
 
 
 class CompressedLinear(base.SparseLinear):
@@ -118,6 +129,8 @@ class CompressedLinear(base.SparseLinear):
 
     Buffers, all saved, bits packed in uint8: `row_mask` [out, in / 8], one bit a weight;
     `column_mask` [out, in * n / m / 8], one bit a value; `left_mask` [r, in / 8] of a sparse L.
+    Not saved: `packed` and `packed_transposed`, the blobs of W_R and W_RC^T, for products that run
+    sparse.
     """
 
     values: nn.Parameter
@@ -132,12 +145,16 @@ class CompressedLinear(base.SparseLinear):
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """As in the base class; `config` is that of SLoPe.
 
-        dtype plays no part: values are cast before they are expanded, which is half the work.
+        dtype is that of the blobs; for dense products values are cast before they are expanded,
+        which is half the work.
         """
         self.config, self.pattern = config, config.pattern(name)
+        for blob in ("packed", "packed_transposed"):
+            self.register_buffer(blob, None, persistent=False)
         # Out, and in again: the parameters keep the order of nn.Linear.
         weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
         assert weight is not None
+        self.dtype, self.accelerated = dtype or weight.dtype, DENSE
         self.register_buffer("row_mask", self._choose_mask(weight.detach(), name, "mask"))
         values = compress_nm(weight.detach(), self.row_mask, *self.pattern)
         self.values = nn.Parameter(values, requires_grad=weight.requires_grad)
@@ -195,8 +212,37 @@ class CompressedLinear(base.SparseLinear):
         self.column_mask.copy_(pack_mask(compress_nm(mask, self.row_mask, *self.pattern)))
 
     def refresh(self) -> None:
-        """Nothing is derived; of weights that came from elsewhere, R says if it takes part."""
+        """Of weights that came from elsewhere, R says if it takes part."""
         self.adapting = self.right is not None and bool(self.right.any())
+        self.pack()
+
+    def is_sparse(self) -> Products:
+        sparse = self.pattern == (2, 4)
+        return Products(forward=sparse, input=sparse)
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        products, shape = self.accelerated, (self.out_features, self.in_features)
+        self.packed = self.packed_transposed = None
+        if products.forward:
+            self.packed = empty_blob(shape, self.dtype, self.values.device)
+        if products.input:
+            self.packed_transposed = empty_blob(shape[::-1], self.dtype, self.values.device)
+        self.pack()
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Fill the blobs that there are."""
+        blobs = self.packed, self.packed_transposed
+        if blobs == (None, None):
+            return
+        shape, device = (self.out_features, self.in_features), self.values.device
+        blob, transposed = (  # the kernel writes both
+            empty_blob(s, self.dtype, device) if blob is None else blob
+            for blob, s in zip(blobs, (shape, shape[::-1]), strict=True)
+        )
+        values = self.values.detach()
+        pack_compressed24_(blob, transposed, values, self.row_mask, self.column_mask)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation."""
@@ -204,8 +250,10 @@ class CompressedLinear(base.SparseLinear):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
+        # Blobs are in one dtype and serve no other.
+        blobs = (self.packed, self.packed_transposed) if x.dtype == self.dtype else (None, None)
         return _Product.apply(
-            x, self.values, *adapters, self.bias, *masks, self.pattern, self.adapting
+            x, self.values, *adapters, self.bias, *masks, *blobs, self.pattern, self.adapting
         )
 
     def restore(self) -> None:
@@ -217,7 +265,8 @@ class CompressedLinear(base.SparseLinear):
         if adapted:
             assert self.left is not None
             left = _dense_left(self.left.detach(), self.left_mask, self.pattern)
-        for name in [*self._parameters, *self._buffers, "config", "pattern", "adapting"]:
+        plain = ("config", "pattern", "adapting", "dtype", "accelerated")
+        for name in [*self._parameters, *self._buffers, *plain]:
             delattr(self, name)
         self.__class__ = SparsePlusLowRank if adapted else nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=trained))

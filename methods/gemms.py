@@ -77,15 +77,17 @@ DENSE = Products()
 
 def choose_products(
     sparse: Products,
-    weight: Tensor,
-    bias: Tensor | None,
+    shape: tuple[int, int],
+    biased: bool,
     dtype: torch.dtype,
+    device: torch.device,
     tokens: int,
     matmul: str | None,
 ) -> Products:
     """Which products shall run sparse, of those that `sparse` says have a 2:4 operand.
 
-    Args and errors: as for `base.Method.accelerate`; weight [out, in] of one layer.
+    Args and errors: as for `base.Method.accelerate`; shape (out, in), bias, dtype and device of one
+    layer.
     """
     matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
     if matmul not in MATMULS:
@@ -94,7 +96,7 @@ def choose_products(
         raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
     if matmul == "dense" or sparse == DENSE:
         return DENSE
-    (rows, columns), device = weight.shape, weight.device
+    rows, columns = shape
     forward = backward = out_dtype = dtype
     if sparse.fp8:
         forward, backward, out_dtype = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
@@ -105,11 +107,13 @@ def choose_products(
         raise RuntimeError(f"matmul='cusparselt': {reason}; choose auto or dense")
     if reason:
         return DENSE
-    if matmul == "cusparselt" or device.type != "cuda":
+    if matmul == "cusparselt":
         return sparse
+    if device.type != "cuda":
+        return DENSE  # an emulated product is slower
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
-    biased = bias is not None and not sparse.fp8
+    biased = biased and not sparse.fp8
     problems = {
         "forward": Problem(rows, columns, linear, forward, dtype, True, True, biased),
         "input": Problem(columns, rows, linear, dtype, dtype, True, True),

@@ -190,9 +190,11 @@ class Method(base.Method):
     def on_step_end(self, step: int) -> None:
         # The row masks do not change, so there are no flips to measure.
         period = self.config.column_refresh
-        if period and (step + 1) % period == 0:
-            for layer in self._layers():
+        due = period and (step + 1) % period == 0
+        for layer in self._layers():
+            if due:
                 layer.refresh_mask()
+            layer.pack()
 
     def _layers(self) -> Iterator[CompressedLinear]:
         for layer in self.layers.values():

@@ -174,9 +174,14 @@ def _blob_matmul(
     reason = unavailable("cusparselt", blob.device, blob.dtype)
     if reason:
         raise RuntimeError(f"matmul backend 'cusparselt' cannot serve: {reason}")
+    with torch.autocast(blob.device.type, enabled=False):
+        return _product(blob, dense, bias, problem)
+
+
+def _product(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
     if blob.device.type == "cpu":
         return _emulate(blob, dense, bias, problem)
-    out = torch.empty(problem.result_shape, dtype=out_dtype, device=blob.device)
+    out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=blob.device)
     if out.numel():
         stream = torch.cuda.current_stream(blob.device).cuda_stream
         _plan(problem, blob.device.index, stream).run(blob, dense, out, bias)
@@ -193,7 +198,8 @@ def is_faster(problem: Problem, device: torch.device) -> bool:
     """Whether cuSPARSELt's product is faster than the dense one: measured, here or before."""
     from common_kernels.matmul import table
 
-    entry = table.entry(problem, _index(device))
+    with torch.autocast(device.type, enabled=False):
+        entry = table.entry(problem, _index(device))
     return entry.ms < entry.dense_ms
 
 

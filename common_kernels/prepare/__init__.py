@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.compressed import expand_nm, unpack_mask
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
 from common_kernels.pack import naive
@@ -147,6 +148,58 @@ def _(blob, transposed, w, mask, backend):
     return None
 
 
+def pack_compressed24_(
+    blob: Tensor,
+    transposed: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write SLoPe's two operands: W * A into its blob, (W * A * B)^T into its own.
+
+    Args:
+        blob, transposed: of [rows, columns] and [columns, rows], in a 16-bit type.
+        values: [rows, columns / 2], the entries of W under A. row_mask: uint8 [rows, columns / 8],
+            the bits of A. column_mask: uint8 [rows, columns / 16], for each value whether B keeps
+            it (`common_kernels.compressed`).
+    """
+    checks.float_tensor(values, "values")
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    _check_blob(blob, rows, columns)
+    _check_blob(transposed, columns, rows)
+    name = backends.resolve(values.device, backend)
+    torch.ops.sparse24.pack_compressed24_(blob, transposed, values, row_mask, column_mask, name)
+
+
+@torch.library.custom_op("sparse24::pack_compressed24_", mutates_args=("blob", "transposed"))
+def _pack_compressed24_(
+    blob: Tensor,
+    transposed: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    backend: str,
+) -> None:
+    if backend == "triton":
+        from common_kernels.pack.compressed_kernel import pack_both_compressed
+
+        pack_both_compressed(values, row_mask, column_mask, blob.dtype, (blob, transposed))
+        return
+    values = values.to(blob.dtype)
+    kept = unpack_mask(column_mask, values.shape[1])
+    _write(blob, expand_nm(values, row_mask), unpack_mask(row_mask, 2 * values.shape[1]))
+    twice = expand_nm(torch.where(kept, values, 0.0), row_mask).t().contiguous()
+    both = expand_nm(kept.to(blob.dtype), row_mask).t().contiguous() != 0
+    _write(transposed, twice, both)
+
+
+@_pack_compressed24_.register_fake
+def _(blob, transposed, values, row_mask, column_mask, backend):
+    return None
+
+
 def sample_pack24(
     dy: Tensor,
     key: Tensor,
@@ -236,9 +289,13 @@ def _check(blob: Tensor, w: Tensor, mask: Tensor | None) -> None:
         )
     if mask is not None:
         checks.same_shape(w, mask, "w and mask")
-    expected = blob_shape(w.shape[0], w.shape[1], blob.dtype)
+    _check_blob(blob, *w.shape)
+
+
+def _check_blob(blob: Tensor, rows: int, columns: int) -> None:
+    expected = blob_shape(rows, columns, blob.dtype)
     if blob.shape != expected or not blob.is_contiguous():
         raise ValueError(
-            f"the blob of a {tuple(w.shape)} matrix must be a contiguous {expected}, not "
+            f"the blob of a {(rows, columns)} matrix must be a contiguous {expected}, not "
             f"{tuple(blob.shape)}"
         )

@@ -210,7 +210,8 @@ def scaled_linear(
     On a CPU the product is that of the codes in fp32.
     """
     if x.device.type == "cpu":
-        y = x.float() @ w.float().t() / (x_scale * w_scale)
+        with torch.autocast("cpu", enabled=False):
+            y = x.float() @ w.float().t() / (x_scale * w_scale)
         return (y if bias is None else y + bias).to(torch.bfloat16)
     rows = len(x)
     y = torch._scaled_mm(
