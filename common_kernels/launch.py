@@ -30,6 +30,25 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
 
 
 @triton.jit
+def first_entries(start, lanes, M: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the first entries of BLOCK groups of M from `start` (int64) on lie in `[rows, M,
+    lanes]`, as int64 `[BLOCK]`.
+
+    Divisions take many instructions, in 64 bits some hundred: one is made for all entries together.
+    """
+    if (start | lanes) >> 31 == 0:
+        row = (start.to(tl.int32) // tl.cast(lanes, tl.int32)).to(tl.int64)
+    else:
+        row = start // lanes
+    lane, i = start - row * lanes, tl.arange(0, BLOCK)
+    if lanes >= BLOCK:  # the end of a row is met once at most
+        rows_on = (i >= tl.minimum(lanes - lane, BLOCK).to(tl.int32)).to(tl.int32)
+    else:
+        rows_on = (lane.to(tl.int32) + i) // tl.cast(lanes, tl.int32)
+    return (row * (M * lanes) + lane) + (i + rows_on.to(tl.int64) * ((M - 1) * lanes))
+
+
+@triton.jit
 def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """The entries 0, 1, 2, 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond `count`."""
     if NEIGHBOURS:
@@ -39,9 +58,8 @@ def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
         a0, a2 = tl.split(even)
         a1, a3 = tl.split(odd)
     else:
-        q = start + tl.arange(0, BLOCK)
-        at = base + ((q // lanes) * (4 * lanes) + q % lanes)
-        inside = q < count
+        at = base + first_entries(start, lanes, 4, BLOCK)
+        inside = start + tl.arange(0, BLOCK) < count
         a0 = tl.load(at, mask=inside, other=0)
         a1 = tl.load(at + lanes, mask=inside, other=0)
         a2 = tl.load(at + 2 * lanes, mask=inside, other=0)
@@ -59,9 +77,8 @@ def store_groups(
         entries = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [4 * BLOCK])
         tl.store(base + at, cast(entries, base.dtype.element_ty), mask=at < 4 * count)
     else:
-        q = start + tl.arange(0, BLOCK)
-        at = base + ((q // lanes) * (4 * lanes) + q % lanes)
-        inside = q < count
+        at = base + first_entries(start, lanes, 4, BLOCK)
+        inside = start + tl.arange(0, BLOCK) < count
         tl.store(at, cast(a0, base.dtype.element_ty), mask=inside)
         tl.store(at + lanes, cast(a1, base.dtype.element_ty), mask=inside)
         tl.store(at + 2 * lanes, cast(a2, base.dtype.element_ty), mask=inside)
@@ -69,11 +86,48 @@ def store_groups(
 
 
 @triton.jit
+def apart(entries, LEVELS: tl.constexpr):
+    """The entries of each 2^LEVELS <= 32 neighbours, a tensor for each place."""
+    parts = (entries,)  # in the order of reversed bits
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            even, odd = tl.split(tl.reshape(parts[i], [parts[i].numel // 2, 2]))
+            halves += (even, odd)
+        parts = halves
+    ordered = ()
+    for i in tl.static_range(1 << LEVELS):
+        ordered += (parts[reversed_bits(i) >> 5 - LEVELS],)
+    return ordered
+
+
+@triton.jit
+def together(ordered, LEVELS: tl.constexpr):
+    """The way back."""
+    parts = ()
+    for i in tl.static_range(1 << LEVELS):
+        parts += (ordered[reversed_bits(i) >> 5 - LEVELS],)
+    for level in tl.static_range(LEVELS):
+        wholes = ()
+        for i in tl.static_range(1 << LEVELS - 1 - level):
+            pair = tl.join(parts[2 * i], parts[2 * i + 1])
+            wholes += (tl.reshape(pair, [pair.numel]),)
+        parts = wholes
+    return parts[0]
+
+
+@triton.constexpr_function
+def reversed_bits(i):
+    """Of five."""
+    return int(f"{i:05b}"[::-1], 2)
+
+
+@triton.jit
 def cast(a, dtype: tl.constexpr):
     """a in `dtype`, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16 and a.dtype == tl.float32:
+    if INTERPRETED and dtype == tl.bfloat16 and a.dtype != tl.bfloat16:
         # The interpreter truncates.
-        bits = a.to(tl.int32, bitcast=True)
+        bits = a.to(tl.float32).to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nan = (bits >> 16) | 0x40
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, nearest)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from common_kernels import (
     compress_nm,
-    double_prune_mask,
+    double_prune_bits,
     expand_nm,
     lowrank_addmm,
     nm_mask,
@@ -204,12 +204,8 @@ class CompressedLinear(base.SparseLinear):
 
     def refresh_mask(self) -> None:
         """Choose the column mask: n of m along `out`, by magnitude, among the kept weights."""
-        values = self.values.detach()
-        # A kept weight that is zero must not lose to one that the row mask prunes: for the choice
-        # it counts as the least of all fp32 numbers, which is none of fp16 or bf16.
-        values = values.float().masked_fill(values == 0, 2.0**-149)
-        mask = double_prune_mask(expand_nm(values, self.row_mask, *self.pattern), *self.pattern)
-        self.column_mask.copy_(pack_mask(compress_nm(mask, self.row_mask, *self.pattern)))
+        bits = double_prune_bits(self.values.detach(), self.row_mask, *self.pattern)
+        self.column_mask.copy_(bits)
 
     def refresh(self) -> None:
         """Of weights that came from elsewhere, R says if it takes part."""

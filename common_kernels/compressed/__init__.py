@@ -21,17 +21,20 @@ def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     if mask.ndim == 0:
         raise ValueError("mask must have at least one dim")
-    backends.resolve(mask.device, backend)
-    return torch.ops.sparse24.pack_mask(mask)
+    return torch.ops.sparse24.pack_mask(mask, backends.resolve(mask.device, backend))
 
 
 @torch.library.custom_op("sparse24::pack_mask", mutates_args=())
-def _pack_mask(mask: torch.Tensor) -> torch.Tensor:
+def _pack_mask(mask: torch.Tensor, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.compressed import kernel
+
+        return kernel.pack_mask(mask)
     return naive.pack_mask(mask)
 
 
 @_pack_mask.register_fake
-def _(mask):
+def _(mask, backend):
     return mask.new_empty((*mask.shape[:-1], _bytes(mask.shape[-1])), dtype=torch.uint8)
 
 
@@ -40,17 +43,20 @@ def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None)
     if bits.ndim == 0:
         raise ValueError("bits must have at least one dim")
     _check_bits(bits, (*bits.shape[:-1], columns))
-    backends.resolve(bits.device, backend)
-    return torch.ops.sparse24.unpack_mask(bits, columns)
+    return torch.ops.sparse24.unpack_mask(bits, columns, backends.resolve(bits.device, backend))
 
 
 @torch.library.custom_op("sparse24::unpack_mask", mutates_args=())
-def _unpack_mask(bits: torch.Tensor, columns: int) -> torch.Tensor:
+def _unpack_mask(bits: torch.Tensor, columns: int, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.compressed import kernel
+
+        return kernel.unpack_mask(bits, columns)
     return naive.unpack_mask(bits, columns)
 
 
 @_unpack_mask.register_fake
-def _(bits, columns):
+def _(bits, columns, backend):
     return bits.new_empty((*bits.shape[:-1], columns), dtype=torch.bool)
 
 
@@ -69,17 +75,20 @@ def compress_nm(
     _check_pattern(n, m)
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
-    backends.resolve(x.device, backend)
-    return torch.ops.sparse24.compress_nm(x, bits, n, m)
+    return torch.ops.sparse24.compress_nm(x, bits, n, m, backends.resolve(x.device, backend))
 
 
 @torch.library.custom_op("sparse24::compress_nm", mutates_args=())
-def _compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+def _compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.compressed import kernel
+
+        return kernel.compress_nm(x, bits, n, m)
     return naive.compress_nm(x, bits, n, m)
 
 
 @_compress_nm.register_fake
-def _(x, bits, n, m):
+def _(x, bits, n, m, backend):
     return x.new_empty(naive.compressed_shape(x, n, m))
 
 
@@ -94,18 +103,62 @@ def expand_nm(
     _check_pattern(n, m)
     checks.group_dim(values, n, -1)
     _check_bits(bits, naive.expanded_shape(values, n, m))
-    backends.resolve(values.device, backend)
-    return torch.ops.sparse24.expand_nm(values, bits, n, m)
+    return torch.ops.sparse24.expand_nm(
+        values, bits, n, m, backends.resolve(values.device, backend)
+    )
 
 
 @torch.library.custom_op("sparse24::expand_nm", mutates_args=())
-def _expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+def _expand_nm(
+    values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
+) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.compressed import kernel
+
+        return kernel.expand_nm(values, bits, n, m)
     return naive.expand_nm(values, bits, n, m)
 
 
 @_expand_nm.register_fake
-def _(values, bits, n, m):
+def _(values, bits, n, m, backend):
     return values.new_empty(naive.expanded_shape(values, n, m))
+
+
+def double_prune_bits(
+    values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+) -> torch.Tensor:
+    """SLoPe's second mask (arXiv 2405.16325), for `values [out, in * n / m]` under `bits`: for each
+    value one bit, packed as masks are, set where it is among the n largest magnitudes of its m
+    entries along dim 0 of the expanded matrix.
+
+    Entries that `bits` prunes rank below all values, zeros included; among equals the lower index
+    wins.
+    """
+    checks.float_tensor(values, "values")
+    _check_pattern(n, m)
+    if values.ndim != 2:
+        raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
+    checks.group_dim(values, n, -1)
+    checks.group_dim(values, m, 0)
+    _check_bits(bits, naive.expanded_shape(values, n, m))
+    name = backends.resolve(values.device, backend)
+    return torch.ops.sparse24.double_prune_bits(values, bits, n, m, name)
+
+
+@torch.library.custom_op("sparse24::double_prune_bits", mutates_args=())
+def _double_prune_bits(
+    values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
+) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.compressed import kernel
+
+        return kernel.double_prune_bits(values, bits, n, m)
+    return naive.double_prune_bits(values, bits, n, m)
+
+
+@_double_prune_bits.register_fake
+def _(values, bits, n, m, backend):
+    return bits.new_empty((*values.shape[:-1], _bytes(values.shape[-1])))
 
 
 def _bytes(columns: int) -> int:

@@ -9,6 +9,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from common_kernels.masks import naive as masks
+
 PACK = sum(1 << 56 - 7 * i for i in range(8))
 
 
@@ -44,6 +46,13 @@ def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch
     else:
         dense.masked_scatter_(unpack_mask(bits, dense.shape[-1]), values)
     return dense
+
+
+def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    # A kept entry that is zero must not lose to one that the row mask prunes: for the choice it
+    # counts as the least of all fp32 numbers, which is none of fp16 or bf16.
+    x = expand_nm(values.float().masked_fill(values == 0, 2.0**-149), bits, n, m)
+    return pack_mask(compress_nm(masks.nm_mask(x, n, m, 0), bits, n, m))
 
 
 def compressed_shape(x: torch.Tensor, n: int, m: int) -> torch.Size:

@@ -38,8 +38,8 @@ def lowrank_addmm(
         raise ValueError(f"r must have shape ({rank}, {out}), not {tuple(r.shape)}")
     if bias is not None and bias.shape != (out,):
         raise ValueError(f"bias must have shape ({out},), not {tuple(bias.shape)}")
-    backends.resolve(y1.device, backend)
-    return torch.ops.sparse24.lowrank_addmm(y1, y2, r, bias, scale)
+    name = backends.resolve(y1.device, backend)
+    return torch.ops.sparse24.lowrank_addmm(y1, y2, r, bias, scale, name)
 
 
 @torch.library.custom_op("sparse24::lowrank_addmm", mutates_args=())
@@ -49,10 +49,15 @@ def _lowrank_addmm(
     r: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
+    backend: str,
 ) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.lowrank import kernel
+
+        return kernel.lowrank_addmm(y1, y2, r, bias, scale)
     return naive.lowrank_addmm(y1, y2, r, bias, scale)
 
 
 @_lowrank_addmm.register_fake
-def _(y1, y2, r, bias, scale):
+def _(y1, y2, r, bias, scale, backend):
     return y1.new_empty(y1.shape)

@@ -1,21 +1,39 @@
-"""Hard masks in Triton, bit for bit those of naive.py."""
+"""Hard masks in Triton, bit for bit those of naive.py.
+
+Where more than four magnitudes are ranked, a thread sorts its keys, magnitude and place in one
+number, in a network of comparators: minima and maxima, nothing that depends on the data.
+"""
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from common_kernels import chunks
-from common_kernels.launch import BLOCK, keep24, launch, load_groups, magnitude, store_groups
+from common_kernels.launch import (
+    BLOCK,
+    apart,
+    first_entries,
+    keep24,
+    launch,
+    load_groups,
+    magnitude,
+    store_groups,
+    together,
+)
 from common_kernels.masks import naive
 
 LARGEST_M = 32  # a thread holds a whole group
-TILES = 256  # 4x4 tiles in a program of two warps: the fastest on an H200, four to a thread
+TILES = 128  # 4x4 tiles in a program of two warps, two to a thread
 
 
 def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     if m > LARGEST_M:
         return naive.nm_mask(x, n, m, dim)
     mask = torch.empty_like(x, dtype=torch.bool)
+    if n in (0, m):
+        return mask.fill_(n == m)
     if x.numel() == 0:
         return mask
     groups, kept = chunks.as_groups(x, dim, m), chunks.as_groups(mask, dim, m)
@@ -27,8 +45,15 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
             BLOCK=BLOCK, NEIGHBOURS=lanes == 1,
         )  # fmt: skip
     else:
-        size = max(128, 2 * BLOCK // triton.next_power_of_2(m))
-        launch(mask_kernel, triton.cdiv(count, size), x.device, *arguments, N=n, M=m, BLOCK=size)
+        levels = (m - 1).bit_length()
+        width = 1 << levels
+        near = lanes == 1 and m == width
+        size = max(128, (2 if near else 8) * BLOCK // width)
+        launch(
+            mask_kernel, triton.cdiv(count, size), x.device, *arguments,
+            N=n, M=m, LEVELS=levels, NETWORK=network(width),
+            BLOCK=size, NEIGHBOURS=near,
+        )  # fmt: skip
     return mask
 
 
@@ -40,23 +65,102 @@ def mask24_kernel(x, mask, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.con
     store_groups(mask, k0, k1, k2, k3, start, count, lanes, BLOCK, NEIGHBOURS)
 
 
+@functools.cache
+def network(size: int) -> tuple[tuple[int, int], ...]:
+    """The comparators of Batcher's odd-even merge sort of `size` (a power of two) keys."""
+    pairs = []
+    run = 1  # keys are sorted in runs of this length
+    while run < size:
+        distance = run
+        while distance:
+            pairs += [
+                (i, i + distance)
+                for start in range(distance % run, size - distance, 2 * distance)
+                for i in range(start, min(start + distance, size - distance))
+                if i // (2 * run) == (i + distance) // (2 * run)
+            ]
+            distance //= 2
+        run *= 2
+    return tuple(pairs)
+
+
 @triton.jit
-def mask_kernel(x, mask, count, lanes, N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
-    """An entry is kept if it wins at least M-N of its M-1 duels; the lower index wins a draw."""
-    q = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = (q // lanes) * (M * lanes) + q % lanes
-    inside = q < count
-    entries = ()
+def exchange(keys, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """The larger key to place FIRST, the other to place LAST."""
+    a, b = keys[FIRST], keys[LAST]
+    if a.dtype == tl.float64:
+        wins = a > b
+        larger, smaller = tl.where(wins, a, b), tl.where(wins, b, a)
+    else:
+        larger, smaller = tl.maximum(a, b), tl.minimum(a, b)
+    keys = keys[:FIRST] + (larger,) + keys[FIRST + 1 :]  # noqa: RUF005 (Triton cannot unpack)
+    return keys[:LAST] + (smaller,) + keys[LAST + 1 :]  # noqa: RUF005
+
+
+@triton.jit
+def descending(keys, NETWORK: tl.constexpr):
+    for n in tl.static_range(len(NETWORK)):
+        keys = exchange(keys, NETWORK[n][0], NETWORK[n][1])
+    return keys
+
+
+@triton.jit
+def key(a, place):
+    """A number that ranks as |a| does and among equals as `place` does, an integer below 2^17.
+
+    Of a 32-bit entry in fp64, for a GPU compares these at once and 64-bit integers not.
+    """
+    if a.dtype == tl.float32:
+        return ((magnitude(a).to(tl.int64) << 31) | place).to(tl.float64, bitcast=True)
+    else:
+        return (magnitude(a).to(tl.uint32) << 17) | place
+
+
+@triton.jit
+def place_of(key):
+    if key.dtype == tl.float64:
+        return (key.to(tl.int64, bitcast=True) & 0x1FFFF).to(tl.int32)
+    else:
+        return (key & 0x1FFFF).to(tl.int32)
+
+
+@triton.jit
+def mask_kernel(
+    x, mask, count, lanes, N: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
+    NETWORK: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    """An entry is kept if its key is not below the N-th of its group.
+
+    The network is for 2^LEVELS >= M keys; those that are missing rank last.
+    """
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    keys = ()
+    if NEIGHBOURS:
+        at = M * start + tl.arange(0, M * BLOCK)
+        parts = apart(tl.load(x + at, mask=at < M * count, other=0), LEVELS)
+        for i in tl.static_range(M):
+            keys += (key(parts[i], M - i),)
+        kept = reaching(keys, descending(keys, NETWORK)[N - 1], M)
+        tl.store(mask + at, together(kept, LEVELS), mask=at < M * count)
+    else:
+        at = first_entries(start, lanes, M, BLOCK)
+        inside = start + tl.arange(0, BLOCK) < count
+        for i in tl.static_range(M):
+            keys += (key(tl.load(x + at + i * lanes, mask=inside, other=0), M - i),)
+        padded = keys
+        for _ in tl.static_range((1 << LEVELS) - M):
+            padded += (tl.zeros_like(keys[0]),)
+        kept = reaching(keys, descending(padded, NETWORK)[N - 1], M)
+        for i in tl.static_range(M):
+            tl.store(mask + at + i * lanes, kept[i], mask=inside)
+
+
+@triton.jit
+def reaching(keys, least, M: tl.constexpr):
+    kept = ()
     for i in tl.static_range(M):
-        entries += (magnitude(tl.load(x + at + i * lanes, mask=inside, other=0)),)
-    for i in tl.static_range(M):
-        wins = tl.zeros([BLOCK], tl.int32)
-        for j in tl.static_range(M):
-            if i < j:
-                wins += (entries[i] >= entries[j]).to(tl.int32)
-            elif i > j:
-                wins += (entries[i] > entries[j]).to(tl.int32)
-        tl.store(mask + at + i * lanes, (wins >= M - N).to(tl.uint8), mask=inside)
+        kept += ((keys[i] >= least).to(tl.uint8),)
+    return kept
 
 
 def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
@@ -69,12 +173,16 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
     columns = w.shape[-1] // 4
     block = min(TILES, triton.next_power_of_2(columns))
     across = triton.cdiv(columns, block)
-    launch(
-        {"exact": exact_kernel, "greedy": greedy_kernel}[algorithm],
-        across * (w.numel() // (16 * columns)), w.device,
-        w.contiguous(), kept.view(torch.int32), columns, across,
-        naive.half_words(w.device), BLOCK=block, num_warps=2,
-    )  # fmt: skip
+    blocks = across * (w.numel() // (16 * columns))
+    arguments = w.contiguous(), kept.view(torch.int32), columns, across
+    if algorithm == "exact":
+        words = naive.half_words(w.device)
+        launch(exact_kernel, blocks, w.device, *arguments, words, BLOCK=block, num_warps=2)
+    else:
+        launch(
+            greedy_kernel, blocks, w.device, *arguments,
+            NETWORK=network(16), BLOCK=block, num_warps=2,
+        )  # fmt: skip
     return mask if kept is mask else mask.copy_(kept)
 
 
@@ -122,11 +230,12 @@ def best_place(r0, r1, r2, r3):
         place_upper = tl.where(u > upper, 36 * (5 * i + 5), place_upper)
         place_lower = tl.where(v >= lower, 30 - 5 * i, place_lower)
         upper, lower = tl.maximum(upper, u), tl.maximum(lower, v)
-    best, place = upper + lower, place_upper + place_lower
+    scores, places = (upper + lower,), (place_upper + place_lower,)
 
     for i in tl.static_range(6):
         # (i, i), and (i, j) with (j, i) where i and j share one column.
-        best, place = better(best, place, (s0[i] + s1[i]) + (s2[5 - i] + s3[5 - i]), 245 * i + 35)
+        scores += ((s0[i] + s1[i]) + (s2[5 - i] + s3[5 - i]),)
+        places += (tl.full(upper.shape, 245 * i + 35, tl.int32),)
         for j in tl.static_range(6):
             if i < j and i + j != 5:
                 upper, other = s0[i] + s1[j], s0[j] + s1[i]
@@ -134,7 +243,14 @@ def best_place(r0, r1, r2, r3):
                 upper = tl.maximum(upper, other)
                 lower, other = s2[5 - i] + s3[5 - j], s2[5 - j] + s3[5 - i]
                 p += tl.where(other >= lower, 35 - 6 * j - i, 35 - 6 * i - j)
-                best, place = better(best, place, upper + tl.maximum(lower, other), p)
+                scores += (upper + tl.maximum(lower, other),)
+                places += (p,)
+    best = scores[0]
+    for i in tl.static_range(1, 19):
+        best = tl.maximum(best, scores[i])
+    place = tl.where(scores[0] == best, places[0], 1296)
+    for i in tl.static_range(1, 19):
+        place = tl.where(scores[i] == best, tl.minimum(place, places[i]), place)
     return place
 
 
@@ -151,42 +267,32 @@ def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def better(best, place, score, candidate):
-    wins = (score > best) | ((score == best) & (candidate < place))
-    return tl.maximum(best, score), tl.where(wins, candidate, place)
+def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.constexpr):
+    """naive.greedy: sixteen times the largest magnitude not yet seen, the lower index in a draw.
 
-
-@triton.jit
-def greedy_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
-    """naive.greedy: sixteen times the largest magnitude not yet seen, the lower index in a draw."""
+    The place of an entry is one bit for its row, every fourth from bit 16 down, and one for its
+    column, from bit 3 down. Their product is one bit of sixteen for the entry.
+    """
     tile_row = (tl.program_id(0) // across).to(tl.int64)
     first = (tl.program_id(0) % across) * BLOCK
     rows = load_tiles(w, tile_row, first, columns, BLOCK)
     keys = ()
     for r in tl.static_range(4):
         for c in tl.static_range(4):
-            keys += ((magnitude(rows[r][c]).to(tl.int64) << 4) + (15 - 4 * r - c),)
-    in_rows = tl.zeros([BLOCK], tl.int32)  # a count of four bits for each row
-    in_columns = tl.zeros([BLOCK], tl.int32)
+            keys += (key(rows[r][c], (1 << 16 - 4 * r) | (8 >> c)),)
+    keys = descending(keys, NETWORK)
+    one = tl.zeros([BLOCK], tl.int32)  # rows and columns that hold an entry or more
+    two = tl.zeros([BLOCK], tl.int32)  # those that are full
     taken = tl.zeros([BLOCK], tl.int32)
-    for _ in tl.static_range(16):
-        largest = keys[0]
-        for i in tl.static_range(1, 16):
-            largest = tl.maximum(largest, keys[i])
-        index = 15 - (largest & 15).to(tl.int32)
-        row, column = 4 * (index >> 2), 4 * (index & 3)
-        free = ((in_rows >> row) & 15 < 2) & ((in_columns >> column) & 15 < 2)
-        take = free.to(tl.int32)
-        in_rows += take << row
-        in_columns += take << column
-        taken |= take << index
-        left = ()
-        for i in tl.static_range(16):
-            left += (tl.where(keys[i] == largest, -1, keys[i]),)
-        keys = left
+    for i in tl.static_range(16):
+        place = place_of(keys[i])
+        place = tl.where(place & two == 0, place, 0)
+        two |= one & place
+        one |= place
+        taken += (place >> 4) * (place & 15)
     at = first + tl.arange(0, BLOCK)
     out = mask + tile_row * 4 * columns + at
     for r in tl.static_range(4):
-        b = taken >> 4 * r
-        word = (b & 1) | ((b & 2) << 7) | ((b & 4) << 14) | ((b & 8) << 21)
+        # Four bits, the first column's on top, to the low bits of four bytes, the first lowest.
+        word = ((taken >> 12 - 4 * r & 15) * 0x08040201 >> 3) & 0x01010101
         tl.store(out + r * columns, word, mask=at < columns)

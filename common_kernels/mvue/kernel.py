@@ -35,11 +35,7 @@ def mvue24(
 def mvue_kernel(x, out, key, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
     seed, offset = tl.load(key), tl.load(key + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    if offset % 4 == 0:
-        words = four_to_a_counter(seed, (offset + start) >> 2, BLOCK)
-    else:
-        words = one_by_one(seed, offset + start, BLOCK)
-    u = uniform(words)
+    u = uniform(words(seed, offset + start, BLOCK))
     x0, x1, x2, x3 = load_groups(x, start, count, lanes, BLOCK, NEIGHBOURS)
     y0, y1, y2, y3 = sample(
         x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), u
@@ -48,19 +44,20 @@ def mvue_kernel(x, out, key, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
 
 
 @triton.jit
-def four_to_a_counter(seed, first, COUNT: tl.constexpr):
-    """The words of COUNT groups, where the first begins a counter."""
-    w0, w1, w2, w3 = tl.randint4x(seed, first + tl.arange(0, COUNT // 4))
+def words(seed, first, COUNT: tl.constexpr):
+    """The words of COUNT groups, four to a counter of the generator; the first may be any of its
+    counter's, at twice the cost."""
+    counters, skipped = (first >> 2) + tl.arange(0, COUNT // 4), first & 3
+    w0, w1, w2, w3 = tl.randint4x(seed, counters)
+    if skipped != 0:
+        v0, v1, v2, _ = tl.randint4x(seed, counters + 1)
+        w0, w1, w2, w3 = (
+            tl.where(skipped == 1, w1, tl.where(skipped == 2, w2, w3)),
+            tl.where(skipped == 1, w2, tl.where(skipped == 2, w3, v0)),
+            tl.where(skipped == 1, w3, tl.where(skipped == 2, v0, v1)),
+            tl.where(skipped == 1, v0, tl.where(skipped == 2, v1, v2)),
+        )
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT])
-
-
-@triton.jit
-def one_by_one(seed, first, COUNT: tl.constexpr):
-    """The same for groups that begin anywhere, at four times the cost."""
-    number = first + tl.arange(0, COUNT)
-    w0, w1, w2, w3 = tl.randint4x(seed, number >> 2)
-    which = number & 3
-    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
 
 
 @triton.jit
@@ -85,13 +82,14 @@ def sample(x0, x1, x2, x3, u):
     line2 = tl.where(d2, 0.0, a2) + line1
     # A line only grows: what one comparison says of an entry holds for those before it.
     c0, c1, c2 = line0 <= p, line1 <= p, line2 <= p
-    e0, e1, e2 = line0 - h <= p, line1 - h <= p, line2 - h <= p
-    free = (d0 | d1 | d2 | d3) == 0  # else the dominant entry takes the second place
+    # Where an entry is dominant it takes the second place: no other entry may.
+    d = d0 | d1 | d2 | d3
+    e0, e1, e2 = (line0 - h <= p) | d, (line1 - h <= p) | d, (line2 - h <= p) & ~d
     return (
-        value(x0, a0, h, d0 | (c0 == 0) | (free & (e0 == 0))),
-        value(x1, a1, h, d1 | (c0 & (c1 == 0)) | (free & e0 & (e1 == 0))),
-        value(x2, a2, h, d2 | (c1 & (c2 == 0)) | (free & e1 & (e2 == 0))),
-        value(x3, a3, h, d3 | c2 | (free & e2)),
+        value(x0, a0, h, d0 | ~c0 | ~e0),
+        value(x1, a1, h, d1 | (c0 & ~c1) | (e0 & ~e1)),
+        value(x2, a2, h, d2 | (c1 & ~c2) | (e1 & ~e2 & ~d)),
+        value(x3, a3, h, d3 | c2 | e2),
     )
 
 

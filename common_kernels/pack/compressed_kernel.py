@@ -50,7 +50,7 @@ def pack_both_compressed(
     launch(
         pack_both_compressed_kernel, rows // 64 * (columns // 64), values.device,
         values.contiguous(), row_mask.contiguous(), column_mask.contiguous(),
-        *parts[0], *parts[1], rows, columns,
+        *parts[0], *parts[1], rows, columns, num_warps=2,
     )  # fmt: skip
     return blobs
 
@@ -84,7 +84,7 @@ def expanded(one, other, places, keeps_one, keeps_other):
 def pack_both_compressed_kernel(
     values, row_mask, column_mask, blob, meta, blob_t, meta_t, rows, columns
 ):
-    """64 x 64 entries of W: 16 x 16 tiles, two to a thread."""
+    """64 x 64 entries of W: 16 x 16 tiles, four to a thread."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64

@@ -80,7 +80,7 @@ def pack(
 def stored(k0, k1, k2, k3):
     """naive.choose: the positions of the two stored entries."""
     first = tl.where(k0, 0, tl.where(k1, 1, 2))
-    second = tl.where(k3 | (first == 2), 3, tl.where(k2 | (first == 1), 2, 1))
+    second = tl.where(k3 | (first == 2), 3, tl.where(k0 & k1, 1, 2))
     return first, second
 
 
@@ -321,8 +321,9 @@ def pack_sample(
 ) -> torch.Tensor:
     """The blob of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
 
-    T is a multiple of 16, out of 64; metadata come in whole blocks of 32 tokens. key: int64 [2], (seed, offset / stride), on dy's device, the
-    offset a multiple of 4 (as it is where it counts whole micro-batches). 16-bit types.
+    T is a multiple of 16, out of 64; metadata come in whole blocks of 32 tokens. key: int64 [2],
+    (seed, offset / stride), on dy's device, the offset a multiple of 4 (as it is where it counts
+    whole micro-batches). 16-bit types.
     """
     tokens, out = dy.shape
     if tokens % 16 or out % 64:

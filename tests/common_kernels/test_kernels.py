@@ -72,10 +72,21 @@ def test_masks(dtype, shape, layout):
             same(*both(nm_mask, x, n, m, dim))
 
 
-def test_masks_of_many():
-    x = data((8, 64), torch.bfloat16)
-    for n, m in ((2, 8), (4, 8), (2, 16), (0, 4), (4, 4)):
+@every_dtype
+def test_masks_of_many(dtype):
+    x = data((24, 192), dtype)
+    for n, m in ((2, 8), (4, 8), (2, 16), (5, 32), (0, 4), (4, 4), (5, 12), (2, 64)):
         same(*both(nm_mask, x, n, m))
+    for n, m in ((2, 8), (1, 3), (5, 12)):
+        same(*both(nm_mask, x, n, m, 0))
+        same(*both(nm_mask, x.t().contiguous().t(), n, m))
+
+
+@every_dtype
+def test_groups_that_meet_the_end_of_a_row_within_a_block(dtype):
+    x = data((16, 700), dtype)
+    same(*both(nm_mask, x, 2, 4, 0))
+    same(*both(mvue24, x, 7, 0, dim=0))
 
 
 @every_dtype

@@ -1,0 +1,79 @@
+"""Gated activations of feed-forward networks (Shazeer, arXiv 2002.05202).
+
+`x [..., 2d]` holds the values in its first half and the gates in its second; the result is
+`value * activation(gate)`, [..., d]. This order, and GELU in its tanh form, are those of FST's
+BERT (arXiv 2404.01847).
+
+The layout is kept: a sparse product leaves its result with neighbouring tokens side by side, and
+neither the activation nor its gradient transposes that.
+"""
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.glu import naive
+
+
+def geglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """value * gelu(gate), gelu(g) = g sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)): GELU's tanh form.
+
+    x [..., 2d] to [..., d], computed in fp32 and rounded once. Where x is dense, the result and the
+    gradient have its order of dims in memory; else that of `torch.empty_like(x)`. NaN and Inf
+    propagate; a gate of -Inf gives NaN, as in torch. Differentiable once. Raises TypeError for a
+    dtype other than fp32, bf16, fp16 and ValueError for a last dim that is odd.
+    """
+    return _glu(x, "gelu", backend)
+
+
+def swiglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """value * silu(gate), silu(g) = g sigmoid(g); all else as in `geglu`."""
+    return _glu(x, "silu", backend)
+
+
+def _glu(x: torch.Tensor, activation: str, backend: str | None) -> torch.Tensor:
+    checks.float_tensor(x)
+    checks.group_dim(x, 2, -1)
+    return torch.ops.sparse24.glu(x, activation, backends.resolve(x.device, backend))
+
+
+@torch.library.custom_op("sparse24::glu", mutates_args=())
+def _forward(x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.glu import kernel
+
+        return kernel.glu(x, activation)
+    return naive.glu(x, activation)
+
+
+@_forward.register_fake
+def _(x, activation, backend):
+    return naive.half_like(x)
+
+
+@torch.library.custom_op("sparse24::glu_backward", mutates_args=())
+def _backward(dy: torch.Tensor, x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.glu import kernel
+
+        return kernel.glu_backward(dy, x, activation)
+    return naive.glu_backward(dy, x, activation)
+
+
+@_backward.register_fake
+def _(dy, x, activation, backend):
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):
+    x, ctx.activation, ctx.backend = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate(ctx, dy):
+    (x,) = ctx.saved_tensors
+    dx = torch.ops.sparse24.glu_backward(dy, x, ctx.activation, ctx.backend)
+    return dx, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,79 @@
+"""Gated activations in plain PyTorch: the specification."""
+
+import math
+
+import torch
+
+from common_kernels import chunks
+
+# GELU's tanh form, g (1 + tanh(u)) / 2 with u = sqrt(2/pi) (g + 0.044715 g^3), is g sigmoid(2u).
+LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+# Where the argument of the sigmoid no longer grows: exp(-argument) is zero in fp32 long before.
+SATURATED = 16.0
+
+
+def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
+    out = half_like(x)
+    for piece, result in pieces(x, out):
+        value, gate = (half.float() for half in piece.unbind(1))
+        result.copy_(value * gate * sigmoid(gate, activation)[0])
+    return out
+
+
+def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    dx = torch.empty_like(x)
+    for piece, upstream, result in pieces(x, laid_out(dy, x), dx):
+        value, gate = (half.float() for half in piece.unbind(1))
+        s, slope = sigmoid(gate, activation)
+        dvalue, dgate = result.unbind(1)
+        dvalue.copy_(upstream.float() * (gate * s))
+        dgate.copy_(upstream.float() * value * (s + gate * slope))
+    return dx
+
+
+def sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """sigmoid(z) and its derivative by the gate, z the gate (silu) or a polynomial of it (gelu).
+
+    Through exp(-|z|), so that nothing overflows and no difference cancels.
+    """
+    z = gate
+    if activation == "gelu":
+        g = gate.clamp(-SATURATED, SATURATED)
+        z = g * (LINEAR + CUBIC * (g * g))
+    e = torch.exp(-z.abs())
+    r = 1 / (1 + e)
+    slope = e * r * r
+    if activation == "gelu":
+        slope = slope * (LINEAR + 3 * CUBIC * (g * g))
+    return torch.where(z < 0, e * r, r), slope
+
+
+def half_like(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Uninitialised `[..., d]` for `x [..., 2d]`, with the dims in x's memory order."""
+    order = chunks.memory_order(torch.empty_like(x, device="meta"))
+    sizes = [x.shape[d] // (2 if d == x.ndim - 1 else 1) for d in order]
+    out = x.new_empty(sizes, device=device)
+    return out.permute(sorted(range(x.ndim), key=order.__getitem__))
+
+
+def laid_out(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy in the layout of `half_like(x)`: a copy where it differs."""
+    if dy.stride() == half_like(x, "meta").stride():
+        return dy
+    return half_like(x).copy_(dy)
+
+
+def as_halves(x: torch.Tensor) -> torch.Tensor:
+    """x in memory order as `[rows, 2, run]`: a row's values, then its gates."""
+    groups = chunks.as_groups(x, -1, x.shape[-1])
+    return groups.view(len(groups), 2, -1)
+
+
+def pieces(x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor):
+    """Pieces of x and of `more` as halves, and of y, laid out as `half_like(x)`, in step."""
+    if x.numel() == 0:
+        return
+    halves = as_halves(x)
+    run = halves.shape[-1]
+    results = (chunks.in_memory_order(y).view(-1, run), *(as_halves(m) for m in more))
+    yield from chunks.split(halves, *results)

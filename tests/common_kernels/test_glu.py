@@ -1,0 +1,184 @@
+"""GEGLU and SwiGLU: against torch in fp64, forward and backward, and Triton against naive."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common_kernels import geglu, swiglu
+from common_kernels.backend import has_triton
+from common_kernels.glu import naive
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["naive", *(["triton"] if has_triton() else [])]
+FUNCTIONS = {
+    "geglu": (geglu, lambda g: F.gelu(g, approximate="tanh")),
+    "swiglu": (swiglu, F.silu),
+}
+INF, NAN = float("inf"), float("nan")
+LAYOUTS = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
+    "batches": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+    "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# Runs of a row that end anywhere in a kernel's block, that are shorter and that are longer.
+every_shape = pytest.mark.parametrize("shape", [(7, 6), (3, 5, 34), (1030, 2), (2, 2100)], ids=str)
+
+
+def inputs(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(shape, generator=generator)).clamp(-6, 6)  # 6e4 is finite in fp16
+    x[..., -1] = (
+        torch.tensor([-50.0, 50, -1e4, 1e4, 1e4, 0.0, -0.0])
+        .repeat(200)[: x[..., -1].numel()]
+        .view(shape[:-1])
+    )
+    dy = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).clamp(-6, 6)
+    return x.to(dtype).to(DEVICE), dy.to(dtype).to(DEVICE)
+
+
+def close(got, want, scale):
+    """want: fp64. Off by one rounding to got's dtype and by a few fp32 roundings of `scale`, the
+    magnitude of the terms: those of a product of five factors and of exp at an argument z, which
+    adds 2 + |z| exp(-|z|) of them at most."""
+    info = torch.finfo(got.dtype)
+    bound = info.eps / 2 * want.abs() + info.tiny + 16 * 2**-24 * scale
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@every_function
+@every_backend
+@every_layout
+@every_dtype
+@every_shape
+def test_against_torch_in_fp64(name, backend, layout, dtype, shape):
+    function, activation = FUNCTIONS[name]
+    x, dy = inputs(shape, dtype)
+    x = layout(x)
+    exact = x.detach().double().requires_grad_()
+    value, gate = exact.chunk(2, -1)
+    want = value * activation(gate)
+    want.backward(dy.double())
+    assert exact.grad is not None
+
+    x = x.detach().requires_grad_()
+    got = function(x, backend=backend)
+    got.backward(dy)
+    assert x.grad is not None
+    reach = 1 + gate.detach().abs()
+    close(got.detach(), want.detach(), value.detach().abs() * reach)
+    upstream = dy.double().abs()
+    terms = torch.cat([upstream * reach, upstream * value.detach().abs() * reach], -1)
+    close(x.grad, exact.grad, terms)
+
+
+@every_function
+@every_backend
+@every_layout
+def test_the_layout_is_kept(name, backend, layout):
+    x = layout(torch.randn(4, 6, 10, device=DEVICE)).detach().requires_grad_()
+    y = FUNCTIONS[name][0](x, backend=backend)
+    like = torch.empty_like(x)
+    assert y.shape == (4, 6, 5)
+    order = sorted(range(3), key=like.stride, reverse=True)
+    assert y.permute(order).is_contiguous()
+    # An expanded gradient, as of a sum, keeps its values.
+    (2 * y).sum().backward()
+    assert x.grad is not None
+    assert x.grad.stride() == like.stride()
+    z = x.detach().clone().requires_grad_()
+    FUNCTIONS[name][0](z, backend=backend).backward(torch.full_like(y, 2.0))
+    assert torch.equal(x.grad, z.grad)
+
+
+@every_backend
+def test_by_hand(backend):
+    """Values first, then gates; sigmoid(ln 3) = 3/4."""
+    gate = torch.tensor(3.0).log()
+    x = torch.stack([torch.tensor(8.0), gate]).view(1, 2).to(DEVICE)
+    torch.testing.assert_close(swiglu(x, backend=backend).cpu(), (6 * gate).view(1, 1))
+    x = torch.tensor([[5.0, 7.0, 0.0, 100.0]], device=DEVICE)
+    assert geglu(x, backend=backend).tolist() == [[0.0, 700.0]]
+    assert swiglu(x, backend=backend).tolist() == [[0.0, 700.0]]
+
+
+@every_function
+@every_backend
+def test_nan_and_infinity_propagate_and_huge_gates_do_not_make_any(name, backend):
+    x = torch.tensor(
+        [[1.0, NAN], [NAN, 1.0], [INF, 1.0], [2.0, INF], [1.0, 1e30], [1.0, -1e30]], device=DEVICE
+    ).requires_grad_()
+    y = FUNCTIONS[name][0](x, backend=backend)
+    y.sum().backward()
+    assert x.grad is not None
+    assert y[:2].isnan().all() and (y[2:4] == INF).all()
+    assert x.grad[:1].isnan().all() and x.grad[1, 1].isnan() and x.grad[2, 1] == INF
+    assert y[4] == 1e30 and y[5] == 0
+    assert x.grad[4].tolist() == x.grad.new_tensor([1e30, 1.0]).tolist()
+    assert x.grad[5].tolist() == [0.0, 0.0]
+
+
+@every_function
+@every_backend
+@every_layout
+def test_empty_tensors(name, backend, layout):
+    for shape in ((0, 6), (3, 0), (0, 0)):
+        x = layout(torch.randn(shape, device=DEVICE)).requires_grad_()
+        y = FUNCTIONS[name][0](x, backend=backend)
+        y.sum().backward()
+        assert y.shape == (shape[0], shape[1] // 2) and x.grad.shape == shape
+
+
+@every_layout
+def test_pieces(layout, pieces):
+    x, _ = inputs((3, 5, 34), torch.float32)
+    value, gate = layout(x).chunk(2, -1)
+    torch.testing.assert_close(swiglu(layout(x), backend="naive"), value * F.silu(gate))
+
+
+def test_errors_name_the_offender():
+    with pytest.raises(ValueError, match=r"shape \(4, 5\): 5 entries are no multiple of 2"):
+        geglu(torch.ones(4, 5))
+    with pytest.raises(TypeError, match=r"float64"):
+        swiglu(torch.ones(4, 6).double())
+    with pytest.raises(IndexError):
+        geglu(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 8), (0, 6)], ids=str)
+def test_as_a_library_operator(activation, shape):
+    for layout in LAYOUTS.values():
+        x = layout(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        ops = torch.ops.sparse24
+        torch.library.opcheck(ops.glu.default, (x.requires_grad_(), activation, "naive"))
+        x = x.detach()
+        dy = torch.randn(naive.half_like(x).shape)
+        torch.library.opcheck(ops.glu_backward.default, (dy, x, activation, "naive"))
+
+
+def test_compiled_with_a_dynamic_batch():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: geglu(x) + swiglu(x), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (5, 9):
+        x = torch.randn(tokens, 12, generator=torch.Generator().manual_seed(tokens))
+        for layout in (LAYOUTS["rows"], LAYOUTS["columns"]):
+            a, b = (layout(x).detach().requires_grad_() for _ in range(2))
+            got, want = compiled(a), geglu(b) + swiglu(b)
+            got.sum().backward()
+            want.sum().backward()
+            assert torch.equal(got, want) and got.stride() == want.stride()
+            assert torch.equal(a.grad, b.grad)
+
+
+def test_a_second_derivative_is_refused():
+    x = torch.randn(2, 4).requires_grad_()
+    (dx,) = torch.autograd.grad(geglu(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="glu_backward"):
+        dx.sum().backward()
