@@ -8,7 +8,7 @@ from common_kernels import chunks
 from common_kernels.glu import naive
 from common_kernels.launch import cast, first_entries, launch
 
-BLOCK = 1024  # results in a program
+BLOCK = 2048  # results in a program: the fastest of 512 to 2048 on an H200
 LINEAR, CUBIC = tl.constexpr(naive.LINEAR), tl.constexpr(naive.CUBIC)
 SATURATED = tl.constexpr(naive.SATURATED)
 

@@ -50,7 +50,7 @@ def pack_both_compressed(
     launch(
         pack_both_compressed_kernel, rows // 64 * (columns // 64), values.device,
         values.contiguous(), row_mask.contiguous(), column_mask.contiguous(),
-        *parts[0], *parts[1], rows, columns, num_warps=2,
+        *parts[0], *parts[1], rows, columns, num_warps=4,
     )  # fmt: skip
     return blobs
 

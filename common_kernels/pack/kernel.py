@@ -200,6 +200,7 @@ def pack_both(
         w, w if mask is None else mask.view(torch.uint8),
         pattern_nibbles(w.device),
         *parts[0], *parts[1], rows, columns, SEARCH=mask is None,
+        num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
     return blobs
 
