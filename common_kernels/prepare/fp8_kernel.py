@@ -82,7 +82,8 @@ def quantize_both_kernel(
     values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     code = encode(values * scale, TOP, SMALLEST, LIFT)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
-    code = tl.trans(encode(values * scale_t, TOP_T, SMALLEST_T, LIFT_T))
+    # See project_kernel.
+    code = encode(tl.trans(values) * scale_t, TOP_T, SMALLEST_T, LIFT_T)
     at = c[:, None] * padded + r[None, :]
     tl.store(transposed + at, code.to(transposed.dtype.element_ty), mask=(c < columns)[:, None])
 
@@ -179,7 +180,8 @@ def project_kernel(
     p = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [64, 64])
     if CODES:
         tl.store(codes + at, encode(p * s, TOP, SMALLEST, LIFT).to(codes.dtype.element_ty))
-    code = tl.trans(encode(p * s_t, TOP_T, SMALLEST_T, LIFT_T))
+    # Transposed ahead of the encoding: Triton 3.6 gets it wrong where both codes are the same.
+    code = encode(tl.trans(p) * s_t, TOP_T, SMALLEST_T, LIFT_T)
     tl.store(transposed + c[:, None] * rows + r[None, :], code.to(transposed.dtype.element_ty))
 
 

@@ -118,7 +118,8 @@ def is_sample(w: Tensor, out: Tensor) -> bool:
 
 
 def e4m3_codes(w: Tensor) -> tuple[Tensor, Tensor]:
-    scale = 448 / w.float().abs().amax()
+    amax = w.float().abs().amax()
+    scale = torch.full_like(amax, 448) / amax  # a number over a tensor is another division
     return (w.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 

@@ -38,8 +38,8 @@ def dense(rows, columns, dtype=BF16):
 
 
 def close(got, want, dtype):
-    """One rounding to `dtype`; FP8 units keep some 14 bits of a sum."""
-    unit = max(torch.finfo(dtype).eps, 2**-12 if got.is_cuda else 0)
+    """One rounding to `dtype`; FP8 units keep some 14 bits of each partial sum."""
+    unit = max(torch.finfo(dtype).eps, 2**-10 if got.is_cuda else 0)
     assert got.dtype == dtype and got.shape == want.shape
     assert (got.double() - want.double()).abs().max() <= unit * want.abs().max()
 
