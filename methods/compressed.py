@@ -163,7 +163,8 @@ class CompressedLinear(base.SparseLinear):
         left = right = left_mask = None
         if config.adapter_rank:
             generator = self._generator(name, "left")
-            drawn = torch.randn(config.adapter_rank, self.in_features, generator=generator)
+            shape = (config.adapter_rank, self.in_features)
+            drawn = torch.randn(shape, generator=generator, device="cpu")
             if config.adapter_init == "scaled":
                 drawn /= math.sqrt(self.in_features)
             drawn = drawn.to(weight)
@@ -179,7 +180,8 @@ class CompressedLinear(base.SparseLinear):
     def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
         """Packed N:M mask of x along its last dim, by the rule of the option `mask`."""
         if self.config.mask == "random":
-            x = torch.rand(x.shape, generator=self._generator(name, purpose)).to(x.device)
+            generator = self._generator(name, purpose)
+            x = torch.rand(x.shape, generator=generator, device="cpu").to(x.device)
         return pack_mask(nm_mask(x, *self.pattern))
 
     def _generator(self, name: str, purpose: str) -> torch.Generator:

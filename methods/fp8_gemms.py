@@ -25,7 +25,7 @@ from common_kernels.matmul import blob_linear, blob_matmul
 from common_kernels.prepare.fp8 import (
     quantize_and_sample,
     quantize_both,
-    rescale_,
+    rescale,
     scaled_linear,
 )
 
@@ -49,7 +49,7 @@ class _Fp8Linear(torch.autograd.Function):
             ctx.save_for_backward(x_saved, x_scale, transposed_codes, scales, key)
             if products.forward:
                 y = blob_linear(forward_codes, codes, out_dtype=torch.bfloat16)
-                y = rescale_(y, scale, scales[0], bias=bias)
+                y = rescale(y, scale, scales[0], bias=bias, dtype=x.dtype)
             else:
                 y = scaled_linear(codes, forward_codes, scale, scales[0], bias)
             y = y.reshape(*x.shape[:-1], len(weight))
@@ -74,9 +74,9 @@ class _Fp8Linear(torch.autograd.Function):
             grad_x = grad_x.to(grad_y.dtype).reshape(ctx.shape)
         if ctx.needs_input_grad[1] and ctx.products.weight:
             grad_weight = blob_matmul(sample, x, torch.float32, transposed=True)
-            grad_weight = rescale_(grad_weight, scale, x_scale, factor=2.0).to(ctx.weight_dtype)
+            grad_weight = rescale(grad_weight, scale, x_scale, 2.0, dtype=ctx.weight_dtype)
         elif ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(dy, x, key, ctx.mvue, fp8).to(ctx.weight_dtype)
+            grad_weight = weight_gradient(dy, x, key, ctx.mvue, fp8, ctx.weight_dtype)
         if ctx.needs_input_grad[5]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, None, grad_bias, *(None,) * 4
@@ -87,15 +87,17 @@ def input_gradient(dy: Tensor, codes: Tensor, dy_scale: Tensor, scale: Tensor) -
     if codes.dtype is torch.float8_e4m3fn:
         return scaled_linear(dy, codes, dy_scale, scale)
     product = F.linear(dy.to(torch.bfloat16), codes.to(torch.bfloat16))
-    return rescale_(product, dy_scale, scale)
+    return rescale(product, dy_scale, scale)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, key: Tensor, mvue: str | None, fp8: Fp8Formats):
+def weight_gradient(
+    dy: Tensor, x: Tensor, key: Tensor, mvue: str | None, fp8: Fp8Formats, dtype: torch.dtype
+) -> Tensor:
     """S(dY)^T X of quantised operands, multiplied in bf16."""
     sample, scale = quantize_fp8(sample_tokens(dy, key, mvue) if mvue else dy, fp8.gradient)
     codes, x_scale = quantize_fp8(x, fp8.wgrad)
     product = sample.to(torch.bfloat16).t() @ codes.to(torch.bfloat16)
-    return rescale_(product, scale, x_scale)
+    return rescale(product, scale, x_scale, dtype=dtype)
 
 
 def fp8_linear(

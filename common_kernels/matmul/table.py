@@ -25,7 +25,7 @@ import torch
 from common_kernels.masks import nm_mask
 from common_kernels.matmul.cusparselt import CuSparseLtError, Plan, Problem, version
 from common_kernels.prepare import naive_blob
-from common_kernels.prepare.fp8 import rescale_, scaled_linear
+from common_kernels.prepare.fp8 import rescale, scaled_linear
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms, of which those from 36 on are illegal
@@ -134,7 +134,7 @@ class Trial:
         def call(i: int) -> None:
             plan.run(self.blob, self.dense[i], self.out, self.bias)
             if self.problem.dtype.itemsize == 1:
-                rescale_(self.out, one, one)
+                rescale(self.out, one, one)
 
         return replay_ms(call)
 

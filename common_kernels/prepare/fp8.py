@@ -1,7 +1,7 @@
 """Operands of FP8 products on the GPU's FP8 units: codes, codes of the transpose, packed codes.
 
 One scale for a whole tensor, as in `quantize_fp8`: codes are about x * scale. A product of codes is
-therefore rescaled, by the library where that can do it (`torch._scaled_mm`), else by `rescale_`.
+therefore rescaled, by the library where that can do it (`torch._scaled_mm`), else by `rescale`.
 """
 
 import torch
@@ -166,39 +166,46 @@ def _(dy, key, stride, fmt, backend):
     )
 
 
-def rescale_(
+def rescale(
     y: Tensor,
     scale: Tensor,
     other: Tensor,
     factor: float = 1.0,
     bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """y [rows, columns] * factor / (scale * other) + bias [columns], in place, in fp32, rounded
-    once. scale, other: fp32 []. Returns y."""
+    """y [rows, columns] * factor / (scale * other) + bias [columns] in `dtype` (y's), computed in
+    fp32 and rounded once. scale, other: fp32 []."""
     checks.float_tensor(y, "y")
     name = backends.resolve(y.device, backend)
-    torch.ops.sparse24.rescale_(y, scale, other, factor, bias, name)
-    return y
+    return torch.ops.sparse24.rescale(y, scale, other, factor, bias, dtype or y.dtype, name)
 
 
-@torch.library.custom_op("sparse24::rescale_", mutates_args=("y",))
-def _rescale_(
-    y: Tensor, scale: Tensor, other: Tensor, factor: float, bias: Tensor | None, backend: str
-) -> None:
+@torch.library.custom_op("sparse24::rescale", mutates_args=())
+def _rescale(
+    y: Tensor,
+    scale: Tensor,
+    other: Tensor,
+    factor: float,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
     if backend == "triton" and y.numel() and y.is_contiguous():
         from common_kernels.prepare import fp8_kernel
 
-        fp8_kernel.rescale_(y, scale, other, factor, bias)
-        return
+        out = torch.empty_like(y, dtype=dtype)
+        fp8_kernel.rescale(y, out, scale, other, factor, bias)
+        return out
     result = y.float() * (factor / (scale * other))
-    y.copy_(result if bias is None else result + bias.float())
+    return (result if bias is None else result + bias.float()).to(dtype, copy=True)
 
 
-@_rescale_.register_fake
-def _(y, scale, other, factor, bias, backend):
-    return None
+@_rescale.register_fake
+def _(y, scale, other, factor, bias, dtype, backend):
+    return torch.empty_like(y, dtype=dtype)
 
 
 def scaled_linear(

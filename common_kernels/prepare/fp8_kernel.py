@@ -1,4 +1,4 @@
-"""FP8 operands in Triton, bit for bit those of fp8.py's naive paths (except `rescale_`, whose
+"""FP8 operands in Triton, bit for bit those of fp8.py's naive paths (except `rescale`, whose
 factor may differ in its last bit)."""
 
 import torch
@@ -46,12 +46,15 @@ def quantize_both(
     padded = triton.cdiv(rows, TILE) * TILE
     codes = codes_like((rows, columns), fmt, x.device)
     transposed = codes_like((columns, padded), fmt_transposed, x.device)
-    scales = torch.empty(2, device=x.device)
-    launch(
-        quantize_both_kernel, padded // TILE * triton.cdiv(columns, TILE), x.device,
-        x, codes, transposed, largest(x), scales, rows, columns, padded,
-        *constants(fmt), *constants(fmt_transposed), TILE=TILE,
-    )  # fmt: skip
+    scales, amax = torch.empty(2, device=x.device), largest(x)
+    # One after the other where project_quantize24_ has to.
+    parts = ((True, True),) if fmt != fmt_transposed else ((True, False), (False, True))
+    for own, other in parts:
+        launch(
+            quantize_both_kernel, padded // TILE * triton.cdiv(columns, TILE), x.device,
+            x, codes, transposed, amax, scales, rows, columns, padded,
+            *constants(fmt), *constants(fmt_transposed), OWN=own, TRANSPOSED=other, TILE=TILE,
+        )  # fmt: skip
     return codes.to(FORMATS[fmt]), transposed.to(FORMATS[fmt_transposed]), scales
 
 
@@ -67,7 +70,8 @@ def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
 def quantize_both_kernel(
     x, codes, transposed, amax, scales, rows, columns, padded,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr, TILE: tl.constexpr,
+    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
+    OWN: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     bits = tl.load(amax)
     scale, scale_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
@@ -80,12 +84,13 @@ def quantize_both_kernel(
     at = r[:, None] * columns + c[None, :]
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-    code = encode(values * scale, TOP, SMALLEST, LIFT)
-    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
-    # See project_kernel.
-    code = encode(tl.trans(values) * scale_t, TOP_T, SMALLEST_T, LIFT_T)
-    at = c[:, None] * padded + r[None, :]
-    tl.store(transposed + at, code.to(transposed.dtype.element_ty), mask=(c < columns)[:, None])
+    if OWN:
+        code = encode(values * scale, TOP, SMALLEST, LIFT)
+        tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+    if TRANSPOSED:
+        code = tl.trans(encode(values * scale_t, TOP_T, SMALLEST_T, LIFT_T))
+        at = c[:, None] * padded + r[None, :]
+        tl.store(transposed + at, code.to(transposed.dtype.element_ty), mask=(c < columns)[:, None])
 
 
 def project_quantize24_(
@@ -103,20 +108,24 @@ def project_quantize24_(
         projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, amax, size,
         BLOCK=BLOCK // 4,
     )  # fmt: skip
-    own = codes if blob is None else blob
     half = rows * columns // 2
     values = meta = scales  # not written to
     if blob is not None:
         values, meta = blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32)
     formats = {dtype: name for name, dtype in FORMATS.items()}
-    launch(
-        project_kernel, rows // TILE * (columns // TILE), w.device,
-        w, beta, amax, values, meta, scales if codes is None else codes, transposed, scales,
-        rows, columns,
-        *constants(formats[transposed.dtype if own is None else own.dtype]),
-        *constants(formats[transposed.dtype]),
-        PACKED=blob is not None, CODES=codes is not None, num_warps=8,
-    )  # fmt: skip
+
+    def run(own: torch.Tensor, **outputs: bool) -> None:
+        launch(
+            project_kernel, rows // TILE * (columns // TILE), w.device,
+            w, beta, amax, values, meta, own, transposed, scales, rows, columns,
+            *constants(formats[own.dtype]), *constants(formats[transposed.dtype]),
+            **outputs, num_warps=8,
+        )  # fmt: skip
+
+    run(transposed if blob is None else blob, PACKED=blob is not None, CODES=False, TRANSPOSED=True)
+    if codes is not None:
+        # On its own: beside the transpose in the same format Triton 3.6 leaves some of it out.
+        run(codes, PACKED=False, CODES=True, TRANSPOSED=False)
 
 
 @triton.jit
@@ -151,14 +160,16 @@ def project_kernel(
     w, beta, amax, values, meta, codes, transposed, scales, rows, columns,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    PACKED: tl.constexpr, CODES: tl.constexpr,
+    PACKED: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """64 x 64 entries."""
     bits = tl.load(amax)
     s, s_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
     if tl.program_id(0) == 0:
-        tl.store(scales, s)
-        tl.store(scales + 1, s_t)
+        if PACKED or CODES:
+            tl.store(scales, s)
+        if TRANSPOSED:
+            tl.store(scales + 1, s_t)
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
@@ -180,9 +191,9 @@ def project_kernel(
     p = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [64, 64])
     if CODES:
         tl.store(codes + at, encode(p * s, TOP, SMALLEST, LIFT).to(codes.dtype.element_ty))
-    # Transposed ahead of the encoding: Triton 3.6 gets it wrong where both codes are the same.
-    code = encode(tl.trans(p) * s_t, TOP_T, SMALLEST_T, LIFT_T)
-    tl.store(transposed + c[:, None] * rows + r[None, :], code.to(transposed.dtype.element_ty))
+    if TRANSPOSED:
+        code = tl.trans(encode(p * s_t, TOP_T, SMALLEST_T, LIFT_T))
+        tl.store(transposed + c[:, None] * rows + r[None, :], code.to(transposed.dtype.element_ty))
 
 
 def quantize_and_sample(
@@ -254,15 +265,16 @@ def load_and_encode(
     return x
 
 
-def rescale_(
+def rescale(
     y: torch.Tensor,
+    out: torch.Tensor,
     scale: torch.Tensor,
     other: torch.Tensor,
     factor: float,
     bias: torch.Tensor | None,
 ) -> None:
     launch(
-        rescale_kernel, triton.cdiv(y.numel(), 2048), y.device, y, scale, other,
+        rescale_kernel, triton.cdiv(y.numel(), 2048), y.device, y, out, scale, other,
         y if bias is None else bias, y.numel(), y.shape[-1],
         FACTOR=factor, BIASED=bias is not None, BLOCK=2048,
     )  # fmt: skip
@@ -270,7 +282,7 @@ def rescale_(
 
 @triton.jit
 def rescale_kernel(
-    y, scale, other, bias, size, columns,
+    y, out, scale, other, bias, size, columns,
     FACTOR: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = tl.div_rn(tl.full([], FACTOR, tl.float32), tl.load(scale) * tl.load(other))
@@ -279,4 +291,4 @@ def rescale_kernel(
     result = tl.load(y + at, mask=inside, other=0).to(tl.float32) * factor
     if BIASED:
         result += tl.load(bias + at % columns, mask=inside, other=0).to(tl.float32)
-    tl.store(y + at, cast(result, y.dtype.element_ty), mask=inside)
+    tl.store(out + at, cast(result, out.dtype.element_ty), mask=inside)

@@ -24,7 +24,7 @@ from common_kernels.prepare.fp8 import (
     project_quantize24_,
     quantize_and_sample,
     quantize_both,
-    rescale_,
+    rescale,
     scaled_linear,
 )
 
@@ -108,12 +108,13 @@ def test_a_sample_of_a_gradient(backend, dtype, tokens):
 @backends
 @masters
 @pytest.mark.parametrize("rows", [64, 100])
-def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows):
+@pytest.mark.parametrize("second", ["e5m2", "e4m3"])
+def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows, second):
     x = weight(rows, 72, master)
-    own, transposed, scale, other = quantize_both(x, "e4m3", "e5m2", backend=backend)
+    own, transposed, scale, other = quantize_both(x, "e4m3", second, backend=backend)
     want, want_scale = quantize_fp8(x, "e4m3")
     assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
-    want, want_scale = quantize_fp8(x, "e5m2")
+    want, want_scale = quantize_fp8(x, second)
     assert transposed.shape == (72, 128 if rows > 64 else 64)
     assert torch.equal(codes(transposed[:, :rows]), codes(want.t())) and other == want_scale
     assert not codes(transposed)[:, rows:].any()
@@ -157,12 +158,12 @@ def test_codes_of_a_projected_weight(dgrad, master):
 def test_rescaling(backend, dtype):
     y, bias = weight(48, 80, dtype), weight(2, 80)[0]
     scale, other = torch.tensor(3.0, device=DEVICE), torch.tensor(0.7, device=DEVICE)
-    for b in (None, bias):
+    for b, out in ((None, None), (bias, None), (bias, torch.bfloat16)):
         want = y.double() * 2.0 / (scale.double() * other.double())
         want = want if b is None else want + b.double()
-        got = rescale_(y.clone(), scale, other, 2.0, b, backend=backend)
-        unit = torch.finfo(dtype).eps
-        assert got.dtype == dtype
+        got = rescale(y, scale, other, 2.0, b, out, backend=backend)
+        unit = torch.finfo(out or dtype).eps
+        assert got.dtype == (out or dtype) and got.data_ptr() != y.data_ptr()
         assert ((got.double() - want).abs() <= unit * want.abs() + 4e-7).all()
 
 
@@ -188,7 +189,9 @@ OPERATORS = {
     "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, "naive"),
     "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "naive"),
     "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", "naive"),
-    "rescale_": lambda: (W.clone(), torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], "naive"),
+    "rescale": lambda: (
+        W, torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], torch.bfloat16, "naive",
+    ),
     "project_quantize24_": lambda: (
         torch.empty(64, 40, dtype=FP8["e4m3"]), torch.empty(64, 64, dtype=FP8["e4m3"]),
         torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "naive",
