@@ -6,7 +6,6 @@ device under Triton's interpreter; what has no Triton kernel (the baselines `two
 which there are none yet. Asking for a backend that cannot serve a device is an error.
 """
 
-import functools
 import importlib.util
 import os
 
@@ -14,6 +13,7 @@ import torch
 
 BACKENDS = ("naive", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE24_BACKEND"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
@@ -26,13 +26,13 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
     kind = torch.device(device).type
     name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:
-        return "triton" if kind == "cuda" and has_triton() else "naive"
+        return "triton" if kind == "cuda" and HAS_TRITON else "naive"
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     reason = None
     if name == "cuda":
         reason = "no cuda kernels are built into this version"
-    elif name == "triton" and not has_triton():
+    elif name == "triton" and not HAS_TRITON:
         reason = "triton is not installed"
     elif name == "triton" and kind == "cpu" and not interpreted():
         reason = "on a CPU Triton needs its interpreter, TRITON_INTERPRET=1 from the start"
@@ -42,11 +42,6 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
             f"unset {ENVIRONMENT_VARIABLE} or choose 'naive'"
         )
     return name
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:

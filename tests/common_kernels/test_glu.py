@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from common_kernels import geglu, swiglu
-from common_kernels.backend import has_triton
+from common_kernels.backend import HAS_TRITON
 from common_kernels.glu import naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["naive", *(["triton"] if has_triton() else [])]
+BACKENDS = ["naive", *(["triton"] if HAS_TRITON else [])]
 FUNCTIONS = {
     "geglu": (geglu, lambda g: F.gelu(g, approximate="tanh")),
     "swiglu": (swiglu, F.silu),

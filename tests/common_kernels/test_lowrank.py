@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from common_kernels import lowrank_addmm
-from common_kernels.backend import has_triton
+from common_kernels.backend import HAS_TRITON
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["naive", *(["triton"] if has_triton() else [])]
+BACKENDS = ["naive", *(["triton"] if HAS_TRITON else [])]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
