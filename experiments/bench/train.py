@@ -3,7 +3,8 @@
 Gradients to zero, forward, backward, clipping, the hooks of the method, fused AdamW; on a GPU under
 bf16 autocast with fp32 weights, each transformer block compiled, and the loss. Only the linears of
 the FFNs are converted, in all arms. A step that chooses masks is a figure of its own where not all
-steps do.
+steps do, and so is the step with its parts in CUDA graphs: launched from Python, a model of this
+size may wait for the CPU.
 """
 
 from __future__ import annotations
@@ -145,6 +146,31 @@ class Step:
     def searching(self, _: int) -> None:
         self.run(self.converted.searching)
 
+    def capture(self) -> Callable[[int], None]:
+        """An ordinary step of which all but the optimizer and clipping is replayed from graphs."""
+        method, graphs = self.converted.method, []
+        parts = (
+            lambda: self.loss().backward(),
+            lambda: method.on_gradients(0, self.optimizer),
+            lambda: method.on_step_end(0),
+        )
+        self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        for part in parts:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                part()
+
+        def step(_: int) -> None:
+            self.converted.before(0)
+            graphs[0].replay()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            graphs[1].replay()
+            self.optimizer.step()
+            graphs[2].replay()
+
+        return step
+
     def close(self) -> None:
         """Free what a compiled model of 774M would keep from the next one."""
         del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
@@ -166,8 +192,11 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             if step.converted.searching:
                 calls["step, masks chosen"] = step.searching
             times = in_turns(calls, options.device, options.repeats, graphs=False)
-            time = times.pop("step")
+            time, figures = times.pop("step"), peak(options.device)
             dense_ms = time.ms if name == "dense" else dense_ms
+            if options.device.type == "cuda":
+                graphed = {"step in CUDA graphs": step.capture()}
+                times |= in_turns(graphed, options.device, options.repeats, graphs=False)
             report.add(
                 Row(
                     name, precision(options.device), shape, step.converted.used, time,
@@ -175,7 +204,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                     figures={
                         f"{job.unit}/s": 1e3 * job.items / time.ms,
                         **{f"{part} ms": t.ms for part, t in times.items()},
-                        **peak(options.device),
+                        **figures,
                     },
                 )
             )  # fmt: skip
