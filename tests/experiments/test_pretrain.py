@@ -179,3 +179,14 @@ def test_threads_and_backend_are_given_back(tiny, monkeypatch):
         raise Stop
     assert torch.get_num_threads() == threads
     assert backend.ENVIRONMENT_VARIABLE not in os.environ
+
+
+def test_sparse_products_are_asked_for_and_told(tiny):
+    """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
+    result = pretrain.run(tiny("method=s_ste"), quiet)
+    dense = {"forward": False, "input": False, "weight": False, "fp8": False}
+    assert set(result["matmul"]) == set(result["converted"])
+    assert all(products == dense for products in result["matmul"].values())
+    with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
+        pretrain.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
+    assert "\n" not in str(caught.value)
