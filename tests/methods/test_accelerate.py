@@ -266,3 +266,25 @@ def test_what_cannot_run_sparse_is_refused_by_name(monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET")
         with pytest.raises(RuntimeError, match="not a cpu"):
             method.accelerate(TOKENS, "cusparselt")
+
+
+@pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
+@pytest.mark.parametrize(
+    ("name", "options"), [("t_sr_ste", {"dense_fraction": 0.0}), ("slope", {})]
+)
+def test_one_compilation_serves_all_batches(name, options):
+    """Once for tokens that need no filling up, once for those that do."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, method = build(name, options)
+    method.accelerate(TOKENS, "cusparselt")
+    method.open_micro_batch()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
+    for tokens, compilations in ((192, 1), (320, 1), (1024, 1), (100, 2), (300, 2)):
+        x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
+        with torch.autocast("cpu", BF16):
+            got, want = compiled(x), model(x)
+            same([got], [want])
+        assert counter.frame_count <= compilations
