@@ -13,6 +13,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.compressed import naive
+from common_kernels.library import custom_op
 
 
 def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -24,7 +25,7 @@ def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor
     return torch.ops.sparse24.pack_mask(mask, backends.resolve(mask.device, backend))
 
 
-@torch.library.custom_op("sparse24::pack_mask", mutates_args=())
+@custom_op("sparse24::pack_mask", mutates_args=())
 def _pack_mask(mask: torch.Tensor, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.compressed import kernel
@@ -46,7 +47,7 @@ def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None)
     return torch.ops.sparse24.unpack_mask(bits, columns, backends.resolve(bits.device, backend))
 
 
-@torch.library.custom_op("sparse24::unpack_mask", mutates_args=())
+@custom_op("sparse24::unpack_mask", mutates_args=())
 def _unpack_mask(bits: torch.Tensor, columns: int, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.compressed import kernel
@@ -78,7 +79,7 @@ def compress_nm(
     return torch.ops.sparse24.compress_nm(x, bits, n, m, backends.resolve(x.device, backend))
 
 
-@torch.library.custom_op("sparse24::compress_nm", mutates_args=())
+@custom_op("sparse24::compress_nm", mutates_args=())
 def _compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.compressed import kernel
@@ -108,7 +109,7 @@ def expand_nm(
     )
 
 
-@torch.library.custom_op("sparse24::expand_nm", mutates_args=())
+@custom_op("sparse24::expand_nm", mutates_args=())
 def _expand_nm(
     values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
 ) -> torch.Tensor:
@@ -145,7 +146,7 @@ def double_prune_bits(
     return torch.ops.sparse24.double_prune_bits(values, bits, n, m, name)
 
 
-@torch.library.custom_op("sparse24::double_prune_bits", mutates_args=())
+@custom_op("sparse24::double_prune_bits", mutates_args=())
 def _double_prune_bits(
     values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
 ) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.decay import naive
+from common_kernels.library import custom_op
 
 
 def masked_decay_(
@@ -30,7 +31,7 @@ def masked_decay_(
     return grad
 
 
-@torch.library.custom_op("sparse24::masked_decay_", mutates_args=("grad",))
+@custom_op("sparse24::masked_decay_", mutates_args=("grad",))
 def _masked_decay_(
     grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float, backend: str
 ) -> None:

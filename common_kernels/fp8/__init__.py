@@ -5,6 +5,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8 import naive
+from common_kernels.library import custom_op
 
 
 def quantize_fp8(
@@ -34,7 +35,7 @@ def _check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
     return backends.resolve(x.device, backend)
 
 
-@torch.library.custom_op("sparse24::quantize_fp8", mutates_args=())
+@custom_op("sparse24::quantize_fp8", mutates_args=())
 def _quantize_fp8(x: torch.Tensor, fmt: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     if backend == "triton":
         from common_kernels.fp8 import kernel
@@ -48,7 +49,7 @@ def _(x, fmt, backend):
     return torch.empty_like(x, dtype=naive.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("sparse24::fake_fp8", mutates_args=())
+@custom_op("sparse24::fake_fp8", mutates_args=())
 def _fake_fp8(x: torch.Tensor, fmt: str, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.fp8 import kernel

@@ -13,6 +13,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.glu import naive
+from common_kernels.library import custom_op
 
 
 def geglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -37,7 +38,7 @@ def _glu(x: torch.Tensor, activation: str, backend: str | None) -> torch.Tensor:
     return torch.ops.sparse24.glu(x, activation, backends.resolve(x.device, backend))
 
 
-@torch.library.custom_op("sparse24::glu", mutates_args=())
+@custom_op("sparse24::glu", mutates_args=())
 def _forward(x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.glu import kernel
@@ -51,7 +52,7 @@ def _(x, activation, backend):
     return naive.half_like(x)
 
 
-@torch.library.custom_op("sparse24::glu_backward", mutates_args=())
+@custom_op("sparse24::glu_backward", mutates_args=())
 def _backward(dy: torch.Tensor, x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.glu import kernel

@@ -7,6 +7,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.library import custom_op
 from common_kernels.lowrank import naive
 
 
@@ -42,7 +43,7 @@ def lowrank_addmm(
     return torch.ops.sparse24.lowrank_addmm(y1, y2, r, bias, scale, name)
 
 
-@torch.library.custom_op("sparse24::lowrank_addmm", mutates_args=())
+@custom_op("sparse24::lowrank_addmm", mutates_args=())
 def _lowrank_addmm(
     y1: torch.Tensor,
     y2: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.library import custom_op
 from common_kernels.masks import naive
 
 ALGORITHMS = ("exact", "greedy", "two_approx")
@@ -29,7 +30,7 @@ def nm_mask(
     return torch.ops.sparse24.nm_mask(x, n, m, dim, backends.resolve(x.device, backend))
 
 
-@torch.library.custom_op("sparse24::nm_mask", mutates_args=())
+@custom_op("sparse24::nm_mask", mutates_args=())
 def _nm_mask(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.masks import kernel
@@ -75,7 +76,7 @@ def transposable_mask24(
     return torch.ops.sparse24.transposable_mask24(w, algorithm, name)
 
 
-@torch.library.custom_op("sparse24::transposable_mask24", mutates_args=())
+@custom_op("sparse24::transposable_mask24", mutates_args=())
 def _transposable_mask24(w: torch.Tensor, algorithm: str, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.masks import kernel
@@ -89,18 +90,54 @@ def _(w, algorithm, backend):
     return torch.empty_like(w, dtype=torch.bool)
 
 
-def check_nm(x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1) -> torch.Tensor:
-    """Number of groups of m along dim with more than n non-zeros: a 0-dim int64 tensor."""
-    groups = (x != 0).unflatten(checks.group_dim(x, m, dim), (-1, m))
-    return (groups.sum(dim % x.ndim + 1) > n).sum()
+def check_nm(
+    x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1, *, backend: str | None = None
+) -> torch.Tensor:
+    """Number of groups of m along dim with more than n non-zeros: a 0-dim int64 tensor.
+
+    NaN is a non-zero. x may have any dtype, dense or not.
+    """
+    dim = checks.group_dim(x, m, dim)
+    return torch.ops.sparse24.check_nm(x, n, m, dim, backends.resolve(x.device, backend))
 
 
-def check24(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+@torch.library.custom_op("sparse24::check_nm", mutates_args=())
+def _check_nm(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.masks import kernel
+
+        return kernel.check_nm(x, n, m, dim)
+    return naive.check_nm(x, n, m, dim)
+
+
+@_check_nm.register_fake
+def _(x, n, m, dim, backend):
+    return x.new_empty((), dtype=torch.int64)
+
+
+def check24(x: torch.Tensor, dim: int = -1, *, backend: str | None = None) -> torch.Tensor:
     """Number of groups of four along dim with more than two non-zeros: a 0-dim int64 tensor."""
-    return check_nm(x, 2, 4, dim)
+    return check_nm(x, 2, 4, dim, backend=backend)
 
 
-def flip_rate(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def flip_rate(
+    old: torch.Tensor, new: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
     """Fraction of mask bits that differ (FST, section 4.1): a 0-dim fp32 tensor, 0 if empty."""
     checks.same_shape(old, new, "old and new")
-    return (old != new).sum() / max(old.numel(), 1)
+    flips = torch.ops.sparse24.flips(old, new, backends.resolve(old.device, backend))
+    return flips / max(old.numel(), 1)
+
+
+@torch.library.custom_op("sparse24::flips", mutates_args=())
+def _flips(old: torch.Tensor, new: torch.Tensor, backend: str) -> torch.Tensor:
+    if backend == "triton":
+        from common_kernels.masks import kernel
+
+        return kernel.flips(old, new)
+    return naive.flips(old, new)
+
+
+@_flips.register_fake
+def _(old, new, backend):
+    return old.new_empty((), dtype=torch.int64)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import backend as backends
+from common_kernels.library import custom_op
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import Packed24, convert24, unpack24
@@ -153,7 +154,7 @@ def _multiple(x: Tensor) -> int:
     return 16 // x.element_size()
 
 
-@torch.library.custom_op("sparse24::blob_matmul", mutates_args=())
+@custom_op("sparse24::blob_matmul", mutates_args=())
 def _blob_matmul(
     blob: Tensor,
     dense: Tensor,

@@ -4,6 +4,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.library import custom_op
 from common_kernels.mvue import naive
 
 DESIGNS = ("exact", "sequential")
@@ -50,7 +51,7 @@ def _scalar(value: int | torch.Tensor, name: str) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int64)
 
 
-@torch.library.custom_op("sparse24::mvue24", mutates_args=())
+@custom_op("sparse24::mvue24", mutates_args=())
 def _mvue24(
     x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int, backend: str
 ) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.library import custom_op
 from common_kernels.pack import naive
 
 DTYPES = (
@@ -211,7 +212,7 @@ def meta_bytes(packed: Packed24) -> torch.Tensor:
     return packed.meta.view(-1).view(torch.uint8)
 
 
-@torch.library.custom_op("sparse24::pack24", mutates_args=())
+@custom_op("sparse24::pack24", mutates_args=())
 def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> torch.Tensor:
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         check_mask(mask)
@@ -232,7 +233,7 @@ def _(x, mask, layout, backend):
     return x.new_empty(size, dtype=torch.uint8)
 
 
-@torch.library.custom_op("sparse24::unpack24", mutates_args=())
+@custom_op("sparse24::unpack24", mutates_args=())
 def _unpack24(values: torch.Tensor, meta: torch.Tensor, layout: str) -> torch.Tensor:
     rows, columns = values.shape[0], 2 * values.shape[1]
     return naive.expand(values, naive.gather(meta, rows, columns, layout, values.element_size()))
@@ -243,7 +244,7 @@ def _(values, meta, layout):
     return values.new_empty(values.shape[0], 2 * values.shape[1])
 
 
-@torch.library.custom_op("sparse24::reorder_meta", mutates_args=())
+@custom_op("sparse24::reorder_meta", mutates_args=())
 def _reorder_meta(
     meta: torch.Tensor, rows: int, columns: int, itemsize: int, source: str, target: str
 ) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.compressed import expand_nm, unpack_mask
+from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
 from common_kernels.pack import naive
@@ -74,7 +75,7 @@ def prune_pack24_(
     torch.ops.sparse24.prune_pack24_(blob, w, source, mask, scale, dense, name)
 
 
-@torch.library.custom_op("sparse24::prune_pack24_", mutates_args=("blob", "dense"))
+@custom_op("sparse24::prune_pack24_", mutates_args=("blob", "dense"))
 def _prune_pack24_(
     blob: Tensor,
     w: Tensor,
@@ -128,7 +129,7 @@ def pack_both24_(
     torch.ops.sparse24.pack_both24_(blob, transposed, w, mask, name)
 
 
-@torch.library.custom_op("sparse24::pack_both24_", mutates_args=("blob", "transposed"))
+@custom_op("sparse24::pack_both24_", mutates_args=("blob", "transposed"))
 def _pack_both24_(
     blob: Tensor, transposed: Tensor, w: Tensor, mask: Tensor | None, backend: str
 ) -> None:
@@ -173,7 +174,7 @@ def pack_compressed24_(
     torch.ops.sparse24.pack_compressed24_(blob, transposed, values, row_mask, column_mask, name)
 
 
-@torch.library.custom_op("sparse24::pack_compressed24_", mutates_args=("blob", "transposed"))
+@custom_op("sparse24::pack_compressed24_", mutates_args=("blob", "transposed"))
 def _pack_compressed24_(
     blob: Tensor,
     transposed: Tensor,
@@ -223,7 +224,7 @@ def sample_pack24(
     return torch.ops.sparse24.sample_pack24(dy, key, stride, dtype or dy.dtype, name)
 
 
-@torch.library.custom_op("sparse24::sample_pack24", mutates_args=())
+@custom_op("sparse24::sample_pack24", mutates_args=())
 def _sample_pack24(
     dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, backend: str
 ) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8 import naive as fp8
+from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
 from common_kernels.mvue import mvue24
 from common_kernels.prepare import MULTIPLE, fill_up, naive_blob
@@ -37,7 +38,7 @@ def quantize_both(
     return codes, transposed, *scales.unbind()
 
 
-@torch.library.custom_op("sparse24::quantize_both", mutates_args=())
+@custom_op("sparse24::quantize_both", mutates_args=())
 def _quantize_both(
     x: Tensor, fmt: str, fmt_transposed: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,9 +86,7 @@ def project_quantize24_(
     torch.ops.sparse24.project_quantize24_(blob, codes, transposed, scales, w, beta, name)
 
 
-@torch.library.custom_op(
-    "sparse24::project_quantize24_", mutates_args=("blob", "codes", "transposed", "scales")
-)
+@custom_op("sparse24::project_quantize24_", mutates_args=("blob", "codes", "transposed", "scales"))
 def _project_quantize24_(
     blob: Tensor | None,
     codes: Tensor | None,
@@ -139,7 +138,7 @@ def quantize_and_sample(
     return torch.ops.sparse24.quantize_and_sample(dy, key, stride, fmt, name)
 
 
-@torch.library.custom_op("sparse24::quantize_and_sample", mutates_args=())
+@custom_op("sparse24::quantize_and_sample", mutates_args=())
 def _quantize_and_sample(
     dy: Tensor, key: Tensor, stride: int, fmt: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +182,7 @@ def rescale(
     return torch.ops.sparse24.rescale(y, scale, other, factor, bias, dtype or y.dtype, name)
 
 
-@torch.library.custom_op("sparse24::rescale", mutates_args=())
+@custom_op("sparse24::rescale", mutates_args=())
 def _rescale(
     y: Tensor,
     scale: Tensor,

@@ -4,6 +4,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.library import custom_op
 from common_kernels.soft_threshold import naive
 
 
@@ -24,7 +25,7 @@ def soft_threshold24(
     return torch.ops.sparse24.soft_threshold24(x, gamma, backends.resolve(x.device, backend))
 
 
-@torch.library.custom_op("sparse24::soft_threshold24", mutates_args=())
+@custom_op("sparse24::soft_threshold24", mutates_args=())
 def _soft_threshold24(x: torch.Tensor, gamma: float, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.soft_threshold import kernel

@@ -18,6 +18,7 @@ from common_kernels import (
     transposable_mask24,
 )
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
 SEED, OFFSET = torch.tensor(3), torch.tensor(5)
 OPERATORS = {
@@ -27,6 +28,8 @@ OPERATORS = {
     "mvue24": (X, SEED, OFFSET, "exact", 0, "naive"),
     "quantize_fp8": (X, "e4m3", "naive"),
     "fake_fp8": (X, "e5m2", "naive"),
+    "check_nm": (X, 2, 4, 1, "naive"),
+    "flips": (X > 0, X > 1, "naive"),
     "masked_decay_": (X.clone(), X, X > 0, 0.1, "naive"),
 }
 
@@ -43,6 +46,16 @@ def test_opcheck(name, layout):
         change(a) if isinstance(a, torch.Tensor) and a.ndim else a for a in OPERATORS[name]
     ]
     torch.library.opcheck(getattr(torch.ops.sparse24, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autograd_is_registered_at_its_key(name):
+    arguments = [
+        a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in OPERATORS[name]
+    ]
+    operator = getattr(torch.ops.sparse24, name).default
+    torch.library.opcheck(operator, arguments, test_utils="test_autograd_registration")
 
 
 def everything(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -83,3 +96,73 @@ def test_no_gradient_is_invented(operator):
     x = X.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="autograd"):
         operator(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")  # and where, says torch, too
+def test_no_gradient_is_invented_when_compiled():
+    torch._dynamo.reset()
+    x = X.clone().requires_grad_()
+    compiled = torch.compile(soft_threshold24, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="autograd"):
+        compiled(x).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_mutation_is_seen_by_autograd(backend, mode, requires_grad):
+    """Of a tensor that was saved for a backward; a Triton kernel writes without torch's notice."""
+    saved, x = X[:2, :4].clone().to(DEVICE), X[:2, :4].to(DEVICE).requires_grad_()
+    y = x * saved
+    with mode():
+        weight = x if requires_grad else x.detach()
+        masked_decay_(saved, weight, weight > 0, 0.1, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_not_mutated_keeps_its_version():
+    weight, mask = X.clone(), nm_mask(X)
+    versions = weight._version, mask._version
+    masked_decay_(X.clone(), weight, mask, 0.1)
+    soft_threshold24(weight)
+    assert (weight._version, mask._version) == versions
+
+
+def test_inference_mode():
+    normal, want = X.clone(), masked_decay_(X.clone(), X, X > 0, 0.5)
+    with torch.inference_mode():
+        version = normal._version
+        inside = X.clone()
+        for grad in (normal, inside):
+            assert torch.equal(masked_decay_(grad, X, X > 0, 0.5), want)
+    assert normal._version > version
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.operators.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_modes_and_lazy_tensors_are_not_passed_by():
+    """What the dispatcher does beside autograd is done: modes, negation that is yet to be made."""
+    x = X.clone().requires_grad_()
+    with Seen() as seen:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                nm_mask(x)
+    assert seen.operators.count(torch.ops.sparse24.nm_mask.default) == 2
+    negated = torch._neg_view(X)
+    assert negated.is_neg()
+    assert torch.equal(soft_threshold24(negated), soft_threshold24(-X))
+    assert torch.equal(masked_decay_(X.clone(), negated, X > 0, 0.5), X - 0.5 * X * (X <= 0))
+
+
+def test_meta_tensors():
+    mask = nm_mask(X.to("meta"))
+    assert mask.is_meta and mask.shape == X.shape and mask.dtype is torch.bool
