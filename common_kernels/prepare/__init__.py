@@ -56,7 +56,8 @@ def prune_pack24_(
     source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (bool, at most two of
         four, unchecked), `soft` packs soft_threshold24(w).
     scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to blob's dtype.
-    dense: [rows, columns] of blob's dtype, contiguous; receives the pruned matrix as well.
+    dense: [rows, columns] of blob's dtype, contiguous; receives the pruned matrix as well, +0 where
+        nothing is kept.
     """
     checks.float_tensor(w, "w")
     if source not in SOURCES:
@@ -101,7 +102,7 @@ def _prune_pack24_(
     pruned = pruned.to(blob.dtype)
     _write(blob, pruned, kept)
     if dense is not None:
-        dense.copy_(pruned)
+        dense.copy_(torch.where(kept, pruned, 0.0))
 
 
 @_prune_pack24_.register_fake

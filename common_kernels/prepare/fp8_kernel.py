@@ -8,8 +8,8 @@ import triton.language as tl
 from common_kernels import backend
 from common_kernels.fp8.kernel import BLOCK, amax_kernel, rounded, scale_from
 from common_kernels.fp8.naive import FORMATS
-from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
-from common_kernels.mvue.kernel import sample, uniform
+from common_kernels.launch import INTERPRETED, cast, keep24, launch, load_groups, magnitude
+from common_kernels.mvue.kernel import sample_stored, uniform
 from common_kernels.pack.kernel import entries_stored, store_meta, take_apart
 from common_kernels.soft_threshold.kernel import less, threshold
 
@@ -60,7 +60,12 @@ def quantize_both(
 
 @triton.jit
 def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """Scaled numbers as codes, in fp32; a negative number that vanishes is -0.0."""
+    """Scaled numbers as codes, in fp32; a negative number that vanishes is -0.0.
+
+    Only for the interpreter: a GPU's cast to FP8 rounds to nearest even and saturates.
+    """
+    if not INTERPRETED:
+        return y
     code = rounded(y, TOP, SMALLEST, LIFT)
     sign = y.to(tl.int32, bitcast=True) & -2147483648
     return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -243,9 +248,8 @@ def quantize_and_sample_kernel(
     counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
     w0, w1, w2, w3 = tl.randint4x(seed, counters)
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
-    y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
-    pairs, nibbles = entries_stored(y0, y1, y2, y3, (y0 != 0, y1 != 0, y2 != 0, y3 != 0))
-    pairs = encode(pairs * (0.5 * s), TOP, SMALLEST, LIFT)
+    one, other, nibbles = sample_stored(x0, x1, x2, x3, uniform(bits))
+    pairs = encode(tl.join(one, other) * (0.5 * s), TOP, SMALLEST, LIFT)
     place = token // 2 + tl.arange(0, 32)[None, :]
     row = (feature + tl.arange(0, 64)[:, None]) * (padded // 2)
     pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])

@@ -68,6 +68,7 @@ def test_a_pruned_weight(backend, master, dtype, shape):
             prune_pack24_(blob, w, source, given, factor, dense, backend=backend)
             assert torch.equal(unpack24(from_blob(blob, shape[1])), want)
             assert torch.equal(dense, want)
+            assert not dense[~nm_mask(w) if given is None else ~mask].signbit().any()
             alone = empty_blob(shape, dtype, DEVICE)
             prune_pack24_(alone, w, source, given, factor, backend=backend)
             assert torch.equal(codes(alone), codes(blob))
