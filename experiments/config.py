@@ -82,7 +82,8 @@ class ImplConfig:
     """How fast it runs, and where.
 
     device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
-    gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`).
+    gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`); with a
+    method's FP8 it decides between simulated and real products, which round differently.
     micro_batch: sequences per rank and forward pass; null = all of a step.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's
     choice. loggers: of `tensorboard`, `wandb`, beside the JSONL file.

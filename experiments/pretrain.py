@@ -123,7 +123,8 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
             method.calibrate(model, on_device)
         converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
         size, _ = micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
-        method.accelerate(size * block, config.impl.matmul)
+        matmul = config.impl.matmul  # auto leaves the word to the environment
+        method.accelerate(size * block, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, converted, load_corpus(), block
@@ -137,7 +138,7 @@ def _train(
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     layers = trainer.method.sparse_layers
-    products = {name: dataclasses.asdict(layer.products) for name, layer in layers.items()}
+    products = {name: dataclasses.asdict(layer.accelerated) for name, layer in layers.items()}
     trainer.fit()
     last = trainer.method.metrics()
     trainer.method.finalize(model)

@@ -130,8 +130,8 @@ class SparseLinear(nn.Linear):
         weight = self.weight.detach()
         self.dtype, self.accelerated = dtype or weight.dtype, DENSE
         self.register_buffer("operand", weight.to(self.dtype, copy=True), persistent=False)
-        for name in ("packed", "packed_transposed"):
-            self.register_buffer(name, None, persistent=False)
+        for blob in ("packed", "packed_transposed"):
+            self.register_buffer(blob, None, persistent=False)
         key = torch.zeros(2, dtype=torch.int64, device=weight.device)
         self.register_buffer("key", key, persistent=False)
 
@@ -199,6 +199,10 @@ class SparseLinear(nn.Linear):
         elif self.operand is not None:
             self.operand.copy_(self.effective_weight())
 
+    def reload(self) -> None:
+        """Derive everything from parameters and saved buffers, which came from elsewhere."""
+        self.refresh()
+
     def pack(self) -> None:
         """Fill the blobs that there are, and `operand` if it is there."""
         raise NotImplementedError(f"{type(self).__name__} has no packed operands")
@@ -254,7 +258,15 @@ class SparseLinear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
-            self.refresh()
+            self.reload()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        # A cast would take metadata for numbers: blobs are made anew.
+        if self.packed is not None or self.packed_transposed is not None:
+            self.packed = self.packed_transposed = None
+            self.allocate()
+        return self
 
 
 class Method:
@@ -397,9 +409,11 @@ class Method:
                 `cusparselt` takes the sparse one wherever there is a 2:4 operand; `dense` none.
                 None: the environment variable SPARSE24_MATMUL, else auto.
         Raises:
-            ValueError: an unknown name.
+            ValueError: an unknown name, or nothing is converted yet.
             RuntimeError: cusparselt on a device, or for a shape or dtype, that it cannot serve.
         """
+        if not self.layers:
+            raise ValueError("nothing is converted: call convert(model) before accelerate")
         chosen = {
             name: choose_products(
                 layer.is_sparse(),
@@ -557,7 +571,7 @@ def refresh(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, SparseLinear):
             module.refresh_mask()
-            module.refresh()
+            module.reload()
 
 
 def _linears(model: nn.Module) -> list[str]:

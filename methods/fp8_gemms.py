@@ -29,7 +29,7 @@ from common_kernels.prepare.fp8 import (
     scaled_linear,
 )
 
-from .gemms import Fp8Formats, Products, groups_of, sample_tokens
+from .gemms import Fp8Formats, Products, groups_of, sample_tokens, with_leading_dims
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _Fp8Linear(torch.autograd.Function):
                 y = rescale(y, scale, scales[0], bias=bias, dtype=x.dtype)
             else:
                 y = scaled_linear(codes, forward_codes, scale, scales[0], bias)
-            y = y.reshape(*x.shape[:-1], len(weight))
+            y = with_leading_dims(y, x)
             return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
@@ -65,7 +65,7 @@ class _Fp8Linear(torch.autograd.Function):
         x, x_scale, transposed_codes, scales, key = ctx.saved_tensors
         fp8, dy = ctx.fp8, grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        if ctx.products.weight:
+        if ctx.products.weight and ctx.needs_input_grad[1]:
             codes, sample, scale = quantize_and_sample(dy, key, groups_of(dy), fp8.gradient)
         else:
             codes, scale = quantize_fp8(dy, fp8.gradient)
@@ -83,10 +83,11 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def input_gradient(dy: Tensor, codes: Tensor, dy_scale: Tensor, scale: Tensor) -> Tensor:
-    """dY W for codes dY [T, out] and codes of W^T [in, out]."""
+    """dY W for codes dY [T, out] and codes of W^T [in, out], which are held in bf16 if they are not
+    e4m3."""
     if codes.dtype is torch.float8_e4m3fn:
         return scaled_linear(dy, codes, dy_scale, scale)
-    product = F.linear(dy.to(torch.bfloat16), codes.to(torch.bfloat16))
+    product = F.linear(dy.to(torch.bfloat16), codes)
     return rescale(product, dy_scale, scale)
 
 
@@ -116,7 +117,8 @@ def fp8_linear(
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        forward_codes: [out, in], or its blob if `products.forward`. transposed_codes: [in, out].
+        forward_codes: [out, in], or its blob if `products.forward`. transposed_codes: [in, out],
+            e4m3, or e5m2 codes in bf16.
         scales: fp32 [2], theirs.
         bias, key, mvue, fp8, products: as for `gemms.sparse_linear`.
     """

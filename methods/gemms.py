@@ -97,14 +97,18 @@ def choose_products(
     if matmul == "dense" or sparse == DENSE:
         return DENSE
     rows, columns = shape
-    forward = backward = out_dtype = dtype
+    forward = backward = result = out_dtype = dtype
     if sparse.fp8:
-        forward, backward, out_dtype = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
+        forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+        result, out_dtype = torch.bfloat16, torch.float32
     reason = unavailable("cusparselt", device, forward)
     if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
         reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
     if reason and matmul == "cusparselt":
-        raise RuntimeError(f"matmul='cusparselt': {reason}; choose auto or dense")
+        raise RuntimeError(
+            f"matmul='cusparselt': {reason}; convert(model, dtype=torch.bfloat16) gives products a "
+            "dtype; or choose auto or dense"
+        )
     if reason:
         return DENSE
     if matmul == "cusparselt":
@@ -115,7 +119,7 @@ def choose_products(
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
     problems = {
-        "forward": Problem(rows, columns, linear, forward, dtype, True, True, biased),
+        "forward": Problem(rows, columns, linear, forward, result, True, True, biased),
         "input": Problem(columns, rows, linear, dtype, dtype, True, True),
         "weight": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }
@@ -189,7 +193,15 @@ def forward_product(
     if not products.forward:
         return F.linear(x, operand, bias)
     y = blob_linear(operand, x.reshape(-1, x.shape[-1]), bias)
-    return y.reshape(*x.shape[:-1], operand.shape[0])
+    return with_leading_dims(y, x)
+
+
+def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
+    """y [T, out] with the leading dims of x [..., in].
+
+    Not as a view: autograd refuses to change one in place where it comes out of a Function.
+    """
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
 
 def groups_of(dy: Tensor) -> int:

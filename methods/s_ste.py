@@ -128,7 +128,7 @@ class Linear(base.SparseLinear):
             sparse = self.effective_weight().float()
             self.operand_forward.copy_(fake_fp8(sparse, self.fp8.forward))
             self.operand_backward.copy_(fake_fp8(sparse, self.fp8.dgrad))
-        elif self.operand_backward is not None:
+        elif self.operand_backward is not None and not self.products.fp8:
             self.operand_backward.copy_(self.sparse_weight)
 
     def is_sparse(self) -> Products:
@@ -142,6 +142,10 @@ class Linear(base.SparseLinear):
 
     def allocate(self) -> None:
         if not self.products.fp8:
+            if self.fp8 and self.operand_forward is None:  # simulated again
+                self.packed = self.packed_transposed = None
+                self.operand_forward = torch.empty_like(self.weight, dtype=torch.float32)
+                self.operand_backward = torch.empty_like(self.operand_forward)
             super().allocate()
             return
         assert self.fp8
@@ -154,6 +158,8 @@ class Linear(base.SparseLinear):
             codes = torch.empty(rows, columns, dtype=forward, device=device)
         transposed = torch.empty(columns, rows, dtype=dgrad, device=device)
         self.packed, self.packed_transposed = codes, transposed
+        if dgrad is not torch.float8_e4m3fn:  # no dense product takes it: fp8_gemms.py
+            self.operand_backward = torch.empty_like(transposed, dtype=torch.bfloat16)
         self.register_buffer("code_scales", torch.ones(2, device=device), persistent=False)
         self.refresh()
 
@@ -171,7 +177,7 @@ class Linear(base.SparseLinear):
             x,
             self.weight,
             self.packed,
-            self.packed_transposed,
+            self.packed_transposed if self.operand_backward is None else self.operand_backward,
             self.code_scales,
             self.bias,
             self.key.clone(),
@@ -192,6 +198,8 @@ class Linear(base.SparseLinear):
                 self.weight.detach(),
                 self.scale,
             )
+            if self.operand_backward is not None:
+                self.operand_backward.copy_(self.packed_transposed)
         elif self.config.gamma:
             prune_pack24_(self.packed, self.effective_weight(), "magnitude", dense=self.operand)
         else:

@@ -129,11 +129,6 @@ class ActivationLinear(SwitchedLinear):
     def refresh_mask(self) -> None:
         """Inputs are masked as they come."""
 
-    def refresh(self) -> None:
-        # Of a copy that is averaged (EMA) only parameters and buffers follow the original.
-        self.is_dense = bool(self.dense)
-        super().refresh()
-
     def effective_weight(self) -> Tensor:
         return self.weight.detach()
 

@@ -57,6 +57,10 @@ class SwitchedLinear(ste.Linear):
     def products(self) -> Products:
         return DENSE if self.is_dense else self.accelerated
 
+    def reload(self) -> None:
+        self.is_dense = bool(self.dense)
+        self.allocate()
+
     def switch(self, dense: bool) -> None:
         self.is_dense = dense
         self.dense.fill_(dense)

@@ -48,7 +48,13 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
         return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
     if device.type == "cpu" and backends.interpreted():
         return None
-    return _wrong_capability(device, 9, "the order of cuSPARSELt's metadata is known for, and its")
+    reason = _wrong_capability(device, 9, "cuSPARSELt (the order of its metadata is known for 9.0)")
+    if reason is None:
+        try:
+            cusparselt.library()
+        except cusparselt.CuSparseLtError as error:
+            reason = str(error)
+    return reason
 
 
 def _wrong_capability(device: torch.device, major: int, what: str) -> str | None:
@@ -56,7 +62,7 @@ def _wrong_capability(device: torch.device, major: int, what: str) -> str | None
         return f"{what} needs a GPU of compute capability {major}.x, not a {device.type}"
     found = torch.cuda.get_device_capability(device)
     if found[0] != major:
-        return f"{what} kernels run on compute capability {major}.x, this GPU has {found}"
+        return f"{what} needs compute capability {major}.x, this GPU has {found}"
     return None
 
 
@@ -77,8 +83,10 @@ def matmul24(
             f"x {tuple(x.shape)} of {x.dtype} does not fit a sparse {tuple(packed.shape)} of "
             f"{packed.values.dtype}"
         )
+    if bias is not None and bias.shape != (packed.shape[0],):
+        raise ValueError(f"bias must have shape ({packed.shape[0]},), not {tuple(bias.shape)}")
     name = chosen(packed, backend)
-    x2d = x.reshape(-1, x.shape[-1])
+    x2d = x.detach().reshape(-1, x.shape[-1])
     if name == "cusparselt":
         blob = convert24(packed, "cusparselt_sm90").blob
         y = blob_linear(blob, x2d, bias, _out_dtype(x.dtype))
@@ -132,7 +140,8 @@ def blob_linear(
     tokens = x.shape[0]
     x = fill_up(x, -tokens % _multiple(x)).contiguous()
     y = torch.ops.sparse24.blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
-    return y[:tokens]
+    # A copy where rows were filled up: a view could not be changed in place behind a Function.
+    return y if len(x) == tokens else y.narrow_copy(0, 0, tokens)
 
 
 def blob_matmul(
@@ -144,6 +153,10 @@ def blob_matmul(
     those of x count as zeros of A: x is filled up with rows of zeros.
     """
     if not transposed:
+        if x.shape[0] > columns_of(blob):
+            raise ValueError(
+                f"x has {x.shape[0]} rows, the sparse matrix {columns_of(blob)} columns"
+            )
         x = fill_up(x, columns_of(blob) - x.shape[0])
     return torch.ops.sparse24.blob_matmul(
         blob, x.contiguous(), None, transposed, False, out_dtype or x.dtype
@@ -182,9 +195,11 @@ def _blob_matmul(
 def _product(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
     if blob.device.type == "cpu":
         return _emulate(blob, dense, bias, problem)
-    out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=blob.device)
-    if out.numel():
-        stream = torch.cuda.current_stream(blob.device).cuda_stream
+    if not dense.numel():
+        return torch.zeros(problem.result_shape, dtype=problem.out_dtype, device=blob.device)
+    with torch.cuda.device(blob.device):
+        out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=blob.device)
+        stream = torch.cuda.current_stream().cuda_stream
         _plan(problem, blob.device.index, stream).run(blob, dense, out, bias)
     return out
 
@@ -199,21 +214,22 @@ def is_faster(problem: Problem, device: torch.device) -> bool:
     """Whether cuSPARSELt's product is faster than the dense one: measured, here or before."""
     from common_kernels.matmul import table
 
-    with torch.autocast(device.type, enabled=False):
-        entry = table.entry(problem, _index(device))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
+        entry = table.entry(problem, index, within=2.0)
     return entry.ms < entry.dense_ms
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
-    """For each stream its own: a plan has one place for a bias."""
+    """For each stream its own: a plan has one place for a bias. (Two graphs that were captured on
+    one stream share it: do not replay them at the same time.)"""
     from common_kernels.matmul import table
 
-    return cusparselt.Plan(problem, table.entry(problem, device).algorithm, device)
+    algorithm = table.entry(problem, device).algorithm
+    if algorithm == table.NONE:
+        raise RuntimeError(f"cuSPARSELt has no algorithm that is right for {problem}; run it dense")
+    return cusparselt.Plan(problem, algorithm, device)
 
 
 def _emulate(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:

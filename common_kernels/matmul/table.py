@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -31,12 +33,14 @@ SHIPPED = Path(__file__).with_name("measured.json")
 # On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms, of which those from 36 on are illegal
 # instructions: a process that tries one does not survive.
 USABLE = {torch.float16: 36}
+NONE = -1
 
 
 @dataclass(frozen=True)
 class Entry:
     """The fastest right algorithm of a product, its time and that of the dense product, in ms.
 
+    algorithm: NONE, in an infinite time, if none is right.
     wrong: the algorithms whose product was not that of the masked dense matrix.
     """
 
@@ -46,24 +50,31 @@ class Entry:
     wrong: tuple[int, ...] = ()
 
 
-def entry(problem: Problem, device: int) -> Entry:
+def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
     """What the table says of a product; measured now if it says nothing.
 
-    Raises RuntimeError if it must be measured while a CUDA graph is captured, and CuSparseLtError
-    if no algorithm is right.
+    An entry for another number of tokens will do, if its algorithm is right for this one, too, and
+    the numbers differ by a factor of `within` at most.
+
+    Raises RuntimeError if it must be measured while a CUDA graph is captured.
     """
     known = _table(device)
     found = known.get(problem)
-    if found is None and (near := _nearest(problem, known)) is not None:
-        # Another number of tokens: the same algorithm, if it is right for this one, too.
+    if found is None and (near := _nearest(problem, known, within)) is not None:
         _refuse_capture(problem)
-        trial = Trial(problem, device)
-        if trial.is_right(near.algorithm):
+        if near.algorithm == NONE or Trial(problem, device).is_right(near.algorithm):
             found = known[problem] = near
     if found is None:
         _refuse_capture(problem)
         found = known[problem] = measure(problem, device)
-        save(cache_file(), device, {problem: found})
+        try:
+            save(cache_file(), device, {problem: found})
+        except OSError as error:
+            warnings.warn(
+                f"what was measured of sparse products cannot be kept ({error}); it is measured "
+                "again in the next process; set XDG_CACHE_HOME to a folder that can be written",
+                stacklevel=2,
+            )
     return found
 
 
@@ -75,15 +86,20 @@ def _refuse_capture(problem: Problem) -> None:
         )
 
 
-def _nearest(problem: Problem, known: dict[Problem, Entry]) -> Entry | None:
-    """The entry of a product that differs in tokens alone, within a factor of two."""
-    tokens = problem.tokens
-    near = [
-        other
-        for other in known
-        if replace(other, tokens=tokens) == problem and 0.5 <= other.tokens / tokens <= 2
-    ]
-    return known[min(near, key=lambda other: abs(other.tokens - tokens))] if near else None
+def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> Entry | None:
+    """The entry of a product that differs in the number of tokens of a micro-batch alone.
+
+    In dW, whose result is not transposed, these are the columns of the sparse matrix.
+    """
+    name = "tokens" if problem.result_transposed else "columns"
+
+    def factor(other: Problem) -> float:
+        a, b = getattr(problem, name), getattr(other, name)
+        return max(a, b) / min(a, b)
+
+    same = [p for p in known if replace(p, **{name: getattr(problem, name)}) == problem]
+    near = [p for p in same if factor(p) <= within]
+    return known[min(near, key=factor)] if near else None
 
 
 class Trial:
@@ -159,7 +175,7 @@ def measure(problem: Problem, device: int) -> Entry:
     number = min(Plan(problem, 0, device).algorithms, USABLE.get(problem.dtype, 1000))
     right = [algorithm for algorithm in range(number) if trial.is_right(algorithm)]
     if not right:
-        raise CuSparseLtError(f"none of {number} algorithms is right for {problem}")
+        return Entry(NONE, math.inf, trial.dense_ms(), tuple(range(number)))
     ms = {algorithm: trial.sparse_ms(algorithm) for algorithm in right}
     best = min(ms, key=ms.__getitem__)
     wrong = tuple(sorted(set(range(number)) - set(right)))
@@ -174,7 +190,8 @@ def replay_ms(call: Callable[[int], Any], calls: int = 6, repeats: int = 3) -> f
         call(0)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # What another thread does (pinning memory, say) does not disturb the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(calls):
                 call(i % 2)
     graph.replay()

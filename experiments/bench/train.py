@@ -147,19 +147,26 @@ class Step:
         self.run(self.converted.searching)
 
     def capture(self) -> Callable[[int], None]:
-        """An ordinary step of which all but the optimizer and clipping is replayed from graphs."""
+        """An ordinary step of which all but the optimizer and clipping is replayed from graphs.
+
+        UserError if the gradients of a replay are not those of the step itself.
+        """
         method, graphs = self.converted.method, []
         parts = (
             lambda: self.loss().backward(),
             lambda: method.on_gradients(0, self.optimizer),
             lambda: method.on_step_end(0),
         )
+        want = [None if g is None else g.clone() for g in self.gradients()]
         self.optimizer.zero_grad()
         torch.cuda.synchronize()
         for part in parts:
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1]):
                 part()
+        self.converted.before(0)
+        graphs[0].replay()
+        arms.check_same(self.name, [p.grad for p in self.parameters], want)
 
         def step(_: int) -> None:
             self.converted.before(0)

@@ -85,13 +85,23 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
         matmul24(pack24(a, mask), dense(8, 128, torch.float32), backend="cusparselt")
     with pytest.raises(ValueError, match=r"does not fit a sparse \(64, 128\)"):
         matmul24(pack24(a, mask), dense(8, 64, torch.float32))
+    with pytest.raises(ValueError, match=r"bias must have shape \(64,\), not \(1,\)"):
+        matmul24(pack24(a, mask), dense(8, 128, torch.float32), torch.ones(1, device=DEVICE))
     assert "8.x, not a cpu" in str(unavailable("cutlass", "cpu", BF16))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "9.x, not a cpu" in str(unavailable("cusparselt", "cpu", BF16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert "this GPU has (8, 6)" in str(unavailable("cusparselt", "cuda", BF16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "8.x kernels" not in str(unavailable("cusparselt", "cuda", BF16))
+    monkeypatch.setattr(cusparselt, "library", lambda: None)
+    assert unavailable("cusparselt", "cuda", BF16) is None
+    missing = cusparselt.CuSparseLtError("cuSPARSELt cannot be loaded: no such file")
+
+    def fails():
+        raise missing
+
+    monkeypatch.setattr(cusparselt, "library", fails)
+    assert unavailable("cusparselt", "cuda", BF16) == str(missing)
     assert "this GPU has (9, 0)" in str(unavailable("cutlass", "cuda", BF16))
 
 
@@ -202,6 +212,39 @@ def test_what_was_measured_is_kept_and_serves_other_numbers_of_tokens(fake_libra
     rows = json.loads(table.cache_file().read_text())["a GPU"]
     assert [row["tokens"] for row in rows] == [96]
     monkeypatch.undo()
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+@pytest.mark.parametrize("weight_gradient", [False, True])
+def test_one_measurement_serves_all_numbers_of_tokens(fake_library, monkeypatch, weight_gradient):
+    def problem(tokens):
+        if weight_gradient:
+            return Problem(64, tokens, 128, BF16, BF16, False, False)
+        return Problem(64, 128, tokens, BF16, BF16, True, True)
+
+    first = table.entry(problem(128), 0)
+    monkeypatch.setattr(table, "measure", lambda *args: pytest.fail("measured again"))
+    for tokens in (64, 96, 512, 16):
+        assert table.entry(problem(tokens), 0).algorithm == first.algorithm
+    with pytest.raises(pytest.fail.Exception):
+        table.entry(problem(1024), 0, within=1.5)
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+def test_a_product_without_a_right_algorithm_stays_dense(fake_library, monkeypatch):
+    monkeypatch.setattr(table.Trial, "is_right", lambda self, algorithm: False)
+    found = table.entry(PROBLEM, 0)
+    assert found.algorithm == table.NONE and found.ms > found.dense_ms
+    table._table.cache_clear()
+    assert table.entry(PROBLEM, 0) == found  # kept in the file
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+def test_a_cache_that_cannot_be_written_is_no_obstacle(fake_library, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="set XDG_CACHE_HOME"):
+        assert table.entry(PROBLEM, 0).algorithm == 2
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU has the real library")

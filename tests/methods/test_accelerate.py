@@ -288,3 +288,58 @@ def test_one_compilation_serves_all_batches(name, options):
             got, want = compiled(x), model(x)
             same([got], [want])
         assert counter.frame_count <= compilations
+
+
+@pytest.mark.parametrize("name", ["ste", "t_sr_ste", "s_ste", "slope"])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_an_output_may_be_changed_in_place(name, rows):
+    options = {"dense_fraction": 0.0} if name == "t_sr_ste" else {}
+    for extra in ({}, {"fp8": "hopper"}) if name == "s_ste" else ({},):
+        model, method = build(name, options | extra)
+        method.accelerate(TOKENS, "cusparselt")
+        method.open_micro_batch()
+        x = torch.randn(2, rows, 64, device=DEVICE, requires_grad=True)
+        with torch.autocast(DEVICE, BF16):
+            nn.functional.relu(model[0](x), inplace=True).sum().backward()
+        assert x.grad.isfinite().all()
+
+
+def test_a_state_of_the_dense_phase_is_dense_wherever_it_is_loaded():
+    options = {"dense_fraction": 0.5, "total_steps": STEPS}
+    trained, method = build("t_sr_ste", options)
+    train(trained, method)
+    assert trained[0].is_dense
+    fresh, fresh_method = build("t_sr_ste", options)
+    fresh_method.accelerate(TOKENS, "cusparselt")
+    averaged = copy.deepcopy(fresh)
+    fresh.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        for key, value in trained.state_dict().items():
+            averaged.state_dict()[key].copy_(value)
+    methods.refresh(averaged)
+    x = torch.randn(8, 64, device=DEVICE)
+    with torch.no_grad(), torch.autocast(DEVICE, BF16):
+        want = trained.eval()(x)
+        same([fresh.eval()(x), averaged.eval()(x)], [want, want])
+
+
+def test_fp8_is_simulated_again_after_a_change_of_mind():
+    plain, plain_method = build("s_ste", {"fp8": "hopper"})
+    model, method = build("s_ste", {"fp8": "hopper"})
+    method.accelerate(TOKENS, "cusparselt")
+    method.accelerate(TOKENS, "dense")
+    same(train(model, method, steps=1), train(plain, plain_method, steps=1))
+
+
+def test_a_cast_makes_the_blobs_anew():
+    model, method = build("t_sr_ste", {"dense_fraction": 0.0})
+    method.accelerate(TOKENS, "cusparselt")
+    x = torch.randn(8, 64, device=DEVICE)
+    with torch.no_grad(), torch.autocast(DEVICE, BF16):
+        want = model.eval()(x)
+        same([model.float()(x)], [want])
+
+
+def test_accelerate_comes_after_convert():
+    with pytest.raises(ValueError, match="call convert"):
+        methods.build("ste").accelerate(TOKENS)
