@@ -153,11 +153,10 @@ def blob_matmul(
     those of x count as zeros of A: x is filled up with rows of zeros.
     """
     if not transposed:
-        if x.shape[0] > columns_of(blob):
-            raise ValueError(
-                f"x has {x.shape[0]} rows, the sparse matrix {columns_of(blob)} columns"
-            )
-        x = fill_up(x, columns_of(blob) - x.shape[0])
+        rows, columns = x.shape[0], columns_of(blob)
+        if rows > columns:
+            raise ValueError(f"x has {rows} rows, the sparse matrix only {columns} columns")
+        x = fill_up(x, columns - rows)
     return torch.ops.sparse24.blob_matmul(
         blob, x.contiguous(), None, transposed, False, out_dtype or x.dtype
     )

@@ -1,7 +1,7 @@
 """Which algorithm of cuSPARSELt serves a product, and whether it beats the dense one: measured.
 
 A table is a JSON file: for each device and version of the library a list of products. The one
-beside this file was measured with `python -m experiments.bench linear`; what it lacks is measured
+beside this file was measured by `python -m experiments.bench` on an H200; what it lacks is measured
 where it is first needed and kept in `$XDG_CACHE_HOME/sparse24/matmul.json`.
 
 An algorithm is only taken after its product has agreed with that of the masked dense matrix, three
