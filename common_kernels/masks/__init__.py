@@ -101,7 +101,7 @@ def check_nm(
     return torch.ops.sparse24.check_nm(x, n, m, dim, backends.resolve(x.device, backend))
 
 
-@torch.library.custom_op("sparse24::check_nm", mutates_args=())
+@custom_op("sparse24::check_nm")
 def _check_nm(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.masks import kernel
@@ -120,16 +120,14 @@ def check24(x: torch.Tensor, dim: int = -1, *, backend: str | None = None) -> to
     return check_nm(x, 2, 4, dim, backend=backend)
 
 
-def flip_rate(
-    old: torch.Tensor, new: torch.Tensor, *, backend: str | None = None
-) -> torch.Tensor:
+def flip_rate(old: torch.Tensor, new: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Fraction of mask bits that differ (FST, section 4.1): a 0-dim fp32 tensor, 0 if empty."""
     checks.same_shape(old, new, "old and new")
     flips = torch.ops.sparse24.flips(old, new, backends.resolve(old.device, backend))
     return flips / max(old.numel(), 1)
 
 
-@torch.library.custom_op("sparse24::flips", mutates_args=())
+@custom_op("sparse24::flips")
 def _flips(old: torch.Tensor, new: torch.Tensor, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.masks import kernel

@@ -5,12 +5,13 @@ number, in a network of comparators: minima and maxima, nothing that depends on 
 """
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from common_kernels import chunks
+from common_kernels import checks, chunks
 from common_kernels.launch import (
     BLOCK,
     apart,
@@ -25,6 +26,7 @@ from common_kernels.launch import (
 from common_kernels.masks import naive
 
 LARGEST_M = 32  # a thread holds a whole group
+CHECKED = 8192  # entries in a program that only reads
 TILES = 128  # 4x4 tiles in a program of two warps, two to a thread
 
 
@@ -296,3 +298,90 @@ def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.con
         # Four bits, the first column's on top, to the low bits of four bytes, the first lowest.
         word = ((taken >> 12 - 4 * r & 15) * 0x08040201 >> 3) & 0x01010101
         tl.store(out + r * columns, word, mask=at < columns)
+
+
+def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
+    if x.dtype not in checks.FLOATS:
+        return naive.check_nm(x, n, m, dim)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    if x.numel() == 0:
+        return total
+    groups = chunks.as_groups(x, dim, m)
+    rows, _, lanes = groups.shape
+    near = lanes == 1 and m & (m - 1) == 0 and m <= CHECKED
+    height, width = tile(lanes, CHECKED // m if near else CHECKED // 8)
+    launch(
+        check_kernel, triton.cdiv(rows, height) * triton.cdiv(lanes, width), x.device,
+        groups, total, rows, lanes, n,
+        M=m, ROWS=height, LANES=width, NEIGHBOURS=near,
+    )  # fmt: skip
+    return total
+
+
+def tile(lanes: int, size: int) -> tuple[int, int]:
+    """Rows and lanes of a tile of `size`, a power of two, in `[rows, lanes]`: no lane is left idle
+    at the end of a row, unless pieces of rows became too short."""
+    width = math.gcd(lanes, size)
+    if width < min(64, size):
+        width = min(triton.next_power_of_2(lanes), size)
+    return size // width, width
+
+
+@triton.jit
+def check_kernel(
+    x, total, rows, lanes, n,
+    M: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    """Adds the groups with more than n non-zeros in a tile of `[rows, M, lanes]` to `total`."""
+    if NEIGHBOURS:
+        first = tl.program_id(0).to(tl.int64) * ROWS
+        at = first * M + tl.arange(0, ROWS * M)
+        inside = at < tl.cast(rows, tl.int64) * M
+        nonzero = magnitude(tl.load(x + at, mask=inside, other=0)) != 0
+        found = tl.sum(tl.reshape(nonzero.to(tl.int32), [ROWS, M]), 1)
+    else:
+        across = tl.cdiv(lanes, LANES)
+        row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        lane = tl.program_id(0) % across * LANES + tl.arange(0, LANES)[None, :]
+        at, inside = row * M * lanes + lane, (row < rows) & (lane < lanes)
+        found = tl.zeros([ROWS, LANES], tl.int32)
+        for _ in range(M):
+            nonzero = magnitude(tl.load(x + at, mask=inside, other=0)) != 0
+            found += nonzero.to(tl.int32)
+            at += lanes
+        found = tl.reshape(found, [ROWS * LANES])
+    tl.atomic_add(total, tl.sum((found > n).to(tl.int32), 0).to(tl.int64))
+
+
+def flips(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    if not old.dtype == new.dtype == torch.bool:
+        return naive.flips(old, new)
+    order = chunks.memory_order(old)  # the other in the same order, a view unless laid out apart
+    old, new = (t.permute(order).contiguous().view(-1) for t in (old, new))
+    words = len(old) // 4
+    total = naive.flips(old[4 * words :], new[4 * words :])
+    if words:
+        old, new = (aligned(t[: 4 * words]).view(torch.int32) for t in (old, new))
+        launch(
+            flips_kernel, triton.cdiv(words, CHECKED // 2), old.device, old, new, total, words,
+            BLOCK=CHECKED // 16,
+        )  # fmt: skip
+    return total
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    return x if x.storage_offset() % 4 == 0 else x.clone()
+
+
+@triton.jit
+def flips_kernel(old, new, total, words, BLOCK: tl.constexpr):
+    """Adds the bools that differ to `total`, four in a word: sums of bytes, then of halves."""
+    start = tl.program_id(0).to(tl.int64) * (8 * BLOCK)
+    at = start + (BLOCK * tl.arange(0, 8)[:, None] + tl.arange(0, BLOCK)[None, :])
+    a, b = (
+        tl.load(old + at, mask=at < words, other=0),
+        tl.load(new + at, mask=at < words, other=0),
+    )
+    four = tl.sum(a ^ b, 0)
+    two = tl.sum((four & 0x00FF00FF) + (four >> 8 & 0x00FF00FF), 0)
+    tl.atomic_add(total, ((two & 0xFFFF) + (two >> 16)).to(tl.int64))

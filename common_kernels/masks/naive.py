@@ -223,3 +223,12 @@ def scan(tiles: torch.Tensor, largest_first: bool) -> torch.Tensor:
         take = in_row & in_column if largest_first else in_row | in_column
         taken.flatten(2).scatter_(-1, i, take)
     return taken.transpose(1, 2)
+
+
+def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
+    groups = (x != 0).unflatten(dim, (-1, m))
+    return (groups.sum(dim + 1) > n).sum()
+
+
+def flips(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return (old != new).sum()

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from common_kernels import chunks
-from common_kernels.launch import launch, load_groups, store_groups
+from common_kernels.launch import cast, launch, load_groups, store_groups
+from common_kernels.masks.kernel import tile
 from common_kernels.mvue import naive
 
 BLOCK = 512  # groups in a program; four of them share a counter of the generator
@@ -22,32 +23,75 @@ def mvue24(
     if not x.is_contiguous():  # the groups are numbered in row-major order
         return out.copy_(mvue24(x.contiguous(), seed, offset, design, dim))
     groups, results = chunks.as_groups(x, dim, 4), chunks.as_groups(out, dim, 4)
-    lanes, count = groups.shape[-1], groups.numel() // 4
+    rows, _, lanes = groups.shape
     key = torch.stack([t.to(x.device, non_blocking=True) for t in (seed, offset)])
-    launch(
-        mvue_kernel, triton.cdiv(count, BLOCK), x.device,
-        groups, results, key, count, lanes, BLOCK=BLOCK, NEIGHBOURS=lanes == 1,
-    )  # fmt: skip
+    if lanes == 1:
+        launch(
+            neighbours_kernel, triton.cdiv(rows, BLOCK), x.device,
+            groups, results, key, rows, BLOCK=BLOCK,
+        )  # fmt: skip
+    else:
+        height, width = tile(lanes, BLOCK)
+        launch(
+            lanes_kernel, triton.cdiv(rows, height) * triton.cdiv(lanes, width), x.device,
+            groups, results, key, rows, lanes, ROWS=height, LANES=width, SHARED=lanes % 4 == 0,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def mvue_kernel(x, out, key, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def neighbours_kernel(x, out, key, count, BLOCK: tl.constexpr):
+    """Groups of neighbours in memory."""
     seed, offset = tl.load(key), tl.load(key + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    u = uniform(words(seed, offset + start, BLOCK))
-    x0, x1, x2, x3 = load_groups(x, start, count, lanes, BLOCK, NEIGHBOURS)
+    u = uniform(words(seed, (offset + start) >> 2, offset & 3, 1, BLOCK))
+    x0, x1, x2, x3 = load_groups(x, start, count, 1, BLOCK, True)
     y0, y1, y2, y3 = sample(
-        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), u
-    )
-    store_groups(out, y0, y1, y2, y3, start, count, lanes, BLOCK, NEIGHBOURS)
+        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32),
+        tl.reshape(u, [BLOCK]),
+    )  # fmt: skip
+    store_groups(out, y0, y1, y2, y3, start, count, 1, BLOCK, True)
 
 
 @triton.jit
-def words(seed, first, COUNT: tl.constexpr):
-    """The words of COUNT groups, four to a counter of the generator; the first may be any of its
-    counter's, at twice the cost."""
-    counters, skipped = (first >> 2) + tl.arange(0, COUNT // 4), first & 3
+def lanes_kernel(
+    x, out, key, rows, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr
+):
+    """`[rows, 4, lanes]`: groups whose entries lie apart."""
+    seed, offset = tl.load(key), tl.load(key + 1)
+    across = tl.cdiv(lanes, LANES)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = tl.program_id(0) % across * LANES
+    lane = first + tl.arange(0, LANES)[None, :]
+    if SHARED:
+        bits = words(seed, (offset + row * lanes + first) >> 2, offset & 3, ROWS, LANES)
+    else:
+        group = offset + row * lanes + lane
+        w0, w1, w2, w3 = tl.randint4x(seed, group >> 2)
+        bits = tl.where(group & 2 == 0, tl.where(group & 1 == 0, w0, w1),
+                        tl.where(group & 1 == 0, w2, w3))  # fmt: skip
+    inside = (row < rows) & (lane < lanes)
+    at0 = row * 4 * lanes + lane
+    at1 = at0 + lanes
+    at2 = at1 + lanes
+    at3 = at2 + lanes
+    x0 = tl.load(x + at0, mask=inside, other=0).to(tl.float32)
+    x1 = tl.load(x + at1, mask=inside, other=0).to(tl.float32)
+    x2 = tl.load(x + at2, mask=inside, other=0).to(tl.float32)
+    x3 = tl.load(x + at3, mask=inside, other=0).to(tl.float32)
+    y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + at0, cast(y0, dtype), mask=inside)
+    tl.store(out + at1, cast(y1, dtype), mask=inside)
+    tl.store(out + at2, cast(y2, dtype), mask=inside)
+    tl.store(out + at3, cast(y3, dtype), mask=inside)
+
+
+@triton.jit
+def words(seed, counter, skipped, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """The words of COUNT groups in each row, four to a counter of the generator from `counter` on;
+    the first may be any of its counter's, at twice the cost."""
+    counters = counter + tl.arange(0, COUNT // 4)[None, :]
     w0, w1, w2, w3 = tl.randint4x(seed, counters)
     if skipped != 0:
         v0, v1, v2, _ = tl.randint4x(seed, counters + 1)
@@ -57,7 +101,7 @@ def words(seed, first, COUNT: tl.constexpr):
             tl.where(skipped == 1, w3, tl.where(skipped == 2, v0, v1)),
             tl.where(skipped == 1, v0, tl.where(skipped == 2, v1, v2)),
         )
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT])
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [ROWS, COUNT])
 
 
 @triton.jit
@@ -69,28 +113,67 @@ def uniform(words):
 @triton.jit
 def sample(x0, x1, x2, x3, u):
     """naive.exact: systematic sampling with inclusion probabilities min(1, |x| / H)."""
+    h, one, other = draw(x0, x1, x2, x3, u)
+    # With H = 0 naive keeps entry 0 as it is and no other zero: one that is kept here is made +0.
+    return (
+        tl.where((h == 0) | ~one[0], value(x0, h), 0.0),
+        tl.where((one[0] & ~one[1]) | (other[0] & ~other[1]), value(x1, h), 0.0),
+        tl.where(one[1] | (other[1] & ~other[2]), value(x2, h), 0.0) + 0.0,
+        tl.where(other[2], value(x3, h), 0.0) + 0.0,
+    )
+
+
+@triton.jit
+def sample_stored(x0, x1, x2, x3, u):
+    """The same as the two entries that a packed matrix stores, and the nibble of their positions.
+
+    Where one entry is kept, or none, pack.naive.choose says which other one is stored, as +0.
+    """
+    h, one, other = draw(x0, x1, x2, x3, u)
+    # Positions are counted in floats: to compare gives 1.0 or 0.0 at once, and predicates are few.
+    i = flag(one[0]) + flag(one[1])
+    j = flag(other[0]) + flag(other[1]) + flag(other[2])
+    first = value(tl.where(i == 2, x2, tl.where(i == 1, x1, x0)), h)
+    second = value(tl.where(j == 3, x3, tl.where(j == 2, x2, x1)), h)
+    # The nibble for (i, j) is at bit 16 i + 4 j; entry 3 is not stored beside a lone entry 0 or 1.
+    at = (i * 16 + tl.where(h == 0, 2.0, j) * 4 + 8388608.0).to(tl.int32, bitcast=True) & 63
+    nibble = (tl.full(at.shape, 0xEE00D990C848, tl.int64) >> at).to(tl.int32) & 15
+    return first + 0.0, tl.where(i == j, 0.0, second) + 0.0, nibble
+
+
+@triton.jit
+def flag(condition):
+    return tl.where(condition, 1.0, 0.0)
+
+
+@triton.jit
+def draw(x0, x1, x2, x3, u):
+    """H, whether the first kept entry of a group comes after entry 0, 1, and whether the second
+    comes after entry 0, 1, 2. Where they are the same, one entry is kept.
+
+    The lines of naive.exact, but a dominant entry j keeps its place, as one of length H: as p < H,
+    p before j leaves j to the second draw, and p in j leaves p to the entries after j. The first
+    draw is never entry 3, for p < H <= the sum of the others. With H = 0 it is the one non-zero, or
+    2 where that comes later or is missing, and the second draw is 3.
+    """
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     s01, s23 = a0 + a1, a2 + a3
-    o0, o1, o2, o3 = a1 + s23, a0 + s23, a3 + s01, a2 + s01
-    h = least(least(o0, o1), least(o2, o3))
-    h = least(h, (s01 + s23) * 0.5)
-    d0, d1, d2, d3 = a0 > o0, a1 > o1, a2 > o2, a3 > o3  # one at most is dominant
-    bits = (u * h).to(tl.int32, bitcast=True)
-    p = tl.minimum(bits, h.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-    line0 = tl.where(d0, 0.0, a0)
-    line1 = tl.where(d1, 0.0, a1) + line0
-    line2 = tl.where(d2, 0.0, a2) + line1
-    # A line only grows: what one comparison says of an entry holds for those before it.
-    c0, c1, c2 = line0 <= p, line1 <= p, line2 <= p
-    # Where an entry is dominant it takes the second place: no other entry may.
-    d = d0 | d1 | d2 | d3
-    e0, e1, e2 = (line0 - h <= p) | d, (line1 - h <= p) | d, (line2 - h <= p) & ~d
-    return (
-        value(x0, a0, h, d0 | ~c0 | ~e0),
-        value(x1, a1, h, d1 | (c0 & ~c1) | (e0 & ~e1)),
-        value(x2, a2, h, d2 | (c1 & ~c2) | (e1 & ~e2 & ~d)),
-        value(x3, a3, h, d3 | c2 | e2),
+    m01 = tl.minimum(a0, a1)
+    h = least(least(m01 + s23, tl.minimum(a2, a3) + s01), (s01 + s23) * 0.5)
+    d0 = a0 > a1 + s23
+    d01 = (a1 > a0 + s23) | d0
+    d2 = a2 > a3 + s01
+    # p < H holds by itself save where u*H rounds up among the subnormals.
+    bits = (u * h).to(tl.uint32, bitcast=True)
+    p = tl.minimum(bits, h.to(tl.uint32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    line1 = tl.where(d01, m01, s01)  # without the dominant entry
+    line2 = line1 + tl.where(d2, 0.0, a2)
+    other = (
+        (a0 - h <= p) | d0,
+        tl.where(d01, line1, line1 - h) <= p,
+        tl.where(d01 | d2, line2, line2 - h) <= p,
     )
+    return h, (a0 <= p, s01 <= p), other
 
 
 @triton.jit
@@ -99,8 +182,7 @@ def least(a, b):
 
 
 @triton.jit
-def value(x, a, h, kept):
-    """max(a, H) with the sign of x if the entry is kept."""
-    bits = tl.maximum(a, h, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
-    sign = x.to(tl.int32, bitcast=True) & -2147483648
-    return tl.where(kept, bits | sign, 0).to(tl.float32, bitcast=True)
+def value(x, h):
+    """max(|x|, H) with the sign of x."""
+    bits = tl.maximum(tl.abs(x), h, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
+    return (bits | x.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True)

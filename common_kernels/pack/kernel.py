@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels.launch import cast, keep24, launch, magnitude
+from common_kernels.launch import cast, launch, magnitude
 from common_kernels.masks import naive as masks
 from common_kernels.masks.kernel import best_place
-from common_kernels.mvue.kernel import sample, uniform
+from common_kernels.mvue.kernel import sample_stored, uniform
 from common_kernels.pack.naive import choose
 from common_kernels.soft_threshold.kernel import less, threshold
 
+SAMPLED = 16  # groups of each of 64 features in a program of sample_kernel
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 
 
@@ -90,12 +91,32 @@ def pick(a0, a1, a2, a3, i):
 
 
 @triton.jit
+def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
+    """Of the four a the two whose magnitudes m are largest, and their nibble; the lower index wins
+    a draw."""
+    w01, w23 = m0 >= m1, m2 >= m3
+    both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
+    both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)
+    one = tl.where(both23, a2, tl.where(both01 | w01, a0, a1))
+    other = tl.where(both01, a1, tl.where(both23 | ~w23, a3, a2))
+    nibble = tl.where(w01, 0, 1) + tl.where(w23, 8, 12)
+    return one, other, tl.where(both01, 4, tl.where(both23, 14, nibble))
+
+
+@triton.jit
 def take_apart(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """`[ROWS, 4 GROUPS]` to the four entries of each group, `[ROWS, GROUPS]`."""
     even, odd = tl.split(tl.reshape(entries, [ROWS, GROUPS, 2, 2]))
     a0, a2 = tl.split(even)
     a1, a3 = tl.split(odd)
     return a0, a1, a2, a3
+
+
+@triton.jit
+def join_bits(parts, SHIFT: tl.constexpr):
+    """The second of two neighbours above the first."""
+    low, high = tl.split(parts)
+    return low | high << SHIFT
 
 
 @triton.jit
@@ -106,12 +127,10 @@ def store_meta(
 
     nibbles: `[64, GROUPS]`. columns: of the matrix, filled up to whole blocks.
     """
-    r = tl.arange(0, 64)[:, None]
-    g = tl.arange(0, GROUPS)[None, :]
     if EIGHT:
-        parts = nibbles << (4 * (g & 1) + 8 * (r >> 3 & 1) + 16 * (g >> 3 & 1))
-        parts = tl.reshape(parts, [4, 2, 8, GROUPS // 16, 2, 4, 2])
-        words = tl.sum(tl.sum(tl.sum(parts, 6), 4), 1)  # [r4 r5, r0 r1 r2, block, g1 g2]
+        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 16, 2, 4, 2])
+        parts = tl.permute(parts, 0, 2, 3, 5, 4, 1, 6)  # g3, r3 and g0 last
+        words = join_bits(join_bits(join_bits(parts, 4), 8), 16)  # [r4 r5, r0 r1 r2, block, g1 g2]
         inside = tl.reshape(
             32 * tl.arange(0, 4)[:, None, None, None] + 4 * tl.arange(0, 8)[None, :, None, None]
             + 128 * tl.arange(0, GROUPS // 16)[None, None, :, None]
@@ -121,9 +140,9 @@ def store_meta(
         there = (first_group // 16 + tl.arange(0, GROUPS // 16))[None, None, :, None]
         there = there < columns // 64
     else:
-        parts = nibbles << (4 * (r >> 3 & 1) + 8 * (g >> 2 & 1) + 16 * (g & 1))
-        parts = tl.reshape(parts, [4, 2, 8, GROUPS // 8, 2, 2, 2])
-        words = tl.sum(tl.sum(tl.sum(parts, 6), 4), 1)  # [r4 r5, r0 r1 r2, block, g1]
+        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
+        parts = tl.permute(parts, 0, 2, 3, 5, 1, 4, 6)  # r3, g2 and g0 last
+        words = join_bits(join_bits(join_bits(parts, 16), 8), 4)  # [r4 r5, r0 r1 r2, block, g1]
         inside = (
             16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
             + 64 * tl.arange(0, GROUPS // 8)[None, None, :, None]
@@ -144,19 +163,17 @@ def pack_kernel(
     across = columns // (4 * GROUPS)
     stripe = (tl.program_id(0) // across).to(tl.int64)
     first_group = (tl.program_id(0) % across) * GROUPS
-    r = stripe * 64 + tl.arange(0, 64)[:, None]
-    at = r * columns + 4 * first_group + tl.arange(0, 4 * GROUPS)[None, :]
-    a0, a1, a2, a3 = take_apart(tl.load(x + at), 64, GROUPS)
+    r = tl.arange(0, 64)[:, None]
+    start = stripe * 64 * columns + 4 * first_group
+    at = r * columns + tl.arange(0, 4 * GROUPS)[None, :]
+    a0, a1, a2, a3 = take_apart(tl.load(x + start + at), 64, GROUPS)
     if SOURCE == 2:
-        k0, k1, k2, k3 = take_apart(tl.load(mask + at), 64, GROUPS)
+        k0, k1, k2, k3 = take_apart(tl.load(mask + start + at), 64, GROUPS)
         pairs, nibbles = entries_stored(a0, a1, a2, a3, (k0 != 0, k1 != 0, k2 != 0, k3 != 0))
     else:
         a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
         m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
-        k0, k1, k2, k3 = keep24(m0, m1, m2, m3)
-        first, second = stored(k0, k1, k2, k3)
-        nibbles = first | second << 2
-        one, other = pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second)
+        one, other, nibbles = largest_two(a0, a1, a2, a3, m0, m1, m2, m3)
         if SOURCE == 1:
             t = threshold(m0, m1, m2, m3, 0.0, False)
             # Rounded as an operator of its own would round it.
@@ -165,9 +182,9 @@ def pack_kernel(
         pairs = tl.join(one, other)
     if SCALED:
         pairs *= tl.load(scale)
-    out = r * (columns // 2) + 2 * first_group + tl.arange(0, 2 * GROUPS)[None, :]
+    out = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
     packed = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
-    tl.store(values + out, packed)
+    tl.store(values + start // 2 + out, packed)
     store_meta(meta, nibbles, stripe, first_group, columns, EIGHT, GROUPS)
     if DENSE:
         one, other = tl.split(cast(pairs, dense.dtype.element_ty))
@@ -178,7 +195,7 @@ def pack_kernel(
         b2 = tl.where(first == 2, one, tl.where(second == 2, other, zero))
         b3 = tl.where(second == 3, other, zero)
         entries = tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [64, 4 * GROUPS])
-        tl.store(dense + at, entries)
+        tl.store(dense + start + at, entries)
 
 
 def pack_both(
@@ -335,37 +352,39 @@ def pack_sample(
     blob = torch.empty(out, width, dtype=dtype, device=dy.device)
     half = tokens * out // 2
     launch(
-        sample_kernel, triton.cdiv(tokens, 64) * (out // 64), dy.device,
+        sample_kernel, triton.cdiv(tokens, 4 * SAMPLED) * (out // 64), dy.device,
         dy, key, stride, blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32), tokens, out,
+        GROUPS=SAMPLED,
     )  # fmt: skip
     return blob
 
 
 @triton.jit
-def sample_kernel(dy, key, stride, values, meta, tokens, out):
-    """64 tokens of 64 features: 16 groups each."""
+def sample_kernel(dy, key, stride, values, meta, tokens, out, GROUPS: tl.constexpr):
+    """GROUPS groups of tokens of 64 features."""
     seed, offset = tl.load(key), tl.load(key + 1) * stride
     across = out // 64
-    token = (tl.program_id(0) // across).to(tl.int64) * 64
-    feature = (tl.program_id(0) % across).to(tl.int64) * 64
-    group = token // 4 + tl.arange(0, 16)[:, None]
-    column = feature + tl.arange(0, 64)[None, :]
-    at = dy + 4 * group * out + column
-    inside = (group < tokens // 4) & (column < out)
+    first_group = (tl.program_id(0) // across).to(tl.int64) * GROUPS
+    stripe = tl.program_id(0) % across
+    i = tl.arange(0, GROUPS)[:, None]
+    start = first_group * out + stripe * 64  # the first group of them all, in dy's order
+    at = dy + (start + 3 * first_group * out) + (4 * i * out + tl.arange(0, 64)[None, :])
+    inside = first_group + i < tokens // 4
     x0 = tl.load(at, mask=inside, other=0).to(tl.float32)
     x1 = tl.load(at + out, mask=inside, other=0).to(tl.float32)
     x2 = tl.load(at + 2 * out, mask=inside, other=0).to(tl.float32)
     x3 = tl.load(at + 3 * out, mask=inside, other=0).to(tl.float32)
     # Four neighbouring features share a counter.
-    first = offset + group * out + feature
-    counters = (first >> 2) + tl.arange(0, 16)[None, :]
+    counters = (offset + start >> 2) + (i * (out // 4) + tl.arange(0, 16)[None, :])
     w0, w1, w2, w3 = tl.randint4x(seed, counters)
-    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
-    y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
-    pairs, nibbles = entries_stored(y0, y1, y2, y3, (y0 != 0, y1 != 0, y2 != 0, y3 != 0))
-    place = token // 2 + tl.arange(0, 32)[None, :]
-    row = (feature + tl.arange(0, 64)[:, None]) * (tokens // 2)
-    pairs = cast(tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32]), values.dtype.element_ty)
-    tl.store(values + row + place, pairs, mask=place < tokens // 2)
+    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [GROUPS, 64])
+    one, other, nibbles = sample_stored(x0, x1, x2, x3, uniform(bits))
+    pairs = tl.permute(tl.join(one, other), 1, 0, 2)
+    pairs = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
+    place = tl.arange(0, 2 * GROUPS)[None, :]
+    row = stripe.to(tl.int64) * 32 * tokens + tl.arange(0, 64)[:, None] * (tokens // 2)
+    tl.store(
+        values + (row + 2 * first_group) + place, pairs, mask=2 * first_group + place < tokens // 2
+    )
     blocks = tl.cdiv(tokens, 32) * 32
-    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, blocks, False, 16)
+    store_meta(meta, tl.trans(nibbles), stripe.to(tl.int64), first_group, blocks, False, GROUPS)

@@ -8,9 +8,9 @@ import triton.language as tl
 from common_kernels import backend
 from common_kernels.fp8.kernel import BLOCK, amax_kernel, rounded, scale_from
 from common_kernels.fp8.naive import FORMATS
-from common_kernels.launch import INTERPRETED, cast, keep24, launch, load_groups, magnitude
+from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
 from common_kernels.mvue.kernel import sample_stored, uniform
-from common_kernels.pack.kernel import entries_stored, store_meta, take_apart
+from common_kernels.pack.kernel import largest_two, store_meta, take_apart
 from common_kernels.soft_threshold.kernel import less, threshold
 
 TILE = 64
@@ -184,9 +184,10 @@ def project_kernel(
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     p0, p1, p2, p3 = project(a0, a1, a2, a3, tl.load(beta), w.dtype.element_ty)
     if PACKED:
-        k = keep24(magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3))
-        pairs, nibbles = entries_stored(p0, p1, p2, p3, k)
-        pairs = tl.reshape(encode(pairs * s, TOP, SMALLEST, LIFT), [64, 32])
+        m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
+        one, other, nibbles = largest_two(p0, p1, p2, p3, m0, m1, m2, m3)
+        pairs = encode(tl.join(one, other) * s, TOP, SMALLEST, LIFT)
+        pairs = tl.reshape(pairs, [64, 32])
         place = left // 2 + tl.arange(0, 32)
         tl.store(
             values + r[:, None] * (columns // 2) + place[None, :],

@@ -28,3 +28,35 @@ def pieces(request, monkeypatch):
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def hard_groups():
+    """A function that makes groups of four, `[7 count, 4]`, whose samples are easily got wrong:
+    ties; an entry that is the sum of the others, give or take two ulps; rounded sums; subnormals;
+    sums that overflow; NaN and Inf; one non-zero at most."""
+    generator = torch.Generator().manual_seed(3)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def make(count: int, dtype: torch.dtype) -> torch.Tensor:
+        def choice(*values: float) -> torch.Tensor:
+            return torch.tensor(values)[integers(0, len(values), count, 4)]
+
+        info, shape = torch.finfo(dtype), (count, 4)
+        near = torch.rand(shape, generator=generator).to(dtype).float() * integers(0, 2, *shape)
+        near[:, 3] = near[:, :3].sum(1) * (1 + info.eps * integers(-2, 3, count))
+        near = near.gather(1, torch.rand(shape, generator=generator).argsort(1))
+        rounded = (1 + info.eps * integers(-2, 3, *shape)) / 2.0 ** integers(0, 12, *shape)
+        tiny = (info.smallest_normal * info.eps * integers(0, 5, *shape).double()).float()
+        if dtype == torch.bfloat16 and not torch.cuda.is_available():
+            tiny *= 1 << 20  # Triton's interpreter reads these wrongly
+        huge = choice(info.max, info.max / 2, info.max / 3, 0.0, 1.0)
+        special = choice(float("inf"), float("nan"), 0.0, 1.0, 5.0)
+        one = torch.zeros(shape).scatter_(1, integers(0, 4, count, 1), 0.3)
+        one[::3] = 0
+        x = torch.cat([choice(0.0, 1.0, 2.0, 3.0), near, rounded, tiny, huge, special, one])
+        return (x * (2 * integers(0, 2, *x.shape) - 1)).to(dtype)
+
+    return make

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from common_kernels import (
+    check24,
+    check_nm,
     double_prune_mask,
     fake_fp8,
+    flip_rate,
     masked_decay_,
     mvue24,
     nm_mask,
@@ -114,6 +117,54 @@ def test_transposable_mask_with_ties():
 @every_dtype
 @every_shape
 @every_layout
+def test_illegal_groups(dtype, shape, layout):
+    x = data(shape, dtype)
+    sparse = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    x = layout(torch.where(sparse.to(DEVICE), torch.zeros_like(x), x))
+    for n, m, dim in ((2, 4, -1), (2, 4, -2), (0, 1, -1), (1, 2, -2), (3, 4, -1)):
+        if shape[dim] % m == 0:
+            same(*both(check_nm, x, n, m, dim))
+
+
+def test_illegal_groups_of_many():
+    x = torch.randn(48, 384, generator=torch.Generator().manual_seed(0)).relu().to(DEVICE)
+    for n, m in ((1, 3), (4, 8), (3, 12), (32, 64), (190, 384)):
+        same(*both(check_nm, x, n, m))
+        same(*both(check_nm, x.t().contiguous().t(), n, m))
+        if m <= 12:
+            same(*both(check_nm, x, n, m, 0))
+    same(*both(check24, x > 0.5))  # another dtype
+
+
+def test_illegal_groups_by_hand():
+    x = torch.tensor([[1.0, -0.0, 2, 0], [1, float("nan"), float("-inf"), 0]], device=DEVICE)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert check24(x.to(dtype), backend="triton").item() == 1
+        assert check_nm(x.t().to(dtype), 1, 2, 1, backend="triton").item() == 2
+
+
+@every_shape
+@every_layout
+def test_flip_rate(shape, layout):
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.rand(shape, generator=generator).to(DEVICE) < p for p in (0.5, 0.2))
+    same(*both(flip_rate, layout(old), layout(new)))
+    same(*both(flip_rate, old, layout(new)))
+
+
+def test_flip_rate_of_pieces_that_are_no_whole_words():
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.rand(40_003, generator=generator).to(DEVICE) < 0.5 for _ in range(2))
+    for piece in (slice(None), slice(1, None), slice(6, 8), slice(3, 32_771)):
+        same(*both(flip_rate, old[piece], new[piece]))
+    same(*both(flip_rate, old[3:], new[:-3]))
+    assert flip_rate(old, ~old, backend="triton").item() == 1  # every byte of every sum
+    same(*both(flip_rate, old.float(), new.float()))  # another dtype
+
+
+@every_dtype
+@every_shape
+@every_layout
 def test_soft_threshold(dtype, shape, layout):
     x = data(shape, dtype, layout)
     same(*both(soft_threshold24, x))
@@ -134,6 +185,13 @@ def test_soft_threshold_with_gamma(dtype):
 def test_mvue_draws_the_same_bits(dtype, shape, dim, offset):
     if shape[dim] % 4 == 0:
         same(*both(mvue24, data(shape, dtype), 12345678901234, offset, dim=dim))
+
+
+@every_dtype
+def test_mvue_of_hard_groups(dtype, hard_groups):
+    x = hard_groups(512, dtype).to(DEVICE)
+    same(*both(mvue24, x, 77))
+    same(*both(mvue24, x.view(-1, 32, 4).mT.reshape(-1, 32), 77, dim=0))
 
 
 @every_layout

@@ -76,6 +76,16 @@ def test_the_sample_of_a_gradient_is_packed_transposed(dtype):
     same_bytes(kernel.pack_sample(dy, key, dtype), blob(sample, sample != 0, dtype))
 
 
+@every_dtype
+def test_the_sample_of_hard_groups_is_packed(dtype, hard_groups):
+    """What is stored for a group with one entry kept, or none, is what any packer stores."""
+    groups = hard_groups(256, dtype).nan_to_num(nan=2.0, posinf=torch.inf, neginf=-torch.inf)
+    dy = groups.view(-1, 64, 4).mT.reshape(-1, 64)[-96:].to(DEVICE)
+    sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
+    got = kernel.pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
+    same_bytes(got, blob(sample, sample != 0, dtype))
+
+
 def test_what_the_packers_cannot_pack_is_refused():
     w = torch.randn(64, 128, device=DEVICE)
     with pytest.raises(ValueError, match=r"\(96, 64\).*multiples of 64"):
