@@ -53,7 +53,7 @@ def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
     """The entries 0, 1, 2, 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond `count`."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
-        entries = tl.load(base + at, mask=at < 4 * count, other=0)
+        entries = tl.load(base + at, mask=at < 4 * tl.cast(count, tl.int64), other=0)
         even, odd = tl.split(tl.reshape(entries, [BLOCK, 2, 2]))
         a0, a2 = tl.split(even)
         a1, a3 = tl.split(odd)
@@ -75,7 +75,9 @@ def store_groups(
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
         entries = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [4 * BLOCK])
-        tl.store(base + at, cast(entries, base.dtype.element_ty), mask=at < 4 * count)
+        tl.store(
+            base + at, cast(entries, base.dtype.element_ty), mask=at < 4 * tl.cast(count, tl.int64)
+        )
     else:
         at = base + first_entries(start, lanes, 4, BLOCK)
         inside = start + tl.arange(0, BLOCK) < count

@@ -139,11 +139,11 @@ def mask_kernel(
     keys = ()
     if NEIGHBOURS:
         at = M * start + tl.arange(0, M * BLOCK)
-        parts = apart(tl.load(x + at, mask=at < M * count, other=0), LEVELS)
+        parts = apart(tl.load(x + at, mask=at < M * tl.cast(count, tl.int64), other=0), LEVELS)
         for i in tl.static_range(M):
             keys += (key(parts[i], M - i),)
         kept = reaching(keys, descending(keys, NETWORK)[N - 1], M)
-        tl.store(mask + at, together(kept, LEVELS), mask=at < M * count)
+        tl.store(mask + at, together(kept, LEVELS), mask=at < M * tl.cast(count, tl.int64))
     else:
         at = first_entries(start, lanes, M, BLOCK)
         inside = start + tl.arange(0, BLOCK) < count

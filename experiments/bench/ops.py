@@ -47,7 +47,6 @@ class Op:
     limit: most clones of the weights that it may take on a CPU.
     share: of a copy's bandwidth, to be reached on a GPU.
     plain: another formulation, a peer on a GPU; `through` makes the counterpart of `run` of it.
-    own: whether there are backends; else it is plain PyTorch everywhere.
     gpu_only: whether a CPU leaves it out.
     """
 
@@ -55,11 +54,10 @@ class Op:
     agrees: Callable[[Tensor, Tensor], bool]
     moved: Callable[[float], float]
     limit: float | None = None
-    share: float | None = 0.8
+    share: float = 0.8
     prepare: Callable[[Tensor], Arguments] = lambda w: (w,)
     plain: Callable[..., Tensor] | None = None
     through: Callable[..., Callable[..., Tensor]] = lambda function: function
-    own: bool = True
     gpu_only: bool = False
 
 
@@ -275,14 +273,13 @@ OPS = {
         ck.expand_nm, lambda w, out: torch.equal(out, w * top(w)), lambda b: 1.5 * b + 1 / 8,
         prepare=lambda w: (ck.compress_nm(*with_bits(w)), with_bits(w)[1]),
     ),
-    # Measures of training, in plain PyTorch on every device.
+    # Measures of training.
     "check24": Op(
-        ck.check24, lambda w, out: out.item() == w.numel() // 4, lambda b: b, share=None,
-        own=False,
+        ck.check24, lambda w, out: out.item() == w.numel() // 4, lambda b: b
     ),
     "flip_rate": Op(
-        ck.flip_rate, lambda w, out: out.item() == 1, lambda b: 2, share=None,
-        own=False, prepare=lambda w: (ck.nm_mask(w), ~ck.nm_mask(w)),
+        ck.flip_rate, lambda w, out: out.item() == 1, lambda b: 2,
+        prepare=lambda w: (ck.nm_mask(w), ~ck.nm_mask(w)),
     ),
 }  # fmt: skip
 
@@ -337,7 +334,7 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
         report.add(
             Row(
                 name, "float32", shape_name(w),
-                backend.resolve(w.device) if op.own else "torch",
+                backend.resolve(w.device),
                 times[name],
                 peers={"clone": times["clone"].ms},
                 limit_ms=times["clone"].ms * moved / (2 * w.nbytes),
@@ -421,7 +418,7 @@ def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report
         if report.usable(f"{name}, {w.dtype}: compiled", lambda: compiled(*arguments[0])):
             calls["compiled"] = lambda i: compiled(*arguments[i])
         calls["eager"] = lambda i: eager(*arguments[i])
-    used = backend.resolve(w.device) if op.own else "torch"
+    used = backend.resolve(w.device)
     report.add(beside_copy(name, used, calls, op.moved, op.share, inputs, options))
 
 
@@ -430,7 +427,7 @@ def beside_copy(
     used: str,
     calls: dict[str, Call],
     moved: Callable[[float], float],
-    share: float | None,
+    share: float,
     inputs: list[Tensor],
     options: argparse.Namespace,
 ) -> Row:
@@ -446,6 +443,6 @@ def beside_copy(
         limit_ms=limit_ms,
         bytes=work,
         figures={"GB/s": work / times[name].ms / 1e6},
-        target="" if share is None else f"at least {share:.0%} of the limit",
-        met=None if share is None else limit_ms / times[name].ms >= share,
+        target=f"at least {share:.0%} of the limit",
+        met=limit_ms / times[name].ms >= share,
     )  # fmt: skip
