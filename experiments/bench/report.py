@@ -308,10 +308,12 @@ def draw_roofline(record: dict[str, Any], path: Path) -> None:
             right.plot(x, [i * bandwidth / 1e9 for i in x], "k:", lw=0.8, label="copy")
         for shape, marker in markers.items():
             right.plot([], [], marker, color="gray", label=shape)
-        right.legend(fontsize=7)
+        right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        slowest = min(r["flops"] / r["ms"] / 1e9 for r in linears)
+        right.set(xlim=x, ylim=(slowest / 1.5, 1.5 * rate))  # the copy's line goes far beyond
     right.set(
         title="linear, forward and backward", xlabel="operations of the dense product per byte",
-        ylabel="TFLOP/s of the dense product", xscale="log", yscale="log",
+        ylabel="TFLOP/s of the dense product", xscale="log",
     )  # fmt: skip
     write_atomic(path, lambda p: figure.savefig(p, format="png", dpi=150))
 

@@ -50,7 +50,7 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     assert all(name in left_out for name in (ops.OPS.keys() - here) | packers.PACKERS.keys())
     for name, row in rows.items():
         assert (row["dtype"], row["shape"], row["clock"]) == ("float32", "48 x 32", "host")
-        assert row["backend"] == ("naive" if ops.OPS[name].own else "torch")
+        assert row["backend"] == "naive"
         assert row["device"] == record["device"] and row["torch"] == torch.__version__
         assert row["p20"] <= row["ms"] <= row["p80"]
         clones = row["ms"] / row["peers"]["clone"]
@@ -110,7 +110,6 @@ def test_what_a_gpu_runs_runs_here_as_well(small, monkeypatch, tmp_path):
     assert targets["nm_mask"] == "at least 80% of the limit"
     assert targets["transposable_mask24"] == "at least 50% of the limit"
     assert targets["pack both ways, exact search"] == "at least 71% of the limit"  # 1 / 1.4
-    assert targets["check24"] == ""
 
 
 def test_a_packer_that_writes_other_bytes_is_named(small, monkeypatch):
