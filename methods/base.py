@@ -135,7 +135,7 @@ class SparseLinear(nn.Linear):
         key = torch.zeros(2, dtype=torch.int64, device=weight.device)
         self.register_buffer("key", key, persistent=False)
 
-    def is_sparse(self) -> Products:
+    def sparse_products(self) -> Products:
         """Which products have a 2:4 operand: the forward operand along `in`, the backward operand
         along `out`, a sample of dY along the tokens."""
         return Products(weight=self.mvue == "exact")
@@ -416,7 +416,7 @@ class Method:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
         chosen = {
             name: choose_products(
-                layer.is_sparse(),
+                layer.sparse_products(),
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
                 layer.dtype,

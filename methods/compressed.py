@@ -214,7 +214,7 @@ class CompressedLinear(base.SparseLinear):
         self.adapting = self.right is not None and bool(self.right.any())
         self.pack()
 
-    def is_sparse(self) -> Products:
+    def sparse_products(self) -> Products:
         sparse = self.pattern == (2, 4)
         return Products(forward=sparse, input=sparse)
 

@@ -84,7 +84,7 @@ class Linear(ste.Linear):
         super().setup(name, config, dtype)
         self.mask.fill_(True)
 
-    def is_sparse(self) -> Products:
+    def sparse_products(self) -> Products:
         return DENSE
 
     def refresh_mask(self) -> None:

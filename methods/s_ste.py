@@ -131,8 +131,8 @@ class Linear(base.SparseLinear):
         elif self.operand_backward is not None and not self.products.fp8:
             self.operand_backward.copy_(self.sparse_weight)
 
-    def is_sparse(self) -> Products:
-        sparse = replace(super().is_sparse(), forward=True)
+    def sparse_products(self) -> Products:
+        sparse = replace(super().sparse_products(), forward=True)
         if not self.fp8:
             return sparse
         if self.config.gamma or self.config.mvue_weight:

@@ -120,7 +120,7 @@ class ActivationLinear(SwitchedLinear):
         super().setup(name, config, dtype)
         del self.mask
 
-    def is_sparse(self) -> Products:
+    def sparse_products(self) -> Products:
         return DENSE
 
     def current_mask(self) -> Tensor:

@@ -37,8 +37,8 @@ class Linear(base.SparseLinear):
         super().setup(name, config, dtype)
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
 
-    def is_sparse(self) -> Products:
-        return replace(super().is_sparse(), forward=True)
+    def sparse_products(self) -> Products:
+        return replace(super().sparse_products(), forward=True)
 
     def current_mask(self) -> Tensor:
         return self.mask

@@ -79,8 +79,8 @@ class TransposableLinear(SwitchedLinear):
 
     config: Any
 
-    def is_sparse(self) -> Products:
-        return replace(super().is_sparse(), input=True)
+    def sparse_products(self) -> Products:
+        return replace(super().sparse_products(), input=True)
 
     def refresh_mask(self) -> None:
         self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
@@ -166,8 +166,8 @@ class Linear(TransposableLinear):
 
     config: Config
 
-    def is_sparse(self) -> Products:
-        return replace(super().is_sparse(), weight=self.config.mvue == "exact")
+    def sparse_products(self) -> Products:
+        return replace(super().sparse_products(), weight=self.config.mvue == "exact")
 
     @property
     def mvue(self) -> str | None:
