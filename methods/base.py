@@ -37,7 +37,15 @@ from torch import Tensor, nn
 from common_kernels import check_nm, flip_rate, nm_mask
 from common_kernels.prepare import empty_blob
 
-from .gemms import DENSE, Fp8Formats, Products, choose_products, forward_product, sparse_linear
+from .gemms import (
+    DENSE,
+    Fp8Formats,
+    Products,
+    choose_products,
+    forward_product,
+    sparse_linear,
+    under_autocast,
+)
 
 # The FFN linears by the names of this project's models; every paper here leaves attention,
 # embeddings and heads dense.
@@ -216,9 +224,7 @@ class SparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = under_autocast(x)
         # Blobs are in one dtype and serve no other.
         products = self.products if x.dtype == self.dtype else DENSE
         # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing

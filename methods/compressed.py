@@ -36,7 +36,7 @@ from common_kernels.matmul import blob_linear
 from common_kernels.prepare import empty_blob, pack_compressed24_
 
 from . import base
-from .gemms import DENSE, Products, forward_product
+from .gemms import DENSE, Products, forward_product, under_autocast
 
 Pattern = tuple[int, int]  # (n, m)
 
@@ -244,9 +244,7 @@ class CompressedLinear(base.SparseLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = under_autocast(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
         # Blobs are in one dtype and serve no other.
         blobs = (self.packed, self.packed_transposed) if x.dtype == self.dtype else (None, None)
@@ -285,9 +283,7 @@ class SparsePlusLowRank(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; W and L^T are joined at each call."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = under_autocast(x)
         weight, left, right = (t.to(x.dtype) for t in (self.weight, self.left, self.right))
         return merged_linear(x, weight, left, right, self.bias)
 

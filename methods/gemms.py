@@ -196,6 +196,12 @@ def forward_product(
     return with_leading_dims(y, x)
 
 
+def under_autocast(x: Tensor) -> Tensor:
+    """x in the dtype that autocast, where it is on, gives to products."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
     """y [T, out] with the leading dims of x [..., in].
 

@@ -29,7 +29,7 @@ from common_kernels import nm_mask
 
 from . import base, distillation, ste
 from .calibration import collect
-from .gemms import DENSE, Products
+from .gemms import DENSE, Products, under_autocast
 from .sparsegpt import prune24
 
 METRICS = ("magnitude", "wanda", "sparsegpt")
@@ -104,9 +104,7 @@ class Linear(ste.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = under_autocast(x)
         weight = _MaskedGradient.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 

@@ -31,7 +31,7 @@ from common_kernels.prepare.fp8 import project_quantize24_
 
 from . import base
 from .fp8_gemms import fp8_linear
-from .gemms import DENSE, FP8, Fp8Formats, Products, forward_product
+from .gemms import DENSE, FP8, Fp8Formats, Products, forward_product, under_autocast
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
@@ -167,9 +167,7 @@ class Linear(base.SparseLinear):
         """x [..., in] -> [..., out]."""
         if not self.products.fp8:
             return super().forward(x)
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = under_autocast(x)
         if not self.training and not torch.is_grad_enabled():
             return forward_product(x, self.sparse_weight.to(x.dtype), self.bias, DENSE)
         assert self.fp8 and self.packed is not None and self.packed_transposed is not None

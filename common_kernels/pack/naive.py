@@ -194,7 +194,8 @@ def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:
 def cusparselt_sm90(values: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
     """The blob of `torch._cslt_compress`: values, then metadata; `[rows, ...]` of values' dtype.
 
-    Rows must be a multiple of 64, columns of 32 (64 for one-byte types).
+    Rows must be a multiple of 64, the columns that the nibbles are for of 32 (64 for one-byte
+    types); the values may end before them.
     """
     meta = scatter(nibbles, "cusparselt_sm90", values.element_size())
     parts = [values.flatten().view(torch.uint8), meta]

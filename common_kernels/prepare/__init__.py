@@ -263,12 +263,10 @@ def _whole(columns: int, itemsize: int) -> int:
 
 
 def naive_blob(pruned: Tensor, kept: Tensor) -> Tensor:
+    """The blob of `pruned` [rows, 16 a], of which the entries under `kept` are stored."""
     values, _ = naive.compress(pruned, kept)
-    (rows, columns), size = pruned.shape, pruned.element_size()
-    nibbles = naive.encode(F.pad(kept, (0, _whole(columns, size) - columns)))
-    meta = naive.scatter(nibbles, "cusparselt_sm90", size)
-    parts = [values.flatten().view(torch.uint8), meta]
-    return torch.cat(parts).view(pruned.dtype).view(rows, -1)
+    missing = _whole(pruned.shape[1], pruned.element_size()) - pruned.shape[1]
+    return naive.cusparselt_sm90(values, naive.encode(F.pad(kept, (0, missing))))
 
 
 def fill_up(x: Tensor, rows: int) -> Tensor:

@@ -39,7 +39,8 @@ class Row:
     """One line.
 
     backend: what did the work. time: None where only memory was measured.
-    peers: median milliseconds of others on the same work, measured in turns with this one.
+    peers: median milliseconds of others on the same work, measured in the same run (in
+        turns with this one, but for whole training steps).
     limit_ms: the time that bytes at the measured copy bandwidth, or operations at the measured
         rate of the dense product, would take. bytes, flops: of the work, for the roofline.
     figures: further numbers by a name that ends in their unit.
@@ -234,9 +235,9 @@ def print_table(benchmark: str, rows: list[dict[str, Any]]) -> None:
 
 EXPLANATION = """\
 Milliseconds: median, 20th and 80th percentile. *Times as fast as*: median of the peer, measured in
-turns in the same run, over this median. *Limit*: bytes at the bandwidth of a copy, or operations at
-the rate of a dense product of the same shape, both measured in the same run (a sparse product
-counts half). *Share*: limit over median.
+the same run (in turns, but for whole training steps), over this median. *Limit*: bytes at the
+bandwidth of a copy, or operations at the rate of a dense product of the same shape, both measured
+in the same run (a sparse product counts half). *Share*: limit over median.
 """
 
 
