@@ -16,7 +16,6 @@ import functools
 import hashlib
 import importlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,107 +24,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import methods
-from experiments.data import DataConfig
+from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
+try:  # INTERIM
+    from experiments.images import ImageConfig, ImageSource
+except ImportError:
+    class ImageConfig: pass
+    class ImageSource: pass
 from experiments.initial import HFConfig, load_weights, source_hash
+try:  # INTERIM
+    from experiments.mlm import MaskedText
+except ImportError:
+    class MaskedText: pass
+try:  # INTERIM
+    from experiments.multicrop import MultiCrops
+except ImportError:
+    class MultiCrops: pass
+from experiments.settings import ImplConfig, TrainConfig
+from experiments.source import Source
+from experiments.text import CausalText
+try:  # INTERIM
+    from models.bert import BertConfig, BertLM
+except ImportError:
+    class BertConfig: pass
+    class BertLM: pass
+try:  # INTERIM
+    from models.dino import DINO, DinoConfig
+except ImportError:
+    class DINO: pass
+    class DinoConfig: pass
 from models.gpt2 import GPT, GPTConfig
-from models.hf import CausalLM
+try:  # INTERIM
+    from models.vit import ViT, ViTConfig
+except ImportError:
+    class ViT: pass
+    class ViTConfig: pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What a run computes. Batches are in sequences, periods in optimizer steps.
+ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 
-    batch_size: sequences per optimizer step, over all ranks and micro-batches.
-    learning_rate: peak; linear warm-up from 0, cosine to `min_learning_rate` at `steps`.
-    grad_clip: global norm; 0 = off. eval_sequences: validation windows per evaluation.
-    """
-
-    steps: int
-    batch_size: int
-    learning_rate: float
-    min_learning_rate: float
-    warmup_steps: int
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-    log_every: int = 10
-    eval_every: int = 50
-    eval_sequences: int = 64
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))  # omegaconf makes a list of it
-        for name in ("steps", "batch_size", "log_every", "eval_every", "eval_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
-        for name in ("learning_rate", "min_learning_rate", "eps", "weight_decay", "grad_clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"train.{name}={getattr(self, name)}; it must not be negative")
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"train.min_learning_rate={self.min_learning_rate} is above "
-                f"train.learning_rate={self.learning_rate}"
-            )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} does not fit train.steps={self.steps}; "
-                f"set train.warmup_steps to at most {self.steps}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImplConfig:
-    """How fast it runs, and where.
-
-    device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
-    gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`); with a
-    method's FP8 it decides between simulated and real products, which round differently.
-    micro_batch: sequences per rank and forward pass; null = all of a step.
-    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's
-    choice. loggers: of `tensorboard`, `wandb`, beside the JSONL file.
-    """
-
-    device: str = "auto"
-    dtype: str = "fp32"
-    compile: bool = False
-    micro_batch: int | None = None
-    backend: str = "auto"
-    matmul: str = "auto"
-    checkpoint_every: int = 50
-    threads: int = 0
-    loggers: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "loggers", tuple(self.loggers))
-        for name, choices in {
-            "device": ("auto", "cpu", "cuda"),
-            "dtype": ("fp32", "bf16", "fp16"),
-            "backend": ("auto", "naive", "triton", "cuda"),
-            "matmul": ("auto", "cusparselt", "dense"),
-        }.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
-                )
-        unknown = set(self.loggers) - {"tensorboard", "wandb"}
-        if unknown:
-            raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
-        for name in ("checkpoint_every", "threads"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"impl.{name}={getattr(self, name)}; it must not be negative")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")
+# What a model's `name` stands for: its shape, the kind of data it takes, and where to find some.
+FAMILIES: dict[str, tuple[type, type, str]] = {
+    "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
+    "bert": (BertConfig, DataConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
+    "vit": (ViTConfig, ImageConfig, "images: data=digits or imagenet"),
+    "hf": (HFConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
+}
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """One run. `method_options` are the fields of the method's own `Config`.
 
-    init: directory of a finished run whose weights this one starts from.
+    init: directory of a finished run whose weights this one starts from. dino: set where the model
+        teaches itself (`experiments.dino`).
     """
 
     seed: int
@@ -133,18 +88,16 @@ class RunConfig:
     runs: Path
     init: Path | None
     model_name: str
-    model: GPTConfig | HFConfig
-    data: DataConfig
+    model: ModelConfig
+    data: DataConfig | ImageConfig
     method: str
     method_options: methods.base.Config
     train: TrainConfig
     impl: ImplConfig
+    dino: DinoConfig | None = None
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
-        data = dataclasses.asdict(self.data)
-        del data["root"], data["source"]  # where the text comes from; its tokens are named here
-        data |= {"tokenizer": self.data.tokenizer_kind, "corpus": self.data.directory.name}
         model = dataclasses.asdict(self.model)
         if isinstance(self.model, HFConfig):
             del model["path"]
@@ -152,25 +105,28 @@ class RunConfig:
         identity = {
             "seed": self.seed,
             "model": {"name": self.model_name, **model},
-            "data": data,
+            "data": self.data.identity(),
             "method": {"name": self.method, **dataclasses.asdict(self.method_options)},
             "train": dataclasses.asdict(self.train),
         }
+        if self.dino is not None:
+            identity["dino"] = dataclasses.asdict(self.dino)
         if self.init is not None:
             identity["init"] = source_hash(self.init)
         return identity
 
     def digest(self) -> str:
         """Hash of `identity()`, 16 hex digits."""
-        return _digest(self.identity())
+        return digest(self.identity())
 
     def directory(self) -> Path:
         """`<runs>/<model>-<data>/<method>-<hash without the seed>/seed<seed>`."""
         family = self.identity()
         if family["method"]["seed"] == family.pop("seed"):
             del family["method"]["seed"]
-        name = f"{self.method}-{_digest(family)[:8]}"
-        return self.runs / f"{self.model_name}-{self.data.name}" / name / f"seed{self.seed}"
+        model = self.model_name if self.dino is None else f"dino_{self.model_name}"
+        name = f"{self.method}-{digest(family)[:8]}"
+        return self.runs / f"{model}-{self.data.name}" / name / f"seed{self.seed}"
 
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""
@@ -184,19 +140,46 @@ class RunConfig:
             "impl": dataclasses.asdict(self.impl),
         }
 
-    def build_model(self) -> GPT | CausalLM:
+    def build_model(self) -> nn.Module:
         """The model with its first weights, on the CPU; random ones from torch's generator.
 
         Raises:
             UserError: the checkpoint or run that it starts from does not fit.
         """
-        model = self.model.build() if isinstance(self.model, HFConfig) else GPT(self.model)
+        model = build_model(self.model)
         if self.init is not None:
             load_weights(model, self.init)
-        return model
+        return model if self.dino is None else DINO(model, self.dino)
 
     def build_method(self) -> methods.Method:
         return importlib.import_module(f"methods.{self.method}").Method(self.method_options)
+
+    def open_source(self, model: nn.Module) -> Source:
+        """The data, as samples of the shape that `model` takes.
+
+        Raises:
+            UserError: they are missing, damaged or do not fit the model.
+        """
+        if isinstance(self.data, ImageConfig):
+            if self.dino is not None:
+                return MultiCrops(
+                    self.data, self.dino, self.seed, self.train.batch_size, self.impl.workers
+                )
+            return ImageSource(self.data, self.seed, self.train.batch_size, self.impl.workers)
+        shape: Any = model if isinstance(self.model, HFConfig) else self.model
+        corpus = load_tokens(self.data, self.seed)
+        if getattr(self.data, "objective", "causal") == "mlm":  # INTERIM
+            return MaskedText(corpus, self.data, shape)
+        check_fits(corpus, shape.vocab_size, shape.block_size)
+        return CausalText(corpus, shape.block_size)
+
+
+def build_model(shape: ModelConfig) -> nn.Module:
+    """A plain model of this shape: random weights, or those of the checkpoint that it names."""
+    if isinstance(shape, HFConfig):
+        return shape.build()
+    kind = {GPTConfig: GPT, BertConfig: BertLM, ViTConfig: ViT}[type(shape)]
+    return kind(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +194,8 @@ class _Top:
             raise ValueError(f"seed={self.seed}; it must not be negative")
 
 
-def _digest(value: dict[str, Any]) -> str:
+def digest(value: dict[str, Any]) -> str:
+    """Hash of plain values, 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -230,23 +214,9 @@ def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> R
 def freeze(composed: Any) -> RunConfig:
     """The typed form of a composed `DictConfig`."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     groups = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(groups, dict)
-
-    def typed(schema: type, group: str, values: dict[str, Any]) -> Any:
-        known = {f.name for f in dataclasses.fields(schema)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise UserError(
-                f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
-            )
-        try:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{group}.{error.full_key}: {reason}") from error
 
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
@@ -260,8 +230,17 @@ def freeze(composed: Any) -> RunConfig:
     train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
     fields = [f.name for f in dataclasses.fields(_Top)]
     run = typed(_Top, "the config", {key: groups[key] for key in fields})
-    shape = typed(HFConfig if "path" in model else GPTConfig, "model", model)
+    family = "hf" if "path" in model else model_name.partition("_")[0]
+    if family not in FAMILIES:
+        raise UserError(f"model.name={model_name}; choose one of {', '.join(FAMILIES)}")
+    model_schema, data_schema, takes = FAMILIES[family]
+    shape = typed(model_schema, "model", model)
     data = dict(groups["data"])
+    kind = "images" if "image_size" in data else data.get("objective", "causal")
+    if kind != {"bert": "mlm", "vit": "images"}.get(family, "causal"):
+        raise UserError(
+            f"data={data.get('name')} does not fit model={model_name}, which takes {takes}"
+        )
     if isinstance(shape, HFConfig) and shape.has_tokenizer:
         data["tokenizer"] = str(shape.folder)  # no other tokens mean anything to its weights
     return RunConfig(
@@ -271,12 +250,35 @@ def freeze(composed: Any) -> RunConfig:
         init=None if run.init is None else Path(run.init),
         model_name=model_name,
         model=shape,
-        data=typed(DataConfig, "data", data),
+        data=typed(data_schema, "data", data),
         method=method_name,
         method_options=typed(schema, "method", method),
         train=train,
         impl=typed(ImplConfig, "impl", groups["impl"]),
+        dino=typed(DinoConfig, "dino", groups["dino"]) if "dino" in groups else None,
     )
+
+
+def typed(schema: type, group: str, values: dict[str, Any]) -> Any:
+    """The dataclass `schema` with these values.
+
+    Raises:
+        UserError: a key that it does not have, or a value of the wrong kind.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    known = {f.name for f in dataclasses.fields(schema)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UserError(
+            f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+        )
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{group}.{error.full_key}: {reason}") from error
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Token corpora on disk and the windows that training and evaluation cut from them.
 
 A prepared corpus is a folder with `train.bin`, `val.bin` (uint16, little endian, documents
-separated by the end-of-text token), `manifest.json`, and `tokenizer.json` when the tokenizer was
-trained on it. `python -m experiments.prepare_data` writes it; the embedded one is prepared here,
+separated by the end-of-text token, [SEP] for a WordPiece), `manifest.json`, and `tokenizer.json`
+unless the tokenizer is GPT-2's. `python -m experiments.prepare_data` writes it; the embedded one is prepared here,
 on first use. Shapes: B sequences of T tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -33,20 +34,22 @@ SCHEMA = 1
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
 EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
+TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
 
 _FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
 _END = 2**20
-_CALIBRATION = 2**63  # the step of calibration windows: training does not get there
+CALIBRATION = 2**40  # the step of calibration samples: training does not get there
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Which text, and how it becomes tokens.
 
-    `source` is "stdlib" (the embedded corpus), a local file or folder with .parquet, .jsonl(.gz) or
-    .txt files, or a pattern of Parquet files on the hub (`hf://datasets/...`). The corpus is kept
-    in a folder of `root`. `tokenizer` is "gpt2", "bpe" for one of `vocab_size` tokens trained on
-    the corpus, or the folder of a transformers checkpoint, whose tokenizer sets `vocab_size`.
+    `source` is "stdlib" (the embedded corpus), a local file or folder with .parquet, .jsonl(.gz),
+    .json.gz or .txt files, or a pattern of such files on the hub (`hf://datasets/...`). The corpus
+    is kept in a folder of `root`. `tokenizer` is "gpt2", "bpe" or "wordpiece" for one of
+    `vocab_size` tokens trained on the corpus, or a transformers checkpoint, as a folder or an
+    `owner/name` on the hub, whose tokenizer sets `vocab_size`.
     """
 
     name: str
@@ -73,16 +76,28 @@ class DataConfig:
         if self.vocab_size > 2 ** (8 * TOKEN.itemsize):
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint16 tokens")
 
+    def identity(self) -> dict[str, Any]:
+        """What the tokens depend on; not where the text comes from or is kept."""
+        identity = dataclasses.asdict(self)
+        del identity["root"], identity["source"]
+        return identity | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
+
+    def known_fingerprint(self) -> str | None:
+        """Hash of the prepared corpus as its manifest gives it; None if there is none yet."""
+        prepared = (self.directory / "manifest.json").exists()
+        return fingerprint(read_manifest(self)) if prepared else None
+
     @property
     def tokenizer_kind(self) -> str:
-        """`gpt2`, `bpe` or `hf`."""
-        return self.tokenizer if self.tokenizer in ("gpt2", "bpe") else "hf"
+        """`gpt2`, `bpe`, `wordpiece` or `hf`."""
+        return self.tokenizer if self.tokenizer in ("gpt2", *TRAINED) else "hf"
 
     @property
     def directory(self) -> Path:
         """Folder of the prepared corpus: everything that changes its tokens is in the name."""
         python = f"-py{platform.python_version()}" if self.source == EMBEDDED else ""
-        tokenizer = {"gpt2": "gpt2", "bpe": f"v{self.vocab_size}"}.get(self.tokenizer)
+        trained = {"bpe": f"v{self.vocab_size}", "wordpiece": f"wp{self.vocab_size}"}
+        tokenizer = {"gpt2": "gpt2", **trained}.get(self.tokenizer)
         if tokenizer is None:
             tokenizer = folder_tokenizer(self.tokenizer).fingerprint
         return Path(self.root) / f"{self.name}{python}-{tokenizer}"
@@ -90,8 +105,8 @@ class DataConfig:
     @property
     def prepare_command(self) -> str:
         command = f"python -m experiments.prepare_data data={self.name} "
-        if self.tokenizer == "bpe":
-            command += f"data.tokenizer=bpe data.vocab_size={self.vocab_size} "
+        if self.tokenizer in TRAINED:
+            command += f"data.tokenizer={self.tokenizer} data.vocab_size={self.vocab_size} "
         elif self.tokenizer_kind == "hf":
             command += shlex.quote(f"data.tokenizer={self.tokenizer}") + " "
         return command + shlex.quote(f"data.source={self.source}")
@@ -146,16 +161,7 @@ class Corpus:
             counter=np.array([0, step, 0, 0], dtype=np.uint64),
         ).random_raw(int(indices.max()) + 1)
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
-        return self._windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
-
-    def calibration_batches(
-        self, n_sequences: int, batch_size: int, block: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """Windows of the training split by the seed alone, drawn apart from those of every step."""
-        return (
-            self.batch("train", _CALIBRATION, range(n_sequences)[first : first + batch_size], block)
-            for first in range(0, n_sequences, batch_size)
-        )
+        return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
 
     def eval_batches(
         self, n_sequences: int | None, batch_size: int, block: int
@@ -174,11 +180,12 @@ class Corpus:
             )
         starts = np.arange(count, dtype=np.int64) * available // count * block
         return (
-            self._windows("val", starts[first : first + batch_size], block)
+            self.windows("val", starts[first : first + batch_size], block)
             for first in range(0, count, batch_size)
         )
 
-    def _windows(self, split: str, starts: np.ndarray, block: int) -> dict[str, Tensor]:
+    def windows(self, split: str, starts: np.ndarray, block: int) -> dict[str, Tensor]:
+        """The windows that start at these positions of the split, as `batch` gives them."""
         tokens = self.tokens[split]
         rows = np.stack([tokens[start : start + block + 1] for start in starts])
         windows = torch.from_numpy(rows.astype(np.int64))
@@ -250,10 +257,12 @@ def file_record(path: Path) -> dict[str, Any]:
 def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
     """A UserError unless a model of this vocabulary and context can train on the corpus."""
     if corpus.vocab_size > vocab_size:
+        kind = corpus.manifest["tokenizer"]["kind"]
         raise UserError(
             f"the corpus {corpus.directory} has {corpus.vocab_size} token ids, the model only "
             f"{vocab_size}: set model.vocab_size to {math.ceil(corpus.vocab_size / 64) * 64}, or "
-            f"train a smaller tokenizer with data.tokenizer=bpe data.vocab_size={vocab_size}"
+            f"train a smaller tokenizer with data.tokenizer={kind if kind in TRAINED else 'bpe'} "
+            f"data.vocab_size={vocab_size}"
         )
     for split in SPLITS:
         if len(corpus.tokens[split]) < block_size + 1:

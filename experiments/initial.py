@@ -19,10 +19,12 @@ from torch import nn
 
 from experiments.errors import UserError
 from experiments.results import FILE as RESULT
-from methods import slorb
+from methods import compressed, slorb
 from models.hf import CausalLM
 
-WEIGHTS = "model.safetensors"  # in the directory of a finished run
+# In the directory of a finished run: plain weights as the method ends, those of the averaged copy,
+# and what the method's layers held before they became plain.
+WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -97,32 +99,40 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def source_hash(directory: Path) -> str:
-    """Hash of the config of the finished run in `directory`.
+def read_result(directory: Path) -> dict[str, Any]:
+    """The `result.json` of the finished run in `directory`.
 
     Raises:
         UserError: there is none.
     """
+    path = directory / RESULT
     try:
-        result: dict[str, Any] = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(
-            f"init={directory} holds no finished run ({RESULT} is missing); run it to its end first"
+            f"{directory} holds no finished run ({RESULT} is missing); run it to its end first"
         ) from error
-    return result["config_hash"]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}); run it again") from error
+
+
+def source_hash(directory: Path) -> str:
+    """Hash of the config of the finished run in `directory`, which has to be one."""
+    return read_result(directory)["config_hash"]
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
     """The weights of the finished run in `directory` put into the plain `model`, in place.
 
     Raises:
-        UserError: they are of another architecture, or hold adapters other than SLoRB's.
+        UserError: they are of another architecture.
     """
     path = directory / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path} is missing; run it again")
     state = load_file(path)
     slorb.attach(model, state)
+    compressed.attach(model, state)
     own = dict(model.named_parameters())
     wrong = sorted(
         name
@@ -132,7 +142,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     if wrong:
         raise UserError(
             f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
-            "more differ; set model.* as that run did (SLoPe's adapters fit no plain model)"
+            "more differ; set model.* as that run did"
         )
     with torch.no_grad():
         for name, parameter in own.items():

@@ -11,6 +11,7 @@ stopped goes on from its last checkpoint. Under torchrun the ranks share each ba
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -25,35 +26,35 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from common_kernels import backend, check_nm
 from experiments import checkpoint, results
-from experiments.config import ImplConfig, RunConfig, driver
-from experiments.data import Corpus, check_fits, fingerprint, load_tokens, read_manifest
+from experiments.config import RunConfig, driver
+from experiments.data import CALIBRATION
 from experiments.distributed import World, world
 from experiments.errors import UserError
-from experiments.initial import WEIGHTS
+from experiments.initial import AVERAGED, LATENT, WEIGHTS
+from experiments.settings import ImplConfig
+from experiments.source import Source
 from experiments.tracking import check_viewers, read_metrics
-from experiments.trainer import DTYPES, Trainer, micro_batches
+from experiments.trainer import DTYPES, Trainer, micro_batch_size
 from methods import Method, Report
-from models.gpt2 import GPTConfig
+from models.dino import DINO
 
 CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config on this very corpus, if it was run to the end."""
+    """The result of this very config on this very data, if it was run to the end."""
     path = config.directory() / results.FILE
     if not path.exists():
         return None
     result = json.loads(path.read_text(encoding="utf-8"))
     if result["schema"] != results.SCHEMA or result["config_hash"] != config.digest():
         return None
-    manifest = config.data.directory / "manifest.json"
-    if manifest.exists() and fingerprint(read_manifest(config.data)) != result["corpus_hash"]:
-        return None
-    return result
+    data = config.data.known_fingerprint()
+    return None if data is not None and data != result["corpus_hash"] else result
 
 
 def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -68,17 +69,16 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
         if done is not None:
             report(f"done already: {config.directory()}")
             return done
-        micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
+        micro_batch_size(config.train, config.impl.micro_batch, here.size)
         check_viewers(config.impl.loggers)
-        model, method, converted, corpus, block = _prepare(config, here)
+        model, method, converted, source = _prepare(config, here)
         directory = config.directory()
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
             trainer = Trainer(
                 model=model,
                 method=method,
-                corpus=corpus,
+                source=source,
                 train=config.train,
-                block=block,
                 seed=config.seed,
                 identity=config.digest(),
                 directory=directory,
@@ -97,37 +97,37 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
             return _train(config, trainer, converted, report)
 
 
-def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Corpus, int]:
-    """The converted model on its device, the corpus, and the tokens per sequence.
+def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Source]:
+    """The converted model on its device, and its data.
 
-    What can be refused without the corpus is refused before it is prepared.
+    What can be refused without the data is refused before they are prepared.
     """
     torch.manual_seed(config.seed)
     model = config.build_model().to(here.device)
-    shape: Any = config.model if isinstance(config.model, GPTConfig) else model
     method: Any = config.build_method()
-    block: int = shape.block_size
 
     @functools.cache
-    def load_corpus() -> Corpus:
-        corpus = here.main_first(lambda: load_tokens(config.data, config.seed))
-        check_fits(corpus, shape.vocab_size, block)
-        corpus.eval_batches(config.train.eval_sequences, 1, block)  # enough text?
-        return corpus
+    def open_source() -> Source:
+        source = here.main_first(lambda: config.open_source(model))
+        source.eval_batches(config.train.eval_samples, 1)  # are there enough?
+        return source
 
     try:
         backend.resolve(here.device)
         if count := getattr(method, "calibration_sequences", 0):
-            batches = load_corpus().calibration_batches(count, CALIBRATION_BATCH, block)
+            firsts = range(0, count, CALIBRATION_BATCH)
+            parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
+            batches = open_source().batches((CALIBRATION, part) for part in parts)
             on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
         converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
-        size, _ = micro_batches(config.train.batch_size, config.impl.micro_batch, here.size)
+        source = open_source()
+        size = micro_batch_size(config.train, config.impl.micro_batch, here.size)
         matmul = config.impl.matmul  # auto leaves the word to the environment
-        method.accelerate(size * block, None if matmul == "auto" else matmul)
+        method.accelerate(size * source.tokens_per_sample, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
-    return model, method, converted, load_corpus(), block
+    return model, method, converted, source
 
 
 def _train(
@@ -141,25 +141,30 @@ def _train(
     products = {name: dataclasses.asdict(layer.accelerated) for name, layer in layers.items()}
     trainer.fit()
     last = trainer.method.metrics()
+    averaged, means = _finalized_averages(trainer), trainer.evaluate_averages()
+    latent = latent_state(trainer.method)
     trainer.method.finalize(model)
-    val_loss = trainer.evaluate()
+    means = trainer.evaluate_weights() | means
+    plain, names = deliverable(model, converted.names)
+    samples = int(config.train.samples_before[trainer.step])
     result = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
-        "corpus_hash": trainer.corpus.fingerprint,
-        "corpus": trainer.corpus.manifest,
+        "corpus_hash": trainer.source.fingerprint,
+        "corpus": trainer.source.describe(),
         "seed": config.seed,
         "tier": config.tier,
         "steps": trainer.step,
-        "tokens": trainer.step * config.train.batch_size * trainer.block,
+        "samples": samples,
+        "tokens": samples * trainer.source.tokens_per_sample,
         "metrics": {
-            "val_loss": val_loss,
-            "val_tokens": config.train.eval_sequences * trainer.block,
+            **means,
+            "eval_samples": config.train.eval_samples,
             "flip_rate": last["flip_rate"],
             "skipped_steps": trainer.skipped_steps,
         },
-        "sparsity": measure_sparsity(model, trainer.method, converted.names),
-        "converted": list(converted.names),
+        "sparsity": measure_sparsity(plain, trainer.method, names),
+        "converted": list(names),
         "backend": backend.resolve(here.device),
         "matmul": products,
         "world_size": here.size,
@@ -172,12 +177,50 @@ def _train(
     result["step_seconds"] = statistics.median(
         r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
     )
-    save_model(model, directory / WEIGHTS)
+    save_model(plain, directory / WEIGHTS)
+    if averaged is not None:
+        save_model(averaged, directory / AVERAGED)
+    kept = {
+        f"{new}.{key}": value
+        for new, old in names.items()
+        for key, value in latent.get(old, {}).items()
+    }
+    if kept:
+        checkpoint.write_atomic(directory / LATENT, lambda p: save_file(kept, p))
     # Before the result: with it, the run counts as finished and is not looked at again.
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
     result = results.write_result(directory, result)
-    report(f"val loss {val_loss:.4f}, {trainer.seconds:.0f} s of training")
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+    report(f"{scores}, {trainer.seconds:.0f} s of training")
     return result
+
+
+def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
+    """By layer, the state that `finalize` gives up: dense master weights, masks, scales."""
+    return {
+        name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
+        for name, layer in method.sparse_layers.items()
+    }
+
+
+def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, str]]:
+    """The plain model that a run is about, and the converted linears in it: name there -> name in
+    `model`. DINO gives the backbone of its teacher; every other model itself.
+    """
+    plain = model.backbone() if isinstance(model, DINO) else model
+    inside = {id(module): name for name, module in plain.named_modules()}
+    modules = {name: model.get_submodule(name) for name in names}
+    return plain, {inside[id(m)]: name for name, m in modules.items() if id(m) in inside}
+
+
+def _finalized_averages(trainer: Trainer) -> nn.Module | None:
+    """A plain copy of the model with the averaged weights, finalized like the model itself."""
+    if not trainer.averages:
+        return None
+    with trainer.averaged():
+        model, method = copy.deepcopy((trainer.model, trainer.method))
+    method.finalize(model)
+    return deliverable(model, ())[0]
 
 
 @contextmanager
@@ -199,11 +242,15 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
             os.environ[name] = before
 
 
-def measure_sparsity(model: nn.Module, method: Method, names: tuple[str, ...]) -> dict[str, Any]:
-    """Density, and groups of m inputs with more than n non-zeros, over the named linears."""
+def measure_sparsity(model: nn.Module, method: Method, names: dict[str, str]) -> dict[str, Any]:
+    """Density, and groups of m inputs with more than n non-zeros, over the named linears.
+
+    Args:
+        names: name in `model` -> name under which the method converted it.
+    """
     entries = nonzeros = groups = illegal = 0
-    for name in names:
-        weight, (n, m) = model.get_parameter(f"{name}.weight").detach(), method.pattern(name)
+    for name, converted in names.items():
+        weight, (n, m) = model.get_parameter(f"{name}.weight").detach(), method.pattern(converted)
         entries += weight.numel()
         nonzeros += int(torch.count_nonzero(weight))
         groups += weight.numel() // m

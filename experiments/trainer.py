@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import checkpoint
-from experiments.config import TrainConfig
-from experiments.data import Corpus
 from experiments.distributed import World
 from experiments.errors import UserError
 from experiments.progress import Progress
+from experiments.schedules import learning_rate, weight_decay
+from experiments.settings import TrainConfig
+from experiments.source import Batch, Request, Source
 from experiments.tracking import MetricsLog
-from methods import Method
+from methods import Method, refresh
 
 # A run whose scaler has skipped this many steps in a row will not recover.
 MAX_SKIPPED_IN_A_ROW = 50
@@ -36,42 +37,62 @@ MAX_SKIPPED_IN_A_ROW = 50
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up from 0 over `warmup_steps`, then a cosine to the minimum at `steps`."""
-    if step < config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    share = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
-
-
-def micro_batches(batch_size: int, micro_batch: int | None, ranks: int) -> tuple[int, int]:
-    """(sequences per rank and micro-batch, micro-batches per step).
+def micro_batch_size(train: TrainConfig, micro_batch: int | None, ranks: int) -> int:
+    """Samples per rank and micro-batch.
 
     Raises:
-        UserError: the ranks or the micro-batch do not divide the batch.
+        UserError: the ranks or the micro-batch do not divide the batch, from its first size on.
     """
-    if batch_size % ranks:
+    name = "batch_size" if train.ramp_batch is None else "ramp_batch"
+    unit = train.ramp_batch or train.batch_size
+    if unit % ranks:
         raise UserError(
-            f"train.batch_size={batch_size} cannot be shared by {ranks} processes; choose an "
+            f"train.{name}={unit} cannot be shared by {ranks} processes; choose an "
             "nproc_per_node that divides it"
         )
-    size = micro_batch if micro_batch is not None else batch_size // ranks
-    if batch_size % (size * ranks):
+    size = micro_batch if micro_batch is not None else unit // ranks
+    if unit % (size * ranks):
         raise UserError(
-            f"train.batch_size={batch_size} is no multiple of impl.micro_batch={size} x {ranks} "
+            f"train.{name}={unit} is no multiple of impl.micro_batch={size} x {ranks} "
             "processes; change one of them"
         )
-    return size, batch_size // (size * ranks)
+    return size
+
+
+def make_optimizer(method: Method, model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that `train` names, over the groups that the model makes of its parameters.
+
+    Raises:
+        UserError: the method has an update rule of its own, and another one is asked for.
+    """
+    groups = model.param_groups(train.weight_decay)  # type: ignore[operator]
+    if train.optimizer == "adamw":
+        options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "fused": True}
+        return method.optimizer(groups, lr=train.learning_rate, **options)
+    if type(method).optimizer is not Method.optimizer:
+        raise UserError(
+            f"train.optimizer={train.optimizer}, but this method has an update rule of its own, a "
+            "form of AdamW; set train.optimizer=adamw"
+        )
+    from timm.optim import Lamb, Lion
+
+    if train.optimizer == "lion":
+        return Lion(groups, lr=train.learning_rate, betas=train.betas)
+    # The trainer clips: the optimizer's own clipping, of the same kind, is left out.
+    return Lamb(
+        groups, lr=train.learning_rate, betas=train.betas, eps=train.eps, max_grad_norm=None
+    )
 
 
 class Trainer:
-    """Trains `model`, converted by `method` and on its device, on the windows of `corpus`.
+    """Trains `model`, converted by `method` and on its device, on the batches of `source`.
+
+    A model may have hooks of its own, called around each step in the order of the method's:
+    `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`, the last before the method's.
 
     Args:
-        identity: hash of the run's config; a checkpoint of another config, or made on another
-            corpus, is refused.
-        block: tokens per sequence.
+        identity: hash of the run's config; a checkpoint of another config, or made on other data,
+            is refused.
     """
 
     def __init__(
@@ -79,9 +100,8 @@ class Trainer:
         *,
         model: nn.Module,
         method: Method,
-        corpus: Corpus,
+        source: Source,
         train: TrainConfig,
-        block: int,
         seed: int,
         identity: str,
         directory: Path,
@@ -93,21 +113,16 @@ class Trainer:
         loggers: tuple[str, ...] = (),
         report: Callable[[str], None] = print,
     ) -> None:
-        self.model, self.method, self.corpus = model, method, corpus
-        self.train, self.block, self.seed = train, block, seed
+        self.model, self.method, self.source = model, method, source
+        self.train, self.seed = train, seed
         self.identity, self.directory, self.world = identity, directory, world
         self.dtype = DTYPES[dtype]
         self.checkpoint_every, self.loggers, self.report = checkpoint_every, loggers, report
-        self.micro_batch, self.accumulation = micro_batches(
-            train.batch_size, micro_batch, world.size
-        )
-        self.optimizer = method.optimizer(
-            model.param_groups(train.weight_decay),  # type: ignore[operator]
-            lr=train.learning_rate,
-            betas=train.betas,
-            eps=train.eps,
-            fused=True,
-        )
+        self.micro_batch = micro_batch_size(train, micro_batch, world.size)
+        self.optimizer = make_optimizer(method, model, train)
+        self.decayed = [g for g in self.optimizer.param_groups if g["weight_decay"]]
+        own = _parameters(model) if train.ema else {}
+        self.averages = {name: value.clone() for name, value in own.items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
         runner: Any = torch.compile(model) if compiled else model
         if world.size > 1:
@@ -130,15 +145,16 @@ class Trainer:
         """Train up to the last step, from where the state is."""
         main = self.world.is_main
         log = MetricsLog(self.directory, self.step, self.loggers) if main else None
-        tokens = self.train.batch_size * self.block
+        tokens = self.train.batch_size * self.source.tokens_per_sample
+        batches = self.source.batches(self._requests())
         self.model.train()
         with Progress(self.train.steps, self.step, tokens, enabled=main) as progress:
             durations: list[float] = []
             while self.step < self.train.steps:
                 if self.step % self.train.eval_every == 0:
-                    self._log(log, {"step": self.step, "val_loss": self.evaluate()})
+                    self._log(log, {"step": self.step, **self.evaluate()})
                 start = time.perf_counter()
-                norm = self._train_step()
+                norm = self._train_step(batches)
                 durations.append(time.perf_counter() - start)
                 self.seconds += durations[-1]
                 if self.step % self.train.log_every == 0 or self.step == self.train.steps - 1:
@@ -169,23 +185,28 @@ class Trainer:
             "step_seconds": statistics.median(durations),
             "skipped_steps": self.skipped_steps,
             **self.method.metrics(),
+            **(self.model.metrics() if hasattr(self.model, "metrics") else {}),
         }
 
-    def _train_step(self) -> float:
+    def _train_step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the norm of the gradient before clipping."""
         generators = self._generators()
         rate = learning_rate(self.train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        for group in self.decayed:
+            group["weight_decay"] = weight_decay(self.train, self.step)
+        self._model_hook("on_step_begin")
         self.method.on_step_begin(self.step)
         total = torch.zeros((), device=self.world.device)
-        for index in range(self.accumulation):
-            batch = self._batch(index)
-            last = index == self.accumulation - 1
+        accumulation = self._micro_batches(self.step)
+        for index in range(accumulation):
+            batch = self._to_device(next(batches))
+            last = index == accumulation - 1
             lazy = isinstance(self.runner, DistributedDataParallel) and not last
             with self.runner.no_sync() if lazy else nullcontext():
                 with self._autocast():
-                    loss = self.method.loss(self.runner, batch) / self.accumulation
+                    loss = self.method.loss(self.runner, batch) / accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
@@ -196,22 +217,36 @@ class Trainer:
         if not finite and not self.scaler.is_enabled():
             self._stop_non_finite(float(self.world.mean(total)), generators)
         if finite:
+            self._model_hook("on_gradients")
             self.method.on_gradients(self.step, self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._count_skipped(finite)
         self.optimizer.zero_grad(set_to_none=True)
+        self._model_hook("on_step_end")
         self.method.on_step_end(self.step)
+        if self.averages:
+            own = _parameters(self.model)
+            torch._foreach_lerp_(  # type: ignore[attr-defined]
+                list(self.averages.values()), [own[n] for n in self.averages], 1 - self.train.ema
+            )
         self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + 1
         return float(norm)
 
-    def _batch(self, index: int) -> dict[str, Tensor]:
-        """This rank's share of micro-batch `index`: consecutive sequences of the global batch."""
-        first = (index * self.world.size + self.world.rank) * self.micro_batch
-        batch = self.corpus.batch(
-            "train", self.step, range(first, first + self.micro_batch), self.block
-        )
-        return self._to_device(batch)
+    def _model_hook(self, name: str) -> None:
+        hook = getattr(self.model, name, None)
+        if hook is not None:
+            hook(self.step)
+
+    def _micro_batches(self, step: int) -> int:
+        return int(self.train.batch_sizes[step]) // (self.micro_batch * self.world.size)
+
+    def _requests(self) -> Iterator[Request]:
+        """This rank's share of every micro-batch from here on: consecutive samples of the step."""
+        for step in range(self.step, self.train.steps):
+            for index in range(self._micro_batches(step)):
+                first = (index * self.world.size + self.world.rank) * self.micro_batch
+                yield step, range(first, first + self.micro_batch)
 
     def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: v.to(self.world.device, non_blocking=True) for k, v in batch.items()}
@@ -219,23 +254,50 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
 
+    def evaluate(self) -> dict[str, float]:
+        """Means over the fixed held-out samples, equal on all ranks: `val_loss` in nats and what
+        else the source counts; those of the averaged weights as `ema_val_...`."""
+        return self.evaluate_weights() | self.evaluate_averages()
+
+    def evaluate_weights(self) -> dict[str, float]:
+        return self._evaluate("val_")
+
+    def evaluate_averages(self) -> dict[str, float]:
+        """With masks and scales of their own; nothing without averaged weights."""
+        if not self.averages:
+            return {}
+        with self.averaged():
+            return self._evaluate("ema_val_")
+
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss per token, in nats, on the fixed validation windows; equal on all ranks."""
+    def _evaluate(self, prefix: str) -> dict[str, float]:
         was_training = self.model.training
         self.model.eval()
-        total, sequences = torch.zeros((), device=self.world.device), 0
-        batches = self.corpus.eval_batches(
-            self.train.eval_sequences, min(self.micro_batch, 64), self.block
-        )
-        for batch in batches:
-            count = next(iter(batch.values())).shape[0]
+        totals: dict[str, Tensor] = {}
+        count = 0
+        for batch in self.source.eval_batches(self.train.eval_samples, min(self.micro_batch, 64)):
+            on_device = self._to_device(batch)
             with self._autocast():
-                _, loss = self.model(**self._to_device(batch))
-            total += loss.float() * count
-            sequences += count
+                output, loss = self.model(**on_device)
+            sums, targets = self.source.score(output, loss.float(), on_device)
+            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+            count += targets
         self.model.train(was_training)
-        return float(total) / sequences
+        return {f"{prefix}{name}": float(value) / count for name, value in totals.items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averaged weights in the model, with masks and operands derived from them."""
+        own = {name: value.clone() for name, value in self.model.state_dict().items()}
+        with torch.no_grad():
+            parameters = dict(self.model.named_parameters())
+            for name, average in self.averages.items():
+                parameters[name].copy_(average)
+        refresh(self.model)
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(own)
 
     def _stop_non_finite(self, loss: float, generators: dict[str, Tensor]) -> None:
         # Nothing of this step has touched the weights yet: they are the last good ones.
@@ -284,7 +346,7 @@ class Trainer:
             self.step,
             {
                 "identity": self.identity,
-                "corpus": self.corpus.fingerprint,
+                "data": self.source.fingerprint,
                 "step": self.step,
                 "model": self.model.state_dict(),
                 "method": self.method.state_dict(),
@@ -296,6 +358,7 @@ class Trainer:
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "loss_sum": loss_sum,
                 "loss_count": self.loss_count,
+                "averages": self.averages,
             },
         )
 
@@ -312,10 +375,10 @@ class Trainer:
             raise UserError(
                 f"{self.checkpoints} belongs to another config; remove it or change `runs`"
             )
-        if state["corpus"] != self.corpus.fingerprint:
+        if state["data"] != self.source.fingerprint:
             raise UserError(
-                f"{self.checkpoints} was made on other tokens than those in "
-                f"{self.corpus.directory}; remove it or change `runs`"
+                f"{self.checkpoints} was made on other data than those in "
+                f"{self.source.directory}; remove it or change `runs`"
             )
         self.model.load_state_dict(state["model"])
         self.method.load_state_dict(state["method"])
@@ -328,6 +391,8 @@ class Trainer:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_sum = state["loss_sum"].to(self.world.device)
         self.loss_count = state["loss_count"]
+        for name, average in self.averages.items():
+            average.copy_(state["averages"][name])
         if len(state["generators"]) == self.world.size:
             own = state["generators"][self.world.rank]
             torch.set_rng_state(own["cpu"])
@@ -335,3 +400,8 @@ class Trainer:
                 torch.cuda.set_rng_state(own["cuda"])
         if self.world.is_main:
             self.report(f"resumed at step {self.step} of {self.train.steps}")
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters by name, detached."""
+    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}

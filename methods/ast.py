@@ -209,6 +209,24 @@ class Method(distillation.Method):
         options.pop("fused", None)  # a matter of speed alone
         return AdamW(groups, **options)
 
+    def finetuning(self, total_steps: int) -> Config | None:
+        """With SLoRB its low-rank terms train on beside the weights, under the last masks."""
+        if not self.config.slorb_k:
+            return None
+        return Config(
+            include=self.config.include,
+            exclude=self.config.exclude,
+            total_steps=total_steps,
+            seed=self.config.seed,
+            refresh_every=0,
+            alpha=0.0,
+            decay_route="gradient",
+            slorb_k=self.config.slorb_k,
+            slorb_train_x=self.config.slorb_train_x,
+            task_weight=1.0,
+            kl_weight=0.0,
+        )
+
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         route, decay = self.config.decay_route, self.decay(step)

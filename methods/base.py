@@ -524,6 +524,20 @@ class Method:
         """Name of the current phase of training."""
         return "sparse"
 
+    # ------------------------------------------------------------------ what comes after training
+
+    @property
+    def ends_dense(self) -> bool:
+        """Whether the trained model is dense: then it is fine-tuned densely, too."""
+        return False
+
+    def finetuning(self, total_steps: int) -> Any | None:
+        """The config with which this method goes on in a fine-tuning of so many steps, on layers
+        in the state that training left them in. None: it has nothing to go on with; a model that
+        is 2:4 is then fine-tuned under its last mask.
+        """
+        return None
+
     def metrics(self) -> dict[str, float | int | str]:
         """Figures over all layers of the method, as of now.
 

@@ -288,19 +288,33 @@ class SparsePlusLowRank(nn.Linear):
         return merged_linear(x, weight, left, right, self.bias)
 
 
-@torch.no_grad()
-def load_adapted(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Load `state`, saved from a finished model with adapters, into a freshly built plain `model`.
+def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Give the linears of a plain `model` the adapters that they have in `state`, in place.
 
-    The linears that have adapters in `state` become `SparsePlusLowRank`, in place.
+    `state` was saved from a finished model with adapters; afterwards it fits `model`.
     """
+    modules = dict(model.named_modules())
     for key in state:
         name, _, last = key.rpartition(".")
-        if last == "left":
-            layer, device = model.get_submodule(name), model.get_parameter(f"{name}.weight").device
-            layer.__class__ = SparsePlusLowRank
-            for factor in ("left", "right"):
-                empty = torch.empty_like(state[f"{name}.{factor}"], device=device)
-                setattr(layer, factor, nn.Parameter(empty))
-    model.load_state_dict(state)
+        layer = modules.get(name)
+        if last != "left" or type(layer) is not nn.Linear:
+            continue  # another architecture, as loading `state` will tell
+        layer.__class__ = SparsePlusLowRank
+        for factor in ("left", "right"):
+            empty = torch.empty_like(state[f"{name}.{factor}"], device=layer.weight.device)
+            setattr(layer, factor, nn.Parameter(empty))
+    return model
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> nn.Module:
+    """Turn every `SparsePlusLowRank` into a dense `nn.Linear` of the same function, in place.
+
+    The N:M pattern is lost; it is for tools that know nothing but plain linears.
+    """
+    for layer in model.modules():
+        if isinstance(layer, SparsePlusLowRank):
+            layer.weight.addmm_(layer.right.t(), layer.left, alpha=1 / len(layer.left))
+            del layer.left, layer.right
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
     return model

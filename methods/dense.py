@@ -24,3 +24,7 @@ class Method(base.Method):
 
     def phase(self) -> str:
         return "dense"
+
+    @property
+    def ends_dense(self) -> bool:
+        return True

@@ -169,6 +169,11 @@ class Method(SwitchedMethod):
     def dense_at(self, step: int) -> bool:
         return step >= self.dense_start
 
+    @property
+    def ends_dense(self) -> bool:
+        """The weights are: pruned activations leave them so."""
+        return self.config.mode == "activation" or self.dense_start < self.config.total_steps
+
 
 # ---------------------------------------------------------------------- torchao's names
 

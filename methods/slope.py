@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -203,3 +203,9 @@ class Method(base.Method):
 
     def phase(self) -> str:
         return "adapters" if any(layer.adapting for layer in self._layers()) else "sparse"
+
+    def finetuning(self, total_steps: int) -> Config:
+        """The masks stay, and the adapters, where there are any, train from the first step."""
+        if not self.config.adapter_rank:
+            return replace(self.config, total_steps=total_steps)
+        return replace(self.config, total_steps=total_steps, adapter_fraction=1.0)

@@ -195,6 +195,10 @@ class Method(SwitchedMethod, sr_ste.Method):
     def dense_at(self, step: int) -> bool:
         return step >= self.dense_start
 
+    @property
+    def ends_dense(self) -> bool:
+        return self.dense_start < self.config.total_steps
+
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not self.dense_at(step):
             super().on_gradients(step, optimizer)

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from common_kernels import check24
 from experiments import distill, prepare_data, pretrain
 from experiments.config import load
-from experiments.data import DataConfig, load_tokens
+from experiments.data import CALIBRATION, DataConfig, load_tokens
 from experiments.errors import UserError
 from experiments.initial import load_weights
 from experiments.prepare_data import prepare
+from experiments.text import CausalText
 from experiments.tokenizer import END_OF_TEXT
 from experiments.tracking import read_metrics
 from experiments.trainer import Trainer
@@ -99,7 +100,7 @@ def test_distillation_ends_below_the_same_run_without(family, hf_model, embedded
         f"runs={tmp_path / 'runs'}",
         "train.batch_size=8",
         "train.eval_every=1000",
-        "train.eval_sequences=128",
+        "train.eval_samples=128",
         "train.log_every=1000",
         "impl.checkpoint_every=0",
         "impl.device=cpu",
@@ -201,10 +202,10 @@ def test_resumed_from_a_checkpoint_of_another_moment_nothing_differs(
     class Stop(Exception):
         pass
 
-    def dying(self):
+    def dying(self, batches):
         if self.step == 7:
             raise Stop
-        return original(self)
+        return original(self, batches)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", dying)
@@ -226,12 +227,12 @@ def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retr
     assert distill.run(config, quiet)["metrics"] == first["metrics"]
     other = retrain("opt", "method.metric=wanda", "method.calibration_sequences=3")
     assert other.digest() != config.digest()
-    corpus = load_tokens(config.data, config.seed)
-    batches = list(corpus.calibration_batches(12, 8, 16))
-    assert [len(b["input"]) for b in batches] == [8, 4]
-    whole = next(corpus.calibration_batches(12, 12, 16))["input"]
-    assert torch.equal(torch.cat([b["input"] for b in batches]), whole)
-    assert not torch.equal(whole, corpus.batch("train", 0, range(12), 16)["input"])
+    source = CausalText(load_tokens(config.data, config.seed), 16)
+    requests = [(CALIBRATION, range(12)), (CALIBRATION, range(4, 9))]
+    windows = [batch["input"] for batch in source.batches(requests)]
+    assert torch.equal(windows[0][4:9], windows[1])
+    [first_step] = source.batches([(0, range(12))])
+    assert not torch.equal(windows[0], first_step["input"])
 
 
 # ---------------------------------------------------------------- where weights come from
@@ -379,7 +380,7 @@ def test_the_command(overrides, checkpoint, tmp_path):
         ("method.kl_weight=-1", r"kl_weight=-1\.0"),
         ("model.path=.", r"model\.path=\. has no config\.json"),
         ("model.path=???", r"model\.path"),
-        ("init=nowhere", "init=nowhere holds no finished run"),
+        ("init=nowhere", "nowhere holds no finished run"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(retrain, tmp_path, option, message):

@@ -71,10 +71,10 @@ def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, 
 
     original = Trainer._train_step
 
-    def dying(self):
+    def dying(self, batches):
         if self.step == stop:
             raise Stop
-        return original(self)
+        return original(self, batches)
 
     stopped = tiny(*recipe)
     with monkeypatch.context() as patch:

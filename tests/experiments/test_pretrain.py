@@ -31,10 +31,10 @@ def killed(monkeypatch):
     def run(config, step):
         original = Trainer._train_step
 
-        def dying(self):
+        def dying(self, batches):
             if self.step == step:
                 raise Stop
-            return original(self)
+            return original(self, batches)
 
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_train_step", dying)

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from common_kernels import check24
 from experiments import pretrain
 from experiments.errors import UserError
+from experiments.schedules import learning_rate
+from experiments.settings import TrainConfig
 from experiments.tracking import MetricsLog, read_metrics
-from experiments.trainer import learning_rate, micro_batches
+from experiments.trainer import micro_batch_size
 
 
 def quiet(message):
@@ -35,12 +37,20 @@ def test_learning_rate_of_the_published_recipe():
 
 
 def test_micro_batches():
-    assert micro_batches(512, 8, 8) == (8, 8)
-    assert micro_batches(16, None, 2) == (8, 1)
+    def batch(size, **ramp):
+        return TrainConfig(steps=9, batch_size=size, learning_rate=1.0, **ramp)
+
+    assert micro_batch_size(batch(512), 8, 8) == 8
+    assert micro_batch_size(batch(16), None, 2) == 8
     with pytest.raises(UserError, match="cannot be shared by 3 processes"):
-        micro_batches(16, None, 3)
+        micro_batch_size(batch(16), None, 3)
     with pytest.raises(UserError, match=r"impl\.micro_batch=6 x 2 processes"):
-        micro_batches(16, 6, 2)
+        micro_batch_size(batch(16), 6, 2)
+    # A growing batch is shared in the unit in which it grows.
+    ramp = batch(4, ramp_batch=2, ramp_micro_steps=12)
+    assert micro_batch_size(ramp, None, 2) == 1
+    with pytest.raises(UserError, match=r"train\.ramp_batch=2 cannot be shared by 4"):
+        micro_batch_size(ramp, None, 4)
 
 
 def test_a_run_writes_what_it_says(tiny):
@@ -50,6 +60,7 @@ def test_a_run_writes_what_it_says(tiny):
     assert sorted(p.name for p in directory.iterdir()) == [
         ".lock",
         "config.json",
+        "latent.safetensors",
         "metrics.jsonl",
         "model.safetensors",
         "result.json",
@@ -121,10 +132,10 @@ def stop_after(monkeypatch, steps):
 
     original = Trainer._train_step
 
-    def dying(self):
+    def dying(self, batches):
         if self.step == steps:
             raise Stop
-        return original(self)
+        return original(self, batches)
 
     monkeypatch.setattr(Trainer, "_train_step", dying)
 

@@ -5,13 +5,16 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from common_kernels import check24
+from experiments import pretrain
 from experiments import trainer as module
-from experiments.data import load_tokens
 from experiments.distributed import World
 from experiments.errors import UserError
+from experiments.schedules import learning_rate
 from experiments.tracking import read_metrics
-from experiments.trainer import DTYPES, Trainer, learning_rate
+from experiments.trainer import DTYPES, Trainer
 from methods import s_ste, sr_ste, ste
 from models.gpt2 import GPT
 
@@ -48,9 +51,8 @@ def build(tiny):
         return Trainer(
             model=model,
             method=method,
-            corpus=load_tokens(config.data, config.seed),
+            source=config.open_source(model),
             train=config.train,
-            block=config.model.block_size,
             seed=config.seed,
             identity=config.digest(),
             directory=config.directory(),
@@ -142,7 +144,7 @@ def test_the_method_sees_gradients_unscaled_and_clipped(build, clip):
     twin = copy.deepcopy(trainer.model)
     trainer.fit()
     for first in (0, 2):
-        batch = trainer.corpus.batch("train", 0, range(first, first + 2), trainer.block)
+        [batch] = trainer.source.batches([(0, range(first, first + 2))])
         with torch.autocast("cpu", torch.float16):
             _, loss = twin(**batch)
         (loss * 2.0**16 / 2).backward()
@@ -224,17 +226,17 @@ def test_only_skipped_steps_in_a_row_stop_the_run(build, tmp_path, monkeypatch):
 
 def test_evaluation_is_without_dropout_and_counts_every_sequence_once(build):
     """Six sequences in batches of four: the mean is over sequences, not over batches."""
-    trainer = build("model.dropout=0.5", "train.eval_sequences=6", "train.steps=4")
+    trainer = build("model.dropout=0.5", "train.eval_samples=6", "train.steps=4")
     trainer.fit()
     trainer.model.train()
-    first = trainer.evaluate()
+    first = trainer.evaluate()["val_loss"]
     assert trainer.model.training
-    assert trainer.evaluate() == first
+    assert trainer.evaluate() == {"val_loss": first}
     trainer.model.eval()
     with torch.no_grad():
         single = [
             float(trainer.model(**batch)[1])
-            for batch in trainer.corpus.eval_batches(6, 1, trainer.block)
+            for batch in trainer.source.eval_batches(6, 1)
         ]
     assert len(single) == 6
     assert first == pytest.approx(sum(single) / 6, rel=1e-6)
@@ -327,3 +329,110 @@ def test_the_precision_may_change_on_the_way(build, before, after):
     resumed.fit()
     assert all(math.isfinite(loss) for loss in losses(resumed).values())
     assert resumed.skipped_steps == 0
+
+
+# ---------------------------------------------------------------- averaged weights, optimizers
+
+
+def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, tmp_path):
+    class Watched(s_ste.Method):
+        def on_step_end(self, step):
+            super().on_step_end(step)
+            weights = next(iter(self.layers.values())).weight
+            self.seen = [*getattr(self, "seen", []), weights.detach().clone()]
+
+    trainer = build("train.ema=0.75", kind=Watched)
+    name = next(iter(trainer.method.layers)) + ".weight"
+    expected = trainer.model.get_parameter(name).detach().clone()
+    trainer.fit()
+    for weights in trainer.method.seen:
+        expected.lerp_(weights, 0.25)
+    torch.testing.assert_close(trainer.averages[name], expected)
+    plain = build(f"runs={tmp_path / 'plain'}", kind=Watched)
+    plain.fit()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True)
+    )
+    assert any("ema_val_loss" in r for r in records(trainer))
+    # Inside, the layers compute with the average's own projection; afterwards with what was there.
+    layer = trainer.model.get_submodule(name.removesuffix(".weight"))
+    before = layer.sparse_weight.clone()
+    with trainer.averaged():
+        assert torch.equal(layer.weight, trainer.averages[name])
+        assert torch.equal(layer.sparse_weight, layer.effective_weight())
+    assert torch.equal(layer.sparse_weight, before)
+
+
+def test_averaged_weights_go_on_and_end_sparse(build, tmp_path):
+    whole = build("train.ema=0.5")
+    whole.fit()
+    stopped = build("train.ema=0.5", f"runs={tmp_path / 'stopped'}", dies=7)
+    with pytest.raises(Stop):
+        stopped.fit()
+    again = build("train.ema=0.5", f"runs={tmp_path / 'stopped'}")
+    again.resume()
+    again.fit()
+    assert all(torch.equal(again.averages[n], v) for n, v in whole.averages.items())
+
+
+def test_a_run_with_averaged_weights_writes_them(tiny):
+    config = tiny("method=sr_ste", "train.ema=0.5", "train.steps=4")
+    result = pretrain.run(config, lambda message: None)
+    assert result["metrics"]["ema_val_loss"] != result["metrics"]["val_loss"]
+    averaged = load_file(config.directory() / "ema.safetensors")
+    model = GPT(config.model)
+    model.load_state_dict(averaged, strict=False)
+    assert all(int(check24(averaged[f"{n}.weight"])) == 0 for n in result["converted"])
+    source = config.open_source(model)
+    with torch.no_grad():
+        [batch] = source.eval_batches(4, 4)
+        loss = model.eval()(**batch)[1]
+    assert float(loss) == pytest.approx(result["metrics"]["ema_val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lamb", "Lamb"), ("lion", "Lion")])
+def test_other_optimizers(build, name, kind):
+    trainer = build(f"train.optimizer={name}", "train.learning_rate=1e-2")
+    assert type(trainer.optimizer).__name__ == kind
+    assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == [0.1, 0.0]
+    trainer.fit()
+    assert records(trainer)[-1]["loss"] < records(trainer)[1]["loss"]
+
+
+def test_a_method_with_an_update_rule_of_its_own_takes_no_other_optimizer(tiny):
+    with pytest.raises(UserError, match=r"train\.optimizer=lion, but this method has"):
+        pretrain.run(tiny("method=ast", "train.optimizer=lion"), lambda message: None)
+
+
+def test_the_batch_grows(build):
+    """Twelve micro-steps of two sequences, the last ones in pairs."""
+    trainer = build(
+        "train.steps=9", "train.ramp_batch=2", "train.ramp_micro_steps=12", "impl.micro_batch=2"
+    )
+    asked = []
+    original = trainer.source.batches
+
+    def batches(requests):
+        for request in requests:
+            asked.append(request)
+            yield next(original([request]))
+
+    object.__setattr__(trainer.source, "batches", batches)
+    trainer.fit()
+    assert asked == [
+        *((step, range(2)) for step in range(6)),
+        *((step, range(first, first + 2)) for step in (6, 7, 8) for first in (0, 2)),
+    ]
+
+
+def test_the_weight_decay_rises(build):
+    trainer = build("train.weight_decay_end=0.4")
+    seen = []
+    original = trainer.optimizer.step
+    trainer.optimizer.step = lambda *a: (
+        seen.append([g["weight_decay"] for g in trainer.optimizer.param_groups]),
+        original(*a),
+    )
+    trainer.fit()
+    assert seen[0] == pytest.approx([0.1, 0.0]) and seen[6] == pytest.approx([0.25, 0.0])

@@ -10,7 +10,7 @@ from torch import nn
 
 from common_kernels import check24, double_prune_mask, expand_nm, nm_mask, unpack_mask
 from methods import slope
-from methods.compressed import CompressedLinear, SparsePlusLowRank, load_adapted
+from methods.compressed import CompressedLinear, SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
@@ -552,7 +552,8 @@ def test_a_finished_model_with_adapters_loads_into_a_plain_one():
     train(model, method, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2))
     method.finalize(model.eval())
     assert {type(model.get_submodule(n)) for n in report.names} == {SparsePlusLowRank}
-    plain = load_adapted(GPT(TINY).eval(), model.state_dict())
+    plain = attach(GPT(TINY).eval(), model.state_dict())
+    plain.load_state_dict(model.state_dict())
     assert torch.equal(plain(batch(9)["input"])[0], model(batch(9)["input"])[0])
 
 

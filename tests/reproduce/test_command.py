@@ -78,7 +78,7 @@ tiers:
       - train.batch_size=2
       - train.log_every=1
       - train.eval_every=2
-      - train.eval_sequences=2
+      - train.eval_samples=2
       - data.root={root}
       - data.vocab_size=300
       - impl.threads=1

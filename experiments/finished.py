@@ -1,0 +1,174 @@
+"""A finished run, for what starts from its weights: fine-tuning, evaluation, export."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import methods
+from experiments.config import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model, typed
+from experiments.data import load_tokens
+from experiments.errors import UserError
+from experiments.initial import LATENT, load_weights, read_result
+from methods import dense, one_shot
+
+if TYPE_CHECKING:
+    import tiktoken
+
+    from experiments.tokenizer import HFTokenizer
+
+WEIGHTS_OF = ("sparse", "dense")
+MODES = ("auto", "sparse", "dense")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The directory of a training that was run to its end, and its `result.json`."""
+
+    directory: Path
+    result: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: str | Path) -> FinishedRun:
+        """Raises a UserError where there is no finished run."""
+        return cls(Path(directory), read_result(Path(directory)))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of the run, as plain values."""
+        return self.result["config"]
+
+    @property
+    def config_hash(self) -> str:
+        return self.result["config_hash"]
+
+    @property
+    def model_name(self) -> str:
+        return self.config["model"]["name"]
+
+    @property
+    def method(self) -> str:
+        return self.config["method"]["name"]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the linears that the method converted."""
+        return tuple(self.result["converted"])
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        """The shape of its model."""
+        values = {k: v for k, v in self.config["model"].items() if k not in ("name", "weights")}
+        return typed(FAMILIES[self.family][0], "model", values)
+
+    @property
+    def family(self) -> str:
+        """`gpt2`, `bert`, `vit` or `hf`."""
+        return "hf" if "path" in self.config["model"] else self.model_name.partition("_")[0]
+
+    @cached_property
+    def data(self) -> DataConfig | ImageConfig:
+        """The data that it was trained on."""
+        return typed(FAMILIES[self.family][1], "data", self.config["data"])
+
+    @cached_property
+    def trained_with(self) -> methods.Method:
+        """Its method, not attached to a model."""
+        options = {k: v for k, v in self.config["method"].items() if k != "name"}
+        return methods.build(self.method, **options)
+
+    def pattern(self, name: str) -> tuple[int, int]:
+        """(n, m) of the converted linear of this name."""
+        return self.trained_with.pattern(name)
+
+    def tokenizer(self) -> tiktoken.Encoding | HFTokenizer:
+        """That of the corpus it was trained on.
+
+        Raises:
+            UserError: it was trained on images, or its corpus is gone.
+        """
+        if isinstance(self.data, ImageConfig):
+            raise UserError(f"{self.directory} was trained on images and has no tokenizer")
+        return load_tokens(self.data, 0).encoding
+
+    def model(self, weights: str = "sparse") -> nn.Module:
+        """The plain model on the CPU, as the method ended; `dense`: with the dense weights under
+        its masks instead, where the method keeps them.
+
+        Raises:
+            UserError: weights that do not exist, or files that do not fit.
+        """
+        if weights not in WEIGHTS_OF:
+            raise UserError(f"weights={weights}; choose one of {', '.join(WEIGHTS_OF)}")
+        model = build_model(self.shape)
+        load_weights(model, self.directory)
+        if weights == "dense" and not self.trained_with.ends_dense:
+            masters = {name: self.latent.get(f"{name}.weight") for name in self.converted}
+            if absent := [name for name, master in masters.items() if master is None]:
+                raise UserError(
+                    f"weights=dense, but {self.method} keeps no dense weight of {absent[0]} in "
+                    f"{self.directory}; use weights=sparse"
+                )
+            with torch.no_grad():
+                for name, master in masters.items():
+                    model.get_parameter(f"{name}.weight").copy_(master)
+        return model
+
+    @cached_property
+    def latent(self) -> dict[str, torch.Tensor]:
+        """State of the method's layers before they became plain, by its name in the model."""
+        path = self.directory / LATENT
+        return load_file(path) if path.is_file() else {}
+
+    def method_for(
+        self, model: nn.Module, mode: str, total_steps: int, seed: int
+    ) -> methods.Method:
+        """Convert `model`, which holds `self.model()` under the same names, for fine-tuning.
+
+        mode: `auto` is the method's own rule: dense after a dense last phase; else what the method
+        has to go on with (S-STE projects, SLoPe keeps its masks and adapters), or the last mask.
+        `dense` and `sparse` ask for one or the other.
+
+        Raises:
+            UserError: an unknown mode, or sparse fine-tuning of a model that ended dense.
+        """
+        if mode not in MODES:
+            raise UserError(f"mode={mode}; choose one of {', '.join(MODES)}")
+        trained = self.trained_with
+        if mode == "sparse" and trained.ends_dense:
+            raise UserError(
+                f"mode=sparse, but {self.directory} ends with dense weights; use mode=auto or dense"
+            )
+        # By their names: the globs of training may match linears of a new head.
+        common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
+        if mode == "dense" or trained.ends_dense:
+            method: methods.Method = dense.Method(dense.Config(**common))
+            method.convert(model)
+            return method
+        own = trained.finetuning(total_steps)
+        if own is None:
+            method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
+            method.convert(model)
+            return method
+        for name in self.converted:
+            _drop_low_rank_terms(model.get_submodule(name))  # the layer's own state has them
+        module = importlib.import_module(f"methods.{self.method}")
+        method = module.Method(type(own)(**{**vars(own), **common}))
+        method.convert(model)
+        for name, layer in method.sparse_layers.items():
+            wanted = layer.state_dict().keys()
+            layer.load_state_dict({key: self.latent[f"{name}.{key}"] for key in wanted})
+        return method
+
+
+def _drop_low_rank_terms(layer: nn.Module) -> None:
+    for name in set(layer._parameters) - {"weight", "bias"}:
+        delattr(layer, name)
+    layer.__class__ = nn.Linear

@@ -1,0 +1,170 @@
+"""The two groups of settings that every training has: `train` changes the result, `impl` only the
+speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+OPTIMIZERS = ("adamw", "lamb", "lion")
+SCHEDULES = ("cosine", "linear", "sqrt", "triangle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What a run computes. Batches are in samples (sequences, images), periods in optimizer steps.
+
+    batch_size: samples per optimizer step, over all ranks and micro-batches.
+    optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
+    learning_rate: peak. schedule: how it falls, see `experiments.schedules`; `warmup_steps` before
+        that it rises from `warmup_learning_rate`, and over the last `cooldown_steps` it goes on
+        from `min_learning_rate` to 0.
+    weight_decay_end: the decay goes from `weight_decay` to it along a cosine; null = constant.
+    grad_clip: global norm; 0 = off. eval_samples: held-out samples per evaluation.
+    ema: factor by which an averaged copy of the weights keeps its value in a step; 0 = no copy.
+    ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
+        this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 0
+    warmup_learning_rate: float = 0.0
+    cooldown_steps: int = 0
+    schedule: str = "cosine"
+    optimizer: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    weight_decay_end: float | None = None
+    grad_clip: float = 1.0
+    ema: float = 0.0
+    ramp_batch: int | None = None
+    ramp_micro_steps: int | None = None
+    log_every: int = 10
+    eval_every: int = 50
+    eval_samples: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # omegaconf makes a list of it
+        for name in ("steps", "batch_size", "log_every", "eval_every", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
+        rates = ("learning_rate", "min_learning_rate", "warmup_learning_rate", "eps")
+        for name in (*rates, "weight_decay", "grad_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"train.{name}={getattr(self, name)}; it must not be negative")
+        for name in ("min_learning_rate", "warmup_learning_rate"):
+            if getattr(self, name) > self.learning_rate:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)} is above "
+                    f"train.learning_rate={self.learning_rate}"
+                )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
+        for name, choices in {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"train.ema={self.ema}; it must lie in [0, 1)")
+        for name in ("warmup_steps", "cooldown_steps"):
+            if not 0 <= getattr(self, name) <= self.steps:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)} does not fit train.steps={self.steps}; "
+                    f"set train.{name} to at most {self.steps}"
+                )
+        if self.warmup_steps + self.cooldown_steps > self.steps:
+            raise ValueError(
+                f"train.warmup_steps={self.warmup_steps} and train.cooldown_steps="
+                f"{self.cooldown_steps} together exceed train.steps={self.steps}"
+            )
+        self._check_ramp()
+
+    def _check_ramp(self) -> None:
+        if (self.ramp_batch is None) != (self.ramp_micro_steps is None):
+            raise ValueError("train.ramp_batch and train.ramp_micro_steps go together; set both")
+        if self.ramp_batch is None or self.ramp_micro_steps is None:
+            return
+        if self.ramp_batch < 1 or self.batch_size % self.ramp_batch or self.ramp_micro_steps < 1:
+            raise ValueError(
+                f"train.ramp_batch={self.ramp_batch} must divide train.batch_size="
+                f"{self.batch_size}, and train.ramp_micro_steps={self.ramp_micro_steps} be positive"
+            )
+        if len(self.batch_sizes) != self.steps:
+            raise ValueError(
+                f"train.steps={self.steps}, but a batch that grows from {self.ramp_batch} to "
+                f"{self.batch_size} over {self.ramp_micro_steps} micro-steps takes "
+                f"{len(self.batch_sizes)} optimizer steps; set train.steps to that"
+            )
+
+    @cached_property
+    def batch_sizes(self) -> np.ndarray:
+        """[steps] int64: samples of each optimizer step. With a ramp, only whole steps count."""
+        if self.ramp_batch is None or self.ramp_micro_steps is None:
+            return np.full(self.steps, self.batch_size, dtype=np.int64)
+        most, done, sizes = self.batch_size // self.ramp_batch, 0, []
+        while True:
+            count = min(most, done * most // self.ramp_micro_steps + 1)
+            if done + count > self.ramp_micro_steps:
+                return np.array(sizes, dtype=np.int64) * self.ramp_batch
+            sizes.append(count)
+            done += count
+
+    @cached_property
+    def samples_before(self) -> np.ndarray:
+        """[steps + 1] int64: samples seen before each step, and in the end."""
+        return np.concatenate([[0], np.cumsum(self.batch_sizes)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplConfig:
+    """How fast it runs, and where.
+
+    device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
+    gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`); with a
+    method's FP8 it decides between simulated and real products, which round differently.
+    micro_batch: samples per rank and forward pass; null = all of a step.
+    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's
+    choice. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
+    `wandb`, beside the JSONL file.
+    """
+
+    device: str = "auto"
+    dtype: str = "fp32"
+    compile: bool = False
+    micro_batch: int | None = None
+    backend: str = "auto"
+    matmul: str = "auto"
+    checkpoint_every: int = 50
+    threads: int = 0
+    workers: int = 0
+    loggers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loggers", tuple(self.loggers))
+        for name, choices in {
+            "device": ("auto", "cpu", "cuda"),
+            "dtype": ("fp32", "bf16", "fp16"),
+            "backend": ("auto", "naive", "triton", "cuda"),
+            "matmul": ("auto", "cusparselt", "dense"),
+        }.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        unknown = set(self.loggers) - {"tensorboard", "wandb"}
+        if unknown:
+            raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
+        for name in ("checkpoint_every", "threads", "workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"impl.{name}={getattr(self, name)}; it must not be negative")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")

@@ -1,0 +1,50 @@
+"""What the trainer takes its batches from, whatever the model: text, masked text, images, crops.
+
+A batch is a dict of CPU tensors, the keyword arguments of the model, whose first dim is the sample:
+`model(**batch)` returns (output, loss), the loss a mean over the batch's targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+# Optimizer step, and the indices of samples in that step's batch over all ranks and micro-batches.
+Request = tuple[int, range]
+
+
+class Source(Protocol):
+    """Training and evaluation batches of one data set, for one shape of sample.
+
+    directory: where the data is; named in messages.
+    fingerprint: hash of the data. A checkpoint or a result of other data is not used.
+    tokens_per_sample: rows that one sample gives to a linear layer of the model.
+    """
+
+    directory: Path
+    fingerprint: str
+    tokens_per_sample: int
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """One batch for each request, in order.
+
+        A batch is a pure function of the seed and its request, so ranks, micro-batches and a
+        resumed run that ask for their share see exactly what one process would see. Requests may be
+        read ahead.
+        """
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """The fixed `count` evaluation samples; they do not depend on `batch_size`."""
+
+    def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """(sums over the counted targets by metric, their number) of one evaluation batch.
+
+        `loss` is always among the metrics; a sum of it is `loss * number`.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """What `result.json` says of the data under `corpus`: `name`, `splits` and hashes."""
