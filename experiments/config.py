@@ -29,16 +29,9 @@ from torch import nn
 import methods
 from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
-try:  # INTERIM
-    from experiments.images import ImageConfig, ImageSource
-except ImportError:
-    class ImageConfig: pass
-    class ImageSource: pass
+from experiments.images import ImageConfig, ImageSource
 from experiments.initial import HFConfig, load_weights, source_hash
-try:  # INTERIM
-    from experiments.mlm import MaskedText
-except ImportError:
-    class MaskedText: pass
+from experiments.mlm import MaskedText, MLMConfig
 try:  # INTERIM
     from experiments.multicrop import MultiCrops
 except ImportError:
@@ -46,22 +39,10 @@ except ImportError:
 from experiments.settings import ImplConfig, TrainConfig
 from experiments.source import Source
 from experiments.text import CausalText
-try:  # INTERIM
-    from models.bert import BertConfig, BertLM
-except ImportError:
-    class BertConfig: pass
-    class BertLM: pass
-try:  # INTERIM
-    from models.dino import DINO, DinoConfig
-except ImportError:
-    class DINO: pass
-    class DinoConfig: pass
+from models.bert import BertConfig, BertLM
+from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
-try:  # INTERIM
-    from models.vit import ViT, ViTConfig
-except ImportError:
-    class ViT: pass
-    class ViTConfig: pass
+from models.vit import ViT, ViTConfig
 
 
 ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
@@ -69,7 +50,7 @@ ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 # What a model's `name` stands for: its shape, the kind of data it takes, and where to find some.
 FAMILIES: dict[str, tuple[type, type, str]] = {
     "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
-    "bert": (BertConfig, DataConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
+    "bert": (BertConfig, MLMConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
     "vit": (ViTConfig, ImageConfig, "images: data=digits or imagenet"),
     "hf": (HFConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
 }
@@ -165,10 +146,12 @@ class RunConfig:
                 return MultiCrops(
                     self.data, self.dino, self.seed, self.train.batch_size, self.impl.workers
                 )
-            return ImageSource(self.data, self.seed, self.train.batch_size, self.impl.workers)
+            assert isinstance(self.model, ViTConfig)
+            batch, workers = self.train.batch_size, self.impl.workers
+            return ImageSource(self.data, self.model, self.seed, batch, workers)
         shape: Any = model if isinstance(self.model, HFConfig) else self.model
         corpus = load_tokens(self.data, self.seed)
-        if getattr(self.data, "objective", "causal") == "mlm":  # INTERIM
+        if isinstance(self.data, MLMConfig):
             return MaskedText(corpus, self.data, shape)
         check_fits(corpus, shape.vocab_size, shape.block_size)
         return CausalText(corpus, shape.block_size)
@@ -259,8 +242,8 @@ def freeze(composed: Any) -> RunConfig:
     )
 
 
-def typed(schema: type, group: str, values: dict[str, Any]) -> Any:
-    """The dataclass `schema` with these values.
+def typed(schema: type, group: str, values: Any) -> Any:
+    """The dataclass `schema` with these values, a dict.
 
     Raises:
         UserError: a key that it does not have, or a value of the wrong kind.

@@ -2,8 +2,8 @@
 
 A prepared corpus is a folder with `train.bin`, `val.bin` (uint16, little endian, documents
 separated by the end-of-text token, [SEP] for a WordPiece), `manifest.json`, and `tokenizer.json`
-unless the tokenizer is GPT-2's. `python -m experiments.prepare_data` writes it; the embedded one is prepared here,
-on first use. Shapes: B sequences of T tokens.
+unless the tokenizer is GPT-2's. `python -m experiments.prepare_data` writes it; the embedded one is
+prepared here, on first use. Shapes: B sequences of T tokens.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class DataConfig:
                 f"data.vocab_size={self.vocab_size}, but GPT-2's vocabulary has 50257 tokens; "
                 "pass data.tokenizer=bpe to train one of another size"
             )
-        if self.name == EMBEDDED != self.source:
+        if self.name.startswith(EMBEDDED) and self.source != EMBEDDED:
             raise UserError(
-                f"data.source={self.source} is not the embedded corpus: use data=openwebtext and "
-                "give yours a name, data.name=..."
+                f"data.source={self.source} is not the embedded corpus: give yours a name of its "
+                "own, data.name=..."
             )
         if self.vocab_size > 2 ** (8 * TOKEN.itemsize):
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint16 tokens")

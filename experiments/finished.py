@@ -110,15 +110,15 @@ class FinishedRun:
         model = build_model(self.shape)
         load_weights(model, self.directory)
         if weights == "dense" and not self.trained_with.ends_dense:
-            masters = {name: self.latent.get(f"{name}.weight") for name in self.converted}
-            if absent := [name for name, master in masters.items() if master is None]:
+            masters = [f"{name}.weight" for name in self.converted]
+            if absent := [name for name in masters if name not in self.latent]:
                 raise UserError(
-                    f"weights=dense, but {self.method} keeps no dense weight of {absent[0]} in "
+                    f"weights=dense, but {self.method} keeps no dense {absent[0]} in "
                     f"{self.directory}; use weights=sparse"
                 )
             with torch.no_grad():
-                for name, master in masters.items():
-                    model.get_parameter(f"{name}.weight").copy_(master)
+                for name in masters:
+                    model.get_parameter(name).copy_(self.latent[name])
         return model
 
     @cached_property

@@ -26,22 +26,31 @@ from experiments.config import RunConfig, driver
 from experiments.data import EMBEDDED, SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError
 from experiments.tokenizer import (
+    SEP,
+    SPECIAL,
     HFTokenizer,
     folder_tokenizer,
     gpt2_encoding,
     load_bpe,
     train_bpe,
+    train_wordpiece,
 )
 
 if TYPE_CHECKING:
     import tiktoken
 
 _BATCH = 256  # documents encoded at once
-_BPE_SAMPLE = 32 * 2**20  # characters of the training split that a BPE is trained on
+_SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is trained on
 _TESTS = {"test", "tests", "idle_test"}
 _THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
-_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".jsonl.gz": "json", ".txt": "text"}
+_BUILDERS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",  # C4's own form
+    ".txt": "text",
+}
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,16 @@ def prepare(config: DataConfig) -> Path:
     try:
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
-        if encoding is None:
+        if config.tokenizer == "bpe":
             path.write_text(train_bpe(_sample(source), config.vocab_size), encoding="utf-8")
-            encoding, tokenizer_file = load_bpe(path), file_record(path)
-        elif isinstance(encoding, HFTokenizer):
+            encoding = load_bpe(path)
+        elif config.tokenizer == "wordpiece":
+            text = train_wordpiece(_sample(source), config.vocab_size)
+            encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
+        if isinstance(encoding, HFTokenizer):
             path.write_text(encoding.text, encoding="utf-8")
+        assert encoding is not None
+        if path.exists():
             tokenizer_file = file_record(path)
         manifest = {
             "schema": SCHEMA,
@@ -154,13 +168,13 @@ def _write_splits(
 
 
 def _sample(source: Source) -> Iterator[str]:
-    """The first documents of the training split, until there is enough to train a BPE on."""
+    """The first documents of the training split, until a tokenizer can be trained on them."""
     size = 0
     for documents in source.batches("train"):
         for document in documents:
             yield document
             size += len(document)
-        if size >= _BPE_SAMPLE:
+        if size >= _SAMPLE:
             return
 
 
@@ -250,7 +264,8 @@ def _files(source: str, text_column: str) -> Source:
 def _data_files(source: str) -> tuple[str, list[str] | str]:
     """The `datasets` builder for a source, and its files in sorted order."""
     if source.startswith("hf://"):
-        return "parquet", source
+        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
+        return next(by_suffix, "parquet"), source
     path = Path(source)
     if not path.exists():
         raise UserError(f"data.source={source} does not exist")
@@ -271,6 +286,8 @@ def _data_files(source: str) -> tuple[str, list[str] | str]:
 
 @driver("pretrain")
 def main(config: RunConfig) -> None:
+    if not isinstance(config.data, DataConfig):
+        raise UserError(f"data={config.data.name} are images: only text is prepared")
     directory = prepare(config.data)
     splits = read_manifest(config.data)["splits"].items()
     sizes = ", ".join(f"{record['tokens']:,} {split} tokens" for split, record in splits)

@@ -18,16 +18,19 @@ Request = tuple[int, range]
 
 
 class Source(Protocol):
-    """Training and evaluation batches of one data set, for one shape of sample.
+    """Training and evaluation batches of one data set, for one shape of sample."""
 
-    directory: where the data is; named in messages.
-    fingerprint: hash of the data. A checkpoint or a result of other data is not used.
-    tokens_per_sample: rows that one sample gives to a linear layer of the model.
-    """
+    @property
+    def tokens_per_sample(self) -> int:
+        """Rows that one sample gives to a linear layer of the model."""
 
-    directory: Path
-    fingerprint: str
-    tokens_per_sample: int
+    @property
+    def directory(self) -> Path:
+        """Where the data is; named in messages."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the data. A checkpoint or a result of other data is not used."""
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.

@@ -1,17 +1,18 @@
 """Tokenizers as a tiktoken `Encoding`, or with its interface; an end-of-text token separates
 documents.
 
-GPT-2's own vocabulary where it can be had; otherwise a byte-level BPE trained on the corpus by the
-`tokenizers` library and kept in its `tokenizer.json` format, which transformers reads too; or the
-tokenizer of a transformers checkpoint.
+GPT-2's own vocabulary where it can be had; otherwise a byte-level BPE, or BERT's WordPiece, trained
+on the corpus by the `tokenizers` library and kept in its `tokenizer.json` format, which
+transformers reads too; or the tokenizer of a transformers checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
+# BERT's special tokens; in a trained WordPiece their ids are 0 to 4.
+PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # GPT-2's split into words (Radford et al., 2019): merges never cross one of these pieces.
 _WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -81,6 +84,54 @@ def load_bpe(path: Path) -> tiktoken.Encoding:
     )
 
 
+def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
+    """Train a WordPiece as BERT-uncased has it and return the text of its `tokenizer.json`.
+
+    Text is lower-cased and loses its accents and its white space; punctuation stands alone. The
+    special tokens are the ids 0 to 4. A character that is too rare for an entry of its own makes
+    its word [UNK]; a small corpus can give fewer than `vocab_size` tokens. The result depends on
+    the documents alone.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers.trainers import WordPieceTrainer
+
+    if vocab_size < 64:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is too small for a WordPiece, which keeps an eighth of "
+            "it for characters; give it at least 64"
+        )
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    split = pre_tokenizers.BertPreTokenizer()
+    texts = [normalizer.normalize_str(document) for document in documents]
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    common = sorted((-count, c) for c, count in counts.items() if not c.isspace())
+    alphabet = sorted(c for _, c in common[: min(1000, vocab_size // 8)])
+    # The trainer breaks ties by ids, and gives out those of the pieces of one character within a
+    # word in an order of its own, another one in each process, unless it is told them.
+    inner = [f"##{c}" for c in alphabet if len(split.pre_tokenize_str("a" + c)) == 1]
+    trained = Tokenizer(models.WordPiece(unk_token=UNK))
+    trained.pre_tokenizer = split
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL, *inner],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    # Anew, because the pieces above are special tokens only to the trainer.
+    tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=UNK))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, split
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = processors.BertProcessing(
+        (SEP, SPECIAL.index(SEP)), (CLS, SPECIAL.index(CLS))
+    )
+    return tokenizer.to_str(pretty=True)
+
+
 class HFTokenizer:
     """The text of a `tokenizer.json` behind the part of tiktoken's interface that is used here."""
 
@@ -96,6 +147,12 @@ class HFTokenizer:
     @property
     def n_vocab(self) -> int:
         return max(self._tokenizer.get_vocab().values()) + 1
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their texts, such as [CLS]; no text is encoded into them."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token.content: id for id, token in added if token.special}
 
     @property
     def fingerprint(self) -> str:
@@ -113,9 +170,15 @@ class HFTokenizer:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """The tokenizer in the folder of a transformers checkpoint."""
-    if not Path(folder).is_dir():
-        raise UserError(f"data.tokenizer={folder} is neither gpt2 nor bpe nor a folder")
+    """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub.
+
+    What ends a document is its end-of-text token, or [SEP] where there is none.
+    """
+    if not Path(folder).is_dir() and (folder.count("/") != 1 or folder.startswith(("/", "."))):
+        raise UserError(
+            f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
+            "owner/name on the hub"
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -123,12 +186,13 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer can be read from {folder}: {reason}") from error
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if not tokenizer.is_fast or end is None:
         raise UserError(
             f"the tokenizer in {folder} has no tokenizer.json form or no end-of-text token; "
             "pass data.tokenizer=bpe to train one on the corpus"
         )
-    return HFTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
+    return HFTokenizer(tokenizer.backend_tokenizer.to_str(), end)
 
 
 def _byte_characters() -> list[str]:

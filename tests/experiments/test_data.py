@@ -181,6 +181,9 @@ def test_check_fits(corpus):
     check_fits(corpus, vocab_size=7000, block_size=999)
     with pytest.raises(UserError, match=r"7000 token ids, the model only 6999.*vocab_size to 7040"):
         check_fits(corpus, vocab_size=6999, block_size=999)
+    corpus.manifest["tokenizer"]["kind"] = "wordpiece"
+    with pytest.raises(UserError, match=r"data\.tokenizer=wordpiece data\.vocab_size=6999"):
+        check_fits(corpus, vocab_size=6999, block_size=999)
     with pytest.raises(UserError, match=r"val split .* has 1000 tokens, a window needs 1001"):
         check_fits(corpus, vocab_size=7000, block_size=1000)
 
@@ -188,7 +191,10 @@ def test_check_fits(corpus):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokenizer": "words"}, "tokenizer=words is neither gpt2 nor bpe nor a folder"),
+        (
+            {"tokenizer": "words"},
+            "tokenizer=words is neither gpt2, bpe nor wordpiece, nor a folder",
+        ),
         ({"tokenizer": "gpt2", "vocab_size": 2048}, "vocab_size=2048, but GPT-2's"),
         ({"tokenizer": "bpe", "vocab_size": 65537}, "65537 does not fit into uint16"),
     ],

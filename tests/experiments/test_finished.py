@@ -105,7 +105,7 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
 
 def test_slope_has_no_dense_weights(finished):
     run = finished("method=slope")
-    with pytest.raises(UserError, match="weights=dense, but slope keeps no dense weight of"):
+    with pytest.raises(UserError, match="weights=dense, but slope keeps no dense "):
         run.model("dense")
 
 

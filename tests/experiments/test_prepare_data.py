@@ -16,7 +16,16 @@ from experiments import prepare_data
 from experiments.data import SPLITS, DataConfig, load_tokens
 from experiments.errors import UserError
 from experiments.prepare_data import prepare
-from experiments.tokenizer import END_OF_TEXT, gpt2_encoding, load_bpe, train_bpe
+from experiments.tokenizer import (
+    END_OF_TEXT,
+    SPECIAL,
+    HFTokenizer,
+    folder_tokenizer,
+    gpt2_encoding,
+    load_bpe,
+    train_bpe,
+    train_wordpiece,
+)
 from models.gpt2 import GPTConfig
 
 CONF = Path(prepare_data.__file__).parent / "conf"
@@ -79,6 +88,61 @@ def test_a_vocabulary_below_the_bytes_is_refused():
         train_bpe(TEXTS, vocab_size=256)
 
 
+def test_wordpiece_by_hand():
+    """Words ab twice, abc and b: pair a ##b counts 3, then ab ##c once, and nothing is left."""
+    tokenizer = HFTokenizer(train_wordpiece(["\u00c1b ab", "aBc,\n b"], vocab_size=64), 3)
+    pieces = [*SPECIAL, "##a", "##b", "##c", ",", "a", "b", "c", "ab", "abc"]
+    assert tokenizer.n_vocab == len(pieces)
+    assert [tokenizer.decode([i]) for i in range(8, 14)] == pieces[8:]
+    assert tokenizer.special_tokens == {piece: i for i, piece in enumerate(SPECIAL)}
+    ids = tokenizer.encode_ordinary_batch(["ABC  abb!", "cab x", "[SEP]"])
+    assert [[pieces[i] for i in row] for row in ids] == [
+        ["abc", "ab", "##b", "[UNK]"],
+        ["c", "##a", "##b", "[UNK]"],
+        ["[UNK]", "[UNK]", "[UNK]"],  # a special token's name in a text is text
+    ]
+    assert tokenizer.decode(ids[0][:3]) == "abc abb"
+
+
+def test_wordpiece_training_is_deterministic():
+    """Also from process to process, where the library's order of characters is another one."""
+    import subprocess
+    import sys
+
+    program = (
+        "import json, pathlib, hashlib; from experiments.tokenizer import train_wordpiece; "
+        "text = pathlib.Path(json.__file__).with_name('decoder.py').read_text(); "
+        "print(hashlib.sha256(train_wordpiece([text], 400).encode()).hexdigest())"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    text = Path(json.__file__).with_name("decoder.py").read_text()
+    own = hashlib.sha256(train_wordpiece([text], 400).encode()).hexdigest()
+    assert [process.communicate()[0].decode().strip() for process in processes] == [own, own]
+
+
+def test_a_vocabulary_without_room_for_pieces_is_refused():
+    with pytest.raises(UserError, match="vocab_size=63 is too small for a WordPiece"):
+        train_wordpiece(TEXTS, vocab_size=63)
+
+
+def test_the_tokenizer_of_a_bert_ends_documents_with_sep(tmp_path):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    text = train_wordpiece(["two of four"], vocab_size=100)
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text),
+        **{f"{name}_token": token for name, token in names.items()},
+    ).save_pretrained(tmp_path)
+    tokenizer = folder_tokenizer(str(tmp_path))
+    assert tokenizer.eot_token == 3 and tokenizer.special_tokens["[MASK]"] == 4
+    own = HFTokenizer(text, 3)
+    assert tokenizer.encode_ordinary_batch(["of two"]) == own.encode_ordinary_batch(["of two"])
+
+
 def test_gpt2_without_network_names_the_choices(tmp_path, monkeypatch):
     import requests
 
@@ -137,13 +201,22 @@ def write_jsonl_gz(folder, texts):
     (folder / "shard.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
 
 
+def write_json_gz(folder, texts):
+    """As C4 is on the hub."""
+    lines = [json.dumps({"text": text, "url": "x"}) + "\n" for text in texts]
+    path = folder / "c4-train.00000-of-01024.json.gz"
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+
+
 def write_txt(folder, texts):
     (folder / "sub").mkdir()
     for i, text in enumerate(texts):
         (folder / "sub" / f"{i:02d}.txt").write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_jsonl, write_jsonl_gz, write_txt])
+@pytest.mark.parametrize(
+    "write", [write_parquet, write_jsonl, write_jsonl_gz, write_json_gz, write_txt]
+)
 def test_every_format_gives_the_same_documents(tmp_path, hub_cache, write):
     folder = tmp_path / "source"
     folder.mkdir()
@@ -155,6 +228,28 @@ def test_every_format_gives_the_same_documents(tmp_path, hub_cache, write):
     order = np.random.default_rng(2357).permutation(30)
     assert documents_of(corpus, "val") == [TEXTS[order[0]]]
     assert documents_of(corpus, "train") == [TEXTS[i] for i in order[1:]]
+
+
+def test_a_corpus_of_word_pieces(tmp_path, hub_cache):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "wordpiece", vocab_size=280)
+    assert prepare(config) == tmp_path / "data" / "mini-wp280"
+    corpus = load_tokens(config, seed=0)
+    assert corpus.manifest["tokenizer"]["kind"] == "wordpiece"
+    order = np.random.default_rng(2357).permutation(30)
+    # lower-cased, without accents; the emoji is rare enough to have an entry of its own
+    expected = [f"document {i} : naive cafe \U0001f600" for i in order]
+    assert documents_of(corpus, "val") == expected[:1]
+    assert documents_of(corpus, "train") == expected[1:]
+    assert corpus.tokens["val"][-1] == SPECIAL.index("[SEP]")
+
+
+def test_the_hub_is_read_in_the_format_of_the_pattern():
+    for pattern, builder in [("en/c4-*.json.gz", "json"), ("**/*.parquet", "parquet")]:
+        source = f"hf://datasets/owner/name/{pattern}"
+        assert prepare_data._data_files(source) == (builder, source)
 
 
 def test_the_validation_part_is_that_of_nanogpt(tmp_path, hub_cache, byte_gpt2):

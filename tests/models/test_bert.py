@@ -1,0 +1,321 @@
+"""BERT: both forms, initialisation, parameter groups, and the weights of transformers both ways."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from methods.slope import Method as SLoPe
+from models.bert import SIZES, BertConfig, BertLM, from_hf, to_hf
+
+CRAMMING = {
+    "pre_norm": True,
+    "bias": False,
+    "glu": True,
+    "positions": "sinusoidal",
+    "head_transform": False,
+}
+
+
+def tiny(**overrides):
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 40, "block_size": 12}
+    return BertConfig(**{**shape, "dropout": 0.0, **overrides})
+
+
+def randomised(model, std=0.3):
+    """Every tensor random and large, so that no bias, gain or activation can be lost unseen."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = "norm" in name.lower() and name.endswith("weight")
+            parameter.copy_(gain + std * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def tokens(shape=(3, 12), vocab_size=40, seed=1):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def targets(seed=2):
+    """A third of the tokens of `tokens()`, -1 elsewhere."""
+    kept = torch.rand(3, 12, generator=torch.Generator().manual_seed(seed)) < 1 / 3
+    return tokens(seed=3).where(kept, -1)
+
+
+def padding():
+    """Sequences of 7, 12 and 1 tokens."""
+    return (torch.arange(12) < torch.tensor([[7], [12], [1]])).long()
+
+
+# ------------------------------------------------------------------------------ our own
+
+
+@pytest.mark.parametrize("size", ["base", "large"])
+@pytest.mark.parametrize("next_sentence", [False, True])
+def test_the_sizes_are_those_of_the_released_models(size, next_sentence):
+    import transformers
+
+    widths = {} if size == "base" else {"hidden_size": 1024, "intermediate_size": 4096}
+    depths = {} if size == "base" else {"num_hidden_layers": 24, "num_attention_heads": 16}
+    kind = "BertForPreTraining" if next_sentence else "BertForMaskedLM"
+    with torch.device("meta"):
+        theirs = getattr(transformers, kind)(transformers.BertConfig(**widths, **depths))
+        ours = BertLM(BertConfig.of_size(size, vocab_size=30522, next_sentence=next_sentence))
+    assert ours.num_params() == theirs.num_parameters()
+    assert ours.bert.layer[0].attention.self.n_head == theirs.config.num_attention_heads
+
+
+def test_cramming_has_the_published_shape():
+    """16 layers of width 768, 3072 outputs of which 1536 are gates, no biases but the norms'."""
+    norm = 2 * 768
+    layer = 4 * 768**2 + 3072 * 768 + 768 * 1536 + 2 * norm
+    embeddings = 32768 * 768 + 2 * 768 + 1 + norm  # words, types, the scale of the positions
+    with torch.device("meta"):
+        model = BertLM(BertConfig.of_size("cramming"))
+        half = BertLM(BertConfig.of_size("cramming", n_inner=1536))
+    assert model.num_params() == embeddings + 16 * layer + norm
+    assert model.num_params() - half.num_params() == 16 * (1536 * 768 + 768 * 768)
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "mlp." in n}
+    assert linears == {f"bert.layer.{i}.mlp.{fc}" for i in range(16) for fc in ("fc1", "fc2")}
+
+
+def test_slope_leaves_the_first_projection_and_the_heads_dense():
+    model = BertLM(tiny(n_layer=11, next_sentence=True))
+    chosen = SLoPe(SLoPe.Config()).matching_linears(model)
+    every = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    dense = {"bert.layer.0.attention.self.qkv", "predictions.decoder", "seq_relationship"}
+    assert every - set(chosen) == dense
+    assert "bert.layer.10.attention.self.qkv" in chosen
+    assert {"bert.pooler.dense", "predictions.transform.dense"} < set(chosen)
+
+
+def test_cramming_forward_is_the_textbook_transformer():
+    """The same weights through explicit softmax attention, one head at a time, in float64."""
+    model = randomised(BertLM(tiny(**CRAMMING)).double())
+    ids, types, mask = tokens(), tokens(vocab_size=2), padding()
+    weights = model.state_dict()
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-12).sqrt()
+        return scaled * weights[name + ".weight"] + weights[name + ".bias"]
+
+    table = torch.zeros(12, 16, dtype=torch.float64)
+    for position in range(12):
+        for i in range(8):
+            angle = position / 10000 ** (2 * i / 16)
+            table[position, 2 * i : 2 * i + 2] = torch.tensor([math.sin(angle), math.cos(angle)])
+    x = weights["bert.embeddings.word_embeddings.weight"][ids]
+    x = x + weights["bert.embeddings.token_type_embeddings.weight"][types]
+    x = x + weights["bert.embeddings.position_embeddings.scale"] * table
+    x = norm(x, "bert.embeddings.norm")
+    for i in range(2):
+        layer = f"bert.layer.{i}."
+        qkv = norm(x, layer + "norm_1") @ weights[layer + "attention.self.qkv.weight"].T
+        heads = []
+        for head in range(2):
+            q, k, v = (qkv[..., 16 * j + 8 * head : 16 * j + 8 * head + 8] for j in range(3))
+            scores = (q @ k.transpose(1, 2) / math.sqrt(8)).masked_fill(
+                mask[:, None, :] == 0, -math.inf
+            )
+            heads.append(scores.softmax(-1) @ v)
+        x = x + torch.cat(heads, -1) @ weights[layer + "attention.output.weight"].T
+        u = norm(x, layer + "norm_2") @ weights[layer + "mlp.fc1.weight"].T
+        value, gate = u[..., :32], u[..., 32:]
+        cubic = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        gated = value * 0.5 * gate * (1 + torch.tanh(cubic))
+        x = x + gated @ weights[layer + "mlp.fc2.weight"].T
+    words = weights["bert.embeddings.word_embeddings.weight"]
+    expected = norm(x, "bert.norm") @ words.T
+
+    logits, loss = model(ids, token_types=types, attention_mask=mask)
+    assert loss is None
+    # the table of positions was computed in fp32: 2^-24 of an angle of at most 11
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [{}, CRAMMING], ids=["original", "cramming"])
+def test_predicting_some_positions_is_predicting_all_and_choosing(form):
+    model = randomised(BertLM(tiny(**form)))
+    ids, target = tokens(), targets()
+    every, _ = model(ids)
+    logits, loss = model(input=ids, target=target)
+    naive = F.cross_entropy(every.flatten(0, 1), target.flatten(), ignore_index=-1)
+    assert every.shape == (3, 12, 40) and logits.shape == ((target != -1).sum(), 40)
+    torch.testing.assert_close(logits, every[target != -1])
+    torch.testing.assert_close(loss, naive)
+    grads = [torch.autograd.grad(x, model.parameters()) for x in (loss, naive)]
+    for own, other in zip(*grads, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_sees_both_sides_and_no_padding():
+    model = randomised(BertLM(tiny()))
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % 40
+    difference = (model(ids)[0] - model(changed)[0]).abs().amax(-1)
+    assert difference.min() > 1e-3
+    with_mask = [model(x, attention_mask=padding())[0][0] for x in (ids, changed)]
+    assert torch.equal(with_mask[0][:7], with_mask[1][:7])
+    full = model(ids, attention_mask=torch.ones(3, 12, dtype=torch.long))[0]
+    torch.testing.assert_close(full, model(ids)[0])
+
+
+def test_initialisation():
+    """Sample deviations of n values: within 4 sigma, sigma = std / sqrt(2 n)."""
+    torch.manual_seed(0)
+    for config in (BertConfig.of_size("nano"), tiny(n_embd=64, vocab_size=512)):
+        for name, parameter in BertLM(config).named_parameters():
+            if parameter.dim() == 2:
+                slack = 4 * 0.02 / math.sqrt(2 * parameter.numel())
+                assert abs(parameter.std().item() - 0.02) < slack, name
+            elif name.endswith("scale"):
+                torch.testing.assert_close(parameter.detach(), torch.tensor([128**-0.5]))
+            else:
+                assert torch.all(parameter == float("norm" in name and "weight" in name)), name
+
+
+def test_the_decoder_is_tied_and_stays_tied():
+    model = BertLM(tiny())
+    assert len([p for p in model.parameters() if p.shape == (40, 16)]) == 1
+    for same in (model, copy.deepcopy(model), model.to(torch.float64)):
+        assert same.predictions.decoder.weight is same.bert.embeddings.word_embeddings.weight
+
+
+def test_param_groups_decay_matrices_only():
+    decayed, plain = BertLM(tiny(next_sentence=True)).param_groups(0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in decayed["params"])
+    assert all(p.dim() == 1 for p in plain["params"])
+    # three embeddings, four linears a layer; transform, pooler, classifier
+    assert len(decayed["params"]) == 3 + 4 * 2 + 3
+    # norm of the embeddings; a layer's two norms and four biases; transform, decoder, pooler, pair
+    assert len(plain["params"]) == 2 + 8 * 2 + 3 + 1 + 1 + 1
+
+
+def test_dropout_acts_in_training_only():
+    model = randomised(BertLM(tiny(dropout=0.5)))
+    assert torch.equal(model(tokens())[0], model(tokens())[0])
+    model.train()
+    assert not torch.equal(model(tokens())[0], model(tokens())[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BertConfig.of_size("huge"), "unknown BERT size 'huge'; choose from nano, base"),
+        (lambda: tiny(n_head=3), "n_embd=16, n_head=3"),
+        (lambda: tiny(n_layer=0), "n_layer must be at least 1, got 0"),
+        (lambda: tiny(glu=True, n_inner=33), "n_inner must be even with glu, got 33"),
+        (lambda: tiny(positions="rotary"), "positions must be .*, got 'rotary'"),
+        (lambda: tiny(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
+        (lambda: BertLM(tiny())(tokens((1, 13))), "13 tokens is longer .* block_size=12"),
+        (
+            lambda: BertLM(tiny())(tokens(), targets(), next_sentence=torch.zeros(3).long()),
+            "no classifier of sentence pairs: set model.next_sentence=true",
+        ),
+    ],
+)
+def test_errors_name_the_value(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ------------------------------------------------------------------------------ transformers
+
+
+def hf_model(kind="BertForMaskedLM", **overrides):
+    import transformers
+
+    shape = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 12,
+    }
+    return getattr(transformers, kind)(transformers.BertConfig(**{**shape, **overrides}))
+
+
+@pytest.mark.parametrize("direction", ["from", "to"])
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
+def test_outputs_and_losses_are_those_of_transformers(kind, direction):
+    """Logits of every position, with sentence types and padding; the losses of both tasks."""
+    pairs = kind == "BertForPreTraining"
+    if direction == "from":
+        theirs = randomised(hf_model(kind))
+        ours = from_hf(theirs)
+    else:
+        ours = randomised(BertLM(tiny(n_inner=24, next_sentence=pairs)))
+        theirs = to_hf(ours)
+    assert type(theirs).__name__ == kind and not ours.training and not theirs.training
+    ids, types, mask, target = tokens(), tokens(vocab_size=2), padding(), targets()
+    label = torch.tensor([1, 0, 1])
+    labels = {"next_sentence_label": label} if pairs else {}
+    expected = theirs(
+        ids,
+        token_type_ids=types,
+        attention_mask=mask,
+        labels=target.where(target != -1, -100),
+        **labels,
+    )
+    options = {"token_types": types, "attention_mask": mask}
+    torch.testing.assert_close(ours(ids, **options)[0], expected[1], rtol=1e-5, atol=1e-5)
+    _, loss = ours(ids, target, next_sentence=label if pairs else None, **options)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+    if pairs:
+        found = ours.sentence_logits(ours.bert(ids, **options))
+        torch.testing.assert_close(found, expected[2], rtol=1e-5, atol=1e-5)
+
+
+def test_there_and_back_is_the_same_model():
+    ours = randomised(BertLM(tiny(next_sentence=True, dropout=0.25, n_inner=24)))
+    back = from_hf(to_hf(ours))
+    assert back.config == ours.config
+    for name, value in ours.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value), name
+    randomised(to_hf(ours), std=9.0)  # a copy
+    for name, value in ours.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hf_model(hidden_act="relu"), "hidden_act='relu' .needs 'gelu'"),
+        (lambda: hf_model(layer_norm_eps=1e-5), "layer_norm_eps=1e-05 .needs 1e-12"),
+        (lambda: hf_model(type_vocab_size=3), "type_vocab_size=3"),
+        (lambda: hf_model(attention_probs_dropout_prob=0.3), "dropout_prob=0.3 .needs 0.1"),
+        (lambda: hf_model(tie_word_embeddings=False), "tie_word_embeddings=False"),
+        (lambda: hf_model("BertForSequenceClassification"), "has no head for masked language"),
+    ],
+)
+def test_a_model_that_we_do_not_carry_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(make())
+
+
+@pytest.mark.parametrize(("name", "value"), CRAMMING.items())
+def test_only_the_original_form_is_exported(name, value):
+    with pytest.raises(ValueError, match=f"no place for {name}={value}"):
+        to_hf(BertLM(tiny(**{name: value})))
+
+
+def test_a_model_with_a_method_attached_is_refused():
+    model = BertLM(tiny())
+    layer = model.get_submodule("bert.layer.0.mlp.fc1")
+    layer.register_buffer("mask", torch.ones(64, 16, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mlp\.fc1\.mask .* finalize"):
+        to_hf(model)
+
+
+def test_every_size_is_buildable():
+    assert list(SIZES) == ["nano", "base", "large", "cramming"]
+    with torch.device("meta"):
+        for size in SIZES:
+            BertLM(BertConfig.of_size(size))
