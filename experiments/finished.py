@@ -118,6 +118,8 @@ class FinishedRun:
                 )
             with torch.no_grad():
                 for name in masters:
+                    # A low-rank term stands for what the mask removes, and that is there again.
+                    _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
                     model.get_parameter(name).copy_(self.latent[name])
         return model
 
@@ -157,8 +159,9 @@ class FinishedRun:
             method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
             method.convert(model)
             return method
-        for name in self.converted:
-            _drop_low_rank_terms(model.get_submodule(name))  # the layer's own state has them
+        modules = dict(model.named_modules())
+        for name in modules.keys() & set(self.converted):  # a head of training may be gone
+            _drop_low_rank_terms(modules[name])  # the layer's own state has them
         module = importlib.import_module(f"methods.{self.method}")
         method = module.Method(type(own)(**{**vars(own), **common}))
         method.convert(model)

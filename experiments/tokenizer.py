@@ -74,7 +74,7 @@ def load_bpe(path: Path) -> tiktoken.Encoding:
     import tiktoken
 
     vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()}
     return tiktoken.Encoding(
         name=path.parent.name,
@@ -195,7 +195,7 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
     return HFTokenizer(tokenizer.backend_tokenizer.to_str(), end)
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The character that stands for each byte in a byte-level `tokenizer.json`.
 
     A byte that prints in Latin-1 stands for itself; the others take, in order, the code points

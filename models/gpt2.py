@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +144,8 @@ class Transformer(nn.Module):
 
 class GPT(nn.Module):
     """GPT-2 language model."""
+
+    TRUNK: ClassVar[str] = "transformer"
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ their own form in `save_pretrained`. No remote code is run and no pickle is load
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class CausalLM(nn.Module):
 
     `block_size` is the longest sequence it takes.
     """
+
+    TRUNK: ClassVar[str] = "model"
 
     def __init__(self, model: PreTrainedModel, block_size: int | None = None) -> None:
         super().__init__()

@@ -43,6 +43,15 @@ def test_sparse_and_dense_weights_of_a_run(finished):
     assert all(torch.equal(p, stored[n]) for n, p in sparse.named_parameters())
 
 
+def test_dense_weights_stand_without_the_low_rank_term_that_repairs_their_pruning(finished):
+    run = finished("method=ast", "method.slorb_k=8")
+    boosted, latent = run.model("sparse"), run.model("dense")
+    for name in run.converted:
+        assert hasattr(boosted.get_submodule(name), "slorb_s")
+        assert set(latent.get_submodule(name).state_dict()) == {"weight"}
+        assert (latent.get_parameter(f"{name}.weight") != 0).float().mean() > 0.9
+
+
 def test_a_run_that_ended_dense_has_one_kind_of_weights(finished):
     run = finished("method=t_sr_ste", "method.dense_fraction=0.5")
     assert torch.equal(logits(run.model("dense")), logits(run.model("sparse")))

@@ -1,0 +1,88 @@
+"""How sparse each linear of a model is, and whether its pattern holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from common_kernels import check_nm
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear with weight [out, in] = `shape`.
+
+    pattern: n non-zeros in m consecutive inputs. illegal_groups: of `groups` groups of m those with
+    more than n non-zeros.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    pattern: tuple[int, int]
+    nonzeros: int
+    groups: int
+    illegal_groups: int
+
+    @property
+    def density(self) -> float:
+        return self.nonzeros / (self.shape[0] * self.shape[1])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "pattern": f"{self.pattern[0]}:{self.pattern[1]}",
+            "density": self.density,
+            "groups": self.groups,
+            "illegal_groups": self.illegal_groups,
+        }
+
+
+@torch.no_grad()
+def measure(model: nn.Module, patterns: Mapping[str, tuple[int, int]]) -> list[Row]:
+    """The linears named in `patterns`, each against its own pattern (n, m)."""
+    rows = []
+    for name, (n, m) in patterns.items():
+        weight = model.get_parameter(f"{name}.weight")
+        outputs, inputs = weight.shape
+        rows.append(
+            Row(
+                name=name,
+                shape=(outputs, inputs),
+                pattern=(n, m),
+                nonzeros=int(torch.count_nonzero(weight)),
+                groups=weight.numel() // m,
+                illegal_groups=int(check_nm(weight, n, m)),
+            )
+        )
+    return rows
+
+
+def total(rows: Sequence[Row]) -> dict[str, Any]:
+    """`density`, `illegal_groups` and `groups` over all rows, as `result.json` has them."""
+    entries = sum(row.shape[0] * row.shape[1] for row in rows)
+    return {
+        "density": sum(row.nonzeros for row in rows) / max(1, entries),
+        "illegal_groups": sum(row.illegal_groups for row in rows),
+        "groups": sum(row.groups for row in rows),
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table of the rows, their sum last."""
+    summed = total(rows)
+    lines = ["| linear | shape | pattern | density | illegal groups |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row.name} | {row.shape[0]} x {row.shape[1]} | {row.pattern[0]}:{row.pattern[1]} | "
+        f"{row.density:.4f} | {row.illegal_groups} of {row.groups} |"
+        for row in rows
+    ]
+    lines.append(
+        f"| all {len(rows)} | | | {summed['density']:.4f} | "
+        f"{summed['illegal_groups']} of {summed['groups']} |"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,292 @@
+"""SQuAD v1.1 (Rajpurkar et al., arXiv 1606.05250): windows of contexts, answers as spans, scores.
+
+A context that does not fit into a sequence beside its question is cut into overlapping windows, of
+which each is a training example; where the answer is not in the window, its span is token 0, [CLS]
+of BERT. Windows overlap by `stride` tokens, as in transformers and FST's runs; the original BERT
+(and SLoPe's runs) instead begins one every `stride` tokens, which gives more of them. Questions are
+cut after 64 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.errors import UserError
+from experiments.glue import Frame, load_dataset
+from experiments.tokenizer import HFTokenizer
+
+if TYPE_CHECKING:
+    from experiments.glue import Encoding
+
+HUB = "rajpurkar/squad"
+FILES = {"train": "train-v1.1.json", "dev": "dev-v1.1.json"}
+MAX_QUESTION = 64  # tokens
+N_BEST = 20  # starts, and ends, that the search for an answer combines
+MAX_ANSWER = 30  # tokens
+
+
+@dataclass(frozen=True)
+class Question:
+    """answers: (text, index of its first character in the context), the accepted ones."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A question and a part of its context as one sequence.
+
+    question: index of the question. second: where in the sequence the context begins. spans: the
+    characters of the context that each token covers, None for tokens of the question and special
+    ones. answer: first and last token of the answer; (0, 0) if it is not whole in this window.
+    """
+
+    question: int
+    ids: list[int]
+    second: int
+    spans: list[tuple[int, int] | None]
+    answer: tuple[int, int]
+
+
+# ------------------------------------------------------------------ reading
+
+
+def load(data: str) -> dict[str, list[Question]]:
+    """The splits `train` and `dev`.
+
+    Args:
+        data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub.
+    Raises:
+        UserError: a missing file, one of another format, or an answer that is not in its context;
+            it names the file and the question.
+    """
+    if Path(data).is_dir():
+        return {split: read(Path(data) / name) for split, name in FILES.items()}
+    dataset = load_dataset(data)
+    return {
+        split: _checked(_rows(dataset[name]), f"data.source={data}, {name}")
+        for split, name in (("train", "train"), ("dev", "validation"))
+    }
+
+
+def read(path: Path) -> list[Question]:
+    """The questions of a file in SQuAD's JSON."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return _checked(_questions(content), str(path))
+    except ValueError as error:  # not JSON, not UTF-8
+        raise UserError(f"{path} is not JSON: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not in the format of SQuAD v1.1: {type(error).__name__} {error} while "
+            "reading data / paragraphs / context, qas / id, question, answers / text, answer_start"
+        ) from error
+
+
+def files(data: str) -> list[Path]:
+    """The files that `load` reads from a folder, those of them that are there."""
+    return [path for name in FILES.values() if (path := Path(data) / name).is_file()]
+
+
+def _questions(content: Any) -> Iterator[Question]:
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                answers = tuple((a["text"], int(a["answer_start"])) for a in asked["answers"])
+                yield Question(asked["id"], asked["question"], paragraph["context"], answers)
+
+
+def _rows(dataset: Any) -> Iterator[Question]:
+    for row in dataset:
+        answers = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+        yield Question(row["id"], row["question"], row["context"], tuple(answers))
+
+
+def _checked(questions: Iterable[Question], source: str) -> list[Question]:
+    questions = list(questions)
+    if not questions:
+        raise UserError(f"{source} has no questions")
+    for asked in questions:
+        if not asked.answers:
+            raise UserError(
+                f"{source}, question {asked.id}: it has no answer; in SQuAD v1.1 all have one"
+            )
+        for text, start in asked.answers:
+            found = asked.context[start : start + len(text)] if start >= 0 else ""
+            if not text or found != text:
+                raise UserError(
+                    f"{source}, question {asked.id}: the answer {text!r} is not at character "
+                    f"{start} of its context of {len(asked.context)}; there is {found!r}"
+                )
+    return questions
+
+
+# ------------------------------------------------------------------ windows
+
+
+def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text, and the characters [start, end) that each of them covers.
+
+    A token that holds only a part of the bytes of a character covers that character.
+    """
+    if isinstance(encoding, HFTokenizer):
+        encoded = _library_tokenizer(encoding.text).encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+    ids = encoding.encode_ordinary(text)
+    spans, seen = [], 0
+    for piece in encoding.decode_tokens_bytes(ids):
+        start = seen - _continues(piece[0])  # the character began in an earlier token
+        seen += sum(not _continues(byte) for byte in piece)
+        spans.append((start, seen))
+    return ids, spans
+
+
+@cache
+def _library_tokenizer(text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # the name of one in a text is text
+    return tokenizer
+
+
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 is one inside a character."""
+    return byte & 0xC0 == 0x80
+
+
+def windows(
+    encoding: Encoding,
+    frame: Frame,
+    questions: Sequence[Question],
+    max_length: int,
+    stride: int,
+) -> list[Window]:
+    """All windows of all questions, in their order; an answer's span is that of the first answer.
+
+    Raises:
+        UserError: a question leaves too little room for windows that overlap by `stride` tokens.
+    """
+    made: list[Window] = []
+    contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+    for index, asked in enumerate(questions):
+        if asked.context not in contexts:
+            contexts = {asked.context: tokenize(encoding, asked.context)}  # the next ask the same
+        ids, spans = contexts[asked.context]
+        question = tokenize(encoding, asked.question.lstrip())[0][:MAX_QUESTION]
+        room = max_length - frame.special(2) - len(question)
+        if room <= stride:
+            raise UserError(
+                f"question {asked.id} has {len(question)} tokens: sequences of max_length="
+                f"{max_length} leave {room} for its context, and windows overlap by stride="
+                f"{stride}; raise recipe.max_length or lower recipe.stride"
+            )
+        first = 0
+        while True:
+            last = min(first + room, len(ids))
+            joined, second = frame.join([question, ids[first:last]])
+            covered = [*[None] * second, *spans[first:last], *[None] * len(frame.end)]
+            answer = _answer(asked.answers[0], covered)
+            made.append(Window(index, joined, second, covered, answer))
+            if last == len(ids):
+                break
+            first += room - stride
+    return made
+
+
+def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) -> tuple[int, int]:
+    """First and last token that touch the answer; (0, 0) if a part of it lies outside."""
+    text, start = answer
+    end = start + len(text)
+    inside = [(i, span) for i, span in enumerate(spans) if span is not None]
+    touching = [i for i, span in inside if span[0] < end and span[1] > start]
+    if not touching or inside[0][1][0] > start or inside[-1][1][1] < end:
+        return 0, 0
+    return touching[0], touching[-1]
+
+
+# ------------------------------------------------------------------ answers
+
+
+def best_answers(
+    questions: Sequence[Question], made: Sequence[Window], logits: Iterable[np.ndarray]
+) -> dict[str, str]:
+    """The text that the model takes for the answer, by question id.
+
+    It is the span of the largest sum of start and end logit over all windows of its question, of
+    at most 30 tokens, both ends among the 20 best of the window and in the context.
+
+    Args:
+        logits: [T, 2] of start and end for each window; further rows are padding.
+    """
+    best: dict[int, tuple[float, str]] = {}
+    for window, scores in zip(made, logits, strict=True):
+        scores = scores[: len(window.ids)]
+        order = np.argsort(-scores, axis=0, kind="stable")[:N_BEST]
+        starts, ends = order[:, 0][:, None], order[:, 1][None, :]
+        inside = np.array([span is not None for span in window.spans])
+        legal = inside[starts] & inside[ends] & (starts <= ends) & (ends - starts < MAX_ANSWER)
+        if not legal.any():
+            continue
+        sums = np.where(legal, scores[starts, 0] + scores[ends, 1], -np.inf)
+        row, column = np.unravel_index(int(sums.argmax()), sums.shape)
+        score = float(sums[row, column])
+        if window.question not in best or score > best[window.question][0]:
+            first, last = window.spans[order[row, 0]], window.spans[order[column, 1]]
+            assert first is not None and last is not None
+            context = questions[window.question].context
+            best[window.question] = score, context[first[0] : last[1]].strip()
+    return {asked.id: best.get(i, (0.0, ""))[1] for i, asked in enumerate(questions)}
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def normalize(text: str) -> str:
+    """As SQuAD's official evaluation compares answers: lower case, no ASCII punctuation, no
+    articles, single spaces."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    return float(normalize(prediction) == normalize(reference))
+
+
+def f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over the words that both have."""
+    words, expected = normalize(prediction).split(), normalize(reference).split()
+    common = sum((Counter(words) & Counter(expected)).values())
+    return 2.0 * common / (len(words) + len(expected)) if common else 0.0
+
+
+def metrics(questions: Sequence[Question], predicted: dict[str, str]) -> dict[str, float]:
+    """EM and F1 in percent, for each question the best over its answers; `score` is F1.
+
+    A question without a prediction counts as wrong.
+    """
+    result = {}
+    for name, measure in (("f1", f1), ("exact_match", exact_match)):
+        best = [
+            max(measure(predicted.get(asked.id, ""), text) for text, _ in asked.answers)
+            for asked in questions
+        ]
+        result[name] = 100.0 * sum(best) / len(best)
+    return {"score": result["f1"], **result}

@@ -1,0 +1,155 @@
+"""Heads for fine-tuning: a class or a number for a text, a span of a text.
+
+Shapes: B sequences, T tokens, C channels. Sequences are padded on the right; `attention_mask`
+[B, T] is 1 at their tokens and 0 at the padding, and without it nothing is padding.
+
+The trunk of the pretrained model is kept, not copied, under the name that it has there, so that
+its linears keep their names and a method's globs mean the same as in pre-training. The heads are
+`classifier` and `qa_outputs`, as in transformers: names that methods leave dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.bert import Bert, BertLM, Pooler
+from models.gpt2 import GPT, Transformer
+from models.hf import CausalLM
+
+
+class Head(nn.Module):
+    """The trunk of `pretrained` and what both heads need of it.
+
+    `block_size` is the longest sequence it takes, `width` its number of channels.
+    """
+
+    def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
+        super().__init__()
+        self.trunk_name = pretrained.TRUNK
+        self.add_module(self.trunk_name, getattr(pretrained, self.trunk_name))
+        if isinstance(pretrained, CausalLM):
+            self.block_size = pretrained.block_size
+            # Not always the width of the blocks: OPT-350M projects its last hidden states.
+            embeddings: Any = pretrained.model.get_input_embeddings()
+            self.width: int = embeddings.weight.shape[1]
+        else:
+            self.block_size, self.width = pretrained.config.block_size, pretrained.config.n_embd
+
+    @property
+    def trunk(self) -> Any:
+        return getattr(self, self.trunk_name)
+
+    def hidden(
+        self, input: Tensor, attention_mask: Tensor | None, token_types: Tensor | None
+    ) -> Tensor:
+        """Token ids [B, T] -> last hidden states [B, T, C]."""
+        if isinstance(self.trunk, Bert):
+            return self.trunk(input, token_types=token_types, attention_mask=attention_mask)
+        if isinstance(self.trunk, Transformer):
+            return self.trunk(input)  # causal: no token sees the padding to its right
+        base = self.trunk.base_model
+        return base(
+            input_ids=input, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+
+    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+
+@torch.no_grad()
+def _fresh(module: nn.Module) -> nn.Module:
+    """Weights from N(0, 0.02) by torch's generator, zero biases."""
+    for parameter in module.parameters():
+        parameter.normal_(std=0.02) if parameter.dim() == 2 else parameter.zero_()
+    return module
+
+
+class Classifier(Head):
+    """One of `n_labels` classes for each sequence, or a number if `n_labels` is 1.
+
+    BERT sees a sequence through its first token, [CLS], and a tanh pooler, a fresh one if it was
+    pre-trained without; causal models see it through its last token, the only one that has seen all
+    others. `dropout` is the rate before the head.
+    """
+
+    def __init__(
+        self, pretrained: GPT | BertLM | CausalLM, n_labels: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__(pretrained)
+        if n_labels < 1:
+            raise ValueError(f"n_labels must be at least 1, got {n_labels}")
+        self.n_labels = n_labels
+        self.pooler: nn.Module | None = None
+        if isinstance(self.trunk, Bert) and self.trunk.pooler is None:
+            self.pooler = _fresh(Pooler(self.trunk.config))
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = _fresh(nn.Linear(self.width, n_labels))
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Token ids [B, T] -> (logits [B, n_labels], loss or None).
+
+        `target` [B] holds classes (int64), and the loss is the mean cross entropy in nats; with one
+        label it holds numbers, and the loss is the mean squared error.
+        """
+        logits = self.classifier(self.dropout(self._pooled(input, attention_mask, token_types)))
+        if target is None:
+            return logits, None
+        if self.n_labels == 1:
+            return logits, F.mse_loss(logits.squeeze(-1).float(), target.float())
+        return logits, F.cross_entropy(logits.float(), target)
+
+    def _pooled(
+        self, input: Tensor, attention_mask: Tensor | None, token_types: Tensor | None
+    ) -> Tensor:
+        hidden = self.hidden(input, attention_mask, token_types)
+        if isinstance(self.trunk, Bert):
+            pooler: Any = self.trunk.pooler if self.pooler is None else self.pooler
+            return pooler(hidden)
+        if attention_mask is None:
+            return hidden[:, -1]
+        last = attention_mask.long().sum(dim=1) - 1
+        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+
+
+class SpanPredictor(Head):
+    """First and last token of the answer in each sequence: BERT's way with SQuAD (Devlin et al.,
+    arXiv 1810.04805, section 4.2)."""
+
+    def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
+        super().__init__(pretrained)
+        self.qa_outputs = _fresh(nn.Linear(self.width, 2))
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Token ids [B, T] -> (logits [B, T, 2] of start and end, loss or None).
+
+        `target` [B, 2] holds the positions of the first and the last token, 0 and 0 where the
+        answer is not in the sequence. The loss is the mean of the two cross entropies in nats.
+        Padding has logits of minus infinity.
+        """
+        logits = self.qa_outputs(self.hidden(input, attention_mask, token_types)).float()
+        if attention_mask is not None:
+            logits = logits.masked_fill(~attention_mask.bool().unsqueeze(-1), float("-inf"))
+        if target is None:
+            return logits, None
+        return logits, F.cross_entropy(logits, target)

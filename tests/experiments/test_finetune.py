@@ -1,0 +1,432 @@
+"""Fine-tuning of pre-trained models on GLUE and SQuAD, from the files to the table."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import finetune, glue, pretrain
+from experiments.config import load
+from experiments.errors import UserError
+from experiments.finetune import Encoded, Recipe, Tuning, collate
+from experiments.tracking import read_metrics
+
+HERE = Path(__file__).parent
+GLUE, SQUAD = HERE / "glue", HERE / "squad"
+SHAPE = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=32",
+    "model.vocab_size=512",
+    "model.block_size=64",
+    "train.steps=60",
+    "train.batch_size=16",
+    "train.warmup_steps=5",
+    "train.learning_rate=3e-3",
+    "train.min_learning_rate=0",
+    "train.log_every=60",
+    "train.eval_every=60",
+    "train.eval_samples=4",
+]
+CPU = ["impl.device=cpu", "impl.threads=1"]
+# What a model of this size learns with in seconds.
+QUICK = ["recipe.max_length=64", "recipe.learning_rate=3e-3", "recipe.batch_size=16"]
+FAMILIES = {
+    "gpt2": ["data.tokenizer=bpe", "method=s_ste"],
+    "bert": ["model=bert_nano", "model.n_inner=64", "method=sr_ste"],
+    # BERT's original form: a pooler of its own, and linears in the head of pre-training.
+    "original": [
+        *("model=bert_nano", "model.pre_norm=false", "model.glu=false", "model.bias=true"),
+        *("model.head_transform=true", "data.next_sentence=true"),
+        *("model.next_sentence=true", "model.n_inner=64", "method=slope"),
+        *("method.adapter_rank=4", "method.adapter_fraction=0.5"),
+    ],
+}
+
+
+def quiet(_):
+    pass
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """runs("gpt2", ...) -> directory of a finished run on the sentences of the GLUE files."""
+    from experiments.prepare_data import prepare
+
+    root = tmp_path_factory.mktemp("toys")
+    source, made = root / "text", {}
+    source.mkdir()
+    splits = [own for task in glue.TASKS for own in glue.load(task, str(GLUE)).values()]
+    sentences = [text for own in splits for texts in own.texts for text in texts]
+    for name in ("a.txt", "b.txt"):
+        (source / name).write_text("\n".join(sentences * 2) + "\n", encoding="utf-8")
+    data = ["data.name=toys", f"data.source={source}", f"data.root={root}", "data.vocab_size=400"]
+
+    def run(family, *more):
+        if (family, *more) not in made:
+            config = load([*FAMILIES[family], *data, *SHAPE, *CPU, f"runs={root / 'runs'}", *more])
+            if not config.data.directory.exists():
+                prepare(config.data)
+            pretrain.run(config, quiet)
+            made[family, *more] = config.directory()
+        return made[family, *more]
+
+    return run
+
+
+@pytest.fixture
+def gpt2(runs, tmp_path):
+    """A finished run of its own, without any fine-tuning."""
+    return Path(shutil.copytree(runs("gpt2"), tmp_path / "run", ignore=lambda *_: ["finetune"]))
+
+
+def config(run, task, *more):
+    source = SQUAD if task == "squad" else GLUE
+    given = [f"run={run}", f"task={task}", f"data.source={source}", *QUICK, *CPU]
+    return finetune.load([*given, *more])
+
+
+# ------------------------------------------------------------------ what is learnt
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
+    run = runs(family)
+    own = config(run, "sst2", "recipe.epochs=8", "recipe.batch_size=4")
+    result = finetune.run(own, quiet)
+    # Of 32 sentences a coin gets 26 or more right with a probability of 0.03 %.
+    assert result["metrics"]["score"] == result["metrics"]["accuracy"] > 80.0
+    assert result["sparsity"]["density"] == pytest.approx(0.5, abs=1e-3)
+    assert result["sparsity"]["illegal_groups"] == 0 < result["sparsity"]["groups"]
+    source = json.loads((run / "result.json").read_text())
+    assert result["converted"] == source["converted"] and len(source["converted"]) == 4
+    method = {"gpt2": "s_ste", "bert": "sr_ste"}[family]
+    assert result["pretrained"] == {"method": method, "config_hash": source["config_hash"]}
+    assert result["examples"] == {"train": 64, "dev": 32} and result["steps"] == 128
+    assert own.directory().parent.parent == run / "finetune"
+    log = read_metrics(own.directory() / "metrics.jsonl")
+    assert [(r["step"], r["epoch"]) for r in log] == [(16 * e, e) for e in range(1, 9)]
+    assert log[-1]["score"] == result["metrics"]["score"]
+    assert log[-1]["loss"] < 0.6 * log[0]["loss"]
+
+
+def test_linears_of_the_head_of_pre_training_are_left_behind(runs):
+    run = runs("original")
+    result = finetune.run(config(run, "rte", "recipe.epochs=1"), quiet)
+    source = json.loads((run / "result.json").read_text())["converted"]
+    assert "predictions.transform.dense" in source and "bert.pooler.dense" in source
+    assert result["converted"] == [n for n in source if not n.startswith("predictions.")]
+    assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
+
+
+def test_a_finished_fine_tuning_is_not_repeated_unless_its_data_change(gpt2, tmp_path):
+    folder = Path(shutil.copytree(GLUE, tmp_path / "glue"))
+    own = config(gpt2, "rte", f"data.source={folder}", "recipe.epochs=1")
+    assert finetune.finished(own) is None
+    first, said = finetune.run(own, quiet), []
+    done = finetune.run(own, said.append)
+    assert done["metrics"] == first["metrics"] and done == finetune.finished(own)
+    assert said == [f"done already: {own.directory()}"]
+    # Where the data lie does not matter, what is in them does.
+    assert finetune.finished(config(gpt2, "rte", "recipe.epochs=1")) == done
+    lines = (folder / "RTE/dev.tsv").read_text(encoding="utf-8").splitlines()
+    (folder / "RTE/dev.tsv").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+    assert finetune.finished(own) is None
+    assert finetune.run(own, quiet)["examples"] == {"train": 48, "dev": 15}
+
+
+def test_what_changes_the_result_has_a_directory_of_its_own(gpt2):
+    plain = config(gpt2, "rte")
+    others = ["mode=dense", "recipe.epochs=9", "seed=1", "data.source=x/other", "task=wnli"]
+    directories = {config(gpt2, "rte", other).directory() for other in others}
+    assert len(directories | {plain.directory()}) == 6
+    assert config(gpt2, "rte", "seed=1").directory().parent == plain.directory().parent
+    same = ["impl.micro_batch=2", "impl.compile=true", "tier=mini"]
+    assert {config(gpt2, "rte", other).directory() for other in same} == {plain.directory()}
+    hub, folder = config(gpt2, "rte", "data.source=null"), config(gpt2, "rte")
+    assert hub.data == "nyu-mll/glue" and hub.directory() != folder.directory()
+
+
+def test_an_interrupted_one_leaves_no_result_and_begins_anew(gpt2, monkeypatch):
+    own = config(gpt2, "rte", "recipe.epochs=2")
+    whole = finetune.run(own, quiet)
+    shutil.rmtree(gpt2 / "finetune")
+    steps, train_step = [], Tuning._train_step
+
+    def stop(self, sequences):
+        steps.append(1)
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        return train_step(self, sequences)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tuning, "_train_step", stop)
+        finetune.run(own, quiet)
+    assert finetune.finished(own) is None
+    assert not (own.directory() / "result.json").exists()
+    again = finetune.run(own, quiet)
+    assert again["metrics"] == whole["metrics"]
+    assert len(read_metrics(own.directory() / "metrics.jsonl")) == 2
+
+
+def test_dense_fine_tuning_fills_the_zeros(gpt2):
+    result = finetune.run(config(gpt2, "rte", "mode=dense", "recipe.epochs=1"), quiet)
+    assert result["sparsity"]["density"] > 0.9 and len(result["converted"]) == 4
+
+
+def test_dense_fine_tuning_can_start_from_the_weights_under_the_masks(gpt2):
+    def zeros(*more):
+        linears = tuning(gpt2, "mode=dense", *more).method.layers.values()
+        return sum(int((layer.weight == 0).sum()) for layer in linears)
+
+    assert zeros("weights=dense") < 10 and zeros("weights=sparse") == 2 * 2 * 32 * 128 // 2
+
+
+def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
+    said = []
+    own = config(gpt2, "glue", "recipe.epochs={default: 1, rte: 2}")
+    done = finetune.run(own.single("rte"), quiet)
+    assert done["steps"] == 6
+    result = finetune.run(own, said.append)
+    assert f"done already: {own.single('rte').directory()}" in said
+    scores = [result["metrics"][task] for task in glue.TASKS]
+    assert result["metrics"]["score"] == pytest.approx(sum(scores) / 9)
+    assert result["metrics"]["mean_without_wnli"] == pytest.approx(sum(scores[:-1]) / 8)
+    assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
+    for task in glue.TASKS:
+        part = json.loads((own.single(task).directory() / "result.json").read_text())
+        assert part["metrics"] == result["tasks"][task] and part["task"] == task
+    table = "\n".join(said)
+    assert f"mean of 9  {result['metrics']['score']:>5.1f}" in table
+    assert "accuracy_mismatched" in table and "spearman" in table and "matthews" in table
+    with (own.directory() / "glue.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["task"] for r in rows if r["metric"] == "score"] == list(glue.TASKS)
+    [rte] = [r for r in rows if (r["task"], r["metric"]) == ("rte", "accuracy")]
+    assert float(rte["value"]) == done["metrics"]["accuracy"] and rte["dev_examples"] == "16"
+    monkeypatch.setattr(finetune, "_run_glue", None)
+    assert finetune.run(own, quiet)["tasks"] == result["tasks"]
+
+
+def test_squad_through_the_whole_loop(gpt2):
+    more = ["recipe.max_length=20", "recipe.stride=4", "recipe.epochs=2"]
+    result = finetune.run(config(gpt2, "squad", *more), quiet)
+    assert result["examples"] == {"train": 24, "dev": 9}
+    assert result["sequences"]["train"] > 24 and result["sequences"]["dev"] > 9  # windows
+    metrics = result["metrics"]
+    assert metrics["score"] == metrics["f1"] and 0 <= metrics["exact_match"] <= metrics["f1"]
+    log = read_metrics(Path(config(gpt2, "squad", *more).directory()) / "metrics.jsonl")
+    assert log[1]["loss"] < log[0]["loss"]
+
+
+# ------------------------------------------------------------------ one step
+
+
+def sequences(count, seed=0):
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(3, 20, count)
+    return [
+        Encoded(generator.integers(1, 300, n).astype(np.int32), int(n), int(n % 2)) for n in lengths
+    ]
+
+
+def test_a_batch_is_padded_on_the_right_to_its_longest_sequence_or_to_the_full_length():
+    pair = [
+        Encoded(np.array([5, 6, 7], dtype=np.int32), 2, 1),
+        Encoded(np.array([8], dtype=np.int32), 1, 0),
+    ]
+    batch = collate(pair, pad=9, length=None)
+    assert batch["input"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["token_types"].tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
+    assert batch["target"].tolist() == [1, 0]
+    assert batch["input"].dtype == batch["target"].dtype == torch.int64
+    assert collate(pair, pad=9, length=5)["input"].shape == (2, 5)
+    numbers = [Encoded(s.ids, s.second, 2.5) for s in pair]
+    assert collate(numbers, 0, None)["target"].dtype == torch.float32
+
+
+def tuning(run, *more):
+    """The parts of a fine-tuning before its first step."""
+    from experiments.distributed import World
+
+    own = config(run, "rte", *more)
+    source = own.open()
+    problem = finetune.load_problem(own, source.tokenizer())
+    here = World(0, 1, torch.device("cpu"))
+    pretrained = finetune.open_model(own, source)
+    model, method, train = finetune._prepare(own, source, pretrained, problem, here)
+    return Tuning(own, problem, model, method, train, here, quiet)
+
+
+def test_micro_batches_make_the_same_step(gpt2):
+    whole, parts = tuning(gpt2, "mode=dense"), tuning(gpt2, "mode=dense", "impl.micro_batch=3")
+    whole.step = parts.step = 5  # the first has learning rate 0
+    batch = sequences(8)
+    losses = [float(t._train_step(batch)) for t in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        # Adam's first step is lr * sign: where a gradient is about 0 its sign may differ.
+        assert ((a - b).abs() > 1e-4).float().mean() < 0.01
+
+
+def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(gpt2):
+    def order(t, epoch):
+        return [tuple(s.ids) for batch in t._batches(epoch) for s in batch]
+
+    one, other = tuning(gpt2), tuning(gpt2, "seed=1")
+    first = order(one, 1)
+    torch.rand(7)
+    np.random.rand(7)
+    assert order(one, 1) == first != order(one, 2)
+    assert order(other, 1) != first
+    assert sorted(order(other, 1)) == sorted(first) == sorted(order(one, 2))
+    assert len(first) == 48
+
+
+def test_the_learning_rate_rises_over_a_tenth_and_falls_to_zero(gpt2):
+    from experiments.schedules import learning_rate
+
+    for schedule, middle in (("cosine", 0.5), ("linear", 0.5)):
+        recipe = config(gpt2, "rte", f"recipe.schedule={schedule}", "recipe.epochs=10").recipe
+        train = recipe.train(200)
+        rates = [learning_rate(train, step) / 3e-3 for step in (0, 10, 20, 110, 200)]
+        assert rates == pytest.approx([0, 0.5, 1, middle, 0])
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_weights_change(gpt2):
+    own = tuning(gpt2)
+    own.model.classifier.weight.data[0, 0] = float("inf")
+    before = [p.clone() for p in own.model.parameters()]
+    with pytest.raises(UserError, match=r"the gradient of step 0 is not finite.*learning_rate"):
+        own._train_step(sequences(4))
+    assert all(torch.equal(a, b) for a, b in zip(before, own.model.parameters(), strict=True))
+
+
+# ------------------------------------------------------------------ configuration
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task", "values"),
+    [
+        ("fst_gpt2", "cola", (3, 32, 5e-6, 128, "cosine")),
+        ("fst_gpt2", "mrpc", (5, 32, 5e-6, 128, "cosine")),
+        ("fst_gpt2", "wnli", (5, 32, 5e-6, 128, "cosine")),
+        ("fst_gpt2", "squad", (3, 8, 5e-6, 384, "cosine")),
+        ("fst_bert", "mrpc", (5, 16, 4e-5, 128, "cosine")),
+        ("slope_bert", "cola", (5, 4, 2.4e-6, 128, "linear")),
+        ("slope_bert", "rte", (3, 4, 2.4e-6, 128, "linear")),
+        ("slope_bert", "squad", (2, 24, 3e-5, 384, "linear")),
+    ],
+)
+def test_the_recipes_of_the_papers(recipe, task, values):
+    own = finetune.load(["run=nowhere", f"recipe={recipe}", f"task={task}"]).recipe
+    fields = (own.epochs, own.batch_size, own.learning_rate, own.max_length, own.schedule)
+    assert fields == values
+    assert own.warmup_fraction == 0.1 and own.betas == (0.9, 0.999)
+    if task == "squad":
+        assert own.stride == 128
+    assert own.weight_decay == (0.01 if recipe == "slope_bert" else 0.0)
+
+
+def test_a_value_for_all_tasks_replaces_those_that_differ():
+    own = finetune.load(["run=nowhere", "recipe=fst_gpt2", "recipe.epochs=2", "task=glue"])
+    assert {r.epochs for r in own.recipes.values()} == {2} and len(own.recipes) == 9
+    own = finetune.load(["run=nowhere", "recipe=fst_gpt2", "recipe.epochs.mrpc=7", "task=glue"])
+    assert own.recipes["mrpc"].epochs == 7 and own.recipes["wnli"].epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task=snli"], r"task=snli; choose one of cola, .*, squad, glue$"),
+        (["weights=dense"], r"weights=dense with mode=auto: .* set mode=dense"),
+        (["mode=half"], r"mode=half; choose one of auto, sparse, dense"),
+        (["recipe.epochs=0"], r"recipe\.epochs=0; it must be at least 1"),
+        (["recipe.epochs={mrcp: 2, default: 1}"], r"recipe\.epochs differs by task, but has mrcp"),
+        (
+            ["recipe.epochs={mrpc: 2}"],
+            r"recipe\.epochs differs by task, but has mrpc; it takes def",
+        ),
+        (["recipe.epoch=1"], r"recipe\.epoch"),
+        (["recipe.padding=short"], r"recipe\.padding=short; choose one of longest, max_length"),
+        (["recipe.warmup_fraction=1.5"], r"recipe\.warmup_fraction=1\.5; it must lie in \[0, 1\]"),
+        (["recipe.dropout=1"], r"recipe\.dropout=1\.0; it must lie in \[0, 1\)"),
+        (["impl.checkpoint_every=3"], r"checkpoint_every"),
+        (["model.path=somewhere"], r"give either run=DIR, .* or model\.path=FOLDER"),
+        (["run=null"], r"give either run=DIR"),
+        (["seed=-1"], r"seed=-1; it must not be negative"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        finetune.load(["run=nowhere", *overrides])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(gpt2, tmp_path):
+    for own, message in [
+        (config(tmp_path, "rte"), "holds no finished run"),
+        (
+            config(gpt2, "rte", "recipe.max_length=65"),
+            r"for rte, .* takes 64 tokens; set recipe\.max_length=64",
+        ),
+        (config(gpt2, "rte", f"data.source={tmp_path}"), r"RTE is missing: data\.source="),
+        (config(gpt2, "squad", "recipe.stride=60"), r"lower recipe\.stride"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            finetune.run(own, quiet)
+    assert not (gpt2 / "finetune").exists() and not (tmp_path / "finetune").exists()
+
+
+def test_a_model_of_something_else_is_refused(gpt2, monkeypatch):
+    monkeypatch.setattr(finetune.FinishedRun, "model", lambda *_: torch.nn.Linear(4, 4))
+    with pytest.raises(UserError, match="holds a Linear; fine-tuning needs a model of text"):
+        finetune.run(config(gpt2, "rte"), quiet)
+
+
+def test_recipe_names_its_own_keys():
+    own = finetune.load(["run=nowhere"]).recipe
+    with pytest.raises(ValueError, match=r"recipe\.grad_clip=-1"):
+        Recipe(**{**vars(own), "grad_clip": -1})
+
+
+# ------------------------------------------------------------------ a checkpoint of transformers
+
+
+def test_a_checkpoint_of_transformers_is_fine_tuned_densely(hf_model, runs, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    from experiments.tokenizer import END_OF_TEXT
+
+    corpora = runs("gpt2").parents[3]
+    folder = tmp_path / "checkpoint"
+    hf_model("gpt2", vocab_size=512).save_pretrained(folder)
+    [tokenizer] = corpora.glob("toys-v400*/tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END_OF_TEXT).save_pretrained(
+        folder
+    )
+    given = [f"model.path={folder}", "task=sst2", f"data.source={GLUE}", f"runs={tmp_path / 'r'}"]
+    own = finetune.load([*given, *QUICK, *CPU, "recipe.max_length=32", "recipe.epochs=1"])
+    result = finetune.run(own, quiet)
+    assert own.directory().parents[2] == tmp_path / "r/checkpoint"
+    assert result["pretrained"]["method"] == "dense" and result["sparsity"]["density"] == 1.0
+    assert len(result["converted"]) == 8  # all linears of the two blocks
+    assert result["config"]["model"]["path"] == str(folder)
+    sparse = finetune.load([*given, "mode=sparse", "recipe.max_length=32", *CPU])
+    with pytest.raises(UserError, match=r"knows no sparse method: set mode=dense"):
+        finetune.run(sparse, quiet)
+
+
+def test_the_command_line_says_what_is_wrong_in_one_line():
+    command = [sys.executable, "-m", "experiments.finetune", "run=nowhere", "task=rte", *CPU]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1])
+    assert done.returncode == 1
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("error: nowhere holds no finished run")

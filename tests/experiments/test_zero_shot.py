@@ -1,0 +1,141 @@
+"""lm-eval offline: a task of this project's own on a nano model, against scores by hand."""
+
+import functools
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import evaluate, export, pretrain, zero_shot
+from experiments.config import load
+from experiments.errors import UserError
+from experiments.finished import FinishedRun
+
+TASK = Path(__file__).parent / "lm_eval_task"
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture
+def local(monkeypatch, tmp_path):
+    """The task's folder as the working directory; caches elsewhere, nothing downloaded."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(TASK)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_dir, tmp_path_factory):
+    """FinishedRun of a nano GPT-2."""
+    options = {
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 320, "block_size": 32},
+        "data": {"name": "words", "source": corpus_dir / "text", "root": corpus_dir,
+                 "vocab_size": 300},
+        "train": {"steps": 12, "batch_size": 4, "warmup_steps": 0, "learning_rate": 1e-2,
+                  "eval_samples": 4},
+        "impl": {"device": "cpu", "threads": 1},
+    }  # fmt: skip
+    overrides = [f"{group}.{k}={v}" for group, keys in options.items() for k, v in keys.items()]
+    config = load([*overrides, f"runs={tmp_path_factory.mktemp('runs')}", "method=ste"])
+    pretrain.run(config, quiet)
+    return FinishedRun.open(config.directory())
+
+
+def by_hand(run):
+    """Per question, whether the right choice has the highest log likelihood behind the question."""
+    model, encoding = run.model().eval(), run.tokenizer()
+    right = []
+    for line in (TASK / "colours.jsonl").read_text().splitlines():
+        question = json.loads(line)
+        context = encoding.encode_ordinary(question["question"])
+        scores = []
+        for choice in question["choices"]:
+            ids = encoding.encode_ordinary(f"{question['question']} {choice}")
+            assert ids[: len(context)] == context
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]))[0].log_softmax(-1)[0]
+            places = range(len(context), len(ids))
+            scores.append(sum(float(logits[i - 1, ids[i]]) for i in places))
+        right.append(scores.index(max(scores)) == question["answer"])
+    return right
+
+
+def options(*more):
+    return ["tasks=[colours]", "task_folder=.", "impl.device=cpu", "impl.threads=1", *more]
+
+
+def test_a_local_task_on_an_exported_model(trained, local, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    config = evaluate.load(options(f"model.path={folder}", f"runs={tmp_path}"))
+    result = evaluate.run(config, quiet)
+    right = by_hand(trained)
+    assert result["metrics"] == {"colours_acc": sum(right) / 4}
+    task = result["tasks"]["colours"]
+    assert (task["version"], task["n"], task["num_fewshot"]) == (1.0, 4, 0)
+    assert task["stderr"]["acc"] == pytest.approx(
+        (sum(right) / 4 * (1 - sum(right) / 4) / 3) ** 0.5
+    )
+    assert result["identity"]["zero_shot"]["lm_eval"] == version("lm_eval")
+    assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
+
+
+def test_the_run_itself_gives_the_same_and_a_limit_its_first_questions(trained, local):
+    config = evaluate.load(options(f"run={trained.directory}", "limit=3"))
+    result = evaluate.run(config, quiet)
+    assert result["metrics"]["colours_acc"] == pytest.approx(sum(by_hand(trained)[:3]) / 3)
+    assert result["tasks"]["colours"]["n"] == 3
+
+
+def test_tasks_are_known_by_their_content(local, tmp_path):
+    known = zero_shot.identity(["colours"], ".")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in TASK.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert zero_shot.identity(["colours"], str(copy)) == known
+    (copy / "colours.jsonl").write_text("{}")
+    assert zero_shot.identity(["colours"], str(copy)) != known
+    assert "task_files" not in zero_shot.identity(["piqa"], None)
+    with pytest.raises(UserError, match="task_folder=nowhere is no folder"):
+        zero_shot.identity(["colours"], "nowhere")
+
+
+def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
+    import lm_eval.tasks
+
+    manager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(
+        lm_eval.tasks,
+        "TaskManager",  # without its own 14,000 tasks, which take a while to list
+        lambda include_path, include_defaults=False: manager(include_path=include_path),
+    )
+    config = evaluate.load(
+        ["tasks=[colours,smells]", "task_folder=.", f"run={trained.directory}", "impl.device=cpu"]
+    )
+    with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.") as caught:
+        evaluate.run(config, quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_that_cannot_be_had_are_one_line(trained, local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no colours.jsonl
+    config = evaluate.load(
+        ["tasks=[colours]", f"task_folder={TASK}", f"run={trained.directory}", "impl.device=cpu"]
+    )
+    with pytest.raises(UserError, match="the data of colours could not be had") as caught:
+        evaluate.run(config, quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_names_of_papers_stand_for_their_tasks():
+    assert zero_shot.expand(["ast"]) == (
+        *("boolq", "rte", "hellaswag", "winogrande"),
+        *("arc_easy", "arc_challenge", "openbookqa"),
+    )
+    both = zero_shot.expand(["slope", "ast", "colours", "piqa"])
+    assert len(both) == len(set(both)) == 8 + 3 + 1 and both[-1] == "colours"
