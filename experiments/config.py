@@ -32,10 +32,7 @@ from experiments.errors import Terminated, UserError, raise_on_sigterm
 from experiments.images import ImageConfig, ImageSource
 from experiments.initial import HFConfig, load_weights, source_hash
 from experiments.mlm import MaskedText, MLMConfig
-try:  # INTERIM
-    from experiments.multicrop import MultiCrops
-except ImportError:
-    class MultiCrops: pass
+from experiments.multicrop import MultiCrops
 from experiments.settings import ImplConfig, TrainConfig
 from experiments.source import Source
 from experiments.text import CausalText
@@ -43,7 +40,6 @@ from models.bert import BertConfig, BertLM
 from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
-
 
 ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 
@@ -130,7 +126,10 @@ class RunConfig:
         model = build_model(self.model)
         if self.init is not None:
             load_weights(model, self.init)
-        return model if self.dino is None else DINO(model, self.dino)
+        if self.dino is None:
+            return model
+        assert isinstance(model, ViT)
+        return DINO(model, self.dino)
 
     def build_method(self) -> methods.Method:
         return importlib.import_module(f"methods.{self.method}").Method(self.method_options)
@@ -142,13 +141,11 @@ class RunConfig:
             UserError: they are missing, damaged or do not fit the model.
         """
         if isinstance(self.data, ImageConfig):
-            if self.dino is not None:
-                return MultiCrops(
-                    self.data, self.dino, self.seed, self.train.batch_size, self.impl.workers
-                )
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers
-            return ImageSource(self.data, self.model, self.seed, batch, workers)
+            if self.dino is None:
+                return ImageSource(self.data, self.model, self.seed, batch, workers)
+            return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers)
         shape: Any = model if isinstance(self.model, HFConfig) else self.model
         corpus = load_tokens(self.data, self.seed)
         if isinstance(self.data, MLMConfig):

@@ -110,7 +110,8 @@ class TrainConfig:
         """[steps] int64: samples of each optimizer step. With a ramp, only whole steps count."""
         if self.ramp_batch is None or self.ramp_micro_steps is None:
             return np.full(self.steps, self.batch_size, dtype=np.int64)
-        most, done, sizes = self.batch_size // self.ramp_batch, 0, []
+        most, done = self.batch_size // self.ramp_batch, 0
+        sizes: list[int] = []
         while True:
             count = min(most, done * most // self.ramp_micro_steps + 1)
             if done + count > self.ramp_micro_steps:

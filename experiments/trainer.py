@@ -88,7 +88,8 @@ class Trainer:
     """Trains `model`, converted by `method` and on its device, on the batches of `source`.
 
     A model may have hooks of its own, called around each step in the order of the method's:
-    `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`, the last before the method's.
+    `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`, before the method's, and
+    `metrics()` for the log.
 
     Args:
         identity: hash of the run's config; a checkpoint of another config, or made on other data,
@@ -176,6 +177,7 @@ class Trainer:
         """Figures of this step; `loss` is the mean over the steps since the last record."""
         # Every rank takes part in the mean; the main one writes it.
         loss = self.world.mean(self.loss_sum) / self.loss_count
+        own_metrics: Any = getattr(self.model, "metrics", dict)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         return {
             "step": self.step,
@@ -185,7 +187,7 @@ class Trainer:
             "step_seconds": statistics.median(durations),
             "skipped_steps": self.skipped_steps,
             **self.method.metrics(),
-            **(self.model.metrics() if hasattr(self.model, "metrics") else {}),
+            **own_metrics(),
         }
 
     def _train_step(self, batches: Iterator[Batch]) -> float:
@@ -227,14 +229,14 @@ class Trainer:
         self.method.on_step_end(self.step)
         if self.averages:
             own = _parameters(self.model)
-            torch._foreach_lerp_(  # type: ignore[attr-defined]
+            torch._foreach_lerp_(
                 list(self.averages.values()), [own[n] for n in self.averages], 1 - self.train.ema
             )
         self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + 1
         return float(norm)
 
     def _model_hook(self, name: str) -> None:
-        hook = getattr(self.model, name, None)
+        hook: Any = getattr(self.model, name, None)
         if hook is not None:
             hook(self.step)
 

@@ -209,7 +209,7 @@ class Method(distillation.Method):
         options.pop("fused", None)  # a matter of speed alone
         return AdamW(groups, **options)
 
-    def finetuning(self, total_steps: int) -> Config | None:
+    def finetuning(self, total_steps: int) -> base.Config | None:
         """With SLoRB its low-rank terms train on beside the weights, under the last masks."""
         if not self.config.slorb_k:
             return None

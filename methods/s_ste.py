@@ -231,8 +231,8 @@ class Method(base.Method):
                 assert isinstance(layer, Linear)
                 layer.sample_backward_operand()
 
-    def finetuning(self, total_steps: int) -> Config:
+    def finetuning(self, total_steps: int) -> base.Config:
         """The weights are projected on, with the scale of training, in full precision and without
         sampling (the paper's evaluation)."""
-        changes = {"total_steps": total_steps, "fp8": "off", "mvue": "off", "mvue_weight": False}
+        changes: Any = {"total_steps": total_steps, "fp8": "off", "mvue": "off", "mvue_weight": False}
         return replace(self.config, **changes)

@@ -204,7 +204,7 @@ class Method(base.Method):
     def phase(self) -> str:
         return "adapters" if any(layer.adapting for layer in self._layers()) else "sparse"
 
-    def finetuning(self, total_steps: int) -> Config:
+    def finetuning(self, total_steps: int) -> base.Config:
         """The masks stay, and the adapters, where there are any, train from the first step."""
         if not self.config.adapter_rank:
             return replace(self.config, total_steps=total_steps)

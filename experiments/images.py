@@ -1,0 +1,633 @@
+"""Labelled images: where they are, the order in which training sees them, their augmentation.
+
+A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a data set of the
+hub, or the embedded one: the 1797 handwritten digits that ship with scikit-learn, of which 400 are
+held out (stratified, by the fixed seed 0). Shapes: B images, S = image_size pixels a side, K
+classes; images are RGB, normalised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.errors import UserError
+from experiments.source import Batch, Request
+from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Transform = Callable[[Image], Tensor]
+
+EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
+HELD_OUT = 400  # of the digits
+SPLITS = ("train", "val")
+
+_AUGMENT, _MIX = range(2)  # what is drawn, in the key of the draw
+_ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Which images, and how training augments them. The defaults are DeiT's.
+
+    source: "digits", a local folder in ImageNet's layout, or an id on the hub.
+    image_size: pixels a side that the model sees. mean, std: of the channels, pixels in [0, 1].
+    crop_pct: of the centre crop for evaluation, as timm has it.
+    crop_scale: share of the area that the random resized crop keeps; null = the whole image.
+    flip: rate of horizontal mirroring. rotate, shift: range of a random rotation in degrees and of
+    a random shift as a share of the side. rand_augment: timm's description; null = off.
+    color_jitter: strength; timm leaves it out where rand_augment is on. random_erasing: rate.
+    mixup, cutmix: their alpha; 0 = off. With both on, each is taken half of the time. Neighbours in
+    the batch (0 and 1, 2 and 3, ...) are mixed with each other, every pair with its own share, so
+    the result does not depend on how a batch is split. Batches and micro-batches must be even.
+    repeats: times that an image is seen in the batch, augmented anew (repeated augmentation).
+    on_corrupt: `error`, or `skip` to train on the next image instead and count.
+    """
+
+    name: str
+    source: str
+    image_size: int = 224
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.875
+    crop_scale: tuple[float, float] | None = (0.08, 1.0)
+    flip: float = 0.5
+    rotate: float = 0.0
+    shift: float = 0.0
+    rand_augment: str | None = "rand-m9-mstd0.5-inc1"
+    color_jitter: float = 0.3
+    random_erasing: float = 0.25
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    label_smoothing: float = 0.1
+    repeats: int = 3
+    on_corrupt: str = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std", "crop_scale"):  # omegaconf makes lists of them
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+        if self.name == EMBEDDED != self.source:
+            raise ValueError(
+                f"data.source={self.source} is not the embedded digits: use data=imagenet and give "
+                "yours a name, data.name=..."
+            )
+        for name in ("image_size", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name}={getattr(self, name)}; it must be at least 1")
+        for name in ("flip", "shift", "random_erasing", "label_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name}={getattr(self, name)}; it must be in [0, 1]")
+        for name in ("rotate", "color_jitter", "mixup", "cutmix"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"data.{name}={getattr(self, name)}; it must not be negative")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"data.crop_pct={self.crop_pct}; it must be in (0, 1]")
+        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError(
+                f"data.crop_scale={list(self.crop_scale)}; it must be two rising shares in (0, 1]"
+            )
+        if self.rand_augment is not None and not self.rand_augment.startswith("rand-"):
+            raise ValueError(
+                f"data.rand_augment={self.rand_augment}; it must be a description such as "
+                "rand-m9-mstd0.5-inc1, or null"
+            )
+        if self.on_corrupt not in ("error", "skip"):
+            raise ValueError(f"data.on_corrupt={self.on_corrupt}; choose one of error, skip")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a training image is mixed with another one."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on: all but the place of the images."""
+        identity = dataclasses.asdict(self)
+        del identity["source"]
+        return identity
+
+    def known_fingerprint(self) -> str | None:
+        """Hash of the images, if they are on this machine outside the hub's cache."""
+        here = self.source == EMBEDDED or Path(self.source).expanduser().is_dir()
+        return load_images(self).fingerprint if here else None
+
+
+class CorruptImage(UserError):
+    """The file, and what is wrong with it."""
+
+
+class Split(Protocol):
+    """The images of one split, in a fixed order."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class of each, int64 [N]."""
+
+    def open(self, index: int) -> Image:
+        """The image in RGB; a `CorruptImage` when it cannot be decoded."""
+
+    def where(self, index: int) -> str:
+        """Its file, for messages."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Both splits of a data set. `classes`: names, in the order of the labels."""
+
+    directory: Path
+    classes: tuple[str, ...]
+    train: Split
+    val: Split
+    fingerprint: str
+
+    def describe(self) -> dict[str, Any]:
+        splits = {"train": self.train, "val": self.val}
+        return {
+            "classes": len(self.classes),
+            "splits": {name: {"images": len(split.labels)} for name, split in splits.items()},
+            "sha256": self.fingerprint,
+        }
+
+
+def load_images(config: ImageConfig) -> Images:
+    """The data set of `config`; it is looked through, but no image of a file is decoded yet.
+
+    Raises:
+        UserError: it is not there, or not a folder in ImageNet's layout.
+    """
+    if config.source == EMBEDDED:
+        return _digits(config.image_size)
+    path = Path(config.source).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    if path.exists() or path.is_absolute() or config.source.startswith((".", "~")):
+        raise UserError(f"data.source={config.source} is no folder; give one with train/ and val/")
+    return _hub(config.source)
+
+
+# ---- The three kinds of data sets.
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Grey images in memory, uint8 [N, S, S]."""
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    name: str
+
+    def open(self, index: int) -> Image:
+        from PIL import Image
+
+        return Image.fromarray(self.pixels[index]).convert("RGB")
+
+    def where(self, index: int) -> str:
+        return f"{self.name} {index}"
+
+
+def _digits(image_size: int) -> Images:
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)  # 8 x 8, from 0 to 16
+    labels = data.target.astype(np.int64)
+    train, val = train_test_split(
+        np.arange(len(labels)), test_size=HELD_OUT, stratify=labels, random_state=0
+    )
+    digest = hashlib.sha256(pixels.tobytes() + labels.tobytes() + val.astype("<i8").tobytes())
+    size = (image_size, image_size)
+    large = np.stack(
+        [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in pixels]
+    )
+    return Images(
+        directory=Path(EMBEDDED),
+        classes=tuple(str(name) for name in data.target_names),
+        train=_Arrays(large[train], labels[train], "training digit"),
+        val=_Arrays(large[val], labels[val], "held-out digit"),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Images in files, `<directory>/<class>/<name>`."""
+
+    directory: Path
+    classes: tuple[str, ...]
+    names: np.ndarray  # bytes [N]; an array, which forked workers share, and not a list
+    labels: np.ndarray
+
+    def open(self, index: int) -> Image:
+        path = self.where(index)
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from error
+        return decode(content, path)
+
+    def where(self, index: int) -> str:
+        name = os.fsdecode(bytes(self.names[index]))
+        return str(self.directory / self.classes[self.labels[index]] / name)
+
+
+def _folder(root: Path) -> Images:
+    digest = hashlib.sha256()
+    classes: dict[str, tuple[str, ...]] = {}
+    splits: dict[str, _Files] = {}
+    for split in SPLITS:
+        directory = root / split
+        if not directory.is_dir():
+            raise UserError(f"{root} has no folder {split}; it needs train/<class>/, val/<class>/")
+        with os.scandir(directory) as entries:
+            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+        if not names:
+            raise UserError(f"{directory} has no classes; put its images into {directory}/<class>/")
+        classes[split] = tuple(names)
+    for split, other in (SPLITS, SPLITS[::-1]):
+        if missing := sorted(set(classes[other]) - set(classes[split])):
+            raise UserError(
+                f"{root / split / missing[0]} is missing, the class {missing[0]} is only in "
+                f"{other}; {len(missing)} classes differ"
+            )
+    for split in SPLITS:
+        files: list[bytes] = []
+        labels: list[int] = []
+        for label, name in enumerate(classes[split]):
+            found = _image_files(root / split / name)
+            lines = "".join(f"{split}/{name}/{f} {size}\n" for f, size in found)
+            digest.update(os.fsencode(lines))
+            files += [os.fsencode(f) for f, _ in found]
+            labels += [label] * len(found)
+        splits[split] = _Files(root / split, classes[split], np.array(files), np.array(labels))
+    return Images(root, classes["train"], splits["train"], splits["val"], digest.hexdigest())
+
+
+def _image_files(directory: Path) -> list[tuple[str, int]]:
+    """(name, bytes) of the images in a class, sorted; a UserError if there are none."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    with os.scandir(directory) as entries:
+        found = sorted(
+            (entry.name, entry.stat().st_size)
+            for entry in entries
+            if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith(".")
+        )
+    if not found:
+        raise UserError(f"{directory} holds no image ({', '.join(IMG_EXTENSIONS)})")
+    return found
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Images in a data set of the hub, as their encoded files."""
+
+    rows: Any
+    column: str
+    labels: np.ndarray
+    name: str
+
+    def open(self, index: int) -> Image:
+        cell = self.rows[index][self.column]
+        content = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+        return decode(content, self.where(index))
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+
+def _hub(hub_id: str) -> Images:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(hub_id)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "
+            f"{reason}"
+        ) from error
+    held_out = "validation" if "validation" in data else "test"
+    if "train" not in data or held_out not in data:
+        raise UserError(
+            f"{hub_id} has the splits {', '.join(data)}; it needs train, and validation or test"
+        )
+    features = data["train"].features
+    image = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    label = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if len(image) != 1 or len(label) != 1:
+        raise UserError(
+            f"{hub_id} has the columns {', '.join(features)}; it needs one of images and one of "
+            "class labels"
+        )
+    digest = hashlib.sha256()
+    splits = []
+    for name in ("train", held_out):
+        rows = data[name].cast_column(image[0], datasets.Image(decode=False))
+        labels = np.asarray(rows[label[0]][:], dtype=np.int64)
+        digest.update(f"{name} {len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
+        splits.append(_Rows(rows, image[0], labels, f"{hub_id}, {name}"))
+    classes = tuple(features[label[0]].names)
+    return Images(Path(hub_id), classes, splits[0], splits[1], digest.hexdigest())
+
+
+def decode(content: bytes, where: str) -> Image:
+    """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted).
+
+    Raises:
+        CorruptImage: it cannot be decoded; `where` is named.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(content)).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise CorruptImage(f"{where} is no image: its format is not recognised") from error
+    # What Pillow raises for files that end early or hold nonsense.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise CorruptImage(f"{where} is corrupt: {error}") from error
+
+
+# ---- The order of training, its randomness and its processes.
+
+
+@lru_cache(maxsize=4)
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of `count` images of one epoch, a pure function of seed and epoch."""
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's CPU generators seeded by `key` inside; as before afterwards.
+
+    timm and torchvision draw from these three.
+    """
+    torch_generator = torch.default_generator
+    before = random.getstate(), np.random.get_state(), torch_generator.get_state()
+    word = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(word)
+    np.random.seed(word)
+    torch_generator.manual_seed(word)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch_generator.set_state(before[2])
+
+
+@dataclass
+class Stream:
+    """The training images without end, epoch after epoch, each epoch in its own order.
+
+    skipped: the corrupt files that were met and replaced by the next image of the epoch's order.
+    """
+
+    split: Split
+    seed: int
+    skip_corrupt: bool = False
+    skipped: set[str] = field(default_factory=set)
+
+    def open(self, number: int) -> tuple[Image, int]:
+        """(image, label) of the `number`-th image since the beginning of training."""
+        count = len(self.split.labels)
+        epoch, position = divmod(number, count)
+        order = epoch_order(count, self.seed, epoch)
+        for offset in range(count if self.skip_corrupt else 1):
+            index = order[(position + offset) % count]
+            try:
+                return self.split.open(index), int(self.split.labels[index])
+            except CorruptImage:
+                if not self.skip_corrupt:
+                    raise
+                self.skipped.add(self.split.where(index))
+        raise UserError(f"none of the {count} training images can be decoded")
+
+
+R = TypeVar("R")
+
+
+def read_ahead(
+    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[str]
+) -> Iterator[Batch]:
+    """`make(request)` for each request, in order; made by `workers` processes if there are any.
+
+    skipped: that of the `Stream` that `make` reads from; it takes up what the processes skipped.
+    """
+    if not workers:
+        yield from map(make, requests)
+        return
+    loader: Iterable[Any] = torch.utils.data.DataLoader(
+        _Made(make, skipped),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the global one must not feel the number of workers
+    )
+    for made, seen in loader:
+        if isinstance(made, UserError):
+            raise made
+        skipped |= seen
+        yield made
+
+
+class _Made(torch.utils.data.Dataset):
+    def __init__(self, make: Callable[[Any], Batch], skipped: set[str]) -> None:
+        self.make, self.skipped = make, skipped
+
+    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[str]]:
+        try:
+            return self.make(request), self.skipped
+        except UserError as error:  # raised here, the loader would wrap it into a traceback
+            return error, self.skipped
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
+
+
+# ---- Supervised training.
+
+
+def train_transform(config: ImageConfig) -> Transform:
+    """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
+    from timm.data import create_transform
+    from torchvision.transforms import Compose, InterpolationMode, RandomAffine
+
+    whole = config.crop_scale is None
+    steps = [
+        create_transform(
+            config.image_size,
+            is_training=True,
+            scale=(1.0, 1.0) if whole else config.crop_scale,
+            ratio=(1.0, 1.0) if whole else None,
+            hflip=config.flip,
+            color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
+            auto_augment=config.rand_augment,
+            interpolation="bicubic",
+            mean=config.mean,
+            std=config.std,
+            re_prob=config.random_erasing,
+            re_mode="pixel",
+        )
+    ]
+    if config.rotate or config.shift:
+        shift = (config.shift, config.shift)
+        bilinear = InterpolationMode.BILINEAR
+        steps.insert(0, RandomAffine(config.rotate, shift, interpolation=bilinear))
+    return Compose(steps)
+
+
+def eval_transform(config: ImageConfig) -> Transform:
+    """timm's for validation: bicubic resize and centre crop, RGB image -> [3, S, S]."""
+    from timm.data import create_transform
+
+    return create_transform(
+        config.image_size,
+        is_training=False,
+        crop_pct=config.crop_pct,
+        interpolation="bicubic",
+        mean=config.mean,
+        std=config.std,
+    )
+
+
+class ImageSource:
+    """Images and classes (experiments/source.py): `input` [B, 3, S, S], `target`.
+
+    In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
+    distribution, fp32 [B, K]; in evaluation always the class.
+
+    With `repeats` r, a batch of b samples holds b/r images, r times each (the last one goes on in
+    the next batch where r does not divide b); neighbours in the batch are different images. The
+    random choices of a sample are keyed by (seed, step, index in the batch).
+
+    Args:
+        shape: of the model.
+        batch_size: samples per optimizer step.
+        workers: processes that decode and augment; 0 = this one. They do not change the batches.
+
+    Raises:
+        UserError: the data set cannot be used, or does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: ImageConfig,
+        shape: ViTConfig,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+    ) -> None:
+        from timm.data import Mixup
+
+        images = load_images(config)
+        if shape.n_classes != len(images.classes):
+            raise UserError(
+                f"{images.directory} has {len(images.classes)} classes, the model has "
+                f"{shape.n_classes}: set model.n_classes={len(images.classes)}"
+            )
+        if shape.image_size != config.image_size:
+            raise UserError(
+                f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
+            )
+        if config.mixes and batch_size % 2:
+            raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
+        self.config, self.images, self.seed, self.workers = config, images, seed, workers
+        self.batch_size, self.tokens_per_sample = batch_size, shape.tokens
+        self.directory, self.fingerprint = images.directory, images.fingerprint
+        self.stream = Stream(images.train, seed, config.on_corrupt == "skip")
+        repeats = range(config.repeats)
+        self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
+        self.augment, self.prepare = train_transform(config), eval_transform(config)
+        self.mix = Mixup(
+            config.mixup,
+            config.cutmix,
+            label_smoothing=config.label_smoothing,
+            num_classes=len(images.classes),
+        )
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        return read_ahead(self._train_batch, requests, self.workers, self.stream.skipped)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """`count` validation images, evenly spaced over the split, which is sorted by class."""
+        available = len(self.images.val.labels)
+        if not 1 <= count <= available:
+            raise UserError(
+                f"{count} evaluation images asked for, but the validation split of "
+                f"{self.directory} holds {available}: ask for 1 to {available}"
+            )
+        indices = np.arange(count) * available // count
+        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+        return read_ahead(self._eval_batch, parts, self.workers, set())
+
+    def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """Logits [B, K] -> sums of the loss and of top-1 and top-5 accuracy in percent, and B."""
+        target = batch["target"]
+        best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
+        hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}
+        return {"loss": loss * len(target), **hits}, len(target)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.config.name,
+            **self.images.describe(),
+            "skipped": len(self.stream.skipped),
+        }
+
+    def _train_batch(self, request: Request) -> Batch:
+        from timm.data.mixup import mixup_target
+
+        step, samples = request
+        if self.config.mixes and (samples.start % 2 or len(samples) % 2):
+            raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
+        first = step * self.batch_size
+        inputs, labels = [], []
+        for index in samples:
+            image, label = self.stream.open((first + int(self.order[index])) // self.config.repeats)
+            with seeded(self.seed, _AUGMENT, step, index):
+                inputs.append(self.augment(image))
+            labels.append(label)
+        input, target = torch.stack(inputs), torch.tensor(labels)
+        if self.config.mixes:
+            target = self._mix_pairs(input, target, step, samples)
+        elif self.config.label_smoothing:
+            target = mixup_target(
+                target, len(self.images.classes), 1.0, self.config.label_smoothing
+            )
+        return {"input": input, "target": target}
+
+    def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
+        """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
+        targets = []
+        for row in range(0, len(samples), 2):
+            pair = slice(row, row + 2)
+            with seeded(self.seed, _MIX, step, samples[row]):
+                input[pair], target = self.mix(input[pair], labels[pair])
+            targets.append(target)
+        return torch.cat(targets)
+
+    def _eval_batch(self, indices: np.ndarray) -> Batch:
+        inputs = [self.prepare(self.images.val.open(index)) for index in indices]
+        labels = torch.from_numpy(self.images.val.labels[indices])
+        return {"input": torch.stack(inputs), "target": labels}
