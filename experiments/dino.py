@@ -1,0 +1,63 @@
+"""Train a ViT without labels: `python -m experiments.dino model=vit_nano method=semi_sparse`.
+
+Self-distillation (DINO, models/dino.py) on the images of `data`; the training itself is that of
+`experiments.pretrain`, with the same files in the same place. What it delivers is the teacher's
+ViT. Then its frozen features are probed (experiments/probes.py): `knn_top1` and `linear_top1` stand
+among the metrics of `result.json`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from experiments import checkpoint, pretrain, results
+from experiments import config as configuration
+from experiments.config import RunConfig, driver
+from experiments.finished import FinishedRun
+from experiments.images import ImageConfig
+from experiments.probes import probe
+from models.vit import ViT
+
+
+def load(overrides: list[str] | None = None) -> RunConfig:
+    """Compose `conf/dino.yaml` with hydra overrides; a UserError for one that does not fit."""
+    return configuration.load(overrides, "dino")
+
+
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """The result of this very config, if it was trained and probed."""
+    result = pretrain.finished(config)
+    return result if result is not None and "linear_top1" in result["metrics"] else None
+
+
+def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Train as `pretrain.run` does, then probe; returns the content of `result.json`.
+
+    Raises:
+        UserError: as there.
+    """
+    result = pretrain.run(config, report)
+    if int(os.environ.get("RANK", "0")) or "linear_top1" in result["metrics"]:
+        return result
+    model = FinishedRun.open(config.directory()).model()
+    assert isinstance(model, ViT) and isinstance(config.data, ImageConfig)
+    gpu = config.impl.device != "cpu" and torch.cuda.is_available()
+    with pretrain.process_settings(config.impl):
+        found = probe(model, config.data, "cuda" if gpu else "cpu", config.impl.workers)
+    result["metrics"] |= found
+    checkpoint.write_json(config.directory() / results.FILE, result)
+    report(f"k-NN {found['knn_top1']:.2f} %, linear {found['linear_top1']:.2f} % top-1")
+    return result
+
+
+@driver("dino")
+def main(config: RunConfig) -> None:
+    run(config)
+
+
+if __name__ == "__main__":
+    main()

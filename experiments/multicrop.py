@@ -1,0 +1,164 @@
+"""Crops of images for self-distillation (DINO, arXiv 2104.14294): two global, n local ones each.
+
+The images, their order and their corrupt files are those of `experiments.images`; labels are not
+used. `flip`, `rotate` and `shift` are those of the data (mirrored digits would be no digits), the
+rest of the augmentation that of `DinoConfig`. Shapes: B images, S = image_size and s = local_size
+pixels a side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.errors import UserError
+from experiments.images import ImageConfig, Stream, load_images, read_ahead, seeded
+from experiments.source import Batch, Request
+from models.dino import DinoConfig
+from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from experiments.images import Transform
+
+_TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
+# Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.
+_BLUR = {"first": 1.0, "second": 0.1, "local": 0.5}
+_SOLARIZE = {"first": 0.0, "second": 1.0, "local": 0.0}
+
+
+def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
+    """Augmentation of the `first` or `second` global crop or of a `local` one: RGB image of any
+    size -> [3, S, S] or [3, s, s]. Draws from the global generators."""
+    from torchvision import transforms as T
+
+    bicubic, bilinear = T.InterpolationMode.BICUBIC, T.InterpolationMode.BILINEAR
+    local = kind == "local"
+    size, scale = (
+        (dino.local_size, dino.local_scale) if local else (data.image_size, dino.global_scale)
+    )
+    steps: list[Any] = []
+    if data.rotate or data.shift:
+        steps.append(T.RandomAffine(data.rotate, (data.shift, data.shift), interpolation=bilinear))
+    steps += [T.RandomResizedCrop(size, scale, interpolation=bicubic)]
+    if data.flip:
+        steps.append(T.RandomHorizontalFlip(data.flip))
+    if dino.jitter:
+        color = (dino.jitter / 2, dino.jitter / 4) if dino.color else (0.0, 0.0)
+        steps.append(T.RandomApply([T.ColorJitter(dino.jitter, dino.jitter, *color)], p=0.8))
+    if dino.color:
+        steps.append(T.RandomGrayscale(p=0.2))
+    if dino.blur:
+        steps.append(T.RandomApply([T.Lambda(_blur)], p=_BLUR[kind]))
+    if dino.solarize and _SOLARIZE[kind]:
+        steps.append(T.RandomSolarize(128, p=dino.solarize * _SOLARIZE[kind]))
+    return T.Compose([*steps, T.ToTensor(), T.Normalize(data.mean, data.std)])
+
+
+def _blur(image: Image) -> Image:
+    """By a Gaussian of 0.1 to 2 pixels."""
+    from PIL import ImageFilter
+
+    return image.filter(ImageFilter.GaussianBlur(torch.empty(1).uniform_(0.1, 2.0).item()))
+
+
+class MultiCrops:
+    """Crops (experiments/source.py): `global_crops` [B, 2, 3, S, S], `local_crops`
+    [B, n, 3, s, s].
+
+    The random choices of a training sample are keyed by (seed, step, index in the batch), those of
+    a validation image by its index alone.
+
+    Args:
+        shape: of the model.
+        batch_size: images per optimizer step.
+        workers: processes that decode and crop; 0 = this one. They do not change the batches.
+
+    Raises:
+        UserError: the data set cannot be used, or does not fit the model.
+    """
+
+    def __init__(
+        self,
+        data: ImageConfig,
+        dino: DinoConfig,
+        shape: ViTConfig,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+    ) -> None:
+        if shape.image_size != data.image_size:
+            raise UserError(
+                f"data.image_size={data.image_size}, but model.image_size={shape.image_size}"
+            )
+        images = load_images(data)
+        self.data, self.dino, self.images = data, dino, images
+        self.seed, self.batch_size, self.workers = seed, batch_size, workers
+        self.directory, self.fingerprint = images.directory, images.fingerprint
+        self.stream = Stream(images.train, seed, data.on_corrupt == "skip")
+        self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
+        self.local = crop_transform(data, dino, "local")
+        # Of the student, which sees all crops.
+        local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
+        self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        return read_ahead(self._train_batch, requests, self.workers, self.stream.skipped)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """Crops of `count` validation images, evenly spaced over the split."""
+        available = len(self.images.val.labels)
+        if not 1 <= count <= available:
+            raise UserError(
+                f"{count} evaluation images asked for, but the validation split of "
+                f"{self.directory} holds {available}: ask for 1 to {available}"
+            )
+        indices = np.arange(count) * available // count
+        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+        return read_ahead(self._eval_batch, parts, self.workers, set())
+
+    def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """The sum of the loss, and B."""
+        count = len(batch["global_crops"])
+        return {"loss": loss * count}, count
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.data.name,
+            **self.images.describe(),
+            "skipped": len(self.stream.skipped),
+        }
+
+    def _train_batch(self, request: Request) -> Batch:
+        step, samples = request
+        first = step * self.batch_size
+        crops = []
+        for index in samples:
+            image, _ = self.stream.open(first + index)
+            with seeded(self.seed, _TRAIN, step, index):
+                crops.append(self._crops(image))
+        return _stack(crops)
+
+    def _eval_batch(self, indices: np.ndarray) -> Batch:
+        crops = []
+        for index in indices:
+            image = self.images.val.open(index)
+            with seeded(_EVAL, int(index)):
+                crops.append(self._crops(image))
+        return _stack(crops)
+
+    def _crops(self, image: Image) -> tuple[Tensor, Tensor]:
+        large = torch.stack([crop(image) for crop in self.globals])
+        small = [self.local(image) for _ in range(self.dino.local_crops)]
+        size = self.dino.local_size
+        return large, torch.stack(small) if small else torch.empty(0, 3, size, size)
+
+
+def _stack(crops: list[tuple[Tensor, Tensor]]) -> Batch:
+    large, small = zip(*crops, strict=True)
+    return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}

@@ -1,0 +1,299 @@
+"""DINO: self-distillation without labels (Caron et al., ICCV 2021, arXiv 2104.14294).
+
+A student sees every crop of an image, a teacher only the global ones; the student predicts the
+teacher's output for the other crops. The teacher is the moving average of the student; its output
+is centred and sharpened, which keeps both from collapsing to a constant.
+
+Shapes: B images, G = 2 global crops, n local crops, V = G + n views, C features, K prototypes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.vit import ViT, ViTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinoConfig:
+    """Crops, head, loss and schedules; the defaults are the authors' for ImageNet.
+
+    local_crops: beside the two global ones, which have the model's image size; `local_size` is
+        theirs in pixels a side. global_scale, local_scale: share of the image's area in a crop.
+    jitter: of brightness and contrast, in four crops of five. color: half of it of saturation, a
+        quarter of hue as well, and one crop of five is grey. blur: Gaussian, of every first global
+        crop, a tenth of the second and half of the local ones. solarize: rate in second global
+        crops.
+    total_steps: optimizer steps of the whole training; the fractions are resolved against it.
+    prototypes, hidden, bottleneck: widths of the head.
+    student_temperature: of the student's softmax. teacher_temperature: of the teacher's, which
+        rises to it linearly from `first_teacher_temperature` over the first `teacher_warmup` of
+        the steps.
+    momentum: of the teacher's weights at the first step; a cosine takes it to 1 at the last.
+    centre_momentum: of the centre.
+    frozen_fraction: share of the steps, the first ones, in which the prototypes stay as they are.
+    """
+
+    total_steps: int
+    local_crops: int = 8
+    local_size: int = 96
+    global_scale: tuple[float, float] = (0.4, 1.0)
+    local_scale: tuple[float, float] = (0.05, 0.4)
+    jitter: float = 0.4
+    color: bool = True
+    blur: bool = True
+    solarize: float = 0.2
+    prototypes: int = 65536
+    hidden: int = 2048
+    bottleneck: int = 256
+    student_temperature: float = 0.1
+    teacher_temperature: float = 0.07
+    first_teacher_temperature: float = 0.04
+    teacher_warmup: float = 0.3
+    momentum: float = 0.996
+    centre_momentum: float = 0.9
+    frozen_fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("total_steps", "local_size", "prototypes", "hidden", "bottleneck"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.local_crops < 0:
+            raise ValueError(f"local_crops={self.local_crops}; it must not be negative")
+        for name in ("global_scale", "local_scale"):
+            low, high = getattr(self, name)
+            object.__setattr__(self, name, (low, high))  # omegaconf makes a list of it
+            if not 0 < low <= high <= 1:
+                raise ValueError(f"{name}={[low, high]}; it must be two rising shares in (0, 1]")
+        for name in ("student_temperature", "teacher_temperature", "first_teacher_temperature"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+        shares = ("solarize", "teacher_warmup", "momentum", "centre_momentum", "frozen_fraction")
+        for name in shares:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}; it must lie in [0, 1]")
+        # torchvision's hue factor goes up to a half.
+        if not 0 <= self.jitter <= 2:
+            raise ValueError(f"jitter={self.jitter}; it must lie in [0, 2]")
+
+    def teacher_temperature_at(self, step: int) -> float:
+        """Temperature of the teacher's softmax in optimizer step `step`."""
+        steps = round(self.teacher_warmup * self.total_steps)
+        share = min(1.0, step / steps) if steps else 1.0
+        first = self.first_teacher_temperature
+        return first + share * (self.teacher_temperature - first)
+
+    def momentum_at(self, step: int) -> float:
+        """Momentum of the teacher's weights after optimizer step `step`."""
+        remaining = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / self.total_steps)))
+        return 1.0 - remaining * (1.0 - self.momentum)
+
+    def frozen_at(self, step: int) -> bool:
+        """Whether the prototypes stay as they are in optimizer step `step`."""
+        return step < round(self.frozen_fraction * self.total_steps)
+
+
+def _check_fits(shape: ViTConfig, config: DinoConfig) -> None:
+    if not config.local_crops or config.local_size == shape.image_size:
+        return
+    if config.local_size % shape.patch_size:
+        raise ValueError(
+            f"dino.local_size={config.local_size} is no multiple of the model's "
+            f"patch_size={shape.patch_size}"
+        )
+    if not shape.dynamic_image_size:
+        raise ValueError(
+            f"dino.local_size={config.local_size}, but the model takes {shape.image_size} pixels a "
+            "side only: set model.dynamic_image_size=true"
+        )
+
+
+class Prototypes(nn.Module):
+    """Cosines of x with K directions, [..., bottleneck] -> [..., K]: a linear layer without bias
+    whose rows are normalised (weight normalisation with all lengths fixed at 1).
+    """
+
+    def __init__(self, features: int, prototypes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(prototypes, features))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+class Head(nn.Module):
+    """Three linear layers and the prototypes, [..., C] -> [..., K]."""
+
+    def __init__(self, features: int, config: DinoConfig) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(features, config.hidden),
+            nn.GELU(),
+            nn.Linear(config.hidden, config.hidden),
+            nn.GELU(),
+            nn.Linear(config.hidden, config.bottleneck),
+        )
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        self.last_layer = Prototypes(config.bottleneck, config.prototypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last_layer(self.layers(x))
+
+
+class Network(nn.Module):
+    """Backbone and head: what student and teacher both are."""
+
+    def __init__(self, backbone: ViT, head: Head) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, *crops: Tensor) -> Tensor:
+        """Crops [B, n_i, 3, H_i, W_i], each group of one size, -> [B, sum of n_i, K].
+
+        One forward pass of the backbone for each size, one of the head for all.
+        """
+        features = [
+            self.backbone.features(group.flatten(0, 1)).unflatten(0, group.shape[:2])
+            for group in crops
+            if group.shape[1]
+        ]
+        return self.head(torch.cat(features, dim=1))
+
+
+def dino_loss(student: Tensor, teacher: Tensor, temperature: Tensor | float) -> Tensor:
+    """Mean cross entropy, in nats, of the student against the teacher over pairs of two views.
+
+    Args:
+        student: outputs [B, V, K]. The first G views are those of the teacher; a view is never
+            compared with itself.
+        teacher: probabilities [B, G, K].
+        temperature: of the student's softmax.
+    """
+    batch, views, _ = student.shape
+    log_p = F.log_softmax(student / temperature, dim=-1)
+    entropies = -torch.einsum("bgk,bvk->gv", teacher, log_p) / batch
+    pairs = teacher.shape[1] * (views - 1)
+    return (entropies.sum() - entropies.diagonal().sum()) / pairs
+
+
+class DINO(nn.Module):
+    """Student and teacher of one ViT.
+
+    All that a step depends on is set by the hooks that a trainer calls around its own work:
+
+        model.on_step_begin(step)
+        ... forward and backward of every micro-batch ...
+        model.on_gradients(step)        # before the optimizer
+        optimizer.step()
+        model.on_step_end(step)         # before a sparse method's, which then derives the masks
+                                        # of the teacher from its new weights
+
+    Centre and figures are sums over a step's micro-batches and over all ranks, so neither changes
+    what is computed. The teacher is always in evaluation mode: it knows no stochastic depth.
+    """
+
+    centre: Tensor
+    teacher_temperature: Tensor
+    sums: Tensor
+    figures: Tensor
+
+    def __init__(self, vit: ViT, config: DinoConfig) -> None:
+        super().__init__()
+        _check_fits(vit.config, config)
+        self.config = config
+        self.student = Network(vit, Head(vit.config.width, config))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False).eval()
+        self.register_buffer("centre", torch.zeros(config.prototypes))
+        self.register_buffer("teacher_temperature", torch.tensor(config.teacher_temperature_at(0)))
+        # Of the current step: the teacher's outputs [K], its entropy, the loss, the batch.
+        sums = torch.zeros(config.prototypes + 3)
+        self.register_buffer("sums", sums, persistent=False)
+        # Means of the step before: entropy of the teacher, loss.
+        self.register_buffer("figures", torch.zeros(2), persistent=False)
+
+    def train(self, mode: bool = True) -> DINO:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, global_crops: Tensor, local_crops: Tensor) -> tuple[Tensor, Tensor]:
+        """Crops [B, 2, 3, H, W] and [B, n, 3, h, w] -> (student's output [B, V, K], loss)."""
+        student = self.student(global_crops, local_crops)
+        with torch.no_grad():
+            teacher = self.teacher(global_crops)
+        with torch.autocast(student.device.type, enabled=False):
+            student, teacher = student.float(), teacher.float()
+            log_p = F.log_softmax((teacher - self.centre) / self.teacher_temperature, dim=-1)
+            p = log_p.exp()
+            loss = dino_loss(student, p, self.config.student_temperature)
+        if self.training:
+            batch = teacher.shape[0]
+            entropy = -(p * log_p).sum(-1).mean()
+            means = torch.stack([entropy, loss.detach(), torch.ones_like(entropy)])
+            self.sums += torch.cat([teacher.mean(1).sum(0), means * batch])
+        return student, loss
+
+    def backbone(self) -> ViT:
+        """The teacher's ViT, which is what training is for."""
+        return self.teacher.backbone
+
+    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups of the student: matrices are decayed, biases and norms are not."""
+        head = list(self.student.head.parameters())
+        return [
+            *self.student.backbone.param_groups(weight_decay),
+            {"params": [p for p in head if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in head if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    @torch.no_grad()
+    def on_step_begin(self, step: int) -> None:
+        """Before the first micro-batch. At step 0 the teacher becomes the student: a sparse method
+        may have given its layers another state, random masks say."""
+        if step == 0:
+            self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher_temperature.fill_(self.config.teacher_temperature_at(step))
+
+    def on_gradients(self, step: int) -> None:
+        """Before the optimizer: prototypes that are frozen get no gradient."""
+        if self.config.frozen_at(step):
+            self.student.head.last_layer.weight.grad = None
+
+    @torch.no_grad()
+    def on_step_end(self, step: int) -> None:
+        """After the optimizer: the teacher's weights and the centre."""
+        if dist.is_initialized():
+            dist.all_reduce(self.sums)
+        means = self.sums[:-1] / self.sums[-1]
+        self.sums.zero_()
+        self.centre.lerp_(means[:-2], 1.0 - self.config.centre_momentum)
+        self.figures.copy_(means[-2:])
+        torch._foreach_lerp_(
+            list(self.teacher.parameters()),
+            [p.detach() for p in self.student.parameters()],
+            1.0 - self.config.momentum_at(step),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Signs of collapse, over the batch of the last step, in nats.
+
+        teacher_entropy: mean entropy of the teacher's output; log K when it says nothing, 0 when it
+            is sure. teacher_kl: divergence of the student from it; 0 when both are constant.
+        """
+        entropy, loss = self.figures.tolist()
+        return {"teacher_entropy": entropy, "teacher_kl": loss - entropy}
