@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.errors import Terminated, UserError, raise_on_sigterm
-from reproduce.spec import TABLES, TIERS, Table, read_tables
+from reproduce import coverage, smoke_tasks
+from reproduce.reading import TABLES, read_tables
+from reproduce.spec import TIERS, Table
 
 RUNS = Path("runs")
 USAGE = """\
 python -m reproduce quickstart              every method against dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
-                                            Table 2 of every paper that has one, or of one
-python -m reproduce --list                  the tables, their tiers, and what has been run"""
+                                            Table 2 of every paper that has one, or of one;
+                                            likewise table1 to table8, table10, tableB2, figure4,
+                                            figure7
+python -m reproduce --list                  every table of every paper: tiers, what they need, what
+                                            has been run, and which are not covered"""
 
 
 class UsageError(UserError):
@@ -66,19 +71,23 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return False
     # Only now: these need torch, which takes seconds.
-    from reproduce.engine import execute, finished, plan, write_text
+    from experiments.checkpoint import write_json
+    from reproduce.engine import execute, finished, write_text
     from reproduce.figure import draw
+    from reproduce.jobs import INPUTS, needs_inputs, plan
     from reproduce.render import csv_text, render
 
     print(f"{table.title}, tier {tier}", flush=True)
-    stem = runs / "tables" / f"{table.name}-{tier}"
+    stem = coverage.stem(table, tier, runs)
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
-    jobs = plan(table, tier, runs)
-    execute(jobs, lambda message: print(message, flush=True))
-    done = finished(jobs)
+    planned = plan(table, tier, runs)
+    if needs_inputs(table, tier):
+        smoke_tasks.write(runs / INPUTS)
+    execute(planned.jobs, lambda message: print(message, flush=True))
+    done = finished(planned)
     rendered = render(table, tier, done)
     for suffix, text in {
         ".md": rendered.markdown(),
@@ -86,31 +95,24 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         "-runs.csv": csv_text(rendered.per_run),
     }.items():
         write_text(stem.with_name(stem.name + suffix), text)
-    if done:
-        draw(done, f"{table.title} ({tier})", stem.with_name(f"{stem.name}.png"))
+    drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
+    missing = [job for job in planned.jobs if job.result() is None]
+    counts = coverage.record(len(planned.jobs), len(planned.jobs) - len(missing))
+    write_json(stem.with_name(f"{stem.name}.json"), counts)
     rendered.print()
-    print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if done else ""))
-    missing = [str(job) for job in jobs if job not in [run.job for run in done]]
+    print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     if missing:
-        print(f"missing: {'; '.join(missing)}", file=sys.stderr)
+        print(f"missing: {'; '.join(map(str, missing))}", file=sys.stderr)
     return not missing
 
 
-def list_tables(tables: list[Table], runs: Path) -> None:
-    """Print tables, tiers, and the runs that each needs and has."""
-    from reproduce.engine import finished, plan
-
-    for table in tables:
-        print(table.title)
-        for name, tier in table.tiers.items():
-            paper = f" paper={table.paper}" if table.paper else ""
-            if tier.unavailable:
-                state = f"not offered: {tier.unavailable}"
-            else:
-                jobs = plan(table, name, runs)
-                size = f"{len(table.rows)} rows x {len(tier.seeds)} seeds"
-                state = f"{len(finished(jobs))} of {len(jobs)} runs done ({size})"
-            print(f"  {table.command}{paper} tier={name}: {state}")
+def attempt(table: Table, tier: str, runs: Path) -> bool:
+    """`make`; what stops it stops no other table."""
+    try:
+        return make(table, tier, runs)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return False
 
 
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
@@ -122,10 +124,11 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
             return 0 if arguments else 2
         tables = read_tables(folder)
         if arguments == ["--list"]:
-            list_tables(tables, runs)
+            for line in coverage.lines(tables, runs, coverage.items()):
+                print(line)
             return 0
         request = parse(arguments, tables)
-        complete = [make(table, request.tier, runs) for table in request.tables]
+        complete = [attempt(table, request.tier, runs) for table in request.tables]
         return 0 if all(complete) else 1
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,86 +1,45 @@
-"""Runs the trainings of a table: the baseline first, what is finished not again.
-
-A run is known by its config alone, so tables share runs, and a second call does what is missing.
-"""
+"""Runs the jobs of a table in order, what is finished not again, and collects what came out."""
 
 from __future__ import annotations
 
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import pretrain, results
 from experiments.checkpoint import write_atomic
-from experiments.config import RunConfig, load
 from experiments.errors import UserError
 from experiments.tracking import read_metrics
-from reproduce.spec import Table
+from reproduce.jobs import Job, Place, Plan
 
 Report = Callable[[str], None]
-Train = Callable[[RunConfig, Report], Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training that a table needs."""
-
-    label: str
-    seed: int
-    config: RunConfig
-
-    def __str__(self) -> str:
-        return f"{self.label}, seed {self.seed}"
+Act = Callable[[Job, Report], Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished job: its `result.json` and the records of its `metrics.jsonl`."""
+    """A finished training or benchmark at one place of a table.
 
-    job: Job
+    result: its `result.json`; log: the records of its `metrics.jsonl`; measures: the `result.json`
+    of the measurements that were made of it, by `<measure>` or `<measure>.<task>`.
+    """
+
+    place: Place
+    directory: Path
     result: dict[str, Any]
     log: list[dict[str, Any]]
+    measures: dict[str, dict[str, Any]]
 
 
-def plan(table: Table, tier: str, runs: Path) -> list[Job]:
-    """The jobs of a table in the order in which they run: row by row, seed by seed.
-
-    Raises:
-        UserError: a row whose overrides do not fit together.
-    """
-    chosen = table.tiers[tier]
-    jobs: list[Job] = []
-    for row in table.rows:
-        for seed in chosen.seeds:
-            own = [f"tier={tier}", f"seed={seed}"]
-            try:
-                config = load([*chosen.overrides, *row.overrides, *own])
-            except UserError as error:
-                raise UserError(f"{table.name}, tier {tier}, {row.label}: {error}") from error
-            config = replace(config, runs=runs)
-            if row.starts_from is not None:
-                [source] = [j for j in jobs if (j.label, j.seed) == (row.starts_from, seed)]
-                config = replace(config, init=source.config.directory())
-            jobs.append(Job(row.label, seed, config))
-    return jobs
+def run_job(job: Job, report: Report) -> Any:
+    return job.module.run(job.config, report)
 
 
-def result_of(job: Job) -> dict[str, Any] | None:
-    """The content of its `result.json`, if it was run to the end.
-
-    What starts from an unfinished run cannot be finished: it has no name yet.
-    """
-    source = job.config.init
-    if source is not None and not (source / results.FILE).is_file():
-        return None
-    return pretrain.finished(job.config)
-
-
-def execute(jobs: list[Job], report: Report, train: Train = pretrain.run) -> None:
+def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
     """Run what is not finished, in order. A failure is reported in one line and the rest go on."""
-    waiting = [(n, job) for n, job in enumerate(jobs, 1) if result_of(job) is None]
+    waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     start = time.monotonic()
     for position, (number, job) in enumerate(waiting):
@@ -90,27 +49,45 @@ def execute(jobs: list[Job], report: Report, train: Train = pretrain.run) -> Non
             rest = elapsed / position * (len(waiting) - position)
             left = f" ({clock(elapsed)} elapsed, about {clock(rest)} left)"
         report(f"[{number}/{len(jobs)}] {job}{left}")
+        if job.source is not None and job.source.result() is None:
+            report(f"failed: {job}: it needs the finished run of {job.source}")
+            continue
+        trace = None
         try:
             trace = job.config.directory() / "failure.txt"
             trace.unlink(missing_ok=True)
-            train(job.config, lambda message: report(f"  {message}"))
+            act(job, lambda message: report_lines(message, report))
         except UserError as error:
             report(f"failed: {job}: {_one_line(error)}")
         except Exception as error:
-            write_text(trace, traceback.format_exc())
-            report(f"failed: {job}: {type(error).__name__}: {_one_line(error)} (see {trace})")
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            if trace is not None:
+                write_text(trace, traceback.format_exc())
+                reason += f" (see {trace})"
+            report(f"failed: {job}: {reason}")
     if waiting:
         report(f"{clock(time.monotonic() - start)} for {len(waiting)} runs")
 
 
-def finished(jobs: list[Job]) -> list[Run]:
-    """Those jobs that were run to the end, with what came out."""
+def report_lines(message: str, report: Report) -> None:
+    """What a driver says, indented, without its tables: the run's own files have them."""
+    for line in message.splitlines():
+        if line.strip() and not line.startswith("|"):
+            report(f"  {line}")
+
+
+def finished(plan: Plan) -> list[Run]:
+    """What was run to the end, place by place."""
     runs = []
-    for job in jobs:
-        result = result_of(job)
-        if result is not None:
-            log = read_metrics(job.config.directory() / "metrics.jsonl")
-            runs.append(Run(job, result, log))
+    for place, (job, measures) in plan.places.items():
+        result = job.result()
+        if result is None:
+            continue
+        directory = job.config.directory()
+        log = read_metrics(directory / "metrics.jsonl")
+        found = {part: measure.result() for part, measure in measures.items()}
+        made = {part: content for part, content in found.items() if content is not None}
+        runs.append(Run(place, directory, result, log, made))
     return runs
 
 

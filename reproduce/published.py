@@ -12,17 +12,22 @@ FILE = Path(__file__).with_name("published.json")
 
 @dataclass(frozen=True)
 class Published:
-    """One confirmed value. evidence: `primary`, or `second-hand` (somebody's notes)."""
+    """One confirmed cell. value: None where the source shows that there is none (out of memory,
+    say). evidence: `primary`, or `second-hand` (somebody's notes, or read off a plot)."""
 
-    value: float
+    value: float | None
     unit: str
     evidence: str
     source: str
+    note: str = ""
 
     def text(self, spec: str) -> str:
         """As printed; `spec` is a Python format."""
         label = "" if self.evidence == "primary" else f" ({self.evidence})"
-        return f"{self.value:{spec}}{self.unit and ' '}{self.unit}{label}"
+        if self.value is None:
+            return f"none: {self.note}{label}"
+        gap = "" if self.unit in ("", "x") else " "
+        return f"{self.value:{spec}}{gap}{self.unit}{label}"
 
 
 @functools.cache
@@ -30,7 +35,11 @@ def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
     content = json.loads(path.read_text(encoding="utf-8"))
     return {
         (cell["work"], cell["table"], cell["row"], cell["column"]): Published(
-            cell["value"], cell["unit"], cell["evidence"], content["sources"][cell["source"]]
+            cell["value"],
+            cell["unit"],
+            cell["evidence"],
+            content["sources"][cell["source"]],
+            cell.get("note", ""),
         )
         for cell in content["cells"]
     }

@@ -6,24 +6,12 @@ import csv
 import io
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from experiments.errors import UserError
-from reproduce import stats
+from reproduce.cells import Cell, Numbers, offered, ours, paper, value
 from reproduce.engine import Run
-from reproduce.published import look_up
-from reproduce.spec import Column, Row, Table
-
-Numbers = dict[str, float | int | str | None]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is printed, and the figures behind it by name."""
-
-    text: str
-    numbers: Numbers = field(default_factory=dict)
+from reproduce.spec import BENCH, Column, Table
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class Rendered:
             console.print(f"- {line}", markup=False)
         table = RichTable(box=SIMPLE_HEAD)
         for number, column in enumerate(self.columns):
-            words = number == 0 or column == "method"
+            words = number == 0 or column in ("of", "method")
             table.add_column(column, justify="left" if words else "right", overflow="fold")
         for row in self.cells:
             table.add_row(*map(escape, row))
@@ -66,46 +54,58 @@ class Rendered:
 def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
     """The table of a tier from the runs that there are; what is missing says so.
 
-    A paper's table has one row per metric and method, ours beside the published value; a table of
-    our own has one row per method, the metrics side by side.
+    A paper's table has one line per metric, variant and method, ours beside the published value; a
+    table of our own has one line per variant and method, the metrics side by side.
     """
-    seeds = table.tiers[tier].seeds
-    by_label = {row.label: [r for r in runs if r.job.label == row.label] for row in table.rows}
-    baseline = by_label[table.rows[0].label]
-    ours = {
-        (row.label, column.label): _ours(column, by_label[row.label], baseline, len(seeds))
-        for row in table.rows
-        for column in table.columns
-    }
-    paper = {
-        (row.label, column.label): _paper(table, tier, row, column, ours[row.label, column.label])
-        for row in table.rows
-        for column in table.columns
-        if column.published
-    }
+    variants = table.variants_of(tier)
+    rows = [row for row in table.rows_of(tier) if not row.stage]
+    n = len(table.tiers[tier].seeds)
+    mine: dict[tuple[str, str, str], Cell] = {}
+    papers: dict[tuple[str, str, str], tuple[Cell, Cell]] = {}
+    for variant in variants:
+        of = {
+            row.label: [
+                r for r in runs if (r.place.variant, r.place.row) == (variant.label, row.label)
+            ]
+            for row in rows
+        }
+        for row in rows:
+            for column in table.columns:
+                key = (variant.label, row.label, column.label)
+                there = not variant.rows or row.label in variant.rows
+                cell = Cell("not offered", {"n": 0})
+                if there:
+                    cell = ours(table, tier, column, of[row.label], of[rows[0].label])
+                mine[key] = cell
+                if table.paper and (column.published or column.label in row.cells):
+                    papers[key] = paper(table, tier, variant, row, column, cell)
+    named = [variant.label for variant in variants] != [""]
+    lines = [(variant.label, row.label) for variant in variants for row in rows]
+    of_column = ["of"] if named else []
     if table.paper:
         no_paper = (Cell("-"), Cell("-"))
-        columns = ["metric", "method", "paper", f"ours (n={len(seeds)})", "difference", "tier"]
+        columns = ["metric", *of_column, "method", "paper", f"ours (n={n})", "difference", "tier"]
         cells = []
         for column in table.columns:
-            for row in table.rows:
-                key = (row.label, column.label)
-                published, difference = paper.get(key, no_paper)
-                cells.append(
-                    [key[1], key[0], published.text, ours[key].text, difference.text, tier]
-                )
+            for label, row_label in lines:
+                key = (label, row_label, column.label)
+                published, difference = papers.get(key, no_paper)
+                texts = [published.text, mine[key].text, difference.text, tier]
+                cells.append([column.label, *([label] if named else []), row_label, *texts])
     else:
-        columns = ["method", *(_heading(column, len(seeds)) for column in table.columns)]
+        columns = [*of_column, "method", *(_heading(column, n) for column in table.columns)]
         cells = [
-            [row.label, *(ours[row.label, column.label].text for column in table.columns)]
-            for row in table.rows
+            [*([label] if named else []), row_label]
+            + [mine[label, row_label, column.label].text for column in table.columns]
+            for label, row_label in lines
         ]
     summary = []
-    for row in table.rows:
-        numbers: Numbers = {"method": row.label, "tier": tier}
+    for label, row_label in lines:
+        numbers: Numbers = {"of": label} if named else {}
+        numbers |= {"method": row_label, "tier": tier}
         for column in table.columns:
-            key = (row.label, column.label)
-            for part in (ours[key], *paper.get(key, ())):
+            key = (label, row_label, column.label)
+            for part in (mine[key], *papers.get(key, ())):
                 numbers |= {f"{column.label}: {name}": v for name, v in part.numbers.items()}
         summary.append(numbers)
     return Rendered(
@@ -114,7 +114,7 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
         columns=columns,
         cells=cells,
         summary=summary,
-        per_run=[_per_run(table, run) for run in runs],
+        per_run=[_per_run(table, tier, run) for run in runs],
     )
 
 
@@ -128,79 +128,6 @@ def csv_text(rows: list[Numbers]) -> str:
     return file.getvalue()
 
 
-def value(run: Run, path: str) -> float | None:
-    """The quantity that a column's `value` names; None if this run did not measure it."""
-    if path.startswith("tail."):
-        name, first = path.removeprefix("tail."), 0.9 * run.result["steps"]
-        tail = [r[name] for r in run.log if r["step"] >= first and r.get(name) is not None]
-        return stats.mean(tail) if tail else None
-    found: Any = run.result
-    for key in path.split("."):
-        if key not in found:
-            raise UserError(f"{run.job.config.directory()}/result.json has no {path}")
-        found = found[key]
-    return found
-
-
-def _values(column: Column, runs: list[Run]) -> dict[int, float]:
-    """seed -> value, of the runs that measured it."""
-    if column.value is None:
-        return {}
-    found = {run.job.seed: value(run, column.value) for run in runs}
-    return {seed: v for seed, v in found.items() if v is not None}
-
-
-def _ours(column: Column, runs: list[Run], baseline: list[Run], wanted: int) -> Cell:
-    if column.value is None:
-        return Cell("not measured", {"n": 0})
-    own, base = _values(column, runs), _values(column, baseline)
-    if column.show == "paired" and runs and runs == baseline:
-        return Cell("baseline")
-    if column.show in ("paired", "ratio"):
-        own = {seed: v for seed, v in own.items() if seed in base}
-    n = len(own)
-    if n == 0:
-        return Cell("not measured" if len(runs) == wanted else "not run", {"n": 0})
-    few = f" (n={n} of {wanted})" if n < wanted else ""
-    form = column.format
-    match column.show:
-        case "mean_std":
-            mean, std = stats.mean(list(own.values())), stats.std(list(own.values()))
-            spread = f" ± {std:{form}}" if n > 1 else ""
-            text = f"{mean:{form}}{spread}{few}"
-            return Cell(text, {"mean": mean, "std": std if n > 1 else None, "n": n})
-        case "paired":
-            differences = [v - base[seed] for seed, v in own.items()]
-            mean, (low, high) = stats.mean(differences), stats.paired_interval(differences)
-            if n == 1:
-                return Cell(f"{mean:{form}}{few or ' (n=1)'}", {"mean": mean, "n": 1})
-            text = f"{mean:{form}} [{low:{form}}, {high:{form}}]{few}"
-            return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
-        case "ratio":
-            amount = stats.mean([v / base[seed] for seed, v in own.items()])
-        case "sum":
-            amount = sum(own.values())
-        case _:
-            amount = stats.mean(list(own.values()))
-    return Cell(f"{amount:{form}}{few}", {column.show: amount, "n": n})
-
-
-def _paper(table: Table, tier: str, row: Row, column: Column, own: Cell) -> tuple[Cell, Cell]:
-    """The published value, and our difference to it in the full tier: the paper's setting."""
-    assert table.paper and table.published_table and column.published
-    if row.published is None:
-        return Cell("extra row of ours"), Cell("-")
-    cell = look_up(table.paper, table.published_table, row.published, column.published)
-    if cell is None:
-        return Cell("not available"), Cell("-")
-    published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
-    mean = own.numbers.get("mean")
-    if tier != "full" or not isinstance(mean, float):
-        return published, Cell("-")
-    difference = mean - cell.value
-    return published, Cell(f"{difference:+{column.format}}", {"difference": difference})
-
-
 def _heading(column: Column, n: int) -> str:
     return f"{column.label} (n={n})" if column.show == "mean_std" else column.label
 
@@ -210,16 +137,29 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
     lines = [f"Tier {tier}: {chosen.setting}"]
     if table.paper:
         lines.append(f"The paper: {table.published_setting}.")
-        if tier != "full":
+        lines += table.notes
+        if table.driver == BENCH:
+            lines.append(
+                "The device named below is not the paper's: no difference to it is taken."
+            )
+        elif tier != "full":
             lines.append("This tier is not the paper's setting: no difference to it is taken.")
-    lines.append(
-        f"Runs: {len(runs)} of {len(table.rows) * len(chosen.seeds)}, "
-        f"seeds {', '.join(map(str, chosen.seeds))}. ± is the standard deviation over seeds; "
-        "[ ] is the 95 % interval of the difference at equal seeds, that is, equal initial "
-        "weights and data."
+        absent = {
+            "rows": [r.label for r in table.rows if r not in table.rows_of(tier) and not r.stage],
+            "of": [v.label for v in table.variants if v not in table.variants_of(tier)],
+        }
+        for what, labels in absent.items():
+            if labels:
+                lines.append(f"Not in this tier ({what}): {'; '.join(labels)}.")
+    trained = len(list(table.trainings(tier)))
+    told = (
+        f"Runs: {len(runs)} of {trained}, seeds {', '.join(map(str, chosen.seeds))}. "
+        "± is the standard deviation over seeds; [ ] is the 95 % interval of the difference at "
+        "equal seeds, that is, equal initial weights and data."
     )
+    lines.append(told)
     facts = {
-        "Corpus": [_corpus(run.result["corpus"]) for run in runs],
+        "Corpus": [_corpus(run.result["corpus"]) for run in runs if "corpus" in run.result],
         "Device": [_device(run.result) for run in runs],
         "Code": [_revision(run.result["environment"]) for run in runs],
     }
@@ -233,24 +173,31 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
 
 def _corpus(manifest: dict[str, Any]) -> str:
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
+    unit = "images" if "images" in train else "tokens"
+    whole = [manifest["sha256"]] if unit == "images" else [train["sha256"], val["sha256"]]
+    hashes = ", ".join(digest[:12] for digest in whole)
     return (
-        f"{manifest['name']}, {train['tokens']:,} training and {val['tokens']:,} validation tokens "
-        f"(sha256 {train['sha256'][:12]}, {val['sha256'][:12]})"
+        f"{manifest['name']}, {train[unit]:,} training and {val[unit]:,} validation {unit} "
+        f"(sha256 {hashes})"
     )
 
 
 def _device(result: dict[str, Any]) -> str:
     environment = result["environment"]
-    impl = result["config"]["impl"]
     parts = [
-        f"{result['world_size']} x " * (result["world_size"] > 1) + environment["device"],
+        f"{result.get('world_size', 1)} x " * (result.get("world_size", 1) > 1)
+        + environment["device"],
         f"{environment['threads']} threads",
-        impl["dtype"],
-        "compiled" if impl["compile"] else "",
-        f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
-        f"backend {result['backend']}",
-        f"torch {environment['versions']['torch']}",
     ]
+    impl = result["config"].get("impl")
+    if impl is not None:
+        parts += [
+            impl["dtype"],
+            "compiled" if impl["compile"] else "",
+            f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
+            f"backend {result['backend']}",
+        ]
+    parts.append(f"torch {environment['versions']['torch']}")
     return ", ".join(part for part in parts if part)
 
 
@@ -261,15 +208,16 @@ def _revision(environment: dict[str, Any]) -> str:
     return f"revision {environment['git_revision'][:12]}{changed}"
 
 
-def _per_run(table: Table, run: Run) -> Numbers:
-    own: Numbers = {"method": run.job.label, "seed": run.job.seed}
+def _per_run(table: Table, tier: str, run: Run) -> Numbers:
+    own: Numbers = {"of": run.place.variant} if run.place.variant else {}
+    own |= {"method": run.place.row, "seed": run.place.seed}
     for column in table.columns:
-        if column.value is not None:
-            own[column.value] = value(run, column.value)
+        if column.value is not None and offered(table, tier, column.value):
+            own[column.value] = value(run, column.value, table.tiers[tier].measure)
     environment = run.result["environment"]
     return own | {
         "config_hash": run.result["config_hash"],
-        "directory": str(run.job.config.directory()),
+        "directory": str(run.directory),
         "git_revision": environment["git_revision"],
         "git_dirty": environment["git_dirty"],
         "device": environment["device"],

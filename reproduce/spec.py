@@ -1,56 +1,108 @@
-"""What a table is: `reproduce/tables/<name>.yaml`, read into dataclasses."""
+"""What a table is: the dataclasses into which `reproduce/tables/<name>.yaml` is read.
+
+A table has rows (methods), may have variants (sizes, tasks, patterns) and has tiers (budgets). For
+every variant, row and seed of a tier there is one training, or one benchmark, and then the tier's
+measurements on what was trained. Columns say which of the resulting numbers are shown.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-from experiments.errors import UserError
-
-TABLES = Path(__file__).parent / "tables"
 TIERS = ("smoke", "mini", "full")
 SHOWN_AS = ("mean_std", "mean", "sum", "paired", "ratio")
+TRAINING = ("pretrain", "dino")
+MEASURING = ("finetune", "evaluate")
+BENCH = "bench"
+FIGURES = ("curves", "bars", "lines", "none")
+
+
+@dataclass
+class Measure:
+    """A measurement of every finished training.
+
+    driver: `finetune` or `evaluate`. tasks: one fine-tuning each; none for `evaluate`.
+    overrides: hydra overrides; `{inputs}` stands for the folder of reproduce/smoke_tasks.py.
+    """
+
+    driver: str
+    overrides: list[str] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Variant:
+    """One of several things that all rows are done for: a size, say.
+
+    key: takes the place of `{variant}` in overrides. rows: labels of those that it has; all if
+        empty. published: its name in `published.json`.
+    """
+
+    label: str
+    key: str = ""
+    overrides: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    published: str | None = None
 
 
 @dataclass
 class Tier:
     """One budget at which a table can be made.
 
-    setting: what is trained, and what of the paper's setting it replaces; printed.
-    overrides: hydra overrides of every row. unavailable: why there is no such tier, if so.
+    setting: what is trained, and what of the paper's setting it replaces; printed. needs: data and
+        machine. overrides: hydra overrides of every row; started: further ones of rows that start
+        from another one. measure: what is measured afterwards, by a name that columns refer to.
+        variants: instead of the table's. rows: labels of those that this tier has; all if empty.
+        pretrained: the model brings trained weights, from which all rows start. unavailable: why
+        there is no such tier, if so.
     """
 
     setting: str = ""
+    needs: str = ""
     overrides: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
+    measure: dict[str, Measure] = field(default_factory=dict)
+    variants: list[Variant] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    pretrained: bool = False
     unavailable: str = ""
 
 
 @dataclass
 class Row:
-    """One method or variant.
+    """One method.
 
-    published: the row's name in `published.json`. starts_from: label of an earlier row, whose
-        finished run of the same seed gives the first weights.
+    tiers: further overrides by tier. measure: further overrides of a measurement, by its name.
+    published: the row's name in `published.json`. cells: where a column's published value is, as
+        [row, column], instead of where the table's `published_row` and `published_column` say.
+    starts_from: label of an earlier row, whose finished run of the same variant and seed gives the
+        first weights. stage: it is there to start from: trained, but neither measured nor shown.
     """
 
     label: str
-    overrides: list[str]
+    overrides: list[str] = field(default_factory=list)
+    tiers: dict[str, list[str]] = field(default_factory=dict)
+    measure: dict[str, list[str]] = field(default_factory=dict)
     published: str | None = None
+    cells: dict[str, list[str]] = field(default_factory=dict)
     starts_from: str | None = None
+    stage: bool = False
 
 
 @dataclass
 class Column:
     """One quantity of a run.
 
-    value: dotted path into `result.json`, or `tail.<name>` for the mean of that entry of
-        `metrics.jsonl` over the last tenth of the steps; None is a metric that cannot be measured.
+    value: dotted path into `result.json`, `tail.<name>` for the mean of that entry of
+        `metrics.jsonl` over the last tenth of the steps, or `<measure>.<metric>` and
+        `<measure>.<task>.<metric>` for a measurement's metrics, `<measure>.mean` for the mean of
+        its tasks' scores; several with commas for their mean. None cannot be measured.
     show: over the seeds, `mean_std`, `mean` or `sum`; against the first row at the same seeds,
         `paired` (mean difference with its 95 % interval) or `ratio` (mean quotient).
     format: Python format of a number. published: the column's name in `published.json`; then the
-        published value and our difference to it are shown beside ours.
+        published value and our difference to it are shown beside ours. scale: factor of what is
+        shown, 100 for a share in percent.
     """
 
     label: str
@@ -58,14 +110,32 @@ class Column:
     show: str = "mean_std"
     format: str = ".3f"
     published: str | None = None
+    scale: float = 1.0
+
+
+@dataclass
+class Figure:
+    """kind: `curves` (loss and flip rate against the step), `bars` or `lines` (the values of
+    `columns`, paper beside ours, row by row; `lines` for rows that are ordered), `none`.
+
+    columns: labels; empty = those with a published name. quantities: panels of `curves`.
+    """
+
+    kind: str = "curves"
+    columns: list[str] = field(default_factory=list)
+    quantities: list[str] = field(default_factory=lambda: ["val_loss", "flip_rate"])
 
 
 @dataclass
 class Table:
-    """A table; its first row is the dense baseline.
+    """A table; its first row is the dense baseline, unless it is of benchmarks, which measure
+    their baseline themselves.
 
-    paper, number: whose table it is, None for our own. published_table: its name in
-    `published.json`. published_setting: what the paper trained; printed.
+    paper, number: whose table it is, None for our own; `figure 7` is given as `figure7`, an
+        appendix table as `B2`. driver: what a row is run by. published_table: its name in
+        `published.json`. published_setting: what the paper did; printed. published_row,
+        published_column: names of a cell there, with `{row}`, `{variant}` and `{column}` for the
+        published names of these. notes: printed below the settings.
     """
 
     name: str
@@ -73,60 +143,85 @@ class Table:
     tiers: dict[str, Tier]
     rows: list[Row]
     columns: list[Column]
+    variants: list[Variant] = field(default_factory=list)
+    driver: str = "pretrain"
     paper: str | None = None
-    number: int | None = None
+    number: str | None = None
     published_table: str | None = None
     published_setting: str = ""
+    published_row: str = "{row}"
+    published_column: str = "{column}"
+    notes: list[str] = field(default_factory=list)
+    figure: Figure = field(default_factory=Figure)
 
     def __post_init__(self) -> None:
         labels = [row.label for row in self.rows]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"two rows have the same label: {labels}")
-        if not self.rows or "method=dense" not in self.rows[0].overrides:
+        for what, names in (
+            ("row", labels),
+            ("column", [column.label for column in self.columns]),
+            ("variant", [variant.label for variant in self.variants]),
+        ):
+            if len(set(names)) < len(names):
+                raise ValueError(f"two {what}s have the same label: {names}")
+        _check("driver", self.driver, (*TRAINING, BENCH))
+        _check("figure.kind", self.figure.kind, FIGURES)
+        if not self.rows:
+            raise ValueError("there are no rows")
+        if self.driver != BENCH and "method=dense" not in self.rows[0].overrides:
             raise ValueError("the first row must be the dense baseline (method=dense)")
         for position, row in enumerate(self.rows):
             if row.starts_from is not None and row.starts_from not in labels[:position]:
                 raise ValueError(f"{row.label!r} starts from {row.starts_from!r}, no earlier row")
         for name, tier in self.tiers.items():
-            if name not in TIERS:
-                raise ValueError(f"tier {name!r}; choose of {', '.join(TIERS)}")
-            distinct = len(set(tier.seeds))
-            if not tier.unavailable and (distinct == 0 or distinct < len(tier.seeds)):
-                raise ValueError(f"tier {name} needs seeds, each once, got {tier.seeds}")
+            self._check_tier(name, tier)
         for column in self.columns:
-            if column.show not in SHOWN_AS:
-                choices = ", ".join(SHOWN_AS)
-                raise ValueError(f"{column.label!r}: show={column.show}; choose of {choices}")
+            _check(f"{column.label!r}: show", column.show, SHOWN_AS)
+        for label in self.figure.columns:
+            _check("figure.columns", label, tuple(column.label for column in self.columns))
+
+    def _check_tier(self, name: str, tier: Tier) -> None:
+        _check("tier", name, TIERS)
+        distinct = len(set(tier.seeds))
+        if not tier.unavailable and (distinct == 0 or distinct < len(tier.seeds)):
+            raise ValueError(f"tier {name} needs seeds, each once, got {tier.seeds}")
+        for label in tier.rows:
+            _check(f"tier {name}: rows", label, tuple(row.label for row in self.rows))
+        shown = [row.label for row in self.rows if not row.stage]
+        if self.driver != BENCH and tier.rows and shown[0] not in tier.rows:
+            raise ValueError(f"tier {name}: rows must have the baseline, {shown[0]!r}")
+        for part, measure in tier.measure.items():
+            _check(f"tier {name}: {part}: driver", measure.driver, MEASURING)
+        for row in self.rows:
+            for part in row.measure:
+                known = [p for t in self.tiers.values() for p in t.measure]
+                _check(f"{row.label!r}: measure", part, tuple(known))
+            for other in row.tiers:
+                _check(f"{row.label!r}: tiers", other, tuple(self.tiers))
 
     @property
     def command(self) -> str:
-        """The word that asks for it: `table<number>`, or its own name."""
-        return self.name if self.number is None else f"table{self.number}"
+        """The word that asks for it: `table<number>`, `figure<number>` or its own name."""
+        if self.number is None:
+            return self.name
+        return self.number if self.number.startswith("figure") else f"table{self.number}"
+
+    def rows_of(self, tier: str) -> list[Row]:
+        """Those that the tier has, stages included."""
+        chosen = self.tiers[tier].rows
+        return [row for row in self.rows if not chosen or row.label in chosen]
+
+    def trainings(self, tier: str) -> Iterator[tuple[Variant, Row, int]]:
+        """What is trained or benchmarked: variant, row and seed."""
+        for variant in self.variants_of(tier):
+            for row in self.rows_of(tier):
+                if not variant.rows or row.label in variant.rows:
+                    yield from ((variant, row, seed) for seed in self.tiers[tier].seeds)
+
+    def variants_of(self, tier: str) -> list[Variant]:
+        """Those that the tier has; a single nameless one for a table without."""
+        return self.tiers[tier].variants or self.variants or [Variant("")]
 
 
-def read_table(path: Path) -> Table:
-    """The table of one spec file.
-
-    Raises:
-        UserError: a key that does not exist or is missing, or a value of the wrong kind.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        values: Any = OmegaConf.merge(
-            OmegaConf.structured(Table), {"name": path.stem}, OmegaConf.load(path)
-        )
-        table = OmegaConf.to_object(values)
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: {error.full_key or 'the file'}: {reason}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-    assert isinstance(table, Table)
-    return table
-
-
-def read_tables(folder: Path = TABLES) -> list[Table]:
-    """All tables of a folder, by name."""
-    return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
+def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value}; choose of {', '.join(choices)}")

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Table 2 of the papers: `bash reproduce/table2.sh [paper=sste] [tier=smoke|mini|full]`.
+# Table 2 of the papers: `bash reproduce/table2.sh [paper=NAME] [tier=smoke|mini|full]`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-use_environment
-exec "$python" -m reproduce table2 "$@"
+make_table table2 "$@"

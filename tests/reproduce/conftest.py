@@ -1,12 +1,13 @@
 """Runs that were never trained, for the tests of what is done with results."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from experiments import results
-from reproduce.engine import Job, Run
+from reproduce.engine import Run
+from reproduce.jobs import Place
+from reproduce.spec import Column, Row, Table, Tier
 
 
 def make_result(config_hash="0" * 16, **changed):
@@ -17,6 +18,7 @@ def make_result(config_hash="0" * 16, **changed):
         "config_hash": config_hash,
         "config": {"impl": {"dtype": "fp32", "compile": False, "micro_batch": None}},
         "corpus": {"name": "tiny", "splits": {"train": split, "val": split | {"tokens": 50}}},
+        "data_hash": None,
         "steps": 10,
         "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
         "sparsity": {"density": 0.5, "illegal_groups": 0},
@@ -34,31 +36,50 @@ def make_result(config_hash="0" * 16, **changed):
 
 
 @pytest.fixture
-def finished_run():
+def finished_run(tmp_path):
     """finished_run(label, seed, val_loss, **other entries of the result) -> Run."""
 
-    def build(label, seed, val_loss, log=(), **changed):
-        config = SimpleNamespace(directory=lambda: f"runs/{label}/seed{seed}")
+    def build(label, seed, val_loss, log=(), variant="", measures=None, **changed):
         metrics = {"val_loss": val_loss, "flip_rate": 0.25}
         result = make_result(**{"metrics": metrics} | changed)
-        return Run(Job(label, seed, config), result, list(log))
+        directory = tmp_path / label / f"seed{seed}"
+        return Run(Place(variant, label, seed), directory, result, list(log), measures or {})
 
     return build
 
 
 @pytest.fixture
-def fake_training(tmp_path, monkeypatch):
-    """A `train` that writes a result at once; `.order` tells what it was asked for."""
+def fake(tmp_path, monkeypatch):
+    """An `act` that writes a result at once; `.order` tells what it was asked for."""
     monkeypatch.chdir(tmp_path)  # where no corpus is, so that results name none
 
-    def train(config, report):
-        train.order.append((config.method, config.seed))
-        if (config.method, config.seed) in train.broken:
+    def act(job, report):
+        act.order.append(str(job))
+        if str(job) in act.broken:
             raise RuntimeError("out of\nmemory")
-        directory = config.directory()
+        directory = job.config.directory()
         directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(make_result(config.digest()))
+        text = json.dumps(make_result(job.config.digest()))
         (directory / results.FILE).write_text(text, encoding="utf-8")
 
-    train.order, train.broken = [], set()
-    return train
+    act.order, act.broken = [], set()
+    return act
+
+
+@pytest.fixture
+def small():
+    """small(rows, **fields of the table) -> Table with the tier smoke, two seeds, a few steps."""
+
+    def build(rows=None, seeds=(3, 1), measure=None, **changed):
+        overrides = ["train.steps=20", "train.warmup_steps=1"]
+        tier = Tier(setting="Little.", seeds=[*seeds], overrides=overrides, measure=measure or {})
+        values = {
+            "name": "t",
+            "title": "T",
+            "tiers": {"smoke": tier},
+            "rows": rows or [Row("dense", ["method=dense"]), Row("naive", ["method=ste"])],
+            "columns": [Column("loss", "metrics.val_loss")],
+        }
+        return Table(**values | changed)
+
+    return build

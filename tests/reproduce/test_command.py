@@ -3,18 +3,21 @@
 import csv
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from experiments.errors import UserError
+from reproduce import __main__ as command
 from reproduce.__main__ import main, parse
-from reproduce.spec import read_tables
+from reproduce.reading import read_tables
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table9"], "error: no table 'table9'; there are quickstart, table2"),
-        (["table2", "paper=nobody"], "error: no table2 of paper 'nobody'; there is sste"),
+        (["table9"], "error: no table 'table9'; there are table1, table2, "),
+        (["table2", "paper=nobody"], "error: no table2 of paper 'nobody'; there is ast, slope, sste, torchao"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
         (["table2", "tier="], "error: cannot use 'tier='"),
@@ -49,12 +52,14 @@ def test_the_default_is_every_paper_and_the_smallest_tier():
     tables = read_tables()
     request = parse(["table2"], tables)
     assert request.tier == "smoke"
-    assert request.tables == [t for t in tables if t.number == 2]
+    assert {t.paper for t in request.tables} == {"ast", "slope", "sste", "torchao"}
     assert parse(["table2", "tier=mini", "paper=sste"], tables).tier == "mini"
+    assert [t.name for t in parse(["tableB2"], tables).tables] == ["slope_tableB2"]
+    assert [t.name for t in parse(["figure7"], tables).tables] == ["fst_figure7"]
 
 
 def test_a_tier_that_is_not_offered(capsys, tmp_path):
-    assert main(["table2", "tier=full"], runs=tmp_path) == 1
+    assert main(["table2", "paper=sste", "tier=full"], runs=tmp_path) == 1
     assert capsys.readouterr().err == (
         "sste_table2, tier full, is not offered: there is no WMT14 translation driver in this "
         "project\n"
@@ -102,13 +107,14 @@ def test_a_table_from_nothing(tmp_path, capsys):
     (folder / "tiny.yaml").write_text(text, encoding="utf-8")
 
     assert main(["--list"], folder, runs) == 0
-    assert "tiny tier=smoke: 0 of 2 runs done (2 rows x 1 seeds)" in capsys.readouterr().out
+    assert "tiny tier=smoke: not made (2 runs)" in capsys.readouterr().out
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 0 done already, 2 to do" in capsys.readouterr().out
     written = {path.name for path in (runs / "tables").iterdir()}
     stem = "tiny-smoke"
     assert written == {
         f"{stem}.md", f"{stem}.csv", f"{stem}-runs.csv", f"{stem}.png", f"{stem}-curves.csv",
+        f"{stem}.json",
     }  # fmt: skip
     with (runs / "tables" / f"{stem}-runs.csv").open(encoding="utf-8") as file:
         dense, sparse = csv.DictReader(file)
@@ -117,10 +123,28 @@ def test_a_table_from_nothing(tmp_path, capsys):
     assert float(sparse["sparsity.density"]) <= 0.5
     assert sparse["sparsity.illegal_groups"] == "0"
 
+    assert main(["--list"], folder, runs) == 0
+    assert "tiny tier=smoke: 2 of 2 runs done (2 runs)" in capsys.readouterr().out
     before = (runs / "tables" / f"{stem}.md").read_bytes()
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 2 done already, 0 to do" in capsys.readouterr().out
     assert (runs / "tables" / f"{stem}.md").read_bytes() == before
+
+
+def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeypatch):
+    """`table2` of two papers: the first has a row that does not compose."""
+    made = []
+    monkeypatch.setattr(command, "make", lambda table, *_: made.append(table.name) or table.bad())
+    tables = [SimpleNamespace(name=n, command="table2", paper=n, tiers=["smoke"], bad=b)
+              for n, b in (("a", refuse), ("b", lambda: True))]  # fmt: skip
+    monkeypatch.setattr(command, "read_tables", lambda folder: tables)
+    assert main(["table2"], tmp_path, tmp_path) == 1
+    assert made == ["a", "b"]
+    assert capsys.readouterr().err == "error: it does not fit\n"
+
+
+def refuse():
+    raise UserError("it does\nnot fit")
 
 
 def test_a_table_with_a_hole_exits_with_1(tmp_path, capsys):

@@ -1,121 +1,179 @@
-"""Which trainings are run, in which order, and what becomes of a failure."""
+"""Which jobs are run, in which order, and what becomes of a failure."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from experiments import results
 from experiments.errors import UserError
-from reproduce.engine import clock, execute, finished, plan
-from reproduce.spec import Row, Table, Tier
+from reproduce.engine import clock, execute, finished
+from reproduce.jobs import Place, plan, quoted
+from reproduce.spec import Measure, Row, Variant
 
 
-@pytest.fixture
-def jobs(tmp_path):
-    table = Table(
-        name="t",
-        title="T",
-        tiers={"smoke": Tier(seeds=[3, 1], overrides=["train.steps=20"])},
-        rows=[Row("dense", ["method=dense"]), Row("naive", ["method=ste"])],
-        columns=[],
-    )
-    return plan(table, "smoke", tmp_path)
+def names(planned):
+    return [str(job) for job in planned.jobs]
 
 
-def test_order_and_second_call(jobs, fake_training):
+def test_order_and_second_call(small, tmp_path, fake):
     """Rows as listed, the baseline with all its seeds first; nothing is run twice."""
-    said = []
-    execute(jobs, said.append, fake_training)
-    assert fake_training.order == [("dense", 3), ("dense", 1), ("ste", 3), ("ste", 1)]
+    planned, said = plan(small(), "smoke", tmp_path), []
+    order = ["dense, seed 3", "dense, seed 1", "naive, seed 3", "naive, seed 1"]
+    assert names(planned) == order
+    execute(planned.jobs, said.append, fake)
+    assert fake.order == order
     assert said[0] == "4 runs: 0 done already, 4 to do"
     assert said[1] == "[1/4] dense, seed 3"
     assert said[2].startswith("[2/4] dense, seed 1 (0:00 elapsed, about 0:0")
-    assert [run.job for run in finished(jobs)] == jobs
-    execute(jobs, said.append, fake_training)
+    assert [str(run.place) for run in finished(planned)] == order
+    execute(planned.jobs, said.append, fake)
     assert said[-1] == "4 runs: 4 done already, 0 to do"
-    assert len(fake_training.order) == 4
+    assert len(fake.order) == 4
 
 
-def test_a_failure_is_one_line_and_the_rest_go_on(jobs, fake_training):
-    fake_training.broken = {("dense", 1)}
-    said = []
-    execute(jobs, said.append, fake_training)
-    assert len(fake_training.order) == 4
-    trace = jobs[1].config.directory() / "failure.txt"
+def test_a_failure_is_one_line_and_the_rest_go_on(small, tmp_path, fake):
+    planned, said = plan(small(), "smoke", tmp_path), []
+    fake.broken = {"dense, seed 1"}
+    execute(planned.jobs, said.append, fake)
+    assert len(fake.order) == 4
+    trace = planned.jobs[1].config.directory() / "failure.txt"
     assert f"failed: dense, seed 1: RuntimeError: out of memory (see {trace})" in said
     assert "Traceback" in trace.read_text(encoding="utf-8")
-    assert [run.job for run in finished(jobs)] == [jobs[0], jobs[2], jobs[3]]
+    assert [run.place.seed for run in finished(planned)] == [3, 3, 1]
 
     # Mended, the next call runs this one alone and removes the trace.
-    fake_training.order, fake_training.broken = [], set()
-    execute(jobs, said.append, fake_training)
-    assert fake_training.order == [("dense", 1)]
+    fake.order, fake.broken = [], set()
+    execute(planned.jobs, said.append, fake)
+    assert fake.order == ["dense, seed 1"]
     assert not trace.exists()
-    assert len(finished(jobs)) == 4
+    assert len(finished(planned)) == 4
 
 
-def test_a_row_that_starts_from_another_waits_for_it(tmp_path, fake_training):
-    table = Table(
-        name="t",
-        title="T",
-        tiers={"smoke": Tier(seeds=[0, 1], overrides=["train.steps=20"])},
-        rows=[Row("dense", ["method=dense"]), Row("AST", ["method=ast"], starts_from="dense")],
-        columns=[],
-    )
-    jobs = plan(table, "smoke", tmp_path)
-    assert [job.config.init for job in jobs[2:]] == [job.config.directory() for job in jobs[:2]]
-    assert finished(jobs) == []  # the second row has no name yet, and that is no error
-
-    fake_training.broken = {("dense", 1)}
-    said = []
-    execute(jobs, said.append, fake_training)
-    assert fake_training.order == [("dense", 0), ("dense", 1), ("ast", 0)]
-    assert [run.job for run in finished(jobs)] == [jobs[0], jobs[2]]
-    [failure] = [line for line in said if line.startswith("failed: AST")]
-    assert "AST, seed 1" in failure and "holds no finished run" in failure
-
-    fake_training.broken = set()
-    execute(jobs, said.append, fake_training)
-    assert [run.job for run in finished(jobs)] == jobs
+CHAIN = [Row("dense", ["method=dense"]), Row("AST", ["method=ast"], starts_from="dense")]
 
 
-def test_the_users_error_leaves_nothing_behind(jobs):
-    def refuse(config, report):
+def test_a_chain_of_training_retraining_and_measurements(small, tmp_path, fake):
+    """What follows an unfinished run has no name yet; when it fails, the rest waits for it."""
+    measure = {
+        "glue": Measure("finetune", ["recipe=nano"], ["cola", "rte"]),
+        "text": Measure("evaluate", ["ppl='{inputs}/text.txt'"]),
+    }
+    (tmp_path / "smoke_tasks").mkdir()
+    (tmp_path / "smoke_tasks" / "text.txt").write_text("two of four", encoding="utf-8")
+    planned = plan(small(CHAIN, [0], measure), "smoke", tmp_path)
+    parts = ["", ", glue.cola", ", glue.rte", ", text"]
+    order = [f"{row}, seed 0{part}" for row in ("dense", "AST") for part in parts]
+    assert sorted(names(planned)) == sorted(order)
+    assert [job.config is None for job in planned.jobs] == [False] + [True] * 7
+    assert finished(planned) == []
+
+    fake.broken, said = {"dense, seed 0"}, []
+    execute(planned.jobs, said.append, fake)
+    assert fake.order == ["dense, seed 0"]
+    waiting = [line for line in said if "it needs the finished run of" in line]
+    assert len(waiting) == 7
+
+    fake.order, fake.broken = [], {"AST, seed 0, text"}
+    execute(planned.jobs, said.append, fake)
+    assert sorted(fake.order) == sorted(order)
+    dense, ast = finished(planned)
+    assert sorted(dense.measures) == ["glue.cola", "glue.rte", "text"]
+    assert sorted(ast.measures) == ["glue.cola", "glue.rte"]
+    training, retraining = (planned.places[Place("", row, 0)][0] for row in ("dense", "AST"))
+    assert retraining.config.init == training.config.directory()
+    task = planned.places[Place("", "AST", 0)][1]["glue.rte"].config
+    assert (task.task, task.source) == ("rte", retraining.config.directory())
+
+
+def test_a_stage_is_trained_and_not_measured(small, tmp_path):
+    rows = [
+        Row("first", ["method=dense"], stage=True),
+        Row("dense", ["method=dense"], starts_from="first"),
+    ]
+    table = small(rows, [0], {"glue": Measure("finetune", [], ["cola"])})
+    planned = plan(table, "smoke", tmp_path)
+    assert names(planned) == ["first, seed 0", "dense, seed 0", "dense, seed 0, glue.cola"]
+
+
+def test_a_pretrained_model_needs_no_first_run(small, tmp_path):
+    table = small(CHAIN, [0])
+    table.tiers["smoke"].pretrained = True
+    assert [job.source for job in plan(table, "smoke", tmp_path).jobs] == [None, None]
+
+
+def test_equal_work_is_done_once(small, tmp_path):
+    """Variants that change nothing for a row share its run; `{variant}` is a variant's key."""
+    rows = [Row("dense", ["method=dense"]), Row("S-STE", ["method=s_ste", "method.gamma={variant}"])]
+    variants = [
+        Variant("zero", "0.0"),
+        Variant("half", "0.5"),
+        Variant("none", "1.0", rows=["dense"]),
+    ]
+    planned = plan(small(rows, [0], variants=variants), "smoke", tmp_path)
+    assert names(planned) == ["zero, dense, seed 0", "zero, S-STE, seed 0", "half, S-STE, seed 0"]
+    assert [job.config.method_options.gamma for job in planned.jobs[1:]] == [0.0, 0.5]
+    assert len(planned.places) == 5
+    assert len({id(job) for job, _ in planned.places.values()}) == 3
+
+
+def test_overrides_come_from_tier_variant_and_row_in_this_order(small, tmp_path):
+    rows = [
+        Row("dense", ["method=dense"]),
+        Row("own", ["method=ste", "train.steps=8"], {"smoke": ["train.steps=9"]}, starts_from="dense"),
+    ]
+    table = small(rows, [0], variants=[Variant("v", overrides=["train.steps=6"])])
+    table.tiers["smoke"].started = ["train.steps=7", "train.log_every=5"]
+    dense, own = (job.compose(None) for job in plan(table, "smoke", tmp_path).jobs)
+    assert (dense.train.steps, dense.train.log_every) == (6, 10)
+    assert (own.train.steps, own.train.log_every) == (9, 5)
+    [short, _] = plan(table, "smoke", tmp_path, ["train.steps=2"]).jobs
+    assert short.config.train.steps == 2
+
+
+def test_the_users_error_leaves_nothing_behind(small, tmp_path):
+    def refuse(job, report):
         raise UserError("no corpus;\nprepare it")
 
-    said = []
-    execute(jobs[:1], said.append, refuse)
+    planned, said = plan(small(), "smoke", tmp_path), []
+    execute(planned.jobs[:1], said.append, refuse)
     assert "failed: dense, seed 3: no corpus; prepare it" in said
-    assert not jobs[0].config.directory().exists()
+    assert not planned.jobs[0].config.directory().exists()
 
 
-def test_interrupting_stops_the_table(jobs):
-    def interrupt(config, report):
+def test_interrupting_stops_the_table(small, tmp_path):
+    def interrupt(job, report):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(jobs, lambda message: None, interrupt)
+        execute(plan(small(), "smoke", tmp_path).jobs, lambda message: None, interrupt)
 
 
-def test_a_result_of_another_config_does_not_count(jobs, fake_training):
-    execute(jobs, lambda message: None, fake_training)
-    path = jobs[0].config.directory() / results.FILE
+def test_a_result_of_another_config_does_not_count(small, tmp_path, fake):
+    planned = plan(small(), "smoke", tmp_path)
+    execute(planned.jobs, lambda message: None, fake)
+    path = planned.jobs[0].config.directory() / results.FILE
     result = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(result | {"config_hash": "f" * 16}), encoding="utf-8")
-    assert [run.job for run in finished(jobs)] == jobs[1:]
+    assert len(finished(planned)) == 3
 
 
-def test_a_row_that_does_not_fit_is_named():
-    table = Table(
-        name="t",
-        title="T",
-        tiers={"smoke": Tier(seeds=[0])},
-        rows=[Row("dense", ["method=dense"]), Row("odd", ["method=ste", "+method.beta=mse"])],
-        columns=[],
-    )
-    with pytest.raises(UserError, match="t, tier smoke, odd: method has no key beta"):
-        plan(table, "smoke", Path("runs"))
+@pytest.mark.parametrize(
+    ("rows", "measure", "message"),
+    [
+        ([Row("odd", ["method=dense", "+method.beta=mse"])], {}, "t, tier smoke, odd, seed 3: "),
+        (None, {"glue": Measure("finetune", [], ["chess"])}, "dense, seed 3, glue.chess: "),
+    ],
+)
+def test_what_does_not_fit_is_named_before_any_work(rows, measure, message, small, tmp_path):
+    with pytest.raises(UserError, match=message):
+        plan(small(rows, measure=measure), "smoke", tmp_path)
+
+
+def test_paths_may_hold_what_hydra_gives_a_meaning(small, tmp_path):
+    odd = tmp_path / "it's a=b, {c}"
+    [job, *_] = plan(small(), "smoke", odd).jobs
+    assert job.config.runs == odd
+    assert quoted(tmp_path / "a'b").endswith("a\\'b'")
 
 
 def test_clock():

@@ -1,10 +1,12 @@
 """The papers' values: what is confirmed, by whom, and what is not."""
 
-import dataclasses
 import json
 
+from reproduce.cells import published_name
 from reproduce.published import FILE, look_up
-from reproduce.spec import Column, Row, Table, read_tables
+from reproduce.reading import read_tables
+
+PAPERS = [table for table in read_tables() if table.paper is not None]
 
 
 def cell(evidence="primary", **changed):
@@ -20,77 +22,102 @@ def write(path, *cells):
     return path
 
 
-def test_primary_second_hand_and_missing(tmp_path):
-    path = write(tmp_path / "p.json", cell(), cell("second-hand", row="notes", unit=""))
+def test_primary_second_hand_empty_and_missing(tmp_path):
+    path = write(
+        tmp_path / "p.json",
+        cell(),
+        cell("second-hand", row="notes", unit=""),
+        cell(row="none", value=None, note="out of memory"),
+    )
     primary = look_up("w", "Table 1", "r", "c", path)
     assert primary.text(".2f") == "12.50 %"
     assert primary.source == "a source"
     assert look_up("w", "Table 1", "notes", "c", path).text(".1f") == "12.5 (second-hand)"
+    assert look_up("w", "Table 1", "none", "c", path).text(".1f") == "none: out of memory"
     assert look_up("w", "Table 1", "r", "other", path) is None
 
 
 def test_the_file_is_well_formed():
     content = json.loads(FILE.read_text(encoding="utf-8"))
     keys = [(c["work"], c["table"], c["row"], c["column"]) for c in content["cells"]]
-    assert len(set(keys)) == len(keys) > 0
+    assert len(set(keys)) == len(keys) > 1000
     for entry in content["cells"]:
         assert entry["evidence"] in ("primary", "second-hand")
-        assert isinstance(entry["value"], int | float)
+        assert entry["work"] == "related" or isinstance(entry["value"], int | float | None)
+        assert entry["value"] is not None or entry["note"]
         assert content["sources"][entry["source"]]
 
 
-def test_a_confirmed_value_of_s_ste():
-    """Transformer-base, dense: 26.42 BLEU, by somebody's notes on the paper's Table 4."""
-    found = look_up("sste", "Table 4 (Transformer-base WMT14 En-De)", "Dense", "Test BLEU")
-    assert found.text(".2f") == "26.42 (second-hand)"
+def test_confirmed_values():
+    """One of each paper, read off the paper's text, the authors' logs or notes."""
+    logs = "Author logs: acceleration (FFN / transformer block, GPT-2 shapes)"
+    for work, table, row, column, form, text in [
+        ("sste", "Table 4 (Transformer-base WMT14 En-De)", "Dense", "Test BLEU", ".2f",
+         "26.42 (second-hand)"),
+        ("fst", logs, "N=4 n=2048 d=2048 h=32", "FFN dense", ".1f", "1605.4 ms"),
+        ("ast", "Table 1 (raw-WikiText2 perplexity, 2:4)", "AST-Naive", "GPT2-124M", ".2f", "32.23"),
+        ("slope", "Table 4 (BERT-Large adapters)", "SQuAD v1.1 F1", "Dense", ".2f", "90.44"),
+        ("torchao", "DINOv2 ViT-L ImageNet-1k accuracy", "0% sparse: 125k dense steps (baseline)",
+         "log-regression top-1", ".1f", "82.8 %"),
+    ]:  # fmt: skip
+        assert look_up(work, table, row, column).text(form).startswith(text.removesuffix(" %"))
 
 
-def found_by(table):
-    """(row, column) -> value of the cells that a spec's own names find."""
-    wanted = [
-        (row.published, column.published)
+def asked(table):
+    """(row, column) -> value of the cells that a spec's own names find in all its tiers."""
+    names = {
+        published_name(table, variant, row, column)
+        for tier in table.tiers
+        for variant in table.variants_of(tier)
         for row in table.rows
         for column in table.columns
-        if row.published and column.published
-    ]
-    assert wanted  # a spec of a paper's table asks for something
-    found = {key: look_up(table.paper, table.published_table, *key) for key in wanted}
-    return {key: cell.value for key, cell in found.items() if cell is not None}
+        if not row.stage
+    } - {None}
+    assert names  # a spec of a paper's table asks for something
+    found = {name: look_up(table.paper, table.published_table, *name) for name in names}
+    return {name: cell.value for name, cell in found.items() if cell is not None}
 
 
 def confirmed(table):
-    """(row, column) -> value of what the file has of the paper's table, however it is named."""
+    """(row, column) -> value of what the file has of the paper's table."""
     return {
         (c["row"], c["column"]): c["value"]
         for c in json.loads(FILE.read_text(encoding="utf-8"))["cells"]
-        if c["work"] == table.paper and c["table"].startswith(f"Table {table.number} ")
+        if (c["work"], c["table"]) == (table.paper, table.published_table)
     }
+
+
+# Confirmed cells that no row of ours can stand beside: why, and how many.
+LEFT = {
+    "ast_table2": 4 * 9 + 3,  # other models' rows, and the number of parameters
+    "slope_table5": 0,
+    "slope_tableB2": 2 * 8,  # Wanda with 2:8
+    "sste_table10": 1,  # the low end of a range
+    "torchao_table2": 1,  # the quotient, which is computed
+    "torchao_table3": 6,  # memory
+}
+UNCONFIRMED = {
+    *("fst_table5", "fst_table6", "fst_table7", "fst_table8", "fst_table10"),
+    *("sste_table1", "sste_table2", "sste_table3", "sste_table6", "sste_table7", "sste_table8"),
+    "sste_figure4",
+}
 
 
 def test_specs_find_what_is_confirmed():
     """A misspelt name would turn a confirmed value into "not available"."""
-    papers = [table for table in read_tables() if table.paper is not None]
-    assert {table.name: len(confirmed(table)) for table in papers} == {"sste_table2": 0}
-    for table in papers:
-        assert table.published_table.startswith(f"Table {table.number} (")
-        assert found_by(table) == confirmed(table)
-
-
-def test_a_spec_of_a_confirmed_table_finds_it_all():
-    """S-STE's Table 4 has two confirmed cells; one wrong letter in a name loses them."""
-    table = Table(
-        name="t",
-        title="T",
-        tiers={},
-        rows=[
-            Row("dense", ["method=dense"], published="Dense"),
-            Row("ours", ["method=s_ste"], published="S-STE"),
-        ],
-        columns=[Column("BLEU", published="Test BLEU")],
-        paper="sste",
-        number=4,
-        published_table="Table 4 (Transformer-base WMT14 En-De)",
-    )
-    bleu = {("Dense", "Test BLEU"): 26.42, ("S-STE", "Test BLEU"): 26.11}
-    assert found_by(table) == confirmed(table) == bleu
-    assert found_by(dataclasses.replace(table, published_table="Table 4")) == {}
+    for table in PAPERS:
+        known, found = confirmed(table), asked(table)
+        assert found.items() <= known.items()
+        assert len(known) - len(found) == LEFT.get(table.name, 0), (
+            table.name,
+            sorted(known.keys() - found.keys()),
+        )
+    assert {table.name for table in PAPERS if not confirmed(table)} == UNCONFIRMED
+    cells = json.loads(FILE.read_text(encoding="utf-8"))["cells"]
+    for table in PAPERS:
+        if table.name in UNCONFIRMED:
+            number = table.number.replace("figure", "Figure ")
+            assert not [
+                c for c in cells if c["work"] == table.paper
+                and c["table"].startswith((f"Table {number} ", f"{number} "))
+            ]  # fmt: skip

@@ -7,9 +7,10 @@ import pytest
 
 from experiments.errors import UserError
 from reproduce import published
-from reproduce.figure import curves, draw
-from reproduce.render import csv_text, render, value
-from reproduce.spec import Column, Row, Table, Tier
+from reproduce.cells import value
+from reproduce.figure import curves, draw, values
+from reproduce.render import csv_text, render
+from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
 
 ROWS = [Row("dense", ["method=dense"]), Row("S-STE", ["method=s_ste"])]
 COLUMNS = [
@@ -139,7 +140,7 @@ def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, s
     )
 
 
-PAPER = {"paper": "w", "number": 1, "published_table": "Table 1", "published_setting": "Big thing"}
+PAPER = {"paper": "w", "number": "1", "published_table": "Table 1", "published_setting": "Big thing"}
 BESIDE = [
     Column("BLEU", published="bleu"),
     Column("loss", "metrics.val_loss", "mean_std", ".2f", published="val"),
@@ -147,7 +148,7 @@ BESIDE = [
 
 
 @pytest.fixture
-def values(monkeypatch):
+def beside(monkeypatch):
     """The paper says 2.0 for S-STE's loss, by somebody's notes, and nothing else."""
     cells = {("w", "Table 1", "ours", "val"): published.Published(2.0, "", "second-hand", "notes")}
     monkeypatch.setattr(published, "_cells", lambda path: cells)
@@ -161,8 +162,8 @@ def values(monkeypatch):
     return build()
 
 
-def test_paper_and_ours(values, runs):
-    assert body(render(values, "full", runs)) == [
+def test_paper_and_ours(beside, runs):
+    assert body(render(beside, "full", runs)) == [
         "| BLEU | dense | extra row of ours | not measured | - | full |",
         "| BLEU | S-STE | not available | not measured | - | full |",
         "| loss | dense | extra row of ours | 2.00 ± 1.00 | - | full |",
@@ -170,8 +171,8 @@ def test_paper_and_ours(values, runs):
     ]
 
 
-def test_a_smaller_tier_is_not_set_against_the_paper(values, runs):
-    rendered = render(values, "smoke", runs)
+def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
+    rendered = render(beside, "smoke", runs)
     assert body(rendered)[-1] == ("| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | - | smoke |")
     assert "This tier is not the paper's setting: no difference to it is taken." in rendered.header
     assert "The paper: Big thing." in rendered.header
@@ -179,12 +180,109 @@ def test_a_smaller_tier_is_not_set_against_the_paper(values, runs):
 
 def test_values_of_a_run(finished_run):
     log = [{"step": s, "loss": float(s)} for s in range(18)] + [{"step": 18, "val_loss": 0.5}]
-    run = finished_run("dense", 0, 1.25, log, steps=18)
-    assert value(run, "metrics.val_loss") == 1.25
-    assert value(run, "tail.loss") == 17.0  # steps from 16.2 on
-    assert value(run, "tail.unknown") is None
-    with pytest.raises(UserError, match=r"runs/dense/seed0/result.json has no metrics.bleu"):
-        value(run, "metrics.bleu")
+    scores = {"cola": 50.0, "rte": 61.0}
+    made = {f"glue.{task}": {"metrics": {"score": score}} for task, score in scores.items()}
+    made["text"] = {"metrics": {"ppl": 7.5}}
+    run = finished_run("dense", 0, 1.25, log, measures=made, steps=18)
+    measures = {"glue": Measure("finetune", [], ["cola", "rte"]), "text": Measure("evaluate")}
+    for path, expected in {
+        "metrics.val_loss": 1.25,
+        "tail.loss": 17.0,  # steps from 16.2 on
+        "tail.unknown": None,
+        "text.ppl": 7.5,
+        "glue.rte.score": 61.0,
+        "glue.mean": 55.5,
+        "glue.cola.score, glue.rte.score, text.ppl": 39.5,
+    }.items():
+        assert value(run, path, measures) == expected
+    for missing, named in {"metrics.bleu": "metrics.bleu", "glue.rte.f1": "f1"}.items():
+        with pytest.raises(UserError, match=f"the results of .*seed0 have no {named}$"):
+            value(run, missing, measures)
+    del made["glue.rte"]
+    assert value(run, "glue.mean", measures) is None  # no mean of some of the tasks
+    assert value(run, "glue.rte.score", measures) is None
+
+
+def test_measurements_that_a_tier_does_not_make_or_that_are_missing(finished_run):
+    columns = [
+        Column("loss", "metrics.val_loss", show="mean", format=".1f"),
+        Column("RTE", "glue.rte.score", show="mean", format=".1f"),
+        Column("CoLA", "glue.cola.score", show="mean", format=".1f"),
+        Column("share", "sparsity.density", "mean", ".0f", scale=100.0),
+    ]
+    table = own_table([0], columns)
+    table.tiers = {
+        "smoke": Tier(seeds=[0], measure={"glue": Measure("finetune", [], ["rte"])}),
+        "full": Tier(seeds=[0], measure={"glue": Measure("finetune", [], ["rte", "cola"])}),
+    }
+    made = {"glue.rte": {"metrics": {"score": 61.0}}}
+    runs = [finished_run("dense", 0, 1.0, measures=made), finished_run("S-STE", 0, 2.0)]
+    assert body(render(table, "smoke", runs)) == [
+        "| dense | 1.0 | 61.0 | not in this tier | 50 |",
+        "| S-STE | 2.0 | not run | not in this tier | 50 |",
+    ]
+    assert body(render(table, "full", runs))[0] == "| dense | 1.0 | 61.0 | not run | 50 |"
+
+
+def test_variants_have_lines_and_baselines_of_their_own(finished_run, monkeypatch):
+    found = {
+        ("w", "T", "small", "ours"): published.Published(4.0, "%", "primary", "", ""),
+        ("w", "T", "large ours", "odd"): published.Published(None, "", "primary", "", "no memory"),
+    }
+    monkeypatch.setattr(published, "_cells", lambda path: found)
+    columns = [
+        Column("loss", "metrics.val_loss", format=".1f", published="l"),
+        Column("to dense", "metrics.val_loss", show="paired", format="+.1f"),
+    ]
+    rows = [
+        Row("dense", ["method=dense"], published="dense"),
+        Row("S", ["method=s_ste"], published="ours", cells={"loss": ["{variant}", "ours"]}),
+    ]
+    variants = [Variant("A", published="small"), Variant("B", rows=["dense"], published="large")]
+    table = own_table([0], columns, paper="w", number="1", published_table="T", variants=variants,
+                      published_row="{variant} {row}")  # fmt: skip
+    table.rows = rows
+    runs = [
+        finished_run("dense", 0, 1.0, variant="A"),
+        finished_run("S", 0, 3.0, variant="A"),
+        finished_run("dense", 0, 2.0, variant="B"),
+    ]
+    assert body(render(table, "full", runs)) == [
+        "| loss | A | dense | not available | 1.0 | - | full |",
+        "| loss | A | S | 4.0 % | 3.0 | -1.0 | full |",
+        "| loss | B | dense | not available | 2.0 | - | full |",
+        "| loss | B | S | not available | not offered | - | full |",
+        "| to dense | A | dense | - | baseline | - | full |",
+        "| to dense | A | S | - | +2.0 (n=1) | - | full |",
+        "| to dense | B | dense | - | baseline | - | full |",
+        "| to dense | B | S | - | not offered | - | full |",
+    ]
+    rows[1].cells = {"loss": ["{variant} ours", "odd"]}
+    assert "| loss | B | S | none: no memory | not offered | - | full |" in body(
+        render(table, "full", runs)
+    )
+
+
+def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch, tmp_path):
+    found = {("w", "T", "a", "x"): published.Published(1.5, "x", "primary", "", "")}
+    monkeypatch.setattr(published, "_cells", lambda path: found)
+    table = own_table([0], [Column("speed", "metrics.speed", show="mean", published="x")],
+                      paper="w", number="1", published_table="T", driver="bench",
+                      figure=Figure("bars"))  # fmt: skip
+    table.rows = [Row("a", ["what=linear"], published="a")]
+    run = finished_run("a", 0, 1.0, metrics={"speed": 1.25})
+    del run.result["corpus"], run.result["config"]["impl"]
+    rendered = render(table, "full", [run])
+    assert body(rendered) == ["| speed | a | 1.500x | 1.250 | - | full |"]
+    told = "\n".join(rendered.header)
+    assert "The device named below is not the paper's" in told
+    assert "Device: abacus, 2 threads, torch 2.0." in told
+    bars = [(v.source, v.value) for v in values(table, rendered)]
+    assert bars == [("paper", 1.5), ("ours", 1.25)]
+    assert draw(table, "full", [run], rendered, tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    table.figure = Figure("none")
+    assert not draw(table, "full", [run], rendered, tmp_path / "none.png")
 
 
 def test_the_terminal_shows_every_cell(runs, capsys):
@@ -203,22 +301,26 @@ def test_curves_and_figure(finished_run, tmp_path):
         ]
 
     runs = [finished_run("dense", seed, 1.0, log(v)) for seed, v in enumerate([1.0, 3.0])]
-    found = [(p.quantity, p.step, p.mean, p.std, p.n) for p in curves(runs)]
+    panels = ["val_loss", "flip_rate"]
+    found = [(p.quantity, p.step, p.mean, p.std, p.n) for p in curves(runs, panels)]
     root2 = pytest.approx(2**0.5)
     assert found == [
         ("val_loss", 5, 3.0, root2, 2),
         ("val_loss", 10, 1.0, 0.0, 2),
         ("flip_rate", 4, 2.0, root2, 2),
     ]
-    path = tmp_path / "t.png"
-    draw(runs, "T", path)
+    assert {p.quantity for p in curves(runs, ["flip_rate"])} == {"flip_rate"}
+    path, table = tmp_path / "t.png", own_table([0, 1])
+    rendered = render(table, "smoke", runs)
+    assert draw(table, "smoke", runs, rendered, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     data = (tmp_path / "t-curves.csv").read_text(encoding="utf-8").splitlines()
     assert data[0] == "quantity,method,step,mean,std,n"
     assert len(data) == 1 + 3
     # The same runs again: nothing is drawn. Other runs: it is.
     path.write_bytes(b"kept")
-    draw(runs, "T", path)
+    assert draw(table, "smoke", runs, rendered, path)
     assert path.read_bytes() == b"kept"
-    draw(runs[:1], "T", path)
+    assert draw(table, "smoke", runs[:1], rendered, path)
     assert path.read_bytes() != b"kept"
+    assert not draw(table, "smoke", [], rendered, tmp_path / "nothing.png")

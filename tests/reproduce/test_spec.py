@@ -4,10 +4,14 @@ import dataclasses
 import importlib
 
 import pytest
+import yaml
 
 from experiments.errors import UserError
-from reproduce.engine import plan
-from reproduce.spec import Row, Table, Tier, read_table, read_tables
+from methods import slope
+from reproduce import jobs
+from reproduce.jobs import plan
+from reproduce.reading import read_table, read_tables
+from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
 
 TABLES = {table.name: table for table in read_tables()}
 OFFERED = [
@@ -16,22 +20,50 @@ OFFERED = [
     for tier, what in table.tiers.items()
     if not what.unavailable
 ]
+SEED = 7
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory, hf_model):
+    """A tiny checkpoint in the place of those on the hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    hf_model("gpt2").save_pretrained(folder)
+    return folder
+
+
+composed: set[tuple[str, ...]] = set()  # tables share most of their configs
 
 
 @pytest.mark.parametrize(("name", "tier"), OFFERED)
-def test_every_row_is_a_config(name, tier, tmp_path):
-    table = TABLES[name]
-    one_seed = dataclasses.replace(
-        table, tiers={tier: dataclasses.replace(table.tiers[tier], seeds=[7])}
-    )
-    jobs = plan(one_seed, tier, tmp_path)
-    assert [job.label for job in jobs] == [row.label for row in table.rows]
-    assert jobs[0].config.method == "dense"
-    assert {(job.config.seed, job.config.tier, job.config.runs) for job in jobs} == {
-        (7, tier, tmp_path)
-    }
-    named = [job.config.directory() for job in jobs if job.config.init is None]
-    assert len(set(named)) == len(named) > 0
+def test_every_job_of_every_tier_is_a_config(name, tier, tmp_path, gpt2_folder, monkeypatch):
+    """Composed through the driver, and of the tier and seed that were asked for."""
+    table, check = TABLES[name], jobs._check
+    chosen = dataclasses.replace(table.tiers[tier], seeds=[SEED])
+    monkeypatch.setattr(jobs, "_check", lambda *_: None)
+    planned = plan(dataclasses.replace(table, tiers={**table.tiers, tier: chosen}), tier, tmp_path)
+    # None is lost: a row, a variant, a measurement.
+    trained = list(table.trainings(tier))
+    measured = sum(len(m.tasks) or 1 for m in chosen.measure.values())
+    assert len(planned.places) * len(table.tiers[tier].seeds) == len(trained)
+    for place, (_, measures) in planned.places.items():
+        [row] = [row for row in table.rows if row.label == place.row]
+        assert len(measures) == (0 if row.stage else measured)
+    for job in planned.jobs:
+        job.overrides = [_local(o, gpt2_folder) for o in job.overrides]
+        key = (job.driver, *(o for o in job.overrides if not o.startswith("tier=")))
+        if key not in composed:
+            check(table, tier, job)
+            config = job.compose(None if job.source is None else tmp_path / "unfinished")
+            assert (config.seed, config.tier) == (SEED, tier)
+        composed.add(key)
+
+
+def _local(override, folder):
+    """Of what comes from the hub, a tiny model here."""
+    for key, value in {"model.path=": folder, "model.block_size=": 32}.items():
+        if override.startswith(key):
+            return f"{key}{value}"
+    return override
 
 
 # Method, whether it starts from the dense run, and what it changes of the method's defaults.
@@ -51,47 +83,113 @@ QUICKSTART = {
 
 def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
     """Labels are printed beside numbers: a row with the overrides of another would be a lie."""
-    jobs = plan(TABLES["quickstart"], "smoke", tmp_path)
+    planned = plan(TABLES["quickstart"], "smoke", tmp_path)
     seeds = TABLES["quickstart"].tiers["smoke"].seeds
-    assert [(job.label, job.seed) for job in jobs] == [(r, s) for r in QUICKSTART for s in seeds]
-    dense = {job.seed: job.config.directory() for job in jobs if job.label == "dense"}
+    assert [(p.row, p.seed) for p in planned.places] == [(r, s) for r in QUICKSTART for s in seeds]
+    dense = {p.seed: job for p, (job, _) in planned.places.items() if p.row == "dense"}
     # Nothing but the method and the first weights differ, options of the methods included.
-    first = jobs[0].config
-    for job in jobs:
-        config, (method, continued, own) = job.config, QUICKSTART[job.label]
+    first = planned.jobs[0].config
+    for place, (job, _) in planned.places.items():
+        method, continued, own = QUICKSTART[place.row]
+        config = job.compose(None)
         assert config.method == method
-        assert config.init == (dense[job.seed] if continued else None)
+        assert job.source is (dense[place.seed] if continued else None)
         assert (config.model, config.data, config.train) == (first.model, first.data, first.train)
         assert config.impl == first.impl
-        options = config.method_options
-        defaults = importlib.import_module(f"methods.{config.method}").Config()
-        changed = {
-            f.name: getattr(options, f.name)
-            for f in dataclasses.fields(defaults)
-            if getattr(options, f.name) != getattr(defaults, f.name)
-        }
-        for name in ("total_steps", "seed", "measure_every"):  # these follow the run
-            changed.pop(name, None)
-        assert changed == own
+        assert changed_options(config) == own
 
 
-def test_smoke_trains_the_same_thing_in_every_table():
-    """Then tables share their runs, and their numbers can be read side by side."""
-    smoke = [table.tiers["smoke"] for table in TABLES.values() if "smoke" in table.tiers]
-    assert len(smoke) == len(TABLES) >= 2
-    for tier in smoke[1:]:
-        assert tier.overrides == smoke[0].overrides
-        shorter, longer = sorted([tier.seeds, smoke[0].seeds], key=len)
-        assert longer[: len(shorter)] == shorter
+def changed_options(config):
+    """What a run changes of its method's defaults, but for what follows the run."""
+    options = config.method_options
+    defaults = importlib.import_module(f"methods.{config.method}").Config()
+    changed = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(defaults)
+        if getattr(options, f.name) != getattr(defaults, f.name)
+    }
+    for name in ("total_steps", "seed", "measure_every"):
+        changed.pop(name, None)
+    return changed
 
 
-def test_tables_share_runs(tmp_path):
-    """The dense and S-STE runs of the quickstart are those of Table 2: one config, one run."""
-    one, other = (
-        {j.config.directory() for j in plan(TABLES[name], "smoke", tmp_path) if not j.config.init}
-        for name in ("quickstart", "sste_table2")
-    )
-    assert len(one & other) == 2 * 2
+def options(name, tier, tmp_path, variant=None):
+    """row -> (method, what it changes of the method's defaults), of the first seed's trainings."""
+    table = TABLES[name]
+    chosen = dataclasses.replace(table.tiers[tier], seeds=[0], measure={})
+    if variant:
+        found = [v for v in table.variants_of(tier) if v.label == variant]
+        chosen = dataclasses.replace(chosen, variants=found)
+    planned = plan(dataclasses.replace(table, tiers={**table.tiers, tier: chosen}), tier, tmp_path)
+    configs = {place.row: job.compose(None) for place, (job, _) in planned.places.items()}
+    return {row: (config.method, changed_options(config)) for row, config in configs.items()}
+
+
+def test_published_settings_of_fst(tmp_path):
+    """Decay factors by model (Table 2), what BERT's rows are, and when they end."""
+    for size, alpha in {"124M": 6e-5, "350M": 2e-4, "774M": 2e-4, "1558M": 6e-5}.items():
+        rows = options("fst_table6", "full", tmp_path, f"GPT-2 {size}")
+        changed = {} if alpha == 6e-5 else {"alpha": alpha}
+        assert rows == {"dense": ("dense", {}), "FST": ("t_sr_ste", changed)}
+    rows = options("fst_table5", "full", tmp_path)
+    steps, at_switch = 38_049, 36_367  # simulated from the growing batch of the released recipe
+    ends = pytest.approx({"alpha": 6e-6, "dense_fraction": (steps - at_switch) / steps})
+    assert rows["FST"] == ("t_sr_ste", ends)
+    assert {row: method for row, (method, _) in rows.items()} == {
+        "dense": "dense", "half": "dense", "STEP": "step", "Bi-Mask": "bi_mask", "FST": "t_sr_ste",
+    }  # fmt: skip
+    deit = options("fst_table8", "full", tmp_path)
+    assert deit["FST"] == ("t_sr_ste", {"alpha": 1e-3, "refresh_every": 10})
+
+
+def test_the_ablation_of_s_ste_adds_one_part_at_a_time(tmp_path):
+    assert list(options("sste_table8", "smoke", tmp_path).values()) == [
+        ("dense", {}),
+        ("ste", {}),
+        ("s_ste", {"beta": "none", "mvue": "off"}),
+        ("s_ste", {"mvue": "off"}),
+        ("s_ste", {}),
+        ("s_ste", {"fp8": "paper"}),
+    ]
+
+
+def test_the_ablation_of_ast_leaves_out_what_its_labels_say(tmp_path):
+    rows = options("ast_table4", "smoke", tmp_path)
+    blocks = {"include": ("*.h.*",)}
+    assert {row: (m, {k: v for k, v in o.items() if k != "include"}) for row, (m, o) in rows.items()
+            if row != "Dense"} == {
+        "dense, trained on": ("dense", {}),
+        "Naive Training": ("one_shot", {}),
+        "No distillation": ("ast", {"kl_weight": 0.0, "task_weight": 1.0}),
+        "Static SR-STE": ("ast", {"ramp_steps": 0}),
+        "Fixed Mask": ("ast", {"refresh_every": 0}),
+        "AST-Naive": ("ast", {}),
+    }  # fmt: skip
+    assert all(blocks.items() <= o.items() for row, (_, o) in rows.items() if row != "Dense")
+
+
+def test_patterns_and_ranks_of_slope(tmp_path):
+    """Mixed N:M falls on the halves of the blocks that the labels name: here, of 24."""
+    table = TABLES["slope_table5"]
+    found = {v.label: v.key for v in table.variants_of("full")}
+    for label, first, last in [("2:4-2:4", 4, 4), ("2:4-2:8", 4, 8), ("2:8-2:4", 8, 4)]:
+        config = slope.Config(patterns=tuple(yaml.safe_load(found[label])))
+        widths = [config.pattern(f"bert.layer.{n}.mlp.fc1")[1] for n in range(24)]
+        assert widths == [first] * 12 + [last] * 12
+    ranks = {
+        row: changed.get("adapter_rank", 0)
+        for row, (_, changed) in options("slope_table4", "full", tmp_path).items()
+    }
+    assert list(ranks.values()) == [0, 0, 0, 0, 4, 16, 64]
+
+
+def test_smoke_tables_of_gpt2_share_their_dense_run(tmp_path):
+    """Then their numbers can be read side by side, and a second table takes less time."""
+    dense = set()
+    for name in ("sste_table1", "sste_table2", "sste_table6", "fst_table6", "ast_table4"):
+        planned = plan(TABLES[name], "smoke", tmp_path)
+        dense.add(planned.jobs[0].config.directory())
+    assert len(dense) == 1
 
 
 def test_every_offered_tier_says_what_it_trains():
@@ -107,14 +205,31 @@ def table(**changed):
     return Table(**values)
 
 
+DENSE = Row("dense", ["method=dense"])
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rows": [Row("a", ["method=dense"]), Row("a", ["method=ste"])]}, "same label"),
+        ({"rows": [Row("a", ["method=dense"]), Row("a", ["method=ste"])]}, "two rows have the same"),
+        ({"columns": [Column("c"), Column("c")]}, "two columns have the same label"),
+        ({"variants": [Variant("v"), Variant("v")]}, "two variants have the same label"),
         ({"rows": [Row("a", ["method=ste"])]}, "first row must be the dense baseline"),
-        ({"tiers": {"huge": Tier(seeds=[0])}}, "'huge'; choose of smoke, mini, full"),
+        ({"rows": []}, "there are no rows"),
+        ({"rows": [DENSE, Row("a", starts_from="b")]}, "'a' starts from 'b', no earlier row"),
+        ({"tiers": {"huge": Tier(seeds=[0])}}, "tier=huge; choose of smoke, mini, full"),
         ({"tiers": {"smoke": Tier(seeds=[1, 1])}}, r"needs seeds, each once, got \[1, 1\]"),
         ({"tiers": {"smoke": Tier()}}, "needs seeds"),
+        ({"tiers": {"smoke": Tier(seeds=[0], rows=["b"])}}, "tier smoke: rows=b; choose of dense"),
+        (
+            {"tiers": {"smoke": Tier(seeds=[0], measure={"m": Measure("pretrain")})}},
+            "tier smoke: m: driver=pretrain; choose of finetune, evaluate",
+        ),
+        ({"rows": [Row("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
+        ({"rows": [Row("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
+        ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, bench"),
+        ({"figure": Figure("pie")}, "figure.kind=pie"),
+        ({"figure": Figure("bars", ["c"])}, "figure.columns=c"),
     ],
 )
 def test_tables_that_make_no_sense(changed, message):
@@ -122,12 +237,20 @@ def test_tables_that_make_no_sense(changed, message):
         table(**changed)
 
 
+def test_a_table_of_benchmarks_needs_no_dense_row():
+    table(driver="bench", rows=[Row("a", ["what=linear"])])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows: [{label: a, overrides: [], colour: red}]", "colour"),
-        ("tiers: {smoke: {seeds: [many]}}", "many"),
-        ("title: T", "missing mandatory value"),
+        ("rows: [{label: a, overrides: [], colour: red}]", r"rows\[0\] has no key colour"),
+        ("tiers: {smoke: {seeds: [many]}}", r"tiers.smoke: seeds\[0\]: 'many' is no int"),
+        ("rows: [{label: a, stage: 1}]", "stage: 1 is no bool"),
+        ("number: 2", "number: 2 is no str"),
+        ("title: T", "tiers is missing"),
+        ("[a, b]", "it holds no keys"),
+        ("title: {", "flow mapping"),
         (
             "{title: T, columns: [], tiers: {}, rows: [{label: a, overrides: [method=ste]}]}",
             "dense baseline",

@@ -1,0 +1,153 @@
+"""The cells of a table: what finished runs measured, and what the paper says, as text and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.errors import UserError
+from reproduce import stats
+from reproduce.engine import Run
+from reproduce.published import look_up
+from reproduce.spec import BENCH, Column, Measure, Row, Table, Variant
+
+Numbers = dict[str, float | int | str | None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is printed, and the figures behind it by name."""
+
+    text: str
+    numbers: Numbers = field(default_factory=dict)
+
+
+def value(run: Run, path: str, measures: dict[str, Measure]) -> float | None:
+    """The quantity that a column's `value` names; None if this run does not have it."""
+    if "," in path:
+        several = [value(run, part.strip(), measures) for part in path.split(",")]
+        known = [figure for figure in several if figure is not None]
+        return stats.mean(known) if len(known) == len(several) else None
+    name, _, rest = path.partition(".")
+    if name == "tail":
+        first = 0.9 * run.result["steps"]
+        tail = [r[rest] for r in run.log if r["step"] >= first and r.get(rest) is not None]
+        return stats.mean(tail) if tail else None
+    if name not in measures:
+        return _walk(run.result, path, run)
+    tasks = measures[name].tasks
+    if tasks and rest == "mean":
+        found = [value(run, f"{name}.{task}.score", measures) for task in tasks]
+        known = [score for score in found if score is not None]
+        return stats.mean(known) if len(known) == len(tasks) else None
+    task, _, metric = rest.partition(".") if tasks else ("", "", rest)
+    content = run.measures.get(f"{name}.{task}" if task else name)
+    return None if content is None else _walk(content["metrics"], metric, run)
+
+
+def _walk(found: Any, path: str, run: Run) -> float | None:
+    for key in path.split("."):
+        if key not in found:
+            raise UserError(f"the results of {run.directory} have no {path}")
+        found = found[key]
+    return found
+
+
+def offered(table: Table, tier: str, path: str) -> bool:
+    """Whether the tier makes the measurements that a column's `value` names."""
+    if "," in path:
+        return all(offered(table, tier, part.strip()) for part in path.split(","))
+    name, _, rest = path.partition(".")
+    if name in {part for other in table.tiers.values() for part in other.measure}:
+        measure = table.tiers[tier].measure.get(name)
+        if measure is None:
+            return False
+        return not measure.tasks or rest == "mean" or rest.partition(".")[0] in measure.tasks
+    return True
+
+
+def ours(table: Table, tier: str, column: Column, runs: list[Run], baseline: list[Run]) -> Cell:
+    """What the runs of one row say, over the seeds; `baseline` are those of the first row."""
+    if column.value is None:
+        return Cell("not measured", {"n": 0})
+    if not offered(table, tier, column.value):
+        return Cell("not in this tier", {"n": 0})
+    wanted, measures = len(table.tiers[tier].seeds), table.tiers[tier].measure
+    own, base = (_values(column, some, measures) for some in (runs, baseline))
+    if column.show == "paired" and runs and runs == baseline:
+        return Cell("baseline")
+    if column.show in ("paired", "ratio"):
+        own = {seed: v for seed, v in own.items() if seed in base}
+    n = len(own)
+    if n == 0:
+        there = len(runs) == wanted and column.value.partition(".")[0] not in measures
+        return Cell("not measured" if there else "not run", {"n": 0})
+    few = f" (n={n} of {wanted})" if n < wanted else ""
+    form = column.format
+    match column.show:
+        case "mean_std":
+            mean, std = stats.mean(list(own.values())), stats.std(list(own.values()))
+            spread = f" ± {std:{form}}" if n > 1 else ""
+            text = f"{mean:{form}}{spread}{few}"
+            return Cell(text, {"mean": mean, "std": std if n > 1 else None, "n": n})
+        case "paired":
+            differences = [v - base[seed] for seed, v in own.items()]
+            mean, (low, high) = stats.mean(differences), stats.paired_interval(differences)
+            if n == 1:
+                return Cell(f"{mean:{form}}{few or ' (n=1)'}", {"mean": mean, "n": 1})
+            text = f"{mean:{form}} [{low:{form}}, {high:{form}}]{few}"
+            return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
+        case "ratio":
+            amount = stats.mean([v / base[seed] for seed, v in own.items()])
+        case "sum":
+            amount = sum(own.values())
+        case _:
+            amount = stats.mean(list(own.values()))
+    return Cell(f"{amount:{form}}{few}", {column.show: amount, "n": n})
+
+
+def _values(column: Column, runs: list[Run], measures: dict[str, Measure]) -> dict[int, float]:
+    """seed -> value, of the runs that measured it."""
+    assert column.value is not None
+    found = {run.place.seed: value(run, column.value, measures) for run in runs}
+    return {seed: column.scale * v for seed, v in found.items() if v is not None}
+
+
+def paper(
+    table: Table, tier: str, variant: Variant, row: Row, column: Column, own: Cell
+) -> tuple[Cell, Cell]:
+    """The published value, and our difference to it in the full tier: the paper's setting.
+
+    Speed is not compared like that: it was measured on another device.
+    """
+    assert table.paper and table.published_table
+    name = published_name(table, variant, row, column)
+    if name is None:
+        return Cell("extra row of ours" if row.published is None else "not available"), Cell("-")
+    cell = look_up(table.paper, table.published_table, *name)
+    if cell is None:
+        return Cell("not available"), Cell("-")
+    published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
+    mean = own.numbers.get("mean")
+    taken = tier == "full" and table.driver != BENCH
+    if not taken or cell.value is None or not isinstance(mean, float):
+        return published, Cell("-")
+    difference = mean - cell.value
+    return published, Cell(f"{difference:+{column.format}}", {"difference": difference})
+
+
+def published_name(
+    table: Table, variant: Variant, row: Row, column: Column
+) -> tuple[str, str] | None:
+    """(row, column) of a cell in `published.json`, whether it is there or not; None if the spec
+    names none."""
+    names = {"row": row.published, "variant": variant.published, "column": column.published}
+    templates = row.cells.get(column.label)
+    if templates is None:
+        templates = [table.published_row, table.published_column]
+        if column.published is None:
+            return None
+    if any(f"{{{k}}}" in "".join(templates) and name is None for k, name in names.items()):
+        return None
+    first, second = (template.format(**names) for template in templates)
+    return first, second

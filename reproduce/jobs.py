@@ -1,0 +1,162 @@
+"""From a table to what has to be run for it: trainings or benchmarks, then measurements on them.
+
+A job is known by its config alone, so tables, variants and rows share runs, and a second call does
+what is missing. What starts from a finished run, or measures one, has no config before that run is
+there: its directory and hash depend on it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments import config
+from experiments.errors import UserError
+from reproduce.spec import BENCH, Row, Table, Tier, Variant
+
+INPUTS = "smoke_tasks"  # folder below that of the runs: reproduce/smoke_tasks.py
+
+
+@dataclass(eq=False)
+class Job:
+    """One training, benchmark or measurement.
+
+    source: the job whose finished run is given as `source_key`.
+    """
+
+    label: str
+    driver: str
+    overrides: list[str]
+    runs: Path
+    source: Job | None = None
+    source_key: str = ""
+    _config: Any = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+    @cached_property
+    def module(self) -> Any:
+        """`load`, `run` and `finished` of the driver."""
+        inside = "reproduce.bench" if self.driver == BENCH else f"experiments.{self.driver}"
+        return importlib.import_module(inside)
+
+    def compose(self, source: Path | None) -> Any:
+        """The config, given the directory of the source's run."""
+        given = [] if source is None else [f"{self.source_key}={quoted(source)}"]
+        load = getattr(self.module, "load", config.load)  # pretrain has that of experiments.config
+        return load([*self.overrides, f"runs={quoted(self.runs)}", *given])
+
+    @property
+    def config(self) -> Any:
+        """The config; None while the source is not finished."""
+        if self._config is None:
+            if self.source is None:
+                self._config = self.compose(None)
+            elif self.source.result() is not None:
+                self._config = self.compose(self.source.config.directory())
+        return self._config
+
+    def result(self) -> dict[str, Any] | None:
+        """The content of its `result.json`, if it was run to the end."""
+        return None if self.config is None else self.module.finished(self.config)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a table a training stands: variant and row by their labels."""
+
+    variant: str
+    row: str
+    seed: int
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.variant, self.row, f"seed {self.seed}"]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs in the order in which they run, and which of them each place of the table needs.
+
+    places: the training or benchmark, and the measurements by `<measure>` or `<measure>.<task>`.
+    """
+
+    jobs: list[Job]
+    places: dict[Place, tuple[Job, dict[str, Job]]]
+
+
+def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan:
+    """The jobs of a table: variant by variant, row by row, seed by seed.
+
+    extra: further overrides of every training.
+
+    Raises:
+        UserError: a row whose overrides do not fit together.
+    """
+    chosen, unique, places = table.tiers[tier], {}, {}
+
+    def job(place: Place, part: str, *work: Any) -> Job:
+        """The same work is done once, whoever asks first."""
+        driver, overrides, source, key = work
+        label = f"{place}, {part}" if part else str(place)
+        made = Job(label, driver, overrides, runs, source, key)
+        return unique.setdefault((driver, *overrides, id(source)), made)
+
+    for variant, row, seed in table.trainings(tier):
+        place = Place(variant.label, row.label, seed)
+        own = [f"tier={tier}", f"seed={seed}"]
+        overrides = [*_training(chosen, tier, variant, row), *extra, *own]
+        source = None
+        if row.starts_from is not None and not chosen.pretrained:
+            source, _ = places[Place(variant.label, row.starts_from, seed)]
+        trained = job(place, "", table.driver, overrides, source, "init")
+        measures = {}
+        for name, measure in ({} if row.stage else chosen.measure).items():
+            given = [*measure.overrides, *row.measure.get(name, []), *own]
+            given = [o.replace("{inputs}", str(runs / INPUTS)) for o in given]
+            for task in measure.tasks or [""]:
+                part = f"{name}.{task}" if task else name
+                asked = [f"task={task}", *given] if task else given
+                measures[part] = job(place, part, measure.driver, asked, trained, "run")
+        places[place] = trained, measures
+    checked = set()
+    for made in unique.values():
+        key = (made.driver, *made.overrides)
+        if key not in checked:  # the same measurement of several runs fits all or none
+            _check(table, tier, made)
+        checked.add(key)
+    return Plan(list(unique.values()), places)
+
+
+def needs_inputs(table: Table, tier: str) -> bool:
+    """Whether the tier measures on what reproduce/smoke_tasks.py makes."""
+    measures = table.tiers[tier].measure.values()
+    return any("{inputs}" in override for measure in measures for override in measure.overrides)
+
+
+def _training(chosen: Tier, tier: str, variant: Variant, row: Row) -> list[str]:
+    started = chosen.started if row.starts_from is not None else []
+    own = [*row.overrides, *row.tiers.get(tier, [])]
+    given = [*chosen.overrides, *variant.overrides, *started, *own]
+    return [override.replace("{variant}", variant.key) for override in given]
+
+
+def _check(table: Table, tier: str, job: Job) -> None:
+    """That the overrides of a job fit together, as far as that can be known before its source."""
+    try:
+        if job.source is None:
+            assert job.config is not None
+        else:
+            job.compose(job.runs / "unfinished")
+    except UserError as error:
+        raise UserError(f"{table.name}, tier {tier}, {job}: {error}") from error
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of a hydra override."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"

@@ -1,0 +1,78 @@
+"""Cells of speed tables: what is counted is counted right, and a result is known by its device."""
+
+import pytest
+import torch
+
+from experiments.errors import UserError
+from reproduce import bench
+from reproduce.bench import Config, load
+
+
+def quick(**changed):
+    fields = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 32, "heads": 2}
+    return Config(**fields | {"method": "t_sr_ste"} | changed)
+
+
+def test_overrides(tmp_path):
+    config = load([
+        "what=decoder", "method=slope", "ranks=[1.56,6.25]", "width=2560", "inner=10240",
+        "shrink=16", "tier=smoke", "seed=0", f"runs='{tmp_path}'",
+    ])  # fmt: skip
+    assert (config.width, config.inner, config.ffn, config.ranks) == (160, 640, 640, (1.56, 6.25))
+    assert config.directory().is_relative_to(tmp_path / "bench")
+    for wrong, message in {
+        "speed=1": "bench has no key speed",
+        "width=wide": "width",
+        "method=magic": "method=magic; choose of dense",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load(["what=linear", "method=slope", wrong])
+
+
+def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch):
+    config = quick(what="linear", runs=str(tmp_path))
+    assert bench.finished(config) is None
+    result = bench.run(config, lambda message: None)
+    metrics = result["metrics"]
+    assert metrics["speedup"] == metrics["dense_ms"] / metrics["sparse_ms"]
+    assert bench.finished(config)["metrics"] == metrics
+    monkeypatch.setattr(bench, "linear", None)  # would fail: nothing is measured again
+    assert bench.run(config)["metrics"] == metrics
+    monkeypatch.setattr(bench.results, "cpu_name", lambda: "another machine")
+    assert bench.finished(config) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_asked_for_in_vain():
+    with pytest.raises(UserError, match="torch sees no GPU here; tier=smoke runs on a CPU"):
+        bench.run(quick(what="linear", device="cuda"))
+
+
+def test_wrong_products_stop_the_measurement(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.arms, "relative_error", lambda value, truth: 1.0)
+    config = quick(what="linear", runs=str(tmp_path))
+    with pytest.raises(UserError, match="no time is reported"):
+        bench.run(config)
+    assert bench.finished(config) is None
+
+
+def test_memory_of_a_decoder_layer(tmp_path):
+    """In fp32, width C, 12 C^2 weights, all 2:4 for SLoPe: 8.1875 of 16 bytes in training (values,
+    gradient, moments; a bit a weight, a bit a value) and 2.125 of 4 stored; norms stay dense."""
+    config = quick(what="decoder", method="slope", width=64, ranks=(6.25,), runs=str(tmp_path))
+    found = bench.run(config, lambda message: None)["metrics"]
+    linears, norms = 12 * 64**2, 2 * 64
+    train = (8.1875 * linears + 16 * norms) / (16 * (linears + norms))
+    stored = (2.125 * linears + 4 * norms) / (4 * (linears + norms))
+    assert found["train_memory"] == pytest.approx(train, rel=1e-6)
+    assert found["inference_memory"] == pytest.approx(stored, rel=1e-6)
+    ends = 2 * (64 + 256) + (64 + 192) + (64 + 64)  # inputs and outputs of the four linears
+    adapters = 4 * 4 * ends / (4 * (linears + norms))  # rank 4 = 6.25 % of 64
+    assert found["inference_memory_6_25"] == pytest.approx(stored + adapters, rel=1e-6)
+
+
+def test_fst_ends_dense(tmp_path):
+    config = quick(what="decoder", runs=str(tmp_path))
+    found = bench.run(config, lambda message: None)["metrics"]
+    assert (found["inference_speedup"], found["inference_memory"]) == (1.0, 1.0)
+    assert found["train_memory"] > 1.0  # masks and operands stand beside the dense weights

@@ -1,0 +1,62 @@
+"""`--list`: every table of every paper, covered or not, without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from reproduce import coverage
+from reproduce.reading import read_tables
+
+TABLES = read_tables()
+# Numbers of the papers' tables; of torchao's README three, numbered by us, and the rest in one.
+NUMBERS = {
+    "fst": {str(n) for n in range(1, 14)} | {"figure7"},
+    "sste": {str(n) for n in range(1, 13)} | {"figure4"},
+    "ast": {str(n) for n in range(1, 7)},
+    "slope": {str(n) for n in range(1, 9)} | {f"B{n}" for n in range(1, 6)},
+    "torchao": {"1", "2", "3", "4"},
+}
+
+
+def test_every_table_is_listed_once_and_says_whether_it_is_covered():
+    papers = {known[0].paper: known for known in coverage.items().values()}
+    assert papers.keys() == NUMBERS.keys()
+    specs = {(table.paper, table.number) for table in TABLES if table.paper}
+    for paper, known in papers.items():
+        numbers = [item.number for item in known]
+        assert len(set(numbers)) == len(numbers)
+        assert NUMBERS[paper] <= set(numbers)
+        for item in known:
+            assert item.caption
+            # A reason if and only if there is no spec.
+            assert bool(item.reason) != ((paper, item.number) in specs), item
+    assert specs <= {(item.paper, item.number) for known in papers.values() for item in known}
+
+
+def test_the_list_is_complete_and_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from reproduce.__main__ import main; status = main(['--list']); "
+        "sys.exit(status if not {'torch', 'matplotlib', 'hydra'} & set(sys.modules) else 99)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for known in coverage.items().values():
+        for item in known:
+            assert f"  {item.name}: {item.caption}\n" in done.stdout
+            assert not item.reason or f"    not covered: {item.reason}\n" in done.stdout
+    for table in TABLES:
+        for name, tier in table.tiers.items():
+            assert f"{table.command} tier={name}: " in done.stdout
+            assert not tier.needs or f"needs {tier.needs}" in done.stdout
+
+
+@pytest.mark.parametrize("counts", [(7, 7), (7, 3)])
+def test_what_was_made_is_told(counts, tmp_path):
+    table = next(t for t in TABLES if t.name == "sste_table2")
+    assert coverage.state(table, "smoke", tmp_path) == "not made"
+    path = coverage.stem(table, "smoke", tmp_path).with_suffix(".json")
+    path.parent.mkdir(parents=True)
+    jobs, done = counts
+    path.write_text(f'{{"jobs": {jobs}, "done": {done}}}')
+    assert coverage.state(table, "smoke", tmp_path) == f"{done} of {jobs} runs done"

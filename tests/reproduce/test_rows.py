@@ -1,0 +1,96 @@
+"""One row of every script: its dense baseline, trained for two steps and measured as in the smoke
+tier, on a small text of our own; of speed tables the first row, at a tiny shape."""
+
+import dataclasses
+
+import pytest
+
+from experiments import dino
+from experiments.data import DataConfig
+from experiments.mlm import MLMConfig
+from experiments.prepare_data import prepare
+from reproduce import smoke_tasks
+from reproduce.engine import execute, finished
+from reproduce.jobs import INPUTS, plan
+from reproduce.reading import read_tables
+from reproduce.render import render
+
+TABLES = read_tables()
+COMMANDS = sorted({table.command for table in TABLES if table.paper})
+SHORT = [
+    *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.log_every=1"),
+    *("train.eval_every=2", "train.eval_samples=8", "impl.threads=1", "impl.checkpoint_every=0"),
+]
+TINY = {
+    "gpt2": [
+        *("model.n_layer=1", "model.n_head=2", "model.n_embd=16"),
+        *("data.name=words", "data.vocab_size=280"),
+    ],
+    "bert": [
+        *("model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32"),
+        *("data.name=masked", "data.vocab_size=100"),
+    ],
+    "deit": ["model.width=16", "model.depth=1", "model.heads=2"],
+    "vit": ["model.width=16", "model.depth=1", "model.heads=2"],
+}
+BENCH = ["repeats=2", "batch=1", "threads=1"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """(folder of all runs, overrides of the data), with small inputs for what is measured."""
+    root = tmp_path_factory.mktemp("rows")
+    (root / "text").mkdir()
+    for name in ("a", "b"):
+        line = "keep two of four weights in every group, drop the others\n"
+        (root / "text" / f"{name}.txt").write_text(line * 300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smoke_tasks, "SIZES", {"train": 32, "dev": 16})
+        smoke_tasks.write(root / "runs" / INPUTS)
+    settings = {"source": str(root / "text"), "root": str(root)}
+    prepare(DataConfig("words", **settings, tokenizer="bpe", vocab_size=280))
+    prepare(MLMConfig("masked", **settings, tokenizer="wordpiece", vocab_size=100))
+    text = root / "runs" / INPUTS / "text.txt"
+    text.write_text(text.read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    return root / "runs", [f"data.source={root / 'text'}", f"data.root={root}"]
+
+
+def short(table, data):
+    """Overrides that make the table's trainings tiny."""
+    if table.driver == "bench":
+        return BENCH
+    overrides = table.tiers["smoke"].overrides
+    [family] = {o.removeprefix("model=").partition("_")[0] for o in overrides if "model=" in o}
+    return [*SHORT, *TINY[family], *(data if family in ("gpt2", "bert") else [])]
+
+
+def first_row(table):
+    """The table with nothing but its baseline and what that starts from, for one seed."""
+    tier = table.tiers["smoke"]
+    baseline = next(row for row in table.rows_of("smoke") if not row.stage)
+    kept = [row for row in table.rows if row is baseline or row.label == baseline.starts_from]
+    # lm-eval takes long to begin: tests/experiments/test_zero_shot.py runs it.
+    measure = {k: m for k, m in tier.measure.items() if "tasks" not in " ".join(m.overrides)}
+    columns = [c for c in table.columns if not (c.value or "").startswith("local.")]
+    variants = [dataclasses.replace(v, rows=[]) for v in tier.variants[:1]]
+    small = dataclasses.replace(
+        tier, seeds=[0], rows=[], started=["train.steps=1"], measure=measure, variants=variants
+    )
+    return dataclasses.replace(
+        table, rows=kept, columns=columns, tiers={**table.tiers, "smoke": small}, variants=[]
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_baseline_of_every_script(command, shared, monkeypatch):
+    runs, data = shared
+    # Its fits take half a minute: tests/experiments has them.
+    monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 50.0, "linear_top1": 60.0})
+    for table in (first_row(t) for t in TABLES if t.command == command):
+        planned, said = plan(table, "smoke", runs, short(table, data)), []
+        execute(planned.jobs, said.append)
+        assert all(job.result() for job in planned.jobs), "\n".join(said)
+        rendered = render(table, "smoke", finished(planned))
+        texts = [text for line in rendered.cells for text in line]
+        assert "not run" not in texts
+        assert {line[-1] for line in rendered.cells} == {"smoke"}
