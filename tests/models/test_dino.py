@@ -1,0 +1,315 @@
+"""DINO: loss, centre, schedules, the frozen last layer, the teacher, crops in one pass."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import methods
+from models.dino import DINO, DinoConfig, dino_loss
+from models.vit import ViT, ViTConfig
+
+SHAPE = ViTConfig(
+    16, 2, 2, image_size=16, patch_size=4, n_classes=0, drop_path=0.5, dynamic_image_size=True
+)
+CONFIG = DinoConfig(
+    total_steps=100, local_crops=3, local_size=8, prototypes=12, hidden=16, bottleneck=8
+)
+
+
+def dino(seed=0, **settings):
+    torch.manual_seed(seed)
+    return DINO(ViT(SHAPE), dataclasses.replace(CONFIG, **settings))
+
+
+def crops(count=4, local=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "global_crops": torch.randn(count, 2, 3, 16, 16, generator=generator),
+        "local_crops": torch.randn(count, local, 3, 8, 8, generator=generator),
+    }
+
+
+def perturb(model, seed=2):
+    """Weights of the student as if an optimizer had changed them."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.student.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+# ---------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize(("views", "teachers"), [(2, 2), (5, 2)])
+def test_the_loss_is_the_mean_over_pairs_of_different_views(views, teachers):
+    torch.manual_seed(0)
+    student = torch.randn(3, views, 7, dtype=torch.float64)
+    p = torch.randn(3, teachers, 7, dtype=torch.float64).softmax(-1)
+    terms = []
+    for image in range(3):
+        for t in range(teachers):
+            for s in range(views):
+                if s == t:
+                    continue
+                logits = student[image, s] / 0.1
+                log_q = logits - math.log(sum(math.exp(x) for x in logits.tolist()))
+                terms.append(-sum(float(p[image, t, k]) * float(log_q[k]) for k in range(7)))
+    assert len(terms) == 3 * teachers * (views - 1)
+    expected = sum(terms) / len(terms)
+    assert float(dino_loss(student, p, 0.1)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_model_s_loss_centres_and_sharpens_the_teacher_alone():
+    model, batch = dino(), crops()
+    model.centre.copy_(torch.linspace(-1, 1, 12))
+    output, loss = model.eval()(**batch)
+    with torch.no_grad():
+        views = [
+            *batch["global_crops"].unbind(1),
+            *batch["local_crops"].unbind(1),
+        ]
+        own = [model.student(view[:, None])[:, 0] for view in views]
+        target = [
+            ((model.teacher(view[:, None])[:, 0] - model.centre) / 0.04).softmax(-1)
+            for view in views[:2]
+        ]
+    # Crops of one size go through the backbone together; each by itself gives the same.
+    torch.testing.assert_close(output, torch.stack(own, 1))
+    terms = [
+        -(target[t] * (own[s] / 0.1).log_softmax(-1)).sum(-1).mean()
+        for t in range(2)
+        for s in range(5)
+        if s != t
+    ]
+    torch.testing.assert_close(loss, torch.stack(terms).mean())
+
+
+def test_one_pass_of_the_backbone_for_each_size_of_crop():
+    model, seen = dino(), Counter()
+    for name in ("student", "teacher"):
+        backbone = getattr(model, name).backbone
+        backbone.vit.patch_embed.register_forward_pre_hook(
+            lambda module, args, name=name: seen.update([(name, tuple(args[0].shape))])
+        )
+    model(**crops())
+    assert seen == {
+        ("student", (8, 3, 16, 16)): 1,
+        ("student", (12, 3, 8, 8)): 1,
+        ("teacher", (8, 3, 16, 16)): 1,
+    }
+    output, loss = model(**crops(local=0))
+    assert output.shape == (4, 2, 12) and loss.isfinite()
+
+
+def test_outputs_are_cosines_and_the_prototypes_lengths_do_not_matter():
+    model, batch = dino().eval(), crops()
+    before, _ = model(**batch)
+    assert before.abs().max() <= 1 + 1e-6
+    with torch.no_grad():
+        model.student.head.last_layer.weight.mul_(7.0)
+    torch.testing.assert_close(model(**batch)[0], before)
+
+
+# ---------------------------------------------------------------- centre
+
+
+def test_the_centre_moves_to_the_mean_of_the_step_s_teacher_outputs():
+    model, batch = dino(centre_momentum=0.75), crops()
+    model.on_step_begin(0)
+    with torch.no_grad():
+        outputs = model.teacher(batch["global_crops"])  # [4, 2, 12]
+    model(**batch)
+    assert not model.centre.any()  # not within a step: its micro-batches see the same one
+    model.on_step_end(0)
+    expected = 0.25 * outputs.flatten(0, 1).mean(0)
+    torch.testing.assert_close(model.centre, expected)
+    model.eval()(**batch)
+    torch.testing.assert_close(model.centre, expected)
+
+
+def test_micro_batches_of_a_step_give_the_centre_and_the_figures_of_the_whole():
+    whole, parts, batch = dino(), dino(), crops()
+    whole.on_step_begin(0)
+    parts.on_step_begin(0)
+    # Stochastic depth would draw for each micro-batch anew.
+    for model in (whole, parts):
+        model.student.eval()
+    whole(**batch)
+    for rows in (slice(0, 1), slice(1, 4)):
+        parts(**{name: tensor[rows] for name, tensor in batch.items()})
+    for model in (whole, parts):
+        model.on_step_end(0)
+    torch.testing.assert_close(parts.centre, whole.centre)
+    assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-5)
+
+
+def test_the_metrics_tell_the_two_collapses_apart():
+    model, batch = dino(), crops()
+    model.on_step_begin(0)
+    _, loss = model(**batch)
+    model.on_step_end(0)
+    found = model.metrics()
+    assert found["teacher_entropy"] + found["teacher_kl"] == pytest.approx(loss.item(), rel=1e-6)
+    # All prototypes alike: every output is uniform.
+    for network in (model.student, model.teacher):
+        torch.nn.init.ones_(network.head.last_layer.weight)
+    model.centre.zero_()
+    model.on_step_begin(1)
+    model(**batch)
+    model.on_step_end(1)
+    found = model.metrics()
+    assert found["teacher_entropy"] == pytest.approx(math.log(12), abs=1e-5)
+    assert found["teacher_kl"] == pytest.approx(0, abs=1e-5)
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def test_the_ends_of_the_schedules():
+    config = dataclasses.replace(CONFIG, momentum=0.9, teacher_warmup=0.3, frozen_fraction=0.05)
+    assert config.momentum_at(0) == pytest.approx(0.9)
+    assert config.momentum_at(50) == pytest.approx(0.95)  # half way down a cosine
+    assert config.momentum_at(100) == 1.0
+    at = config.teacher_temperature_at
+    assert [at(0), at(15), at(30), at(99)] == pytest.approx([0.04, 0.055, 0.07, 0.07])
+    assert [config.frozen_at(step) for step in (0, 4, 5)] == [True, True, False]
+    constant = dataclasses.replace(config, teacher_warmup=0.0, frozen_fraction=0.0)
+    assert constant.teacher_temperature_at(0) == 0.07 and not constant.frozen_at(0)
+
+
+def test_the_step_sets_the_temperature_and_a_checkpoint_keeps_it():
+    model = dino()
+    model.on_step_begin(15)
+    assert float(model.teacher_temperature) == pytest.approx(0.055)
+    other = dino(seed=5)
+    other.load_state_dict(model.state_dict())
+    assert float(other.teacher_temperature) == pytest.approx(0.055)
+
+
+def test_frozen_prototypes_get_no_gradient_and_no_decay():
+    model = dino(frozen_fraction=0.01)  # the first of 100 steps
+    weight = model.student.head.last_layer.weight
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=0.1)
+    before = weight.detach().clone()
+    for step, moved in ((0, False), (1, True)):
+        model.on_step_begin(step)
+        model(**crops())[1].backward()
+        assert weight.grad is not None
+        model.on_gradients(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.on_step_end(step)
+        assert torch.equal(weight, before) is not moved
+
+
+# ---------------------------------------------------------------- the teacher
+
+
+def test_the_teacher_is_the_moving_average_and_gets_no_gradient():
+    model = dino(momentum=0.8)
+    model.on_step_begin(0)
+    old = {name: p.clone() for name, p in model.teacher.named_parameters()}
+    model(**crops())[1].backward()
+    assert all(p.grad is None and not p.requires_grad for p in model.teacher.parameters())
+    assert all(p.grad is not None for p in model.student.parameters())
+    perturb(model)
+    model.on_step_end(50)  # half way from 0.8 to 1
+    new = dict(model.student.named_parameters())
+    for name, parameter in model.teacher.named_parameters():
+        torch.testing.assert_close(parameter, 0.9 * old[name] + 0.1 * new[name].detach())
+
+
+def test_the_first_step_makes_the_teacher_the_student():
+    model = dino()
+    perturb(model)
+    model.on_step_begin(0)
+    student, teacher = model.student.state_dict(), model.teacher.state_dict()
+    assert all(torch.equal(teacher[name], student[name]) for name in student)
+    perturb(model, seed=3)
+    model.on_step_begin(1)
+    assert not torch.equal(
+        model.teacher.head.last_layer.weight, model.student.head.last_layer.weight
+    )
+
+
+def test_the_teacher_knows_no_stochastic_depth_and_is_what_is_delivered():
+    model = dino().train()
+    assert model.student.training and not any(m.training for m in model.teacher.modules())
+    assert model.backbone() is model.teacher.backbone
+    assert not any("mlp." in name for name, _ in model.student.head.named_modules())
+
+
+def test_the_optimizer_gets_every_weight_of_the_student_once():
+    model = dino()
+    groups = model.param_groups(0.3)
+    given = [id(p) for group in groups for p in group["params"]]
+    assert sorted(given) == sorted(id(p) for p in model.student.parameters())
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert all(p.dim() >= 2 for p in model.student.parameters() if id(p) in decayed)
+    assert id(model.student.head.last_layer.weight) in decayed
+
+
+@pytest.mark.parametrize("name", ["semi_sparse", "t_sr_ste", "s_ste", "slope"])
+def test_a_sparse_method_prunes_both(name):
+    """Their layers start alike, static random masks included, and each follows its own weights."""
+    options = {"alpha": 1e-4} if name == "t_sr_ste" else {}
+    model = dino(momentum=0.5)
+    method = methods.build(name, total_steps=100, **options)
+    report = method.convert(model)
+    pairs = [
+        (model.get_submodule(n), model.get_submodule(n.replace("student.", "teacher.")))
+        for n in report.names
+        if n.startswith("student.")
+    ]
+    assert 2 * len(pairs) == len(report.names) >= 8  # two blocks, both linears of each
+    optimizer = method.optimizer(model.param_groups(0.0), lr=1e-2)
+    for step in range(2):
+        model.on_step_begin(step)
+        method.on_step_begin(step)
+        if step == 0:
+            assert all(torch.equal(s.sparse_weight, t.sparse_weight) for s, t in pairs)
+        method.loss(model, crops()).backward()
+        model.on_gradients(step)
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.on_step_end(step)
+        method.on_step_end(step)
+    for student, teacher in pairs:
+        assert not torch.equal(student.sparse_weight, teacher.sparse_weight)
+        # What the teacher computes with is made of its own averaged weights.
+        torch.testing.assert_close(teacher.sparse_weight, teacher.effective_weight())
+    assert method.metrics()["illegal_groups"] == 0
+    method.finalize(model)
+    model.backbone().features(crops()["global_crops"][:, 0])
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"prototypes": 0}, "prototypes=0"),
+        ({"local_crops": -1}, "local_crops=-1"),
+        ({"global_scale": (0.5, 0.2)}, r"global_scale=\[0.5, 0.2\]"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature=0.0"),
+        ({"momentum": 1.5}, "momentum=1.5"),
+        ({"jitter": -1.0}, "jitter=-1.0"),
+        ({"local_size": 6}, "local_size=6 is no multiple"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        dino(**settings)
+
+
+def test_local_crops_need_a_model_that_takes_their_size():
+    fixed = dataclasses.replace(SHAPE, dynamic_image_size=False)
+    with pytest.raises(ValueError, match=r"set model\.dynamic_image_size=true"):
+        DINO(ViT(fixed), CONFIG)
+    DINO(ViT(fixed), dataclasses.replace(CONFIG, local_crops=0))
