@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.groups import param_groups
 from models.vit import ViT, ViTConfig
 
 
@@ -252,11 +253,9 @@ class DINO(nn.Module):
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups of the student: matrices are decayed, biases and norms are not."""
-        head = list(self.student.head.parameters())
         return [
             *self.student.backbone.param_groups(weight_decay),
-            {"params": [p for p in head if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in head if p.dim() < 2], "weight_decay": 0.0},
+            *param_groups(self.student.head.named_parameters(), weight_decay),
         ]
 
     # ------------------------------------------------------------------ one optimizer step

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.groups import param_groups
+
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
@@ -188,11 +190,7 @@ class GPT(nn.Module):
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        return param_groups(self.named_parameters(), weight_decay)
 
 
 # Hugging Face's GPT-2 stores these weights as [in, out] (its Conv1D), torch.nn.Linear as [out, in].

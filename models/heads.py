@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from models.bert import Bert, BertLM, Pooler
 from models.gpt2 import GPT, Transformer
+from models.groups import param_groups
 from models.hf import CausalLM
 
 
@@ -58,11 +59,7 @@ class Head(nn.Module):
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        return param_groups(self.named_parameters(), weight_decay)
 
 
 @torch.no_grad()

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.groups import param_groups
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -101,11 +103,7 @@ class CausalLM(nn.Module):
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        return param_groups(self.named_parameters(), weight_decay)
 
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path) -> None:

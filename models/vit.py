@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.groups import param_groups
+
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
     from transformers import ViTForImageClassification, ViTModel
@@ -145,13 +147,7 @@ class ViT(nn.Module):
         """Optimizer groups, as timm and DeiT have them: matrices and the patch projection are
         decayed; biases, norms, layer scales, the class token and position embeddings are not."""
         spared = {f"vit.{name}" for name in self.vit.no_weight_decay()}
-        parameters = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
-        decayed = [p for n, p in parameters if p.dim() >= 2 and n not in spared]
-        others = [p for n, p in parameters if p.dim() < 2 or n in spared]
-        return [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        return param_groups(self.named_parameters(), weight_decay, spared)
 
 
 @torch.no_grad()
