@@ -29,7 +29,8 @@ from torch import nn
 import methods
 from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
-from experiments.images import ImageConfig, ImageSource
+from experiments.image_source import ImageSource
+from experiments.images import ImageConfig
 from experiments.initial import HFConfig, load_weights, source_hash
 from experiments.mlm import MaskedText, MLMConfig
 from experiments.multicrop import MultiCrops

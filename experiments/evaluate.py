@@ -32,7 +32,7 @@ from experiments.config import digest, driver, one_line_errors, typed
 from experiments.distributed import world
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
-from experiments.images import ImageSource
+from experiments.image_source import ImageSource
 from experiments.initial import HFConfig
 from experiments.perplexity import Text, perplexity, windows
 from experiments.pretrain import process_settings

@@ -1,9 +1,8 @@
-"""Labelled images: where they are, the order in which training sees them, their augmentation.
+"""Labelled images and where they are.
 
 A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a data set of the
 hub, or the embedded one: the 1797 handwritten digits that ship with scikit-learn, of which 400 are
-held out (stratified, by the fixed seed 0). Shapes: B images, S = image_size pixels a side, K
-classes; images are RGB, normalised.
+held out (stratified, by the fixed seed 0). Images are RGB.
 """
 
 from __future__ import annotations
@@ -12,21 +11,15 @@ import dataclasses
 import hashlib
 import io
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.source import Batch, Request
-from models.vit import ViTConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,9 +29,6 @@ if TYPE_CHECKING:
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
 HELD_OUT = 400  # of the digits
 SPLITS = ("train", "val")
-
-_AUGMENT, _MIX = range(2)  # what is drawn, in the key of the draw
-_ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
 
 
 @dataclass(frozen=True)
@@ -362,272 +352,3 @@ def decode(content: bytes, where: str) -> Image:
     # What Pillow raises for files that end early or hold nonsense.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise CorruptImage(f"{where} is corrupt: {error}") from error
-
-
-# ---- The order of training, its randomness and its processes.
-
-
-@lru_cache(maxsize=4)
-def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of `count` images of one epoch, a pure function of seed and epoch."""
-    key = np.array([seed, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators seeded by `key` inside; as before afterwards.
-
-    timm and torchvision draw from these three.
-    """
-    torch_generator = torch.default_generator
-    before = random.getstate(), np.random.get_state(), torch_generator.get_state()
-    word = int(np.random.SeedSequence(key).generate_state(1)[0])
-    random.seed(word)
-    np.random.seed(word)
-    torch_generator.manual_seed(word)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch_generator.set_state(before[2])
-
-
-@dataclass
-class Stream:
-    """The training images without end, epoch after epoch, each epoch in its own order.
-
-    skipped: the corrupt files that were met and replaced by the next image of the epoch's order.
-    """
-
-    split: Split
-    seed: int
-    skip_corrupt: bool = False
-    skipped: set[str] = field(default_factory=set)
-
-    def open(self, number: int) -> tuple[Image, int]:
-        """(image, label) of the `number`-th image since the beginning of training."""
-        count = len(self.split.labels)
-        epoch, position = divmod(number, count)
-        order = epoch_order(count, self.seed, epoch)
-        for offset in range(count if self.skip_corrupt else 1):
-            index = order[(position + offset) % count]
-            try:
-                return self.split.open(index), int(self.split.labels[index])
-            except CorruptImage:
-                if not self.skip_corrupt:
-                    raise
-                self.skipped.add(self.split.where(index))
-        raise UserError(f"none of the {count} training images can be decoded")
-
-
-R = TypeVar("R")
-
-
-def read_ahead(
-    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[str]
-) -> Iterator[Batch]:
-    """`make(request)` for each request, in order; made by `workers` processes if there are any.
-
-    skipped: that of the `Stream` that `make` reads from; it takes up what the processes skipped.
-    """
-    if not workers:
-        yield from map(make, requests)
-        return
-    loader: Iterable[Any] = torch.utils.data.DataLoader(
-        _Made(make, skipped),
-        batch_size=None,
-        sampler=requests,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),  # the global one must not feel the number of workers
-    )
-    for made, seen in loader:
-        if isinstance(made, UserError):
-            raise made
-        skipped |= seen
-        yield made
-
-
-class _Made(torch.utils.data.Dataset):
-    def __init__(self, make: Callable[[Any], Batch], skipped: set[str]) -> None:
-        self.make, self.skipped = make, skipped
-
-    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[str]]:
-        try:
-            return self.make(request), self.skipped
-        except UserError as error:  # raised here, the loader would wrap it into a traceback
-            return error, self.skipped
-
-
-def _as_it_is(made: Any) -> Any:
-    return made
-
-
-# ---- Supervised training.
-
-
-def train_transform(config: ImageConfig) -> Transform:
-    """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
-    from timm.data import create_transform
-    from torchvision.transforms import Compose, InterpolationMode, RandomAffine
-
-    whole = config.crop_scale is None
-    steps = [
-        create_transform(
-            config.image_size,
-            is_training=True,
-            scale=(1.0, 1.0) if whole else config.crop_scale,
-            ratio=(1.0, 1.0) if whole else None,
-            hflip=config.flip,
-            color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
-            auto_augment=config.rand_augment,
-            interpolation="bicubic",
-            mean=config.mean,
-            std=config.std,
-            re_prob=config.random_erasing,
-            re_mode="pixel",
-        )
-    ]
-    if config.rotate or config.shift:
-        shift = (config.shift, config.shift)
-        bilinear = InterpolationMode.BILINEAR
-        steps.insert(0, RandomAffine(config.rotate, shift, interpolation=bilinear))
-    return Compose(steps)
-
-
-def eval_transform(config: ImageConfig) -> Transform:
-    """timm's for validation: bicubic resize and centre crop, RGB image -> [3, S, S]."""
-    from timm.data import create_transform
-
-    return create_transform(
-        config.image_size,
-        is_training=False,
-        crop_pct=config.crop_pct,
-        interpolation="bicubic",
-        mean=config.mean,
-        std=config.std,
-    )
-
-
-class ImageSource:
-    """Images and classes (experiments/source.py): `input` [B, 3, S, S], `target`.
-
-    In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
-    distribution, fp32 [B, K]; in evaluation always the class.
-
-    With `repeats` r, a batch of b samples holds b/r images, r times each (the last one goes on in
-    the next batch where r does not divide b); neighbours in the batch are different images. The
-    random choices of a sample are keyed by (seed, step, index in the batch).
-
-    Args:
-        shape: of the model.
-        batch_size: samples per optimizer step.
-        workers: processes that decode and augment; 0 = this one. They do not change the batches.
-
-    Raises:
-        UserError: the data set cannot be used, or does not fit the model.
-    """
-
-    def __init__(
-        self,
-        config: ImageConfig,
-        shape: ViTConfig,
-        seed: int,
-        batch_size: int,
-        workers: int = 0,
-    ) -> None:
-        from timm.data import Mixup
-
-        images = load_images(config)
-        if shape.n_classes != len(images.classes):
-            raise UserError(
-                f"{images.directory} has {len(images.classes)} classes, the model has "
-                f"{shape.n_classes}: set model.n_classes={len(images.classes)}"
-            )
-        if shape.image_size != config.image_size:
-            raise UserError(
-                f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
-            )
-        if config.mixes and batch_size % 2:
-            raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
-        self.config, self.images, self.seed, self.workers = config, images, seed, workers
-        self.batch_size, self.tokens_per_sample = batch_size, shape.tokens
-        self.directory, self.fingerprint = images.directory, images.fingerprint
-        self.stream = Stream(images.train, seed, config.on_corrupt == "skip")
-        repeats = range(config.repeats)
-        self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
-        self.augment, self.prepare = train_transform(config), eval_transform(config)
-        self.mix = Mixup(
-            config.mixup,
-            config.cutmix,
-            label_smoothing=config.label_smoothing,
-            num_classes=len(images.classes),
-        )
-
-    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        return read_ahead(self._train_batch, requests, self.workers, self.stream.skipped)
-
-    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        """`count` validation images, evenly spaced over the split, which is sorted by class."""
-        available = len(self.images.val.labels)
-        if not 1 <= count <= available:
-            raise UserError(
-                f"{count} evaluation images asked for, but the validation split of "
-                f"{self.directory} holds {available}: ask for 1 to {available}"
-            )
-        indices = np.arange(count) * available // count
-        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
-        return read_ahead(self._eval_batch, parts, self.workers, set())
-
-    def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """Logits [B, K] -> sums of the loss and of top-1 and top-5 accuracy in percent, and B."""
-        target = batch["target"]
-        best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
-        hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}
-        return {"loss": loss * len(target), **hits}, len(target)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.config.name,
-            **self.images.describe(),
-            "skipped": len(self.stream.skipped),
-        }
-
-    def _train_batch(self, request: Request) -> Batch:
-        from timm.data.mixup import mixup_target
-
-        step, samples = request
-        if self.config.mixes and (samples.start % 2 or len(samples) % 2):
-            raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
-        first = step * self.batch_size
-        inputs, labels = [], []
-        for index in samples:
-            image, label = self.stream.open((first + int(self.order[index])) // self.config.repeats)
-            with seeded(self.seed, _AUGMENT, step, index):
-                inputs.append(self.augment(image))
-            labels.append(label)
-        input, target = torch.stack(inputs), torch.tensor(labels)
-        if self.config.mixes:
-            target = self._mix_pairs(input, target, step, samples)
-        elif self.config.label_smoothing:
-            target = mixup_target(
-                target, len(self.images.classes), 1.0, self.config.label_smoothing
-            )
-        return {"input": input, "target": target}
-
-    def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
-        """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
-        targets = []
-        for row in range(0, len(samples), 2):
-            pair = slice(row, row + 2)
-            with seeded(self.seed, _MIX, step, samples[row]):
-                input[pair], target = self.mix(input[pair], labels[pair])
-            targets.append(target)
-        return torch.cat(targets)
-
-    def _eval_batch(self, indices: np.ndarray) -> Batch:
-        inputs = [self.prepare(self.images.val.open(index)) for index in indices]
-        labels = torch.from_numpy(self.images.val.labels[indices])
-        return {"input": torch.stack(inputs), "target": labels}

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.images import ImageConfig, Stream, load_images, read_ahead, seeded
+from experiments.image_stream import Stream, read_ahead, seeded
+from experiments.images import ImageConfig, load_images
 from experiments.source import Batch, Request
 from models.dino import DinoConfig
 from models.vit import ViTConfig
@@ -24,7 +25,7 @@ from models.vit import ViTConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from experiments.images import Transform
+    from experiments.image_source import Transform
 
 _TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
 # Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.

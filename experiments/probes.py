@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.images import ImageConfig, Images, Stream, eval_transform, load_images, read_ahead
+from experiments.image_source import eval_transform
+from experiments.image_stream import Stream, read_ahead
+from experiments.images import ImageConfig, Images, load_images
 from experiments.source import Batch
 from models.vit import ViT
 
 if TYPE_CHECKING:
-    from experiments.images import Transform
+    from experiments.image_source import Transform
 
 # Weight decays of the logistic regression; a held-out tenth of the training images chooses.
 DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)

@@ -12,7 +12,8 @@ from experiments import evaluate, export, pretrain
 from experiments.config import load
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
-from experiments.images import ImageConfig, ImageSource
+from experiments.image_source import ImageSource
+from experiments.images import ImageConfig
 from experiments.perplexity import perplexity, windows
 from models.vit import ViT, ViTConfig
 

@@ -14,7 +14,9 @@ import torch
 from experiments import finetune, glue, pretrain
 from experiments.config import load
 from experiments.errors import UserError
-from experiments.finetune import Encoded, Recipe, Tuning, collate
+from experiments.finetune import Tuning
+from experiments.finetune_config import Recipe
+from experiments.finetune_tasks import Encoded, collate
 from experiments.tracking import read_metrics
 
 HERE = Path(__file__).parent

@@ -13,7 +13,9 @@ from PIL import Image
 from experiments import images
 from experiments.config import load
 from experiments.errors import UserError
-from experiments.images import ImageConfig, ImageSource, Stream, load_images, seeded
+from experiments.image_source import ImageSource
+from experiments.image_stream import Stream, seeded
+from experiments.images import ImageConfig, load_images
 from models.vit import ViTConfig
 
 PLAIN = {

@@ -11,7 +11,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from experiments import probes
-from experiments.images import CorruptImage, ImageConfig, eval_transform, load_images
+from experiments.image_source import eval_transform
+from experiments.images import CorruptImage, ImageConfig, load_images
 from experiments.probes import features, knn, linear, logistic_regression, probe, top1
 from models.vit import ViT, ViTConfig
 

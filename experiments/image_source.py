@@ -1,0 +1,193 @@
+"""Images and classes as the trainer's source, augmented by timm.
+
+Shapes: B images, S = image_size pixels a side, K classes; images are RGB, normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.errors import UserError
+from experiments.image_stream import Stream, read_ahead, seeded
+from experiments.images import ImageConfig, load_images
+from experiments.source import Batch, Request
+from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Transform = Callable[[Image], Tensor]
+
+
+_AUGMENT, _MIX = range(2)  # what is drawn, in the key of the draw
+_ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
+
+
+def train_transform(config: ImageConfig) -> Transform:
+    """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
+    from timm.data import create_transform
+    from torchvision.transforms import Compose, InterpolationMode, RandomAffine
+
+    whole = config.crop_scale is None
+    steps = [
+        create_transform(
+            config.image_size,
+            is_training=True,
+            scale=(1.0, 1.0) if whole else config.crop_scale,
+            ratio=(1.0, 1.0) if whole else None,
+            hflip=config.flip,
+            color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
+            auto_augment=config.rand_augment,
+            interpolation="bicubic",
+            mean=config.mean,
+            std=config.std,
+            re_prob=config.random_erasing,
+            re_mode="pixel",
+        )
+    ]
+    if config.rotate or config.shift:
+        shift = (config.shift, config.shift)
+        bilinear = InterpolationMode.BILINEAR
+        steps.insert(0, RandomAffine(config.rotate, shift, interpolation=bilinear))
+    return Compose(steps)
+
+
+def eval_transform(config: ImageConfig) -> Transform:
+    """timm's for validation: bicubic resize and centre crop, RGB image -> [3, S, S]."""
+    from timm.data import create_transform
+
+    return create_transform(
+        config.image_size,
+        is_training=False,
+        crop_pct=config.crop_pct,
+        interpolation="bicubic",
+        mean=config.mean,
+        std=config.std,
+    )
+
+
+class ImageSource:
+    """Images and classes (experiments/source.py): `input` [B, 3, S, S], `target`.
+
+    In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
+    distribution, fp32 [B, K]; in evaluation always the class.
+
+    With `repeats` r, a batch of b samples holds b/r images, r times each (the last one goes on in
+    the next batch where r does not divide b); neighbours in the batch are different images. The
+    random choices of a sample are keyed by (seed, step, index in the batch).
+
+    Args:
+        shape: of the model.
+        batch_size: samples per optimizer step.
+        workers: processes that decode and augment; 0 = this one. They do not change the batches.
+
+    Raises:
+        UserError: the data set cannot be used, or does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: ImageConfig,
+        shape: ViTConfig,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+    ) -> None:
+        from timm.data import Mixup
+
+        images = load_images(config)
+        if shape.n_classes != len(images.classes):
+            raise UserError(
+                f"{images.directory} has {len(images.classes)} classes, the model has "
+                f"{shape.n_classes}: set model.n_classes={len(images.classes)}"
+            )
+        if shape.image_size != config.image_size:
+            raise UserError(
+                f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
+            )
+        if config.mixes and batch_size % 2:
+            raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
+        self.config, self.images, self.seed, self.workers = config, images, seed, workers
+        self.batch_size, self.tokens_per_sample = batch_size, shape.tokens
+        self.directory, self.fingerprint = images.directory, images.fingerprint
+        self.stream = Stream(images.train, seed, config.on_corrupt == "skip")
+        repeats = range(config.repeats)
+        self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
+        self.augment, self.prepare = train_transform(config), eval_transform(config)
+        self.mix = Mixup(
+            config.mixup,
+            config.cutmix,
+            label_smoothing=config.label_smoothing,
+            num_classes=len(images.classes),
+        )
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        return read_ahead(self._train_batch, requests, self.workers, self.stream.skipped)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """`count` validation images, evenly spaced over the split, which is sorted by class."""
+        available = len(self.images.val.labels)
+        if not 1 <= count <= available:
+            raise UserError(
+                f"{count} evaluation images asked for, but the validation split of "
+                f"{self.directory} holds {available}: ask for 1 to {available}"
+            )
+        indices = np.arange(count) * available // count
+        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+        return read_ahead(self._eval_batch, parts, self.workers, set())
+
+    def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """Logits [B, K] -> sums of the loss and of top-1 and top-5 accuracy in percent, and B."""
+        target = batch["target"]
+        best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
+        hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}
+        return {"loss": loss * len(target), **hits}, len(target)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.config.name,
+            **self.images.describe(),
+            "skipped": len(self.stream.skipped),
+        }
+
+    def _train_batch(self, request: Request) -> Batch:
+        from timm.data.mixup import mixup_target
+
+        step, samples = request
+        if self.config.mixes and (samples.start % 2 or len(samples) % 2):
+            raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
+        first = step * self.batch_size
+        inputs, labels = [], []
+        for index in samples:
+            image, label = self.stream.open((first + int(self.order[index])) // self.config.repeats)
+            with seeded(self.seed, _AUGMENT, step, index):
+                inputs.append(self.augment(image))
+            labels.append(label)
+        input, target = torch.stack(inputs), torch.tensor(labels)
+        if self.config.mixes:
+            target = self._mix_pairs(input, target, step, samples)
+        elif self.config.label_smoothing:
+            target = mixup_target(
+                target, len(self.images.classes), 1.0, self.config.label_smoothing
+            )
+        return {"input": input, "target": target}
+
+    def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
+        """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
+        targets = []
+        for row in range(0, len(samples), 2):
+            pair = slice(row, row + 2)
+            with seeded(self.seed, _MIX, step, samples[row]):
+                input[pair], target = self.mix(input[pair], labels[pair])
+            targets.append(target)
+        return torch.cat(targets)
+
+    def _eval_batch(self, indices: np.ndarray) -> Batch:
+        inputs = [self.prepare(self.images.val.open(index)) for index in indices]
+        labels = torch.from_numpy(self.images.val.labels[indices])
+        return {"input": torch.stack(inputs), "target": labels}

@@ -1,0 +1,118 @@
+"""The order in which training sees images, its randomness, and the processes that read them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from experiments.errors import UserError
+from experiments.images import CorruptImage, Split
+from experiments.source import Batch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@lru_cache(maxsize=4)
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of `count` images of one epoch, a pure function of seed and epoch."""
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's CPU generators seeded by `key` inside; as before afterwards.
+
+    timm and torchvision draw from these three.
+    """
+    torch_generator = torch.default_generator
+    before = random.getstate(), np.random.get_state(), torch_generator.get_state()
+    word = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(word)
+    np.random.seed(word)
+    torch_generator.manual_seed(word)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch_generator.set_state(before[2])
+
+
+@dataclass
+class Stream:
+    """The training images without end, epoch after epoch, each epoch in its own order.
+
+    skipped: the corrupt files that were met and replaced by the next image of the epoch's order.
+    """
+
+    split: Split
+    seed: int
+    skip_corrupt: bool = False
+    skipped: set[str] = field(default_factory=set)
+
+    def open(self, number: int) -> tuple[Image, int]:
+        """(image, label) of the `number`-th image since the beginning of training."""
+        count = len(self.split.labels)
+        epoch, position = divmod(number, count)
+        order = epoch_order(count, self.seed, epoch)
+        for offset in range(count if self.skip_corrupt else 1):
+            index = order[(position + offset) % count]
+            try:
+                return self.split.open(index), int(self.split.labels[index])
+            except CorruptImage:
+                if not self.skip_corrupt:
+                    raise
+                self.skipped.add(self.split.where(index))
+        raise UserError(f"none of the {count} training images can be decoded")
+
+
+R = TypeVar("R")
+
+
+def read_ahead(
+    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[str]
+) -> Iterator[Batch]:
+    """`make(request)` for each request, in order; made by `workers` processes if there are any.
+
+    skipped: that of the `Stream` that `make` reads from; it takes up what the processes skipped.
+    """
+    if not workers:
+        yield from map(make, requests)
+        return
+    loader: Iterable[Any] = torch.utils.data.DataLoader(
+        _Made(make, skipped),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the global one must not feel the number of workers
+    )
+    for made, seen in loader:
+        if isinstance(made, UserError):
+            raise made
+        skipped |= seen
+        yield made
+
+
+class _Made(torch.utils.data.Dataset):
+    def __init__(self, make: Callable[[Any], Batch], skipped: set[str]) -> None:
+        self.make, self.skipped = make, skipped
+
+    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[str]]:
+        try:
+            return self.make(request), self.skipped
+        except UserError as error:  # raised here, the loader would wrap it into a traceback
+            return error, self.skipped
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
