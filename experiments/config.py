@@ -37,6 +37,7 @@ from experiments.multicrop import MultiCrops
 from experiments.settings import ImplConfig, TrainConfig
 from experiments.source import Source
 from experiments.text import CausalText
+from methods import distillation
 from models.bert import BertConfig, BertLM
 from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
@@ -208,6 +209,8 @@ def freeze(composed: Any) -> RunConfig:
         choices = ", ".join(methods.available())
         raise UserError(f"no method {method_name!r}; choose one of {choices}")
     schema = importlib.import_module(f"methods.{method_name}").Config
+    if "dino" in groups and not model_name.startswith("vit"):
+        raise UserError(f"self-distillation is for a ViT, not for {model_name}; see model=vit_nano")
     train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
     fields = [f.name for f in dataclasses.fields(_Top)]
     run = typed(_Top, "the config", {key: groups[key] for key in fields})
@@ -224,7 +227,7 @@ def freeze(composed: Any) -> RunConfig:
         )
     if isinstance(shape, HFConfig) and shape.has_tokenizer:
         data["tokenizer"] = str(shape.folder)  # no other tokens mean anything to its weights
-    return RunConfig(
+    config = RunConfig(
         seed=run.seed,
         tier=run.tier,
         runs=Path(run.runs),
@@ -238,6 +241,22 @@ def freeze(composed: Any) -> RunConfig:
         impl=typed(ImplConfig, "impl", groups["impl"]),
         dino=typed(DinoConfig, "dino", groups["dino"]) if "dino" in groups else None,
     )
+    _check_together(config)
+    return config
+
+
+def _check_together(config: RunConfig) -> None:
+    """UserError for parts that cannot work with each other."""
+    options = config.method_options
+    distils = isinstance(options, distillation.Config) and options.kl_weight > 0
+    if distils and (config.dino is not None or isinstance(config.model, BertConfig)):
+        kind = "its own teacher" if config.dino is not None else "logits of the hidden tokens alone"
+        raise UserError(
+            f"method={config.method} distils from the model as it was, but model="
+            f"{config.model_name} has {kind} here; set method.kl_weight=0 method.task_weight=1"
+        )
+    if config.dino is not None and config.train.ema:
+        raise UserError("train.ema with self-distillation: its teacher is the average; set it to 0")
 
 
 def typed(schema: type, group: str, values: Any) -> Any:
@@ -284,12 +303,15 @@ _NOISE = ("full_key", "object_type", "Config search path", "provider=", "_common
 
 
 def driver(
-    config_name: str, typed: Callable[[Any], Any] = freeze
+    config_name: str,
+    typed: Callable[[Any], Any] = freeze,
+    after_stop: str = "goes on from the last checkpoint",
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
     Args:
         typed: makes the config of `main` out of the composed one.
+        after_stop: what the same command does after an interrupt.
     """
 
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
@@ -298,14 +320,17 @@ def driver(
             import hydra
 
             def task(composed: Any) -> None:
-                with exit_with_one_line():
+                with exit_with_one_line(after_stop):
                     with one_line_errors():
                         config = typed(composed)
-                    main(config)
+                    try:
+                        main(config)
+                    except ValueError as error:  # our own, not one of the arguments
+                        raise RuntimeError(str(error)) from error
 
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            with exit_with_one_line(), one_line_errors():
+            with exit_with_one_line(after_stop), one_line_errors():
                 hydra.main(
                     config_path="pkg://experiments.conf",
                     config_name=config_name,
@@ -318,7 +343,7 @@ def driver(
 
 
 @contextmanager
-def exit_with_one_line() -> Iterator[None]:
+def exit_with_one_line(after_stop: str) -> Iterator[None]:
     """End the process with one line on a `UserError` or a file that cannot be written (status 1),
     on an interrupt (130) or when it is told to terminate (143).
     """
@@ -333,5 +358,5 @@ def exit_with_one_line() -> Iterator[None]:
         sys.exit(f"error: {error.filename}: {error.strerror}")
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        print(f"{what}; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"{what}; the same command {after_stop}", file=sys.stderr)
         sys.exit(status)

@@ -176,7 +176,8 @@ class Corpus:
         if not 1 <= count <= available:
             raise UserError(
                 f"{count} evaluation sequences of {block} tokens asked for, but the validation "
-                f"split of {self.directory} holds {available}: ask for 1 to {available}"
+                f"split of {self.directory} holds {available}: set train.eval_samples to 1 to "
+                f"{available}"
             )
         starts = np.arange(count, dtype=np.int64) * available // count * block
         return (

@@ -17,6 +17,7 @@ import torch
 from experiments import checkpoint, pretrain, results
 from experiments import config as configuration
 from experiments.config import RunConfig, driver
+from experiments.errors import UserError
 from experiments.finished import FinishedRun
 from experiments.images import ImageConfig
 from experiments.probes import probe
@@ -40,6 +41,11 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
     Raises:
         UserError: as there.
     """
+    if config.dino is None:
+        raise UserError(
+            "this model and train= have classes and no `dino` settings; choose model=vit_nano or "
+            "another model=vit_*, or train it with `python -m experiments.pretrain`"
+        )
     result = pretrain.run(config, report)
     if int(os.environ.get("RANK", "0")) or "linear_top1" in result["metrics"]:
         return result

@@ -135,7 +135,7 @@ class ImageSource:
         if not 1 <= count <= available:
             raise UserError(
                 f"{count} evaluation images asked for, but the validation split of "
-                f"{self.directory} holds {available}: ask for 1 to {available}"
+                f"{self.directory} holds {available}: set train.eval_samples to 1 to {available}"
             )
         indices = np.arange(count) * available // count
         parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]

@@ -103,7 +103,10 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
     What can be refused without the data is refused before they are prepared.
     """
     torch.manual_seed(config.seed)
-    model = config.build_model().to(here.device)
+    try:
+        model = config.build_model().to(here.device)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     method: Any = config.build_method()
 
     @functools.cache

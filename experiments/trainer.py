@@ -121,7 +121,9 @@ class Trainer:
         self.checkpoint_every, self.loggers, self.report = checkpoint_every, loggers, report
         self.micro_batch = micro_batch_size(train, micro_batch, world.size)
         self.optimizer = make_optimizer(method, model, train)
-        self.decayed = [g for g in self.optimizer.param_groups if g["weight_decay"]]
+        # By position: loading a checkpoint makes new groups.
+        decayed = model.param_groups(1.0)  # type: ignore[operator]
+        self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
         own = _parameters(model) if train.ema else {}
         self.averages = {name: value.clone() for name, value in own.items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
@@ -176,7 +178,7 @@ class Trainer:
     def _record(self, norm: float, durations: list[float]) -> dict[str, Any]:
         """Figures of this step; `loss` is the mean over the steps since the last record."""
         # Every rank takes part in the mean; the main one writes it.
-        loss = self.world.mean(self.loss_sum) / self.loss_count
+        loss = self.world.mean(self.loss_sum) / (self.loss_count or math.nan)
         own_metrics: Any = getattr(self.model, "metrics", dict)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         return {
@@ -196,8 +198,9 @@ class Trainer:
         rate = learning_rate(self.train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        for group in self.decayed:
-            group["weight_decay"] = weight_decay(self.train, self.step)
+        for index in self.decayed:
+            decay = weight_decay(self.train, self.step)
+            self.optimizer.param_groups[index]["weight_decay"] = decay
         self._model_hook("on_step_begin")
         self.method.on_step_begin(self.step)
         total = torch.zeros((), device=self.world.device)
@@ -232,7 +235,8 @@ class Trainer:
             torch._foreach_lerp_(
                 list(self.averages.values()), [own[n] for n in self.averages], 1 - self.train.ema
             )
-        self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + 1
+        if finite:
+            self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + 1
         return float(norm)
 
     def _model_hook(self, name: str) -> None:
@@ -395,7 +399,12 @@ class Trainer:
         self.loss_count = state["loss_count"]
         for name, average in self.averages.items():
             average.copy_(state["averages"][name])
-        if len(state["generators"]) == self.world.size:
+        if len(state["generators"]) != self.world.size:
+            self.report(
+                f"{len(state['generators'])} processes made this checkpoint, here are "
+                f"{self.world.size}: dropout goes on with other random numbers"
+            )
+        else:
             own = state["generators"][self.world.rank]
             torch.set_rng_state(own["cpu"])
             if "cuda" in own and self.world.device.type == "cuda":

@@ -514,7 +514,10 @@ class Method:
         return self.config.measure_every > 0 and step % self.config.measure_every == 0
 
     def _masks(self) -> Iterator[Tensor]:
+        """Of the layers that are trained; those of a teacher follow."""
         for layer in self.layers.values():
+            if not any(p.requires_grad for p in layer.parameters()):
+                continue
             if isinstance(layer, SparseLinear):
                 yield layer.current_mask()
             else:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import (
+    check_nm,
     compress_nm,
     double_prune_bits,
     expand_nm,
@@ -179,7 +180,8 @@ class CompressedLinear(base.SparseLinear):
 
     def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
         """Packed N:M mask of x along its last dim, by the rule of the option `mask`."""
-        if self.config.mask == "random":
+        # Zeros that are there already, those of a run that this one goes on from, stay.
+        if self.config.mask == "random" and int(check_nm(x, *self.pattern)):
             generator = self._generator(name, purpose)
             x = torch.rand(x.shape, generator=generator, device="cpu").to(x.device)
         return pack_mask(nm_mask(x, *self.pattern))

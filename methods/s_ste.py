@@ -234,5 +234,5 @@ class Method(base.Method):
     def finetuning(self, total_steps: int) -> base.Config:
         """The weights are projected on, with the scale of training, in full precision and without
         sampling (the paper's evaluation)."""
-        changes: Any = {"total_steps": total_steps, "fp8": "off", "mvue": "off", "mvue_weight": False}
-        return replace(self.config, **changes)
+        plain: Any = {"fp8": "off", "mvue": "off", "mvue_weight": False}
+        return replace(self.config, total_steps=total_steps, **plain)

@@ -280,7 +280,9 @@ class DINO(nn.Module):
             dist.all_reduce(self.sums)
         means = self.sums[:-1] / self.sums[-1]
         self.sums.zero_()
-        self.centre.lerp_(means[:-2], 1.0 - self.config.centre_momentum)
+        # A step that a loss scaler skips has outputs that are not finite: they would stay for ever.
+        weight = torch.where(means.isfinite().all(), 1.0 - self.config.centre_momentum, 0.0)
+        self.centre.lerp_(means[:-2].nan_to_num(0.0, 0.0, 0.0), weight)
         self.figures.copy_(means[-2:])
         torch._foreach_lerp_(
             list(self.teacher.parameters()),

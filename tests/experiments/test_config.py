@@ -76,7 +76,7 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
     assert own | set(common) == {f.name for f in dataclasses.fields(TrainConfig)}
     for path in (CONF / "train").glob("[!_]*.yaml"):
         recipe = OmegaConf.load(path)
-        assert recipe.defaults[-1] == "_self_" and len(recipe.defaults) == 2
+        assert recipe.defaults[-1] == "_self_" and len(recipe.defaults) >= 2
     keys = set(OmegaConf.load(CONF / "impl/default.yaml"))
     assert keys == {f.name for f in dataclasses.fields(ImplConfig)}
 
@@ -137,3 +137,46 @@ def test_configs_are_frozen():
         config.train.steps = 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
+
+
+# steps, batch, optimizer, schedule, rate, minimum, warm-up, betas, decay, clip, average
+RECIPES = {
+    "t_sr_ste_cramming": (
+        38049, 4096, "adamw", "triangle", 1e-3, 0, 0, (0.9, 0.98), 0.01, 0.5, 0,
+    ),  # FST's released config
+    "dense_bert_large_phase1": (
+        7038, 65536, "lamb", "sqrt", 6e-3, 0, 2001, (0.9, 0.999), 0.01, 1.0, 0,
+    ),  # NVIDIA's, which SLoPe took: warm-up over 28.43 % of the steps
+    "dense_bert_large_phase2": (
+        1563, 32768, "lamb", "sqrt", 4e-3, 0, 200, (0.9, 0.999), 0.01, 1.0, 0,
+    ),  # 12.8 %
+    "t_sr_ste_deit_base": (
+        187500, 2048, "lion", "cosine", 2e-4, 1e-6, 3125, (0.9, 0.99), 0.5, 0, 0.99996,
+    ),  # FST's released script: 300 epochs of 625 steps, five of warm-up, 5e-5 x 2048 / 512
+    "ast_boosted_gpt2_124m": (
+        40000, 128, "adamw", "cosine", 2e-4, 2e-5, 2000, (0.9, 0.95), 0.1, 1.0, 0,
+    ),  # the authors' command
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_numbers_of_the_other_recipes(name, tmp_path, hf_model):
+    overrides = [f"experiment={name}"]
+    if name.startswith("ast"):
+        hf_model("gpt2").save_pretrained(tmp_path)
+        overrides += [f"model.path={tmp_path}", "model.block_size=32"]
+    train = load(overrides).train
+    assert (
+        train.steps, train.batch_size, train.optimizer, train.schedule, train.learning_rate,
+        train.min_learning_rate, train.warmup_steps, train.betas, train.weight_decay,
+        train.grad_clip, train.ema,
+    ) == RECIPES[name]  # fmt: skip
+
+
+def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
+    """Micro-step 250,000 of 300,000 is optimizer step 36,367; epoch 250 of 300 is 156,250."""
+    bert, deit = (load([f"experiment=t_sr_ste_{name}"]) for name in ("cramming", "deit_base"))
+    assert bert.build_method().dense_start == 36367
+    assert bert.method_options.alpha == 6e-6 and bert.method_options.refresh_every == 40
+    assert deit.build_method().dense_start == 156_250
+    assert deit.method_options.alpha == 1e-3 and deit.method_options.refresh_every == 10

@@ -554,7 +554,12 @@ def test_a_finished_model_with_adapters_loads_into_a_plain_one():
     assert {type(model.get_submodule(n)) for n in report.names} == {SparsePlusLowRank}
     plain = attach(GPT(TINY).eval(), model.state_dict())
     plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain(batch(9)["input"])[0], model(batch(9)["input"])[0])
+    before = model(batch(9)["input"])[0]
+    assert torch.equal(plain(batch(9)["input"])[0], before)
+    # And into plain dense linears of the same function.
+    merge(plain)
+    assert {type(plain.get_submodule(n)) for n in report.names} == {nn.Linear}
+    torch.testing.assert_close(plain(batch(9)["input"])[0], before)
 
 
 def test_adapters_that_were_never_trained_leave_a_plain_linear():
@@ -845,3 +850,14 @@ def test_an_optimizer_made_before_the_conversion_is_refused():
     with pytest.raises(ValueError, match=r"0\.values.*after method\.convert"):
         method.on_gradients(0, early)
     method.on_gradients(0, torch.optim.AdamW(model.parameters()))
+
+
+def test_the_zeros_of_an_earlier_phase_stay_whatever_the_seed():
+    """BERT's second phase starts from the weights of the first; other random masks would halve
+    them."""
+    first, method = converted(16, 32, seed=0)
+    method.finalize(first)
+    kept = first.weight != 0
+    assert kept.float().mean() == 0.5
+    slope.Method(slope.Config(seed=7, exclude=())).convert(first)
+    assert torch.equal(first.weight != 0, kept)
