@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from common_kernels import backend, check_nm
 from experiments import checkpoint, results
 from experiments.config import RunConfig, driver
+from experiments.config import load as load
 from experiments.data import CALIBRATION
 from experiments.distributed import World, world
 from experiments.errors import UserError

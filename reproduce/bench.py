@@ -173,7 +173,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
 def of_linear(config: Config) -> tuple[Metrics, str]:
     """Forward and backward of one linear. `prune_ms`: choosing masks and packing alone."""
     shape = (config.tokens, config.width, config.ffn)
-    gate(config, shape[1:])
+    gate(config, (config.width, config.ffn))
     of = (shape, config.dtype, config.on, matmul(config), BUFFERS)
     dense, sparse = linear.build("dense", *of), linear.build(config.method, *of)
     calls = {
@@ -182,8 +182,9 @@ def of_linear(config: Config) -> tuple[Metrics, str]:
         "prune": lambda _: sparse.hooks(sparse.converted.searching),
     }
     times = in_turns(calls, config.on, config.repeats, BUFFERS)
-    metrics = {f"{name}_ms": time.ms for name, time in times.items()}
-    return metrics | {"speedup": times["dense"].ms / times["sparse"].ms}, sparse.converted.used
+    metrics: Metrics = {f"{name}_ms": time.ms for name, time in times.items()}
+    metrics["speedup"] = times["dense"].ms / times["sparse"].ms
+    return metrics, sparse.converted.used
 
 
 MICRO_STEPS = 64  # in an iteration of the authors' logs
@@ -199,8 +200,10 @@ def of_gpt2(config: Config) -> tuple[Metrics, str]:
     shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
     for widths in ((config.width, config.ffn), (config.ffn, config.width)):
         gate(config, widths)
-    metrics, used = {}, ""
-    for part, build in {"ffn": lambda: Named(mlp=MLP(shape)), "block": lambda: Block(shape)}.items():
+    metrics: Metrics = {}
+    used = ""
+    built = {"ffn": lambda: Named(mlp=MLP(shape)), "block": lambda: Block(shape)}
+    for part, build in built.items():
         dense = bench(config, "dense", build, ("*mlp.*",))
         sparse = bench(config, config.method, build, ("*mlp.*",))
         times = training_times(config, dense, sparse) | inference_times(config, dense, sparse)
@@ -229,22 +232,24 @@ def of_decoder(config: Config) -> tuple[Metrics, str]:
     sparse = bench(config, config.method, build, include)
     times = training_times(config, dense, sparse) | inference_times(config, dense, sparse)
     one = training_bytes(dense)
-    metrics = {
+    metrics: Metrics = {
         "train_speedup": times["dense"] / times["step"],
         "train_memory": training_bytes(sparse) / one,
     }
-    if config.method != "slope":  # its model ends dense
-        return metrics | {"inference_speedup": 1.0, "inference_memory": 1.0}, sparse.converted.used
+    suffixes = {percent: f"_{percent:g}".replace(".", "_") for percent in config.ranks}
+    if config.method == "t_sr_ste":  # FST: its model ends dense
+        ones = {f"inference_{what}{s}": 1.0 for what in ("speedup", "memory")
+                for s in ("", *suffixes.values())}  # fmt: skip
+        return metrics | ones, sparse.converted.used
     metrics["inference_speedup"] = times["dense inference"] / times["inference"]
     metrics["inference_memory"] = stored_bytes(sparse) / stored_bytes(dense)
-    for percent in config.ranks:
+    for percent, suffix in suffixes.items():
         rank = max(1, round(config.width * percent / 100))
         options = {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
         adapted = bench(config, config.method, build, include, **options)
         times = inference_times(config, dense, adapted)
-        name = f"{percent:g}".replace(".", "_")
-        metrics[f"inference_speedup_{name}"] = times["dense inference"] / times["inference"]
-        metrics[f"inference_memory_{name}"] = stored_bytes(adapted) / stored_bytes(dense)
+        metrics[f"inference_speedup{suffix}"] = times["dense inference"] / times["inference"]
+        metrics[f"inference_memory{suffix}"] = stored_bytes(adapted) / stored_bytes(dense)
         del adapted
     return metrics, sparse.converted.used
 
@@ -253,13 +258,10 @@ def of_vit(config: Config) -> tuple[Metrics, str]:
     """Forward and backward of a timm model with the hooks of a step; on a GPU compiled."""
     import timm
 
-    def build() -> nn.Module:
-        return timm.create_model(config.model, img_size=config.image)
-
     on_gpu = config.on.type == "cuda"
     torch.manual_seed(config.seed)
     with config.on:
-        model = build().to(config.dtype)
+        model: Any = timm.create_model(config.model, img_size=config.image).to(config.dtype)
         images = torch.randn(config.batch, 3, config.image, config.image, dtype=config.dtype)
     tokens = config.batch * model.patch_embed.num_patches + config.batch
     converted = convert(config.method, model, ("*mlp.*",), config, tokens)
@@ -332,14 +334,19 @@ def matmul(config: Config) -> str:
     return "auto" if config.on.type == "cuda" else "dense"
 
 
-def gate(config: Config, widths: tuple[int, ...], tokens: int | None = None) -> None:
+def gate(config: Config, widths: tuple[int, int], tokens: int | None = None) -> None:
     """UserError if the products of a linear of these widths are wrong under the method."""
     shape = (tokens or config.tokens, *widths)
     linear.gate(config.method, shape, config.dtype, config.on, matmul(config))
 
 
 def convert(
-    name: str, model: nn.Module, include: tuple[str, ...], config: Config, tokens: int, **options: Any
+    name: str,
+    model: nn.Module,
+    include: tuple[str, ...],
+    config: Config,
+    tokens: int,
+    **options: Any,
 ) -> Converted:
     """`experiments.bench.arms.convert`, with further options of the method."""
     arm = ARMS[name]
@@ -354,7 +361,11 @@ def convert(
 
 
 def bench(
-    config: Config, name: str, build: Callable[[], nn.Module], include: tuple[str, ...], **options: Any
+    config: Config,
+    name: str,
+    build: Callable[[], nn.Module],
+    include: tuple[str, ...],
+    **options: Any,
 ) -> Bench:
     torch.manual_seed(config.seed)
     size = (BUFFERS, config.batch, config.length, config.width)

@@ -1,4 +1,4 @@
-"""The cells of a table: what finished runs measured, and what the paper says, as text and numbers."""
+"""The cells of a table: what finished runs measured, and what the paper says."""
 
 from __future__ import annotations
 

@@ -118,7 +118,9 @@ def _plot(figure: Figure, data: list[Any], title: str, path: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     quantities = list(dict.fromkeys(entry.quantity for entry in data))
-    canvas = Canvas(figsize=(max(3.6 * len(quantities), 5.0), 3.4), layout="constrained")
+    labels = 0 if figure.kind == "curves" else len({entry.method for entry in data})
+    width = max(3.6, 0.17 * labels)  # of a panel, so that no label covers another
+    canvas = Canvas(figsize=(max(width * len(quantities), 5.0), 3.4), layout="constrained")
     FigureCanvasAgg(canvas)
     panels = canvas.subplots(1, len(quantities), squeeze=False)[0]
     for axes, quantity in zip(panels, quantities, strict=True):
@@ -186,7 +188,8 @@ def _values(axes: Any, quantity: str, data: list[Value], lines: bool) -> None:
         else:
             left = [x - 0.2 + 0.4 * number for x in at]
             axes.bar(left, heights, width=0.4, label=source, color=colour)
-    axes.set_xticks(
-        list(place.values()), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=7
-    )
+    steep = {"rotation": 60, "ha": "right", "fontsize": 7}
+    upright = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 6}
+    style: Any = upright if len(labels) > 12 else steep
+    axes.set_xticks(list(place.values()), labels, rotation_mode="anchor", **style)
     axes.set_ylabel(quantity, fontsize=9)

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments import config
 from experiments.errors import UserError
 from reproduce.spec import BENCH, Row, Table, Tier, Variant
 
@@ -48,8 +47,7 @@ class Job:
     def compose(self, source: Path | None) -> Any:
         """The config, given the directory of the source's run."""
         given = [] if source is None else [f"{self.source_key}={quoted(source)}"]
-        load = getattr(self.module, "load", config.load)  # pretrain has that of experiments.config
-        return load([*self.overrides, f"runs={quoted(self.runs)}", *given])
+        return self.module.load([*self.overrides, f"runs={quoted(self.runs)}", *given])
 
     @property
     def config(self) -> Any:
@@ -97,7 +95,9 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
     Raises:
         UserError: a row whose overrides do not fit together.
     """
-    chosen, unique, places = table.tiers[tier], {}, {}
+    chosen = table.tiers[tier]
+    unique: dict[tuple[Any, ...], Job] = {}
+    places: dict[Place, tuple[Job, dict[str, Job]]] = {}
 
     def job(place: Place, part: str, *work: Any) -> Job:
         """The same work is done once, whoever asks first."""
@@ -114,7 +114,7 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
         if row.starts_from is not None and not chosen.pretrained:
             source, _ = places[Place(variant.label, row.starts_from, seed)]
         trained = job(place, "", table.driver, overrides, source, "init")
-        measures = {}
+        measures: dict[str, Job] = {}
         for name, measure in ({} if row.stage else chosen.measure).items():
             given = [*measure.overrides, *row.measure.get(name, []), *own]
             given = [o.replace("{inputs}", str(runs / INPUTS)) for o in given]

@@ -53,11 +53,13 @@ def build(kind: Any, given: Any, where: str) -> Any:
         if unknown := sorted(str(key) for key in given.keys() - fields.keys()):
             known = ", ".join(fields)
             raise ValueError(f"{where} has no key {', '.join(unknown)}; it takes {known}")
+        values = {k: build(hints[k], v, f"{where}: {k}") for k, v in given.items()}
         for name, field in fields.items():
-            optional = field.default is not field.default_factory  # one of them is given
-            if name not in given and not optional:
+            required = field.default is field.default_factory  # both are MISSING
+            if required and name not in given:
                 raise ValueError(f"{where}: {name} is missing")
-        return kind(**{k: build(hints[k], v, f"{where}: {k}") for k, v in given.items()})
+        make: Any = kind
+        return make(**values)
     if origin is list and isinstance(given, list):
         return [build(inside[0], v, f"{where}[{n}]") for n, v in enumerate(given)]
     if origin is dict and isinstance(given, dict):

@@ -26,9 +26,10 @@ from typing import Any
 TRAIN = ("argparse", "inspect", "tarfile", "typing", "ast", "pickle", "zipfile/__init__", "zipfile")
 DEV = ("optparse", "configparser", "textwrap", "shlex", "pprint")
 TEXT = "shutil"
-SIZES = {"train": 256, "dev": 96}  # examples, at most
+SIZES = {"train": 128, "dev": 64}  # examples, at most
 TASK = "stdlib_next_line"
-COMMENT, DEFINITION = re.compile(r"^\s*#+ "), re.compile(r"def (\w+)\(")
+COMMENT, DEFINITION = re.compile(r"#+ "), re.compile(r"def (\w+)\(")
+CODE = re.compile(r"(if|for|return|self\.|def|\w+ =) ?.*[:)\]]$")
 
 
 def write(folder: Path) -> Path:
@@ -71,7 +72,7 @@ def _kinds(modules: list[list[str]], size: int) -> Iterator[list[str]]:
     """Comment (0) or code (1), as many of each."""
     lines = [line for module in modules for line in module if len(line) > 12]
     comments = [COMMENT.sub("", line) for line in lines if COMMENT.match(line)]
-    code = [line for line in lines if re.match(r"(if|for|return|self\.|def|\w+ =) ?.*[:)\]]$", line)]
+    code = [line for line in lines if CODE.match(line)]
     generator = random.Random(0)
     for kind, found in enumerate((comments, code)):
         generator.shuffle(found)

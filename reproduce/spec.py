@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
 TIERS = ("smoke", "mini", "full")
 SHOWN_AS = ("mean_std", "mean", "sum", "paired", "ratio")
 TRAINING = ("pretrain", "dino")

@@ -16,9 +16,13 @@ def make_result(config_hash="0" * 16, **changed):
     return {
         "schema": results.SCHEMA,
         "config_hash": config_hash,
-        "config": {"impl": {"dtype": "fp32", "compile": False, "micro_batch": None}},
+        "config": {
+            "impl": {"dtype": "fp32", "compile": False, "micro_batch": None},
+            "model": {},
+            "data": {},
+            "method": {},
+        },
         "corpus": {"name": "tiny", "splits": {"train": split, "val": split | {"tokens": 50}}},
-        "data_hash": None,
         "steps": 10,
         "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
         "sparsity": {"density": 0.5, "illegal_groups": 0},

@@ -17,7 +17,7 @@ from reproduce.reading import read_tables
     ("arguments", "message"),
     [
         (["table9"], "error: no table 'table9'; there are table1, table2, "),
-        (["table2", "paper=nobody"], "error: no table2 of paper 'nobody'; there is ast, slope, sste, torchao"),
+        (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, slope, sste, tor"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
         (["table2", "tier="], "error: cannot use 'tier='"),

@@ -39,7 +39,8 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
         "import sys; from reproduce.__main__ import main; status = main(['--list']); "
         "sys.exit(status if not {'torch', 'matplotlib', 'hydra'} & set(sys.modules) else 99)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for known in coverage.items().values():
         for item in known:

@@ -140,7 +140,8 @@ def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, s
     )
 
 
-PAPER = {"paper": "w", "number": "1", "published_table": "Table 1", "published_setting": "Big thing"}
+PAPER = {"paper": "w", "number": "1", "published_table": "Table 1"}
+PAPER["published_setting"] = "Big thing"
 BESIDE = [
     Column("BLEU", published="bleu"),
     Column("loss", "metrics.val_loss", "mean_std", ".2f", published="val"),

@@ -2,10 +2,13 @@
 
 import dataclasses
 import importlib
+from pathlib import Path
 
 import pytest
 import yaml
 
+import experiments
+from experiments import glue
 from experiments.errors import UserError
 from methods import slope
 from reproduce import jobs
@@ -21,6 +24,7 @@ OFFERED = [
     if not what.unavailable
 ]
 SEED = 7
+CONF = Path(experiments.__file__).parent / "conf"
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +35,13 @@ def gpt2_folder(tmp_path_factory, hf_model):
     return folder
 
 
-composed: set[tuple[str, ...]] = set()  # tables share most of their configs
+composed: set[tuple[str, ...]] = set()  # tables and rows share most of their configs
 
 
 @pytest.mark.parametrize(("name", "tier"), OFFERED)
 def test_every_job_of_every_tier_is_a_config(name, tier, tmp_path, gpt2_folder, monkeypatch):
     """Composed through the driver, and of the tier and seed that were asked for."""
-    table, check = TABLES[name], jobs._check
+    table = TABLES[name]
     chosen = dataclasses.replace(table.tiers[tier], seeds=[SEED])
     monkeypatch.setattr(jobs, "_check", lambda *_: None)
     planned = plan(dataclasses.replace(table, tiers={**table.tiers, tier: chosen}), tier, tmp_path)
@@ -48,14 +52,34 @@ def test_every_job_of_every_tier_is_a_config(name, tier, tmp_path, gpt2_folder, 
     for place, (_, measures) in planned.places.items():
         [row] = [row for row in table.rows if row.label == place.row]
         assert len(measures) == (0 if row.stage else measured)
+    if table.driver != "bench":
+        for path in (f for job in planned.jobs for o in job.overrides for f in _files(o)):
+            assert path.is_file()
+    first = table.variants_of(tier)[0].label  # the others differ by which file they name
     for job in planned.jobs:
+        if not job.label.startswith(first):
+            continue
         job.overrides = [_local(o, gpt2_folder) for o in job.overrides]
-        key = (job.driver, *(o for o in job.overrides if not o.startswith("tier=")))
+        key = (job.driver, *map(_kind, job.overrides))
         if key not in composed:
-            check(table, tier, job)
             config = job.compose(None if job.source is None else tmp_path / "unfinished")
             assert (config.seed, config.tier) == (SEED, tier)
         composed.add(key)
+    for measure in chosen.measure.values():
+        assert set(measure.tasks) <= {*glue.TASKS, "squad"}
+
+
+def _kind(override):
+    """An override without its value, unless that chooses a file: composed alike with any value."""
+    key, _, _ = override.partition("=")
+    return override if any(_files(override)) else key
+
+
+def _files(override):
+    """The files of conf/ that an override names."""
+    group, _, name = override.partition("=")
+    if group in ("experiment", "model", "data", "train", "impl", "method", "recipe"):
+        yield CONF / group / f"{name}.yaml"
 
 
 def _local(override, folder):
@@ -83,15 +107,16 @@ QUICKSTART = {
 
 def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
     """Labels are printed beside numbers: a row with the overrides of another would be a lie."""
-    planned = plan(TABLES["quickstart"], "smoke", tmp_path)
-    seeds = TABLES["quickstart"].tiers["smoke"].seeds
+    table, seeds = TABLES["quickstart"], [0]
+    tier = dataclasses.replace(table.tiers["smoke"], seeds=seeds)
+    planned = plan(dataclasses.replace(table, tiers={"smoke": tier}), "smoke", tmp_path)
     assert [(p.row, p.seed) for p in planned.places] == [(r, s) for r in QUICKSTART for s in seeds]
     dense = {p.seed: job for p, (job, _) in planned.places.items() if p.row == "dense"}
     # Nothing but the method and the first weights differ, options of the methods included.
     first = planned.jobs[0].config
     for place, (job, _) in planned.places.items():
         method, continued, own = QUICKSTART[place.row]
-        config = job.compose(None)
+        config = job.compose(None) if job.source else job.config
         assert config.method == method
         assert job.source is (dense[place.seed] if continued else None)
         assert (config.model, config.data, config.train) == (first.model, first.data, first.train)
@@ -121,13 +146,16 @@ def options(name, tier, tmp_path, variant=None):
         found = [v for v in table.variants_of(tier) if v.label == variant]
         chosen = dataclasses.replace(chosen, variants=found)
     planned = plan(dataclasses.replace(table, tiers={**table.tiers, tier: chosen}), tier, tmp_path)
-    configs = {place.row: job.compose(None) for place, (job, _) in planned.places.items()}
+    configs = {
+        place.row: job.compose(None) if job.source else job.config
+        for place, (job, _) in planned.places.items()
+    }
     return {row: (config.method, changed_options(config)) for row, config in configs.items()}
 
 
 def test_published_settings_of_fst(tmp_path):
     """Decay factors by model (Table 2), what BERT's rows are, and when they end."""
-    for size, alpha in {"124M": 6e-5, "350M": 2e-4, "774M": 2e-4, "1558M": 6e-5}.items():
+    for size, alpha in {"774M": 2e-4, "1558M": 6e-5}.items():
         rows = options("fst_table6", "full", tmp_path, f"GPT-2 {size}")
         changed = {} if alpha == 6e-5 else {"alpha": alpha}
         assert rows == {"dense": ("dense", {}), "FST": ("t_sr_ste", changed)}
@@ -187,8 +215,12 @@ def test_smoke_tables_of_gpt2_share_their_dense_run(tmp_path):
     """Then their numbers can be read side by side, and a second table takes less time."""
     dense = set()
     for name in ("sste_table1", "sste_table2", "sste_table6", "fst_table6", "ast_table4"):
-        planned = plan(TABLES[name], "smoke", tmp_path)
-        dense.add(planned.jobs[0].config.directory())
+        tier = dataclasses.replace(TABLES[name].tiers["smoke"], seeds=[0], measure={})
+        alone = dataclasses.replace(
+            TABLES[name], rows=TABLES[name].rows[:1], tiers={**TABLES[name].tiers, "smoke": tier}
+        )
+        [job] = plan(alone, "smoke", tmp_path).jobs
+        dense.add(job.config.directory())
     assert len(dense) == 1
 
 
@@ -211,7 +243,7 @@ DENSE = Row("dense", ["method=dense"])
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rows": [Row("a", ["method=dense"]), Row("a", ["method=ste"])]}, "two rows have the same"),
+        ({"rows": [DENSE, Row("dense", ["method=ste"])]}, "two rows have the same label"),
         ({"columns": [Column("c"), Column("c")]}, "two columns have the same label"),
         ({"variants": [Variant("v"), Variant("v")]}, "two variants have the same label"),
         ({"rows": [Row("a", ["method=ste"])]}, "first row must be the dense baseline"),
@@ -250,7 +282,7 @@ def test_a_table_of_benchmarks_needs_no_dense_row():
         ("number: 2", "number: 2 is no str"),
         ("title: T", "tiers is missing"),
         ("[a, b]", "it holds no keys"),
-        ("title: {", "flow mapping"),
+        ("title: {", "while parsing a flow node"),
         (
             "{title: T, columns: [], tiers: {}, rows: [{label: a, overrides: [method=ste]}]}",
             "dense baseline",
