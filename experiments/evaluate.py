@@ -16,179 +16,46 @@ Numbers are those of fp32 unless `impl.dtype` says otherwise. `result.json` goes
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from experiments import export, legality, results, zero_shot
-from experiments.config import digest, driver, one_line_errors, typed
+from experiments.config import driver
 from experiments.distributed import world
 from experiments.errors import UserError
-from experiments.finished import WEIGHTS_OF, FinishedRun
+from experiments.evaluate_config import EvaluateConfig, freeze
+from experiments.evaluate_config import load as load
+from experiments.export_tokenizer import tokenizer_of
 from experiments.image_source import ImageSource
-from experiments.initial import HFConfig
-from experiments.perplexity import Text, perplexity, windows
+from experiments.perplexity import perplexity, windows
 from experiments.pretrain import process_settings
-from experiments.settings import ImplConfig
-from experiments.tokenizer import folder_tokenizer
+from experiments.tokenizer import folder_tokenizer, pretrained_tokenizer
 from experiments.trainer import DTYPES
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.vit import ViT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_batch says
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelChoice:
-    """path: folder of a causal model of transformers, in the place of `run`. block_size: tokens
-    that it takes at once; null = as many as it can."""
-
-    path: str | None = None
-    block_size: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataChoice:
-    """source: folder or hub id of images in the place of the run's own."""
-
-    source: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is evaluated, and on what.
-
-    runs: root of the results for folders of transformers. block_size: of perplexity's windows;
-    null = the model's. revision: of WikiText-2 on the hub. num_fewshot, limit: see
-    `zero_shot.evaluate`. seed: of the choice of few-shot examples.
-    """
-
-    run: str | None
-    weights: str
-    ppl: str | None
-    revision: str
-    block_size: int | None
-    tasks: tuple[str, ...]
-    task_folder: str | None
-    num_fewshot: int | None
-    limit: int | None
-    images: str | None
-    seed: int
-    tier: str
-    runs: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Settings):
-    """An evaluation: the settings, and the groups of the config."""
-
-    model: ModelChoice
-    data: DataChoice
-    impl: ImplConfig
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tasks", zero_shot.expand(self.tasks))
-        if (self.run is None) == (self.model.path is None):
-            raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
-        if self.weights not in WEIGHTS_OF:
-            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
-        if self.model.path is not None and self.weights != "sparse":
-            raise ValueError("a folder of transformers has no weights but those stored in it")
-        if self.images not in (None, "val"):
-            raise ValueError(f"images={self.images}; only the validation images: images=val")
-        if self.data.source is not None and self.images is None:
-            raise ValueError("data.source is the place of images; add images=val")
-        for name in ("num_fewshot", "limit"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name}={value}; it must not be negative")
-
-    @cached_property
-    def finished_run(self) -> FinishedRun | None:
-        return None if self.run is None else FinishedRun.open(Path(self.run))
-
-    @cached_property
-    def hf(self) -> HFConfig | None:
-        return None if self.model.path is None else HFConfig(self.model.path, self.model.block_size)
-
-    @cached_property
-    def text(self) -> Text | None:
-        return None if self.ppl is None else Text(self.ppl, self.revision)
-
-    def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on, as plain values.
-
-        A run enters by the hash of its config, a folder by that of its files, text by its content.
-        """
-        identity: dict[str, Any] = {"weights": self.weights, "dtype": self.impl.dtype}
-        if self.finished_run is not None:
-            identity["run"] = self.finished_run.config_hash
-        if self.hf is not None:
-            identity["model"] = {"weights": self.hf.fingerprint, "block_size": self.hf.block_size}
-        if self.text is not None:
-            identity["ppl"] = {**self.text.identity(), "block_size": self.block_size}
-        if self.tasks:
-            identity["zero_shot"] = {
-                **zero_shot.identity(self.tasks, self.task_folder),
-                "num_fewshot": self.num_fewshot,
-                "limit": self.limit,
-                "seed": self.seed,
-            }
-        if self.images is not None:
-            identity["images"] = {"split": self.images, "source": self.data.source}
-        return identity
-
-    def digest(self) -> str:
-        """Hash of `identity()`, 16 hex digits."""
-        return digest(self.identity())
-
-    def directory(self) -> Path:
-        if self.finished_run is not None:
-            return self.finished_run.directory / "evaluate" / self.digest()[:8]
-        assert self.hf is not None
-        return self.runs / "evaluate" / f"{self.hf.folder.resolve().name}-{self.digest()[:8]}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The whole config as plain values, for `result.json`."""
-        return {**dataclasses.asdict(self), "runs": str(self.runs)}
-
-
-def load(overrides: list[str] | None = None) -> EvaluateConfig:
-    """Compose `experiments/conf/evaluate.yaml` with hydra overrides.
-
-    Raises:
-        UserError: an override that does not fit, in one line.
-    """
-    from hydra import compose, initialize_config_module
-
-    with one_line_errors(), initialize_config_module("experiments.conf", version_base="1.3"):
-        return freeze(compose("evaluate", overrides=overrides or []))
-
-
-def freeze(composed: Any) -> EvaluateConfig:
-    """The typed form of a composed `DictConfig`."""
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(composed, resolve=True)
-    groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
-    parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}
-    return EvaluateConfig(**vars(typed(Settings, "the config", values)), **parts)
-
-
 def finished(config: EvaluateConfig) -> dict[str, Any] | None:
-    """The result of this very evaluation, if there is one."""
-    path = config.directory() / results.FILE
-    if not path.is_file():
+    """The result of this very evaluation, if there is a whole one."""
+    try:
+        result = json.loads((config.directory() / results.FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # a damaged one is written anew
         return None
-    result = json.loads(path.read_text(encoding="utf-8"))
-    same = result["schema"] == results.SCHEMA and result["config_hash"] == config.digest()
+    expected = {
+        "schema": results.SCHEMA,
+        "config_hash": config.digest(),
+        "files": config.files,
+    }
+    same = isinstance(result, dict) and expected == {key: result.get(key) for key in expected}
     return result if same else None
 
 
@@ -211,6 +78,7 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
             _check_causal(model)
         if config.images is not None:
             _check_classifier(model)
+        tokenizer = _tokenizer(config, model) if config.tasks else None
         rows = legality.measure(model, patterns)
         report(f"WEIGHTS: {_described(config)}")
         report(legality.table(rows))
@@ -223,8 +91,8 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
             metrics |= perplexity(model, stream, batch, dtype)
         if config.images is not None:
             metrics |= _accuracy(config, model, batch, dtype)
-        if config.tasks:  # last: it may take the model apart
-            details = _tasks(config, model, batch, dtype)
+        if tokenizer is not None:  # tasks are last: they may take the model apart
+            details = _tasks(config, model, tokenizer, batch, dtype)
             for task, found in details.items():
                 metrics |= {f"{task}_{name}": value for name, value in found["metrics"].items()}
         source = config.finished_run
@@ -236,7 +104,8 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
                 "identity": config.identity(),
                 "seed": config.seed if source is None else source.result["seed"],
                 "tier": config.tier,
-                "weights": config.weights,
+                "weights": config.kind,
+                "files": config.files,
                 "metrics": metrics,
                 "tasks": details,
                 "sparsity": legality.total(rows),
@@ -262,8 +131,11 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _described(config: EvaluateConfig) -> str:
-    if config.run is None:
+    if config.finished_run is None:
         return f"as they are stored in {config.model.path}"
+    if config.finished_run.trained_with.ends_dense:
+        method = config.finished_run.method
+        return f"dense, as trained: the method ({method}) of {config.run} ended with all weights"
     if config.weights == "dense":
         return f"dense, the master weights of {config.run}"
     return f"sparse, as the method of {config.run} ended (weights=dense for the master weights)"
@@ -286,10 +158,13 @@ def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and module.in_features % 4 == 0
         }
-    return model, {
-        f"model.{tensor.removesuffix('.weight')}": (found["n"], found["m"])
-        for tensor, found in stored.items()
-    }
+    linears = {f"model.{name.removesuffix('.weight')}": name for name in stored}
+    names = {name for name, _ in model.named_modules()}
+    if foreign := [stored_as for name, stored_as in linears.items() if name not in names]:
+        raise UserError(
+            f"{config.hf.folder / export.MASKS} is of another model: this one has no {foreign[0]}"
+        )
+    return model, {name: (stored[at]["n"], stored[at]["m"]) for name, at in linears.items()}
 
 
 def _check_causal(model: nn.Module) -> None:
@@ -299,9 +174,7 @@ def _check_causal(model: nn.Module) -> None:
         )
 
 
-def _check_classifier(model: nn.Module) -> None:
-    if not isinstance(model, ViT):
-        raise UserError(f"images need a ViT, this is a {type(model).__name__}")
+def _check_classifier(model: Any) -> None:
     if not model.config.n_classes:
         raise UserError("images need a ViT with classes; this one ends in its features")
 
@@ -310,14 +183,21 @@ def _windows(config: EvaluateConfig, model: Any) -> torch.Tensor | None:
     """The text of `ppl` as windows of tokens; None without one."""
     if config.text is None:
         return None
-    longest = getattr(model, "config", model).block_size
+    shape = getattr(model, "config", model)
+    longest = shape.block_size
     block = config.block_size or longest
     if block > longest:
         raise UserError(f"block_size={block}, but the model takes at most {longest} tokens")
     content = config.text.content
     run, hf = config.finished_run, config.hf
     encoding = run.tokenizer() if run is not None else folder_tokenizer(str(hf and hf.folder))
-    return windows(encoding.encode_ordinary_batch([content])[0], block)
+    stream = windows(encoding.encode_ordinary_batch([content])[0], block)
+    if (highest := int(stream.max())) >= shape.vocab_size:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, but the model has {shape.vocab_size} tokens: "
+            "it is that of another model"
+        )
+    return stream
 
 
 @torch.no_grad()
@@ -325,11 +205,9 @@ def _accuracy(
     config: EvaluateConfig, model: Any, batch: int, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """`val_loss`, `val_top1` and `val_top5` (percent) over all validation images."""
-    assert config.finished_run is not None
-    data: Any = config.finished_run.data
-    if config.data.source is not None:
-        data = dataclasses.replace(data, name="images", source=config.data.source)
-    source = ImageSource(data, model.config, seed=0, batch_size=2, workers=config.impl.workers)
+    source = ImageSource(
+        config.image_data, model.config, seed=0, batch_size=2, workers=config.impl.workers
+    )
     images = source.images.val
     device, count = next(model.parameters()).device, len(images.labels)
     sums: dict[str, float] = {}
@@ -343,25 +221,32 @@ def _accuracy(
     return {f"val_{name}": value / count for name, value in sums.items()} | {"val_images": count}
 
 
-def _tasks(
-    config: EvaluateConfig, model: nn.Module, batch: int, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    tokenizer: Any
-    if config.finished_run is not None:
-        tokenizer = export.tokenizer_of(config.finished_run, model)
-        if tokenizer is None:
-            raise UserError(f"{config.run} came without a tokenizer, which tasks need")
-    else:
-        from transformers import AutoTokenizer
-
+def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerBase:
+    """That of transformers for the tasks."""
+    if config.finished_run is None:
         assert config.hf is not None
-        tokenizer = AutoTokenizer.from_pretrained(config.hf.folder, trust_remote_code=False)
+        return pretrained_tokenizer(str(config.hf.folder))
+    tokenizer = tokenizer_of(config.finished_run, model)
+    if tokenizer is None:
+        raise UserError(f"{config.run} came without a tokenizer, which tasks need")
+    return tokenizer
+
+
+def _tasks(
+    config: EvaluateConfig,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: int,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
     device = next(model.parameters()).device
+    longest = getattr(model, "config", model).block_size
     export.merge_low_rank(model)
     return zero_shot.evaluate(
         export.to_transformers(model).to(device),
         tokenizer,
         config.tasks,
+        longest,
         task_folder=config.task_folder,
         num_fewshot=config.num_fewshot,
         limit=config.limit,
@@ -371,7 +256,7 @@ def _tasks(
     )
 
 
-@driver("evaluate", freeze)
+@driver("evaluate", freeze, "begins it anew")
 def main(config: EvaluateConfig) -> None:
     run(config)
 

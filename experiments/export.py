@@ -8,56 +8,47 @@ master weights) holds
     masks.safetensors                for each converted linear, by its name in model.safetensors, a
                                      bool tensor of the same shape: True where the weight is not 0
     README.md                        method, options, hash of the config, density, legality
+    export.json                      the hash of the run's weights, and the names of these files
 
 The groups of a pattern run along a linear's inputs. `nn.Linear` stores [out, in]; GPT-2 of
 transformers keeps its linears as `Conv1D`, stored [in, out], so there they run along dim 0. The
 metadata of masks.safetensors say for each tensor which n, m and dim.
 
-What transformers has no place for becomes dense: low-rank terms are merged into the weights.
-`to_semi_structured` gives a model for inference with torch's 2:4 products instead.
+What transformers has no place for becomes dense: low-rank terms are merged into the weights. The
+Cramming form of BERT (`glu`, no biases, ...) has no architecture there and is refused.
+`experiments/semi_structured.py` gives a model for inference with torch's 2:4 products instead.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import common_kernels
-from common_kernels import check24, pack24
-from common_kernels.matmul import unavailable
 from experiments import checkpoint, legality
-from experiments.config import driver, typed
+from experiments.config import digest, driver, typed
 from experiments.errors import UserError
+from experiments.export_tokenizer import tokenizer_of
 from experiments.finished import WEIGHTS_OF, FinishedRun
-from experiments.initial import WEIGHTS, HFConfig
-from experiments.tokenizer import HFTokenizer, byte_characters
+from experiments.initial import weight_files
 from methods import slorb
 from methods.compressed import SparsePlusLowRank
 from models.hf import CausalLM
-from models.vit import ViT
-
-if TYPE_CHECKING:
-    import tiktoken
-    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "export"  # in the run directory
-MASKS = "masks.safetensors"
+MASKS, RECORD = "masks.safetensors", "export.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +71,7 @@ def export(
     to: Path | None = None,
     report: Callable[[str], None] = print,
 ) -> Path:
-    """Write the folder, unless it is there and newer than the run; returns its path.
+    """Write the folder, unless it is there, whole and of these very weights; returns its path.
 
     Raises:
         UserError: transformers has no such architecture, the method keeps no dense weights, or
@@ -92,8 +83,10 @@ def export(
     folder = own if to is None else to
     marks = {"config_hash": run.config_hash, "weights": weights}
     with checkpoint.exclusive(run.directory):
-        ours = (folder / MASKS).is_file() and marks.items() <= _metadata(folder).items()
-        if ours and folder.stat().st_mtime >= (run.directory / WEIGHTS).stat().st_mtime:
+        source, found = weight_files(run.directory, weights), _record(folder)
+        ours = marks.items() <= found.items()
+        whole = all((folder / name).is_file() for name in found.get("files", [MASKS]))
+        if ours and whole and found.get("source") == source:
             report(f"exported already: {folder}")
             return folder
         if folder.exists() and not ours and folder != own:
@@ -103,18 +96,25 @@ def export(
         rows = legality.measure(model, patterns)  # of the N:M weights, before anything is merged
         merged = merge_low_rank(model)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        building = folder.with_name(f".export-{os.getpid()}")
+        # Names of this run alone, which is locked: what is there was left by a killed process.
+        tag = digest({"run": str(run.directory.resolve())})[:8]
+        building, old = (folder.with_name(f".export-{tag}-{name}") for name in ("new", "old"))
+        for left in (building, old):
+            shutil.rmtree(left, ignore_errors=True)
         try:
             write(model, building)
             tokenizer = tokenizer_of(run, model)
             if tokenizer is not None:
                 tokenizer.save_pretrained(building)
-            _write_masks(model, building, patterns, marks)
+            _write_masks(model, building, patterns)
             card = _card(run, weights, to, rows, merged)
             (building / "README.md").write_text(card, encoding="utf-8")
+            files = sorted(path.name for path in building.iterdir())
+            checkpoint.write_json(building / RECORD, {**marks, "source": source, "files": files})
             if folder.exists():
-                shutil.rmtree(folder)
+                folder.rename(old)
             building.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     report(f"exported: {folder}")
@@ -203,12 +203,7 @@ def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[St
     return found
 
 
-def _write_masks(
-    model: nn.Module,
-    folder: Path,
-    patterns: Mapping[str, tuple[int, int]],
-    marks: Mapping[str, str],
-) -> None:
+def _write_masks(model: nn.Module, folder: Path, patterns: Mapping[str, tuple[int, int]]) -> None:
     scratch = folder / ".probe"
     stored = {s.name: s for s in where_stored(model, list(patterns), scratch)}
     shutil.rmtree(scratch)
@@ -217,19 +212,32 @@ def _write_masks(
         name: dict(zip(("n", "m", "dim"), (*patterns[s.linear], s.dim), strict=True))
         for name, s in sorted(stored.items())
     }
-    save_file(masks, folder / MASKS, {"format": "pt", **marks, "patterns": json.dumps(layout)})
+    save_file(masks, folder / MASKS, {"format": "pt", "patterns": json.dumps(layout)})
 
 
 def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
-    """Of an exported folder: tensor -> `n`, `m` and `dim` of its pattern; {} without masks."""
-    if not (folder / MASKS).is_file():
+    """Of an exported folder: tensor -> `n`, `m` and `dim` of its pattern; {} without masks of ours.
+
+    Raises:
+        UserError: the file of masks is damaged.
+    """
+    path = folder / MASKS
+    if not path.is_file():
         return {}
-    return json.loads(_metadata(folder)["patterns"])
+    try:
+        with safe_open(path, "pt") as file:
+            return json.loads((file.metadata() or {}).get("patterns", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); export the run again") from error
 
 
-def _metadata(folder: Path) -> dict[str, str]:
-    with safe_open(folder / MASKS, "pt") as file:
-        return file.metadata()
+def _record(folder: Path) -> dict[str, Any]:
+    """What an export wrote of itself; {} of any other folder."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -238,76 +246,6 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 yield name, file.get_tensor(name)
-
-
-# ---------------------------------------------------------------- tokenizer
-
-
-def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase | None:
-    """transformers' form of the tokenizer of a run; None for images, and for a checkpoint of
-    transformers that came without one.
-    """
-    if isinstance(model, ViT):
-        return None
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if isinstance(run.shape, HFConfig):
-        if not run.shape.has_tokenizer:
-            return None
-        return AutoTokenizer.from_pretrained(run.shape.folder, trust_remote_code=False)
-    encoding, shape = run.tokenizer(), getattr(model, "config", model)
-    roles = {"bos_token": encoding.decode([encoding.eot_token])}
-    roles["eos_token"] = roles["bos_token"]
-    if not isinstance(encoding, HFTokenizer):
-        fast = byte_level_tokenizer(encoding)
-    else:
-        fast = Tokenizer.from_str(encoding.text)
-        if "[CLS]" in encoding.special_tokens:  # BERT's, which has no other
-            roles = {f"{token[1:-1].lower()}_token": token for token in encoding.special_tokens}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fast, model_max_length=shape.block_size, **roles
-    )
-
-
-def byte_level_tokenizer(encoding: tiktoken.Encoding) -> Any:
-    """The `tokenizers.Tokenizer` of a tiktoken `Encoding`: same ids, one special token at the end.
-
-    tiktoken keeps the rank of every token, `tokenizers` the merges that lead to them: a token's
-    last merge joins the two parts that remain when only lower ranks are applied to its bytes.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    ranks: dict[bytes, int] = encoding._mergeable_ranks
-    characters = byte_characters()
-
-    def spelled(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
-    parts = (_last_parts(t, ranks) for t in sorted(ranks, key=ranks.__getitem__) if len(t) > 1)
-    merges = [(spelled(left), spelled(right)) for left, right in parts]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={spelled(t): r for t, r in ranks.items()}, merges=merges)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(encoding._pat_str), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = sorted(encoding._special_tokens, key=encoding._special_tokens.__getitem__)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    return tokenizer
-
-
-def _last_parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
-        first = pairs.index(min(pairs))
-        parts[first : first + 2] = [parts[first] + parts[first + 1]]
-    return parts
 
 
 # ---------------------------------------------------------------- the card
@@ -362,72 +300,6 @@ dim along which the groups of m run (the inputs of the linear).
 """
 
 
-# ---------------------------------------------------------------- torch's semi-structured tensors
-
-
-def semi_structured_layout(device: torch.device, dtype: torch.dtype) -> str:
-    """The packed layout of which `device` can run torch's 2:4 products.
-
-    Raises:
-        UserError: it can run none, and why.
-    """
-    backends = {"cusparselt": "cusparselt_sm90", "cutlass": "cutlass_sm80"}
-    reasons = {name: unavailable(name, device, dtype) for name in backends}
-    for name, layout in backends.items():
-        if reasons[name] is None:
-            return layout
-    raise UserError(f"no 2:4 products here: {'; '.join(str(r) for r in reasons.values())}")
-
-
-class SemiStructuredLinear(nn.Linear):
-    """`nn.Linear` with a `SparseSemiStructuredTensor` as its weight, for inputs of any strides.
-
-    torch's class has only products of two matrices; a batch of them that is not contiguous would
-    have to be expanded, which it cannot.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        y = F.linear(x.reshape(-1, self.in_features), self.weight, self.bias)
-        return y.reshape(*x.shape[:-1], self.out_features)
-
-
-@torch.no_grad()
-def to_semi_structured(model: nn.Module, layout: str | None = None) -> list[str]:
-    """Give the 2:4 linears of a plain model weights of torch's `SparseSemiStructuredTensor`.
-
-    In place, for inference. The tensors hold the very weights, half of them and their positions.
-
-    Args:
-        model: on its device, in bf16 or fp16. Linears that are not 2:4 stay dense.
-        layout: of `Packed24`; None for what the device can multiply with.
-    Returns:
-        The names of the linears.
-    Raises:
-        UserError: the device cannot, no linear is 2:4, or one has a shape that torch does not take.
-    """
-    first = next(model.parameters())
-    layout = layout or semi_structured_layout(first.device, first.dtype)
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and module.in_features % 4 == 0
-        and int(check24(module.weight)) == 0
-    }
-    if not linears:
-        raise UserError("no linear of this model is 2:4, so there is nothing to pack")
-    for name, module in linears.items():
-        try:
-            packed = pack24(module.weight, module.weight != 0, layout)
-            tensor = common_kernels.to_semi_structured(packed)
-        except ValueError as error:
-            raise UserError(f"{name} cannot be packed: {error}") from error
-        module.weight = nn.Parameter(tensor, requires_grad=False)
-        module.__class__ = SemiStructuredLinear
-    return list(linears)
-
-
 def freeze(composed: Any) -> ExportConfig:
     """The typed form of a composed `DictConfig`."""
     from omegaconf import OmegaConf
@@ -438,7 +310,7 @@ def freeze(composed: Any) -> ExportConfig:
     return typed(ExportConfig, "the config", values)
 
 
-@driver("export", freeze)
+@driver("export", freeze, "begins it anew")
 def main(config: ExportConfig) -> None:
     to = None if config.to is None else Path(config.to)
     export(FinishedRun.open(Path(config.run)), config.weights, to)

@@ -1,6 +1,7 @@
 """Fine-tune a pre-trained GPT-2 or BERT: `python -m experiments.finetune run=DIR task=cola`.
 
-`task` is one of the nine of GLUE, `squad`, or `glue`: the nine, one after the other, in one table.
+`task` is one of the nine of GLUE, `squad`, or `glue`: those that the recipe lists, one after the
+other, in one table.
 `model.path=FOLDER` takes a checkpoint of transformers instead of a run; it is fine-tuned densely.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
@@ -25,11 +26,11 @@ import torch
 from torch import Tensor
 
 from common_kernels import backend
-from experiments import checkpoint, glue, legality, results, squad
+from experiments import checkpoint, glue, legality, results
 from experiments.config import driver
 from experiments.distributed import World, world
 from experiments.errors import UserError
-from experiments.finetune_config import GLUE, SQUAD, Checkpoint, FinetuneConfig, freeze
+from experiments.finetune_config import GLUE, Checkpoint, FinetuneConfig, freeze
 from experiments.finetune_config import load as load
 from experiments.finetune_tasks import Encoded, Problem, collate, load_problem
 from experiments.finished import FinishedRun
@@ -37,7 +38,7 @@ from experiments.pretrain import process_settings
 from experiments.progress import Progress
 from experiments.schedules import learning_rate
 from experiments.settings import TrainConfig
-from experiments.tracking import MetricsLog
+from experiments.tracking import MetricsLog, check_viewers
 from experiments.trainer import DTYPES, MAX_SKIPPED_IN_A_ROW, make_optimizer
 from methods import Method
 from models.bert import BertLM
@@ -45,32 +46,28 @@ from models.gpt2 import GPT
 from models.heads import Head
 from models.hf import CausalLM
 
-EVAL_BATCH = 64  # sequences per forward pass; no result depends on it
+EVAL_BATCH = 64  # sequences per forward pass, unless impl.micro_batch says
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The result of this very config on this very data, if it was run to the end."""
+    """The result of this very config on this very data and these weights, if run to the end.
+
+    Raises:
+        UserError: there are no such data, or the result cannot be read.
+    """
     path = config.directory() / results.FILE
     if not path.exists():
         return None
-    result = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it and run again") from error
     if result["schema"] != results.SCHEMA or result["config_hash"] != config.digest():
         return None
     if config.task == GLUE:
         parts = [finished(config.single(task)) for task in config.recipes]
         return result if None not in parts else None
-    found = data_hash(config)
-    return result if found in (None, result["data_hash"]) else None
-
-
-def data_hash(config: FinetuneConfig) -> str | None:
-    """Hash of the task's files in a folder; None for data of the hub."""
-    if not Path(config.data).is_dir():
-        return None
-    files = (
-        squad.files(config.data) if config.task == SQUAD else glue.files(config.task, config.data)
-    )
-    return glue.fingerprint(files)
+    return result if result["pretrained"]["weights_hash"] == config.weights_hash() else None
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -88,12 +85,17 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[s
     with process_settings(config.impl), world(config.impl.device) as here:
         if here.size > 1:
             raise UserError("fine-tuning takes one process; start it without torchrun")
+        check_viewers(config.impl.loggers)
         source = config.open()
         pretrained = open_model(config, source)
         problem = load_problem(config, source.tokenizer())
         model, method, train = _prepare(config, source, pretrained, problem, here)
         directory = config.directory()
         with checkpoint.exclusive(directory):
+            done = finished(config)  # by another process, since it was asked above
+            if done is not None:
+                report(f"done already: {directory}")
+                return done
             report(f"{config.task}, {config.mode}, seed {config.seed} -> {directory}")
             tuning = Tuning(config, problem, model, method, train, here, report)
             return tuning.result(source)
@@ -136,7 +138,11 @@ def _prepare(
     train = recipe.train(recipe.epochs * math.ceil(len(problem.train) / recipe.batch_size))
     try:
         backend.resolve(here.device)
-        method = source.method_for(model, config.mode, train.steps, config.seed)
+        dtype, matmul = DTYPES[config.impl.dtype], config.impl.matmul
+        method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
+        size = min(config.impl.micro_batch or recipe.batch_size, recipe.batch_size)
+        # Shorter batches run sparse, too; the products are measured for the longest.
+        method.accelerate(size * recipe.max_length, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, train
@@ -172,13 +178,20 @@ class Tuning:
         started, config = time.time(), self.config
         if self.here.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        # Before the epochs: weights that are replaced meanwhile are not those that were read.
+        weights_hash, data_hash = config.weights_hash(), config.data_hash()
+        identity = {"config_hash": config.digest(), "config": config.as_dict()}
+        directory = config.directory()
         patterns = {name: self.method.pattern(name) for name in self.method.layers}
-        metrics = self.fit()
+        metrics = self.fit(directory)
         result = {
-            "config_hash": config.digest(),
-            "config": config.as_dict(),
-            "data_hash": data_hash(config),
-            "pretrained": {"method": source.method, "config_hash": source.config_hash},
+            **identity,
+            "data_hash": data_hash,
+            "pretrained": {
+                "method": source.method,
+                "config_hash": source.config_hash,
+                "weights_hash": weights_hash,
+            },
             "seed": config.seed,
             "tier": config.tier,
             "task": config.task,
@@ -197,12 +210,12 @@ class Tuning:
             "ended": time.time(),
         }
         self.report(f"{config.task}: {_metrics_text(metrics)}")
-        return results.write_result(config.directory(), result)
+        return results.write_result(directory, result)
 
-    def fit(self) -> dict[str, float]:
-        """All epochs; the metrics after the last one are those of the finalized model."""
+    def fit(self, directory: Path) -> dict[str, float]:
+        """All epochs, logged there; the metrics after the last are those of the finalized model."""
         recipe, metrics = self.config.recipe, {}
-        log = MetricsLog(self.config.directory(), 0, ())
+        log = MetricsLog(directory, 0, self.config.impl.loggers)
         tokens = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
         with Progress(
             self.train.steps, 0, round(tokens * recipe.batch_size), enabled=True
@@ -268,16 +281,26 @@ class Tuning:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The metrics on the dev splits."""
+        """The metrics on the dev splits.
+
+        Raises:
+            UserError: logits that are NaN.
+        """
         self.model.eval()
+        size = self.config.impl.micro_batch or EVAL_BATCH
         logits: dict[str, list[np.ndarray]] = {}
         for split, sequences in self.problem.dev.items():
             logits[split] = []
-            for first in range(0, len(sequences), EVAL_BATCH):
-                batch = self._batch(sequences[first : first + EVAL_BATCH])
+            for first in range(0, len(sequences), size):
+                batch = self._batch(sequences[first : first + size])
                 del batch["target"]
                 with self._autocast():
                     output, _ = self.model(**batch)
+                if output.isnan().any():
+                    raise UserError(
+                        f"the model's logits on {split} are NaN after step {self.step}; lower "
+                        "recipe.learning_rate, or choose impl.dtype=fp32"
+                    )
                 logits[split].extend(output.float().cpu().numpy())
         return self.problem.metrics(logits)
 
@@ -291,25 +314,22 @@ class Tuning:
         return torch.autocast(self.here.device.type, self.dtype, enabled=self.dtype is not None)
 
 
-# ------------------------------------------------------------------ the nine in one table
+# ------------------------------------------------------------------ GLUE in one table
 
 
 def _run_glue(config: FinetuneConfig, report: Callable[[str], None]) -> dict[str, Any]:
+    open_model(config, config.open())
+    directory = config.directory()
+    identity = {"config_hash": config.digest(), "config": config.as_dict()}
+    for task in config.recipes:  # a file that is bad is found before hours of training
+        glue.load(task, config.data)
     parts = {task: run(config.single(task), report) for task in config.recipes}
     scores = {task: part["metrics"]["score"] for task, part in parts.items()}
-    eight = [score for task, score in scores.items() if task != "wnli"]
-    metrics = {
-        **scores,
-        # FST's BERT and SLoPe's tables are means of eight tasks.
-        "mean_without_wnli": sum(eight) / len(eight),
-        "score": sum(scores.values()) / len(scores),
-    }
-    directory = config.directory()
+    metrics = {**scores, "score": sum(scores.values()) / len(scores)}
     with checkpoint.exclusive(directory):
         checkpoint.write_atomic(directory / "glue.csv", functools.partial(_write_csv, parts))
         result = {
-            "config_hash": config.digest(),
-            "config": config.as_dict(),
+            **identity,
             "seed": config.seed,
             "tier": config.tier,
             "task": config.task,
@@ -322,7 +342,7 @@ def _run_glue(config: FinetuneConfig, report: Callable[[str], None]) -> dict[str
                 key: max(part["sparsity"][key] for part in parts.values())
                 for key in ("density", "illegal_groups", "groups")
             },
-            "converted": parts["cola"]["converted"],
+            "converted": next(iter(parts.values()))["converted"],
         }
         result = results.write_result(directory, result)
     for line in _table(parts, metrics):
@@ -336,8 +356,7 @@ def _table(parts: dict[str, dict[str, Any]], metrics: dict[str, float]) -> list[
         (task, f"{part['metrics']['score']:.1f}", _metrics_text(part["metrics"]))
         for task, part in parts.items()
     ]
-    rows.append(("mean of 9", f"{metrics['score']:.1f}", ""))
-    rows.append(("mean of 8", f"{metrics['mean_without_wnli']:.1f}", "without WNLI"))
+    rows.append((f"mean of {len(parts)}", f"{metrics['score']:.1f}", ""))
     return [f"{name:<10} {score:>5}  {text}".rstrip() for name, score, text in rows]
 
 
@@ -355,7 +374,7 @@ def _write_csv(parts: dict[str, dict[str, Any]], path: Path) -> None:
                 rows.writerow([task, name, value, part["examples"]["dev"]])
 
 
-@driver("finetune", freeze)
+@driver("finetune", freeze, "begins it anew")
 def main(config: FinetuneConfig) -> None:
     run(config)
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from experiments import glue, squad
 from experiments.config import digest, one_line_errors, typed
 from experiments.errors import UserError
 from experiments.finished import MODES, WEIGHTS_OF, FinishedRun
-from experiments.initial import HFConfig
+from experiments.initial import LATENT, WEIGHTS, HFConfig
 from experiments.settings import ImplConfig, TrainConfig
 from experiments.tokenizer import folder_tokenizer
 from methods import Method, dense
@@ -30,7 +31,8 @@ class Recipe:
 
     learning_rate: peak; it rises from 0 over `warmup_fraction` of the steps and falls to 0.
     grad_clip: global norm; 0 = off. dropout: before the classifier; the trunk keeps its own.
-    max_length: tokens of a sequence. stride: tokens that two windows of a SQuAD context share.
+    max_length: tokens of a sequence. stride: between two windows of a SQuAD context, `stride_is`
+    the `overlap`, the tokens that they share, or the `step` from one start to the next.
     padding: up to the `longest` sequence of a batch, or always to `max_length`.
     """
 
@@ -46,6 +48,7 @@ class Recipe:
     dropout: float
     max_length: int
     stride: int
+    stride_is: str
     padding: str
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class Recipe:
             raise ValueError(f"recipe.dropout={self.dropout}; it must lie in [0, 1)")
         for name, choices in {
             "schedule": ("cosine", "linear"),
+            "stride_is": ("overlap", "step"),
             "padding": ("longest", "max_length"),
         }.items():
             if getattr(self, name) not in choices:
@@ -105,7 +109,14 @@ class Checkpoint:
     def tokenizer(self) -> glue.Encoding:
         return folder_tokenizer(str(self.config.folder))
 
-    def method_for(self, model: nn.Module, mode: str, total_steps: int, seed: int) -> Method:
+    def method_for(
+        self,
+        model: nn.Module,
+        mode: str,
+        total_steps: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> Method:
         if mode == "sparse":
             raise UserError(
                 f"model.path={self.config.path} knows no sparse method: set mode=dense, or train "
@@ -113,17 +124,16 @@ class Checkpoint:
             )
         include = ("*.h.*", "*.layers.*")  # the blocks, by the names of transformers
         method = dense.Method(dense.Config(include=include, total_steps=total_steps, seed=seed))
-        method.convert(model)
+        method.convert(model, dtype)
         return method
 
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """One fine-tuning, or with `task="glue"` the nine.
+    """One fine-tuning, or with `task="glue"` all that the recipe lists.
 
     source: directory of a finished run, or a checkpoint of transformers. weights: those of it that
-    are fine-tuned. recipes: by task.
-    data: a folder, of which only the name is part of the identity, or an id on the hub.
+    are fine-tuned. recipes: by task. data: a folder, or an id on the hub.
     """
 
     seed: int
@@ -155,17 +165,36 @@ class FinetuneConfig:
             return Checkpoint(self.source)
         return FinishedRun.open(self.source)
 
+    def data_hash(self) -> str | None:
+        """Hash of the tasks' files in a folder; None for data of the hub.
+
+        Raises:
+            UserError: the folder is missing, or that of a task in it.
+        """
+        if not glue.is_folder(self.data):
+            return None
+        if self.task == SQUAD:
+            return glue.fingerprint(squad.files(self.data))
+        return glue.fingerprint([path for t in self.recipes for path in glue.files(t, self.data)])
+
+    def weights_hash(self) -> str:
+        """Hash of the weights that are fine-tuned."""
+        if isinstance(self.source, HFConfig):
+            return self.source.fingerprint
+        paths = [self.source / name for name in (WEIGHTS, LATENT)]
+        return glue.fingerprint([path for path in paths if path.is_file()])
+
     def _settings(self) -> dict[str, Any]:
         return {
             "task": self.task,
             "mode": self.mode,
             "weights": self.weights,
-            "data": self.data if self.data in (glue.HUB, squad.HUB) else Path(self.data).name,
+            "data": self.data_hash() or self.data,
             "recipe": {task: dataclasses.asdict(r) for task, r in self.recipes.items()},
         }
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on, but for the content of the data."""
+        """Everything that the result depends on, but for the weights of a run."""
         return {"seed": self.seed, "source": self.open().config_hash, **self._settings()}
 
     def digest(self) -> str:
@@ -257,8 +286,10 @@ def freeze(composed: Any) -> FinetuneConfig:
             "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
             "checkpoint of transformers"
         )
-    names = tuple(glue.TASKS) if top.task == GLUE else (top.task,)
-    values = {task: _for_task(groups["recipe"], task) for task in names}
+    recipe = dict(groups["recipe"])
+    listed = _listed(recipe.pop("tasks"))
+    names = listed if top.task == GLUE else (top.task,)
+    values = {task: _for_task(recipe, task) for task in names}
     return FinetuneConfig(
         seed=top.seed,
         tier=top.tier,
@@ -271,6 +302,16 @@ def freeze(composed: Any) -> FinetuneConfig:
         recipes={task: typed(Recipe, "recipe", own) for task, own in values.items()},
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )
+
+
+def _listed(tasks: Any) -> tuple[str, ...]:
+    """The tasks of `task=glue`."""
+    names = tuple(tasks) if isinstance(tasks, list) else ()
+    if not names or len({*names}) < len(names) or not {*names} <= {*glue.TASKS}:
+        raise UserError(
+            f"recipe.tasks={tasks}; give a list of different ones of {', '.join(glue.TASKS)}"
+        )
+    return names
 
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:

@@ -32,8 +32,9 @@ def _encoded(ids: list[int], second: int, target: Any) -> Encoded:
 class Problem:
     """A task as sequences.
 
-    examples: their numbers by split, which for SQuAD are not those of the windows. metrics: of the
-    logits [..., outputs] of each sequence, by dev split. head: makes the model of a pretrained one.
+    examples: their numbers by split, which for SQuAD are not those of the windows, and with QQP
+    that of the `broken_lines` that were left out. metrics: of the logits [..., outputs] of each
+    sequence, by dev split. head: makes the model of a pretrained one.
     """
 
     train: list[Encoded]
@@ -67,10 +68,13 @@ def _glue(config: FinetuneConfig, encoding: glue.Encoding, frame: glue.Frame) ->
         predicted = {k: glue.predictions(task, np.stack(rows)) for k, rows in logits.items()}
         return glue.metrics(task, predicted, splits)
 
+    sizes = {split: len(examples) for split, examples in splits.items()}
+    if glue.TASKS[task].broken_lines:
+        sizes["broken_lines"] = splits["train"].left_out
     return Problem(
         train=sequences.pop("train"),
         dev=sequences,
-        examples={split: len(examples) for split, examples in splits.items()},
+        examples=sizes,
         pad=frame.pad,
         metrics=metrics,
         head=lambda model: Classifier(model, glue.TASKS[task].n_labels, recipe.dropout),
@@ -81,7 +85,8 @@ def _squad(config: FinetuneConfig, encoding: glue.Encoding, frame: glue.Frame) -
     recipe, questions = config.recipe, squad.load(config.data)
 
     def windows(split: str) -> list[squad.Window]:
-        return squad.windows(encoding, frame, questions[split], recipe.max_length, recipe.stride)
+        lengths = recipe.max_length, recipe.stride, recipe.stride_is
+        return squad.windows(encoding, frame, questions[split], *lengths)
 
     dev = windows("dev")
 

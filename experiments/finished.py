@@ -17,7 +17,7 @@ from experiments.config import FAMILIES, DataConfig, ImageConfig, ModelConfig, b
 from experiments.data import load_tokens
 from experiments.errors import UserError
 from experiments.initial import LATENT, load_weights, read_result
-from methods import dense, one_shot
+from methods import compressed, dense, one_shot, slorb
 
 if TYPE_CHECKING:
     import tiktoken
@@ -130,13 +130,19 @@ class FinishedRun:
         return load_file(path) if path.is_file() else {}
 
     def method_for(
-        self, model: nn.Module, mode: str, total_steps: int, seed: int
+        self,
+        model: nn.Module,
+        mode: str,
+        total_steps: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
     ) -> methods.Method:
         """Convert `model`, which holds `self.model()` under the same names, for fine-tuning.
 
         mode: `auto` is the method's own rule: dense after a dense last phase; else what the method
         has to go on with (S-STE projects, SLoPe keeps its masks and adapters), or the last mask.
-        `dense` and `sparse` ask for one or the other.
+        `dense` and `sparse` ask for one or the other. Low-rank terms that are not trained as such
+        are added to the weights. dtype: as for `Method.convert`.
 
         Raises:
             UserError: an unknown mode, or sparse fine-tuning of a model that ended dense.
@@ -152,19 +158,20 @@ class FinishedRun:
         common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
         if mode == "dense" or trained.ends_dense:
             method: methods.Method = dense.Method(dense.Config(**common))
-            method.convert(model)
+            compressed.merge(slorb.merge(model))
+            method.convert(model, dtype)
             return method
         own = trained.finetuning(total_steps)
         if own is None:
             method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
-            method.convert(model)
+            method.convert(model, dtype)
             return method
         modules = dict(model.named_modules())
         for name in modules.keys() & set(self.converted):  # a head of training may be gone
             _drop_low_rank_terms(modules[name])  # the layer's own state has them
         module = importlib.import_module(f"methods.{self.method}")
         method = module.Method(type(own)(**{**vars(own), **common}))
-        method.convert(model)
+        method.convert(model, dtype)
         for name, layer in method.sparse_layers.items():
             wanted = layer.state_dict().keys()
             layer.load_state_dict({key: self.latent[f"{name}.{key}"] for key in wanted})

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments import export
+from experiments import export, semi_structured
 from experiments.config import driver, typed
 from experiments.distributed import world
 from experiments.errors import UserError
@@ -119,7 +119,7 @@ def run(config: GenerateConfig) -> None:
         if not settings.sparse:
             return
         try:
-            names = export.to_semi_structured(model)
+            names = semi_structured.to_semi_structured(model)
         except UserError as reason:
             print(f"2:4 products: not run, {reason}")
             return
@@ -144,7 +144,7 @@ def freeze(composed: Any) -> GenerateConfig:
     return GenerateConfig(typed(Settings, "the config", values), impl)
 
 
-@driver("generate", freeze)
+@driver("generate", freeze, "begins it anew")
 def main(config: GenerateConfig) -> None:
     run(config)
 

@@ -13,10 +13,12 @@ accuracy is 68.4. FST's code gives accuracy and F1, Pearson and Spearman: all of
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     Encoding = tiktoken.Encoding | HFTokenizer
 
 HUB = "nyu-mll/glue"
+REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Task:
     texts, label: names of the columns in the files. labels: what can stand in the label column,
     in the order of the classes; none for STS-B, whose label is a number from 0 to 5. header: of
     files that have none. dev: the name of each dev split and of its file. hub_texts: the columns
-    on the hub, where their names are others. broken_lines: so many short lines are left out of
-    the training file, because the published one has some.
+    on the hub, where their names are others. broken_lines: short lines of the training file
+    are left out, because the published one has some.
     """
 
     folder: str
@@ -51,7 +54,7 @@ class Task:
     header: tuple[str, ...] = ()
     dev: tuple[tuple[str, str], ...] = (("dev", "dev.tsv"),)
     hub_texts: tuple[str, ...] = ()
-    broken_lines: int = 0
+    broken_lines: bool = False
 
     @property
     def n_labels(self) -> int:
@@ -68,7 +71,9 @@ TASKS = {
     "sst2": Task("SST-2", ("sentence",), _BINARY),
     "mrpc": Task("MRPC", ("#1 String", "#2 String"), _BINARY, label="Quality", hub_texts=_PAIR),
     "stsb": Task("STS-B", _PAIR, (), label="score"),
-    "qqp": Task("QQP", ("question1", "question2"), _BINARY, label="is_duplicate", broken_lines=16),
+    "qqp": Task(
+        "QQP", ("question1", "question2"), _BINARY, label="is_duplicate", broken_lines=True
+    ),
     "mnli": Task(
         "MNLI",
         _PAIR,
@@ -85,10 +90,12 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Examples:
-    """texts: one or two of each example. labels [n]: classes (int64) or numbers (float64)."""
+    """texts: one or two of each example. labels [n]: classes (int64) or numbers (float64).
+    left_out: broken lines of the file."""
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
+    left_out: int = 0
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -106,7 +113,7 @@ def load(task: str, data: str) -> dict[str, Examples]:
         UserError: a missing folder, file or column, an empty split, a short line, or a label that
             the task does not have; it names the file and the line.
     """
-    if not Path(data).is_dir():
+    if not is_folder(data):
         return _from_hub(TASKS[task], task, data)
     spec, folder = TASKS[task], _folder(task, data)
     if task == "mrpc" and not (folder / "train.tsv").is_file():
@@ -115,10 +122,27 @@ def load(task: str, data: str) -> dict[str, Examples]:
     return splits | {name: _examples(spec, folder / file) for name, file in spec.dev}
 
 
+def is_folder(data: str) -> bool:
+    """Whether `data` is a folder here; else it is an id on the hub.
+
+    Raises:
+        UserError: it can be neither.
+    """
+    if Path(data).is_dir():
+        return True
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", data):
+        raise UserError(f"data.source={data} is missing: there is no such folder")
+    return False
+
+
 def files(task: str, data: str) -> list[Path]:
-    """The files that `load` reads from a folder, those of them that are there."""
+    """The files that `load` reads from a folder, those of them that are there.
+
+    Raises:
+        UserError: the task's own folder is missing.
+    """
     names = ["train.tsv", *(file for _, file in TASKS[task].dev), *_MRPC_FILES]
-    paths = [Path(data) / TASKS[task].folder / name for name in names]
+    paths = [_folder(task, data) / name for name in names]
     return [path for path in paths if path.is_file()]
 
 
@@ -126,9 +150,15 @@ def fingerprint(paths: Sequence[Path]) -> str:
     """Hash of the content of files, 16 hex digits."""
     digest = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        status = path.stat()
+        digest.update(_file_hash(path, status.st_size, status.st_mtime_ns))
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _file_hash(path: Path, size: int, changed: int) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _folder(task: str, data: str) -> Path:
@@ -158,9 +188,11 @@ def _split_mrpc(spec: Task, folder: Path) -> dict[str, Examples]:
     return {name: _parse(spec, whole, columns, own) for name, own in rows.items()}
 
 
-def _examples(spec: Task, path: Path, broken_lines: int = 0) -> Examples:
+def _examples(spec: Task, path: Path, broken_lines: bool = False) -> Examples:
     columns = _columns(path, (*spec.texts, spec.label), spec.header)
-    return _parse(spec, path, columns, _rows(path, columns, spec.header, broken_lines))
+    broken: list[int] | None = [] if broken_lines else None
+    examples = _parse(spec, path, columns, _rows(path, columns, spec.header, broken))
+    return replace(examples, left_out=len(broken or []))
 
 
 def _parse(spec: Task, path: Path, columns: dict[str, int], rows: Any) -> Examples:
@@ -201,21 +233,23 @@ def _columns(path: Path, names: Sequence[str], header: Sequence[str]) -> dict[st
 
 
 def _rows(
-    path: Path, columns: dict[str, int], header: Sequence[str], broken_lines: int = 0
+    path: Path, columns: dict[str, int], header: Sequence[str], broken: list[int] | None = None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Number and fields of each line with an example. Fields beyond the header's are ignored."""
-    short = 0
+    """Number and fields of each line with an example. Fields beyond the header's are ignored.
+
+    The numbers of short lines are appended to `broken`; without it they are errors.
+    """
     for number, fields in _lines(path):
         if number == 1 and not header:
             continue
         if len(fields) <= max(columns.values()):
-            short += 1
-            if short > broken_lines:
+            if broken is None:
                 raise UserError(
                     f"{path}, line {number}: {len(fields)} fields, and column "
                     f"{max(columns, key=lambda name: columns[name])!r} is number "
                     f"{max(columns.values()) + 1}"
                 )
+            broken.append(number)
             continue
         yield number, fields
 
@@ -235,7 +269,7 @@ def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
     names = {"train": "train", "dev": "validation"}
     if task == "mnli":
         names |= {"dev": "validation_matched", "dev_mismatched": "validation_mismatched"}
-    dataset = load_dataset(data, task)
+    dataset = load_dataset(data, task, REVISION if data == HUB else None)
     texts = spec.hub_texts or spec.texts
     splits = {}
     for ours, theirs in names.items():
@@ -256,8 +290,8 @@ def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
     return splits
 
 
-def load_dataset(hub_id: str, config: str | None = None) -> Any:
-    """A data set of the hub, all splits.
+def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
+    """A data set of the hub, all splits; without a revision, the newest.
 
     Raises:
         UserError: the hub does not give it.
@@ -265,7 +299,7 @@ def load_dataset(hub_id: str, config: str | None = None) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(hub_id, config)
+        return datasets.load_dataset(hub_id, config, revision=revision)
     except (OSError, ValueError) as error:  # what its own errors derive from, offline ones too
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

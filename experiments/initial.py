@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from experiments.errors import UserError
 from experiments.results import FILE as RESULT
+from experiments.tokenizer import FILES as TOKENIZERS
 from methods import compressed, slorb
 from models.hf import CausalLM
 
@@ -26,7 +28,10 @@ from models.hf import CausalLM
 # and what the method's layers held before they became plain.
 WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = (
+    *TOKENIZERS,
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class HFConfig:
 
     @property
     def has_tokenizer(self) -> bool:
-        return any((self.folder / name).is_file() for name in _TOKENIZER_FILES)
+        return any((self.folder / name).is_file() for name in TOKENIZERS)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -71,9 +76,17 @@ class HFConfig:
         files = [self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))]
         digest = hashlib.sha256()
         for path in files:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(sha256(path)))
         return digest.hexdigest()[:16]
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str | None:
+        """Hash of the files of the tokenizer, 16 hex digits; None without one."""
+        if not self.has_tokenizer:
+            return None
+        paths = (self.folder / name for name in _TOKENIZER_FILES)
+        found = {path.name: sha256(path) for path in paths if path.is_file()}
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
     def build(self) -> CausalLM:
         """The model with its weights, on the CPU."""
@@ -99,21 +112,31 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
+def sha256(path: Path) -> str:
+    """Hash of a file's content, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_result(directory: Path) -> dict[str, Any]:
     """The `result.json` of the finished run in `directory`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is damaged, or that of something else than a training.
     """
     path = directory / RESULT
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(
             f"{directory} holds no finished run ({RESULT} is missing); run it to its end first"
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); run it again") from error
+    parts = result.get("config") if isinstance(result, dict) and "config_hash" in result else None
+    if not isinstance(parts, dict) or not {"model", "data", "method"} <= parts.keys():
+        raise UserError(f"{path} is not the result of a training, whose config it lacks")
+    return result
 
 
 def source_hash(directory: Path) -> str:
@@ -121,16 +144,25 @@ def source_hash(directory: Path) -> str:
     return read_result(directory)["config_hash"]
 
 
+def weight_files(directory: Path, weights: str) -> dict[str, str]:
+    """SHA-256 of the files that the `weights` (`sparse`, `dense`) of a finished run come from."""
+    names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
+    return {name: sha256(directory / name) for name in names if (directory / name).is_file()}
+
+
 def load_weights(model: nn.Module, directory: Path) -> None:
     """The weights of the finished run in `directory` put into the plain `model`, in place.
 
     Raises:
-        UserError: they are of another architecture.
+        UserError: they are missing, damaged or of another architecture.
     """
     path = directory / WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{path} is missing; run it again")
-    state = load_file(path)
+    try:
+        state = load_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing; run it again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); run it again") from error
     slorb.attach(model, state)
     compressed.attach(model, state)
     own = dict(model.named_parameters())

@@ -8,7 +8,9 @@ it, and
 
 Sums are kept per window in fp64, so the result does not depend on how windows are batched. The text
 of WikiText-2 is its raw test split as the hub's rows, joined by two newlines: with GPT-2's
-tokenizer 287,644 tokens, 280 windows of 1024.
+tokenizer 287,644 tokens, 280 windows of 1024. The tests count these where they are given the file:
+`SPARSE24_WIKITEXT2=PATH python -m pytest tests/experiments/test_perplexity.py`, with the path of
+wiki.test.raw or of the hub's .parquet.
 """
 
 from __future__ import annotations
@@ -169,7 +171,11 @@ def _parquet_rows(path: Path) -> list[str]:
         raise UserError(f"{path} is not a Parquet file: {reason}") from error
     if "text" not in table.column_names:
         raise UserError(f"{path} has no column text, only {', '.join(table.column_names)}")
-    return table.column("text").to_pylist()
+    rows = table.column("text").to_pylist()
+    odd = next((i for i, row in enumerate(rows) if not isinstance(row, str)), None)
+    if odd is not None:
+        raise UserError(f"row {odd} of the column text in {path} is no text: {rows[odd]!r:.40}")
+    return rows
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -2,9 +2,9 @@
 
 A context that does not fit into a sequence beside its question is cut into overlapping windows, of
 which each is a training example; where the answer is not in the window, its span is token 0, [CLS]
-of BERT. Windows overlap by `stride` tokens, as in transformers and FST's runs; the original BERT
-(and SLoPe's runs) instead begins one every `stride` tokens, which gives more of them. Questions are
-cut after 64 tokens.
+of BERT. Windows overlap by `stride` tokens, as in transformers and FST's runs; or one begins every
+`stride` tokens, as in the original BERT's and SLoPe's runs, which mostly gives more of them.
+Questions are cut after 64 tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.errors import UserError
-from experiments.glue import Frame, load_dataset
+from experiments.glue import Frame, is_folder, load_dataset
 from experiments.tokenizer import HFTokenizer
 
 if TYPE_CHECKING:
     from experiments.glue import Encoding
 
 HUB = "rajpurkar/squad"
+REVISION = "7b6d24c440a36b6815f21b70d25016731768db1f"  # of HUB
 FILES = {"train": "train-v1.1.json", "dev": "dev-v1.1.json"}
 MAX_QUESTION = 64  # tokens
 N_BEST = 20  # starts, and ends, that the search for an answer combines
@@ -70,12 +71,12 @@ def load(data: str) -> dict[str, list[Question]]:
     Args:
         data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub.
     Raises:
-        UserError: a missing file, one of another format, or an answer that is not in its context;
-            it names the file and the question.
+        UserError: a missing file, one of another format, an id that two questions have, or an
+            answer that is not in its context; it names the file and the question.
     """
-    if Path(data).is_dir():
+    if is_folder(data):
         return {split: read(Path(data) / name) for split, name in FILES.items()}
-    dataset = load_dataset(data)
+    dataset = load_dataset(data, None, REVISION if data == HUB else None)
     return {
         split: _checked(_rows(dataset[name]), f"data.source={data}, {name}")
         for split, name in (("train", "train"), ("dev", "validation"))
@@ -88,14 +89,9 @@ def read(path: Path) -> list[Question]:
         raise UserError(f"{path} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return _checked(_questions(content), str(path))
     except ValueError as error:  # not JSON, not UTF-8
         raise UserError(f"{path} is not JSON: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not in the format of SQuAD v1.1: {type(error).__name__} {error} while "
-            "reading data / paragraphs / context, qas / id, question, answers / text, answer_start"
-        ) from error
+    return _checked(_questions(content, str(path)), str(path))
 
 
 def files(data: str) -> list[Path]:
@@ -103,12 +99,23 @@ def files(data: str) -> list[Path]:
     return [path for name in FILES.values() if (path := Path(data) / name).is_file()]
 
 
-def _questions(content: Any) -> Iterator[Question]:
-    for article in content["data"]:
-        for paragraph in article["paragraphs"]:
-            for asked in paragraph["qas"]:
-                answers = tuple((a["text"], int(a["answer_start"])) for a in asked["answers"])
-                yield Question(asked["id"], asked["question"], paragraph["context"], answers)
+def _questions(content: Any, source: str) -> Iterator[Question]:
+    def get(parent: Any, key: str, kind: type) -> Any:
+        value = parent.get(key) if isinstance(parent, dict) else None
+        if type(value) is not kind:  # a bool is no int here
+            raise UserError(
+                f"{source} is not in the format of SQuAD v1.1: {key} is {value!r:.40}, no "
+                f"{kind.__name__}, in {json.dumps(parent):.80}"
+            )
+        return value
+
+    for article in get(content, "data", list):
+        for paragraph in get(article, "paragraphs", list):
+            context = get(paragraph, "context", str)
+            for asked in get(paragraph, "qas", list):
+                answers = get(asked, "answers", list)
+                pairs = tuple((get(a, "text", str), get(a, "answer_start", int)) for a in answers)
+                yield Question(get(asked, "id", str), get(asked, "question", str), context, pairs)
 
 
 def _rows(dataset: Any) -> Iterator[Question]:
@@ -121,7 +128,11 @@ def _checked(questions: Iterable[Question], source: str) -> list[Question]:
     questions = list(questions)
     if not questions:
         raise UserError(f"{source} has no questions")
+    seen: set[str] = set()
     for asked in questions:
+        if asked.id in seen:
+            raise UserError(f"{source}, question {asked.id}: another one has the same id")
+        seen.add(asked.id)
         if not asked.answers:
             raise UserError(
                 f"{source}, question {asked.id}: it has no answer; in SQuAD v1.1 all have one"
@@ -178,9 +189,13 @@ def windows(
     questions: Sequence[Question],
     max_length: int,
     stride: int,
+    stride_is: str = "overlap",
 ) -> list[Window]:
     """All windows of all questions, in their order; an answer's span is that of the first answer.
 
+    Args:
+        stride: tokens that two windows share, or with stride_is="step" those from the start of one
+            to that of the next, at most a window's.
     Raises:
         UserError: a question leaves too little room for windows that overlap by `stride` tokens.
     """
@@ -192,10 +207,11 @@ def windows(
         ids, spans = contexts[asked.context]
         question = tokenize(encoding, asked.question.lstrip())[0][:MAX_QUESTION]
         room = max_length - frame.special(2) - len(question)
-        if room <= stride:
+        step = min(stride, room) if stride_is == "step" else room - stride
+        if step <= 0:
             raise UserError(
                 f"question {asked.id} has {len(question)} tokens: sequences of max_length="
-                f"{max_length} leave {room} for its context, and windows overlap by stride="
+                f"{max_length} leave {room} for its context, and windows have stride="
                 f"{stride}; raise recipe.max_length or lower recipe.stride"
             )
         first = 0
@@ -207,7 +223,7 @@ def windows(
             made.append(Window(index, joined, second, covered, answer))
             if last == len(ids):
                 break
-            first += room - stride
+            first += step
     return made
 
 
@@ -228,7 +244,7 @@ def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) ->
 def best_answers(
     questions: Sequence[Question], made: Sequence[Window], logits: Iterable[np.ndarray]
 ) -> dict[str, str]:
-    """The text that the model takes for the answer, by question id.
+    """The text that the model takes for the answer, by question id; none where no span is legal.
 
     It is the span of the largest sum of start and end logit over all windows of its question, of
     at most 30 tokens, both ends among the 20 best of the window and in the context.
@@ -253,7 +269,7 @@ def best_answers(
             assert first is not None and last is not None
             context = questions[window.question].context
             best[window.question] = score, context[first[0] : last[1]].strip()
-    return {asked.id: best.get(i, (0.0, ""))[1] for i, asked in enumerate(questions)}
+    return {questions[index].id: text for index, (_, text) in best.items()}
 
 
 # ------------------------------------------------------------------ metrics
@@ -280,13 +296,14 @@ def f1(prediction: str, reference: str) -> float:
 def metrics(questions: Sequence[Question], predicted: dict[str, str]) -> dict[str, float]:
     """EM and F1 in percent, for each question the best over its answers; `score` is F1.
 
-    A question without a prediction counts as wrong.
+    A question without a prediction counts as wrong, even if its answer is an article alone.
     """
     result = {}
     for name, measure in (("f1", f1), ("exact_match", exact_match)):
         best = [
-            max(measure(predicted.get(asked.id, ""), text) for text, _ in asked.answers)
+            max(measure(predicted[asked.id], text) for text, _ in asked.answers)
             for asked in questions
+            if asked.id in predicted
         ]
-        result[name] = 100.0 * sum(best) / len(best)
+        result[name] = 100.0 * sum(best) / len(questions)
     return {"score": result["f1"], **result}

@@ -14,14 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
     import tiktoken
+    from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
+# A checkpoint of transformers with a tokenizer has one of these.
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # BERT's special tokens; in a trained WordPiece their ids are 0 to 4.
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # GPT-2's split into words (Radford et al., 2019): merges never cross one of these pieces.
@@ -168,16 +171,21 @@ class HFTokenizer:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
-@cache
-def folder_tokenizer(folder: str) -> HFTokenizer:
+def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub.
 
-    What ends a document is its end-of-text token, or [SEP] where there is none.
+    Raises:
+        UserError: there is none. (transformers makes up an empty one, which gives no tokens.)
     """
     if not Path(folder).is_dir() and (folder.count("/") != 1 or folder.startswith(("/", "."))):
         raise UserError(
             f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
             "owner/name on the hub"
+        )
+    if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in FILES):
+        raise UserError(
+            f"{folder} holds no tokenizer ({', '.join(FILES)}): put the one into it that its model "
+            "was trained with"
         )
     from transformers import AutoTokenizer
 
@@ -186,6 +194,18 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer can be read from {folder}: {reason}") from error
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise UserError(f"the tokenizer in {folder} gives no token for the letter a: it is empty")
+    return tokenizer
+
+
+@cache
+def folder_tokenizer(folder: str) -> HFTokenizer:
+    """`pretrained_tokenizer` with the interface of tiktoken.
+
+    What ends a document is its end-of-text token, or [SEP] where there is none.
+    """
+    tokenizer: Any = pretrained_tokenizer(folder)
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if not tokenizer.is_fast or end is None:
         raise UserError(

@@ -65,6 +65,7 @@ def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[str],
+    max_length: int,
     *,
     task_folder: str | None = None,
     num_fewshot: int | None = None,
@@ -76,7 +77,8 @@ def evaluate(
     """By task (or group of tasks): `metrics`, `stderr`, `version`, `n` and `num_fewshot`.
 
     Args:
-        model: on its device. dtype: of autocast; None computes in the dtype of the weights.
+        model: on its device. max_length: tokens that it takes at once.
+        dtype: of autocast; None computes in the dtype of the weights.
         task_folder: of lm-eval's task files, which come before its own; paths in them are taken
             from the working directory.
         num_fewshot: examples before each question; None leaves it to the task.
@@ -102,7 +104,7 @@ def evaluate(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch,
-        max_length=model.config.max_position_embeddings,
+        max_length=max_length,
         mixed_precision_dtype=dtype,
         trust_remote_code=False,
     )

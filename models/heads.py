@@ -75,7 +75,8 @@ class Classifier(Head):
 
     BERT sees a sequence through its first token, [CLS], and a tanh pooler, a fresh one if it was
     pre-trained without; causal models see it through its last token, the only one that has seen all
-    others. `dropout` is the rate before the head.
+    others. As in transformers, the classifier of causal models has no bias. `dropout` is the rate
+    before the head.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Classifier(Head):
         if isinstance(self.trunk, Bert) and self.trunk.pooler is None:
             self.pooler = _fresh(Pooler(self.trunk.config))
         self.dropout = nn.Dropout(dropout)
-        self.classifier = _fresh(nn.Linear(self.width, n_labels))
+        biased = isinstance(self.trunk, Bert)
+        self.classifier = _fresh(nn.Linear(self.width, n_labels, bias=biased))
 
     def forward(
         self,

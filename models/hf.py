@@ -1,4 +1,4 @@
-"""Causal language models of transformers (GPT-2, OPT, LLaMA) in the form that the trainer takes.
+"""Causal language models of transformers (GPT-2, OPT, LLaMA, Mistral) as the trainer takes them.
 
 Shapes: B sequences, T tokens, V = vocab_size.
 
@@ -21,7 +21,10 @@ from models.groups import param_groups
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The rates of dropout and layer drop in the configs of the three families.
+# `model_type` of their configs. transformers makes a "causal model" of others as well, such as
+# BERT, whose tokens see those after them.
+FAMILIES = ("gpt2", "opt", "llama", "mistral")
+# The rates of dropout and layer drop in their configs.
 _DROPOUT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     *("dropout", "attention_dropout", "activation_dropout", "layerdrop"),
@@ -50,14 +53,16 @@ class CausalLM(nn.Module):
         """The checkpoint in a local folder, in fp32 and without dropout.
 
         Raises:
-            ValueError: it is not a causal language model in safetensors, or is made for shorter
-                sequences than `block_size`.
+            ValueError: it is not a model of one of `FAMILIES` in safetensors, or is made for
+                shorter sequences than `block_size`.
         """
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if config.model_type not in FAMILIES:
+                raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
             dropout = {name: getattr(config, name) for name in _DROPOUT if hasattr(config, name)}
             for name in dropout:
                 setattr(config, name, 0.0)

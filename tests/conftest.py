@@ -12,6 +12,8 @@ def hf_model():
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         OPTConfig,
         OPTForCausalLM,
     )
@@ -24,6 +26,17 @@ def hf_model():
         ),
         "llama": lambda vocab: LlamaForCausalLM(
             LlamaConfig(
+                num_hidden_layers=2,
+                hidden_size=32,
+                intermediate_size=64,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=32,
+                **vocab,
+            )
+        ),
+        "mistral": lambda vocab: MistralForCausalLM(
+            MistralConfig(
                 num_hidden_layers=2,
                 hidden_size=32,
                 intermediate_size=64,

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from experiments import evaluate, export, pretrain
 from experiments.config import load
@@ -113,6 +115,81 @@ def test_the_directory_is_a_function_of_what_is_evaluated(trained, text):
     assert configure(run, f"ppl={copy}").directory() not in seen
 
 
+def test_replaced_weights_and_a_damaged_result_are_evaluated_anew(trained, tmp_path):
+    run = shutil.copytree(trained.directory, tmp_path / "run")
+    config = configure(f"run={run}")
+    evaluate.run(config, quiet)
+    said = []
+    evaluate.run(configure(f"run={run}"), said.append)
+    assert said[0] == f"done already: {config.directory()}"
+    path = run / "model.safetensors"
+    state = load_file(path)
+    state["transformer.h.0.mlp.c_fc.weight"] = torch.ones(64, 16)
+    save_file(state, path)
+    again = evaluate.run(configure(f"run={run}"), quiet)
+    assert again["sparsity"]["illegal_groups"] == 256
+    stored = config.directory() / "result.json"
+    for content in (stored.read_bytes()[:100], b"[]"):
+        stored.write_bytes(content)
+        assert evaluate.run(configure(f"run={run}"), quiet)["metrics"] == again["metrics"]
+        assert json.loads(stored.read_text())["sparsity"] == again["sparsity"]
+
+
+def test_a_dense_run_is_said_to_be_dense(trained, tmp_path):
+    run = shutil.copytree(trained.directory, tmp_path / "run")
+    content = json.loads((run / "result.json").read_text())
+    content["config"]["method"] = {"name": "dense"}
+    (run / "result.json").write_text(json.dumps(content))
+    said = []
+    result = evaluate.run(configure(f"run={run}"), said.append)
+    assert said[0] == (
+        f"WEIGHTS: dense, as trained: the method (dense) of {run} ended with all weights"
+    )
+    assert result["weights"] == "dense" and said[-1].startswith("weights dense: ")
+
+
+def test_a_folder_is_known_by_its_tokenizer_and_has_one(trained, text, hf_model, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+
+    def found():
+        return configure(f"model.path={folder}").digest()
+
+    first = found()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = folder / name
+        content = path.read_text()
+        path.write_text(content + "\n")
+        assert found() != first, name
+        path.write_text(content)
+        assert found() == first, name
+    bare = tmp_path / "bare"
+    hf_model("gpt2").save_pretrained(bare)
+    for more in (f"ppl='{text}'", "tasks=[colours]"):
+        with pytest.raises(UserError, match=r"bare holds no tokenizer \(tokenizer\.json") as caught:
+            evaluate.run(configure(f"model.path={bare}", f"runs={tmp_path}", more), quiet)
+        assert "\n" not in str(caught.value)
+    (bare / "vocab.json").write_text("{}")
+    (bare / "merges.txt").write_text("")
+    with pytest.raises(UserError, match=r"no token for the letter a"):
+        evaluate.run(configure(f"model.path={bare}", f"runs={tmp_path}", f"ppl='{text}'"), quiet)
+
+
+def test_a_tokenizer_of_another_model_and_foreign_masks_are_one_line(
+    trained, text, hf_model, tmp_path
+):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "small")
+    config = configure(f"model.path={tmp_path / 'small'}", f"runs={tmp_path}", f"ppl='{text}'")
+    with pytest.raises(UserError, match=r"gives the id 2\d\d, but the model has 260 tokens"):
+        evaluate.run(config, quiet)
+    hf_model("opt").save_pretrained(tmp_path / "opt")
+    shutil.copy(folder / export.MASKS, tmp_path / "opt")
+    with pytest.raises(UserError, match=r"of another model: this one has no transformer\.h\.0"):
+        evaluate.run(configure(f"model.path={tmp_path / 'opt'}", f"runs={tmp_path}"), quiet)
+
+
 def test_dense_weights_are_others_and_said_to_be(trained, text):
     said = []
     config = configure(f"run={trained.directory}", f"ppl='{text}'", "weights=dense", "block_size=8")
@@ -144,6 +221,7 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):
 def test_a_folder_without_masks_shows_all_its_linears(hf_model, tmp_path):
     hf_model("opt").save_pretrained(tmp_path / "opt")
     result = evaluate.run(configure(f"model.path={tmp_path / 'opt'}", f"runs={tmp_path}"), quiet)
+    assert result["weights"] == "stored"
     assert len(result["linears"]) == 2 * 6 + 1  # and the head
     # All but those of the padding's embedding, a row of zeros that is tied to the head.
     assert result["sparsity"]["groups"] - result["sparsity"]["illegal_groups"] == 32 / 4
@@ -187,12 +265,19 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
                 Image.new("RGB", (20, 20), (25 * label, 10 * n, 0)).save(folder / f"{n}.png")
     other = configure(f"run={run.directory}", "images=val", f"data.source={tmp_path / 'folder'}")
     assert evaluate.run(other, quiet)["metrics"]["val_images"] == 20
+    overrides = [f"run={run.directory}", "images=val"]
+    moved = (tmp_path / "folder").rename(tmp_path / "moved")
+    same = configure(*overrides, f"data.source={moved}")
+    assert same.digest() == other.digest()
+    image, size = moved / "val" / "class3" / "1.png", (20, 20)
+    Image.new("RGB", size, (75, 11, 0)).save(image)  # as many bytes, one colour
+    assert configure(*overrides, f"data.source={moved}").digest() != other.digest()
     with pytest.raises(UserError, match="need a causal language model, this one is a ViT"):
         evaluate.run(configure(f"run={run.directory}", "ppl=wikitext2"), quiet)
 
 
 def test_images_need_a_vit(trained):
-    with pytest.raises(UserError, match="images need a ViT, this is a GPT"):
+    with pytest.raises(UserError, match=r"images need a ViT, .* was trained on text"):
         evaluate.run(configure(f"run={trained.directory}", "images=val"), quiet)
 
 
@@ -205,7 +290,9 @@ def test_images_need_a_vit(trained):
         (["model.path=b", "weights=dense"], "no weights but those stored in it"),
         (["run=a", "images=train"], "images=train; only"),
         (["run=a", "data.source=b"], "add images=val"),
-        (["run=a", "limit=-1"], "limit=-1; it must not be negative"),
+        (["model.path=a", "images=val"], "images need a ViT, which only a run holds"),
+        (["run=a", "limit=0"], "limit=0; it must be at least 1"),
+        (["run=a", "num_fewshot=-1"], "num_fewshot=-1; it must not be negative"),
         (["run=a", "+perplexity=b"], "the config has no key perplexity"),
         (["run=a", "+model.name=b"], "model has no key name"),
         (["run=a", "block_size=many"], "block_size"),
@@ -220,7 +307,12 @@ def test_a_bad_config_is_one_line(overrides, message):
 def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
     run = f"run={trained.directory}"
     before = sorted(trained.directory.rglob("*"))
+    for name, content in (("list", "[]"), ("bare", '{"config_hash": "0", "config": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(content)
     for overrides, message in (
+        ([f"run={tmp_path / 'list'}"], "is not the result of a training"),
+        ([f"run={tmp_path / 'bare'}"], "is not the result of a training"),
         ([f"run={tmp_path}"], "holds no finished run"),
         ([f"model.path={tmp_path}"], r"has no config\.json"),
         ([run, "ppl=missing.txt"], r"ppl=missing\.txt is no file"),
@@ -230,6 +322,20 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
             evaluate.run(configure(*overrides), quiet)
         assert "\n" not in str(caught.value)
     assert sorted(trained.directory.rglob("*")) == before
+
+
+def test_an_interrupt_says_what_the_same_command_does(monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "run", interrupted)
+    monkeypatch.setattr("experiments.config.raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["evaluate", "run=x"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted; the same command begins it anew\n"
 
 
 def test_the_command_reads_standard_input(trained, tmp_path):

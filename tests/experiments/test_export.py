@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common_kernels import check_nm, nm_mask, register_cpu_operators
-from experiments import export, legality, pretrain
+from experiments import export, legality, pretrain, semi_structured
 from experiments.data import DataConfig, load_tokens
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
@@ -303,16 +303,63 @@ def test_legality_by_hand():
 # ---------------------------------------------------------------- files
 
 
-def test_an_export_is_repeated_when_the_run_is_newer(finished, tmp_path):
-    run = finished("gpt2")
+def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished, tmp_path):
     heard = []
-    folder = export.export(run, to=tmp_path / "out", report=heard.append)
-    export.export(run, to=tmp_path / "out", report=heard.append)
-    assert [line.split(":")[0] for line in heard] == ["exported", "exported already"]
-    (folder / "config.json").unlink()
-    again = finished("gpt2")  # written anew, after the export
-    assert export.export(again, to=tmp_path / "out", report=heard.append) == folder
-    assert (folder / "config.json").is_file() and heard[-1].startswith("exported: ")
+
+    def again(run):
+        assert export.export(run, to=tmp_path / "out", report=heard.append) == tmp_path / "out"
+        return heard[-1].split(":")[0]
+
+    run, folder = finished("gpt2"), tmp_path / "out"
+    assert [again(run), again(run)] == ["exported", "exported already"]
+    record = json.loads((folder / "export.json").read_text())
+    assert {*record["files"], "export.json"} == {path.name for path in folder.iterdir()}
+    assert again(finished("gpt2")) == "exported already"  # written later, and the same
+    for name in record["files"]:
+        (folder / name).unlink()
+        assert again(run) == "exported" and (folder / name).is_file(), name
+    path = run.directory / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
+    assert again(run) == "exported"
+    name = "transformer.ln_f.weight"
+    assert torch.equal(load_file(folder / "model.safetensors")[name], load_file(path)[name])
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
+
+
+def test_what_a_killed_export_left_is_removed(finished, monkeypatch):
+    run = finished("gpt2")
+    made = []
+    monkeypatch.setattr(export.shutil, "rmtree", lambda path, **_: made.append(path))
+    monkeypatch.setattr(export, "_write_masks", lambda *args: made[1].mkdir() or 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # before it could clean up
+        export.export(run, report=quiet)
+    assert all(path.name.startswith(".export-") for path in made)
+    assert made[0].is_dir() and made[1].is_dir()
+    monkeypatch.undo()
+    export.export(run, report=quiet)
+    assert not list(run.directory.glob(".export-*"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b"\xff\xfe"])
+def test_a_damaged_record_in_the_run_is_written_anew(finished, damage):
+    run = finished("gpt2")
+    folder = export.export(run, report=quiet)
+    (folder / "export.json").write_bytes(damage)
+    (folder / export.MASKS).write_bytes(damage)
+    heard = []
+    export.export(run, report=heard.append)
+    assert heard == [f"exported: {folder}"]
+    assert len(masks_of(folder)[0]) == 3
+
+
+def test_foreign_and_damaged_masks(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / export.MASKS)  # no metadata
+    assert export.read_patterns(tmp_path) == {}
+    for content in (b"", b"0123456789"):
+        (tmp_path / export.MASKS).write_bytes(content)
+        with pytest.raises(UserError, match=r"masks\.safetensors is damaged \(") as caught:
+            export.read_patterns(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_folder_of_something_else_is_left_alone(finished, tmp_path):
@@ -346,6 +393,15 @@ def test_bad_input_is_one_line(finished, tmp_path):
         export.export(finished("gpt2"), "both", report=quiet)
     with pytest.raises(UserError, match=r"weights=dense, but ste keeps no dense"):
         export.export(finished("gpt2"), "dense", report=quiet)
+    run = finished("gpt2")
+    path = run.directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged \(") as caught:
+        export.export(run, report=quiet)
+    assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing; run it again"):
+        export.export(run, report=quiet)
     assert not (run.directory / "export").exists()
 
 
@@ -392,7 +448,7 @@ def pruned(dtype):
 def test_semi_structured_tensors_hold_the_same_weights(layout):
     operators = register_cpu_operators()
     dense, sparse = pruned(torch.bfloat16), pruned(torch.bfloat16)
-    names = export.to_semi_structured(sparse, layout)
+    names = semi_structured.to_semi_structured(sparse, layout)
     assert names == ["model.transformer.h.0.mlp.c_fc", "model.transformer.h.0.mlp.c_proj"]
     ids = torch.randint(0, 320, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -412,13 +468,13 @@ def test_semi_structured_tensors_hold_the_same_weights(layout):
 
 def test_a_device_without_2_4_products_says_why():
     with pytest.raises(UserError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS .*, not a cpu"):
-        export.to_semi_structured(pruned(torch.bfloat16))
+        semi_structured.to_semi_structured(pruned(torch.bfloat16))
 
 
 def test_a_dense_model_has_nothing_to_pack():
     with pytest.raises(UserError, match="no linear of this model is 2:4"):
-        export.to_semi_structured(nn.Linear(64, 64, dtype=torch.bfloat16), "cutlass_sm80")
+        semi_structured.to_semi_structured(nn.Linear(64, 64, dtype=torch.bfloat16), "cutlass_sm80")
     small = nn.Linear(8, 8, dtype=torch.bfloat16)
     nn.init.zeros_(small.weight)
     with pytest.raises(UserError, match=r"shape \(8, 8\)"):
-        export.to_semi_structured(nn.Sequential(small), "cutlass_sm80")
+        semi_structured.to_semi_structured(nn.Sequential(small), "cutlass_sm80")

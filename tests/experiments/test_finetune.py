@@ -109,7 +109,11 @@ def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
     source = json.loads((run / "result.json").read_text())
     assert result["converted"] == source["converted"] and len(source["converted"]) == 4
     method = {"gpt2": "s_ste", "bert": "sr_ste"}[family]
-    assert result["pretrained"] == {"method": method, "config_hash": source["config_hash"]}
+    assert result["pretrained"] == {
+        "method": method,
+        "config_hash": source["config_hash"],
+        "weights_hash": own.weights_hash(),
+    }
     assert result["examples"] == {"train": 64, "dev": 32} and result["steps"] == 128
     assert own.directory().parent.parent == run / "finetune"
     log = read_metrics(own.directory() / "metrics.jsonl")
@@ -141,6 +145,52 @@ def test_a_finished_fine_tuning_is_not_repeated_unless_its_data_change(gpt2, tmp
     (folder / "RTE/dev.tsv").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
     assert finetune.finished(own) is None
     assert finetune.run(own, quiet)["examples"] == {"train": 48, "dev": 15}
+
+
+def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp_path):
+    folders = [tmp_path / name / "glue" for name in "ab"]
+    for folder in folders:
+        shutil.copytree(GLUE, folder)
+    lines = (GLUE / "RTE/dev.tsv").read_text(encoding="utf-8").splitlines()
+    (folders[1] / "RTE/dev.tsv").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+    one, other = (
+        config(gpt2, "rte", f"data.source={folder}", "recipe.epochs=1") for folder in folders
+    )
+    result = finetune.run(one, quiet)
+    assert result["data_hash"] == glue.fingerprint(glue.files("rte", str(folders[0])))
+    assert one.directory() != other.directory() and one.digest() != other.digest()
+    assert finetune.finished(other) is None
+    assert finetune.finished(config(gpt2, "rte", "data.source=who/glue", "recipe.epochs=1")) is None
+    gone = config(gpt2, "rte", "data.source=/no/such/place/glue", "recipe.epochs=1")
+    for ask in (finetune.finished, finetune.run):
+        with pytest.raises(UserError, match=r"data\.source=/no/such/place/glue is missing"):
+            ask(gone)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(gpt2 / "model.safetensors")
+    save_file({name: t + 1e-3 for name, t in weights.items()}, gpt2 / "model.safetensors")
+    assert finetune.finished(one) is None
+    again = finetune.run(one, quiet)
+    assert again["pretrained"]["weights_hash"] != result["pretrained"]["weights_hash"]
+
+
+def test_a_damaged_result_is_one_line(gpt2):
+    own = config(gpt2, "rte")
+    own.directory().mkdir(parents=True)
+    (own.directory() / "result.json").write_text('{"schema": 1,\n "conf')
+    with pytest.raises(UserError, match=r"result\.json is damaged \(.*\); remove it") as caught:
+        finetune.run(own, quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_another_process_finished_meanwhile_is_not_repeated(gpt2, monkeypatch):
+    own = config(gpt2, "rte", "recipe.epochs=1")
+    first = finetune.run(own, quiet)
+    answers, ask, said = [None], finetune.finished, []  # not yet, when first asked
+    monkeypatch.setattr(finetune, "finished", lambda c: answers.pop() if answers else ask(c))
+    monkeypatch.setattr(Tuning, "fit", None)
+    assert finetune.run(own, said.append)["ended"] == first["ended"]
+    assert said == [f"done already: {own.directory()}"]
 
 
 def test_what_changes_the_result_has_a_directory_of_its_own(gpt2):
@@ -199,7 +249,9 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     assert f"done already: {own.single('rte').directory()}" in said
     scores = [result["metrics"][task] for task in glue.TASKS]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 9)
-    assert result["metrics"]["mean_without_wnli"] == pytest.approx(sum(scores[:-1]) / 8)
+    assert result["tasks"].keys() == glue.TASKS.keys()
+    qqp = json.loads((own.single("qqp").directory() / "result.json").read_text())
+    assert qqp["examples"] == {"train": 48, "dev": 16, "broken_lines": 0}
     assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
     for task in glue.TASKS:
         part = json.loads((own.single(task).directory() / "result.json").read_text())
@@ -214,6 +266,25 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     assert float(rte["value"]) == done["metrics"]["accuracy"] and rte["dev_examples"] == "16"
     monkeypatch.setattr(finetune, "_run_glue", None)
     assert finetune.run(own, quiet)["tasks"] == result["tasks"]
+
+
+def test_a_recipe_says_which_tasks_are_in_its_mean(gpt2):
+    own = config(gpt2, "glue", "recipe.tasks=[wnli,rte]", "recipe.epochs=1")
+    said = []
+    result = finetune.run(own, said.append)
+    scores = [result["metrics"][task] for task in ("wnli", "rte")]
+    assert result["metrics"] == {"wnli": scores[0], "rte": scores[1], "score": sum(scores) / 2}
+    assert f"mean of 2  {sum(scores) / 2:>5.1f}" in said
+
+
+def test_bad_data_of_the_last_task_are_found_before_the_first_is_trained(gpt2, tmp_path):
+    folder = Path(shutil.copytree(GLUE, tmp_path / "glue"))
+    path = folder / "WNLI/dev.tsv"
+    path.write_text(path.read_text(encoding="utf-8") + "no label\n", encoding="utf-8")
+    own = config(gpt2, "glue", f"data.source={folder}", "recipe.epochs=1")
+    with pytest.raises(UserError, match=r"WNLI/dev\.tsv, line 18: 1 fields"):
+        finetune.run(own, quiet)
+    assert not (gpt2 / "finetune").exists()
 
 
 def test_squad_through_the_whole_loop(gpt2):
@@ -278,6 +349,127 @@ def test_micro_batches_make_the_same_step(gpt2):
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
+class Recorder:
+    """Calls of a method in their order, which it passes on."""
+
+    def __init__(self, own):
+        self.own, self.calls = own, []
+
+    def __getattr__(self, name):
+        value = getattr(self.own, name)
+        if name not in ("on_step_begin", "loss", "on_gradients", "on_step_end", "finalize"):
+            return value
+
+        def call(*args):
+            self.calls.append((name, args))
+            return value(*args)
+
+        return call
+
+
+def test_the_hooks_of_a_method_come_in_order_once_per_step(gpt2):
+    t = tuning(gpt2, "mode=dense", "recipe.epochs=2", "recipe.batch_size=20", "impl.micro_batch=8")
+    t.method = recorder = Recorder(t.method)
+    training, evaluate = [], t.evaluate
+
+    def evaluated():
+        training.append(t.model.training)
+        return evaluate()
+
+    t.evaluate = evaluated  # leaves the model in eval mode
+    directory = gpt2 / "log"
+    directory.mkdir()
+    t.fit(directory)
+    # 48 sequences: steps of 20, 20 and 8, in micro-batches of at most 8.
+    sizes = [[8, 8, 4], [8, 8, 4], [8]] * 2
+    expected = []
+    for step, micro in enumerate(sizes):
+        losses = [("loss", n) for n in micro]
+        hooks = [("on_step_begin", step), *losses, ("on_gradients", step), ("on_step_end", step)]
+        expected += hooks
+    seen = []
+    for name, args in recorder.calls:
+        if name == "loss":
+            assert args[0] is t.model
+            seen.append((name, len(args[1]["target"])))
+        elif name == "on_gradients":
+            assert args[1] is t.optimizer
+            seen.append((name, args[0]))
+        else:
+            seen.append((name, args[0] if name != "finalize" else None))
+    assert seen == [*expected, ("finalize", None)]
+    assert training == [True, True]  # the second epoch, too, was trained in training mode
+
+
+def test_the_optimizer_gets_what_the_recipe_says(gpt2):
+    given = ["recipe.betas=[0.8,0.95]", "recipe.eps=1e-6", "recipe.weight_decay=0.03"]
+    t = tuning(gpt2, *given, "recipe.warmup_fraction=0", "recipe.dropout=0.25")
+    decayed, others = t.optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.03, 0.0)
+    for group in (decayed, others):
+        assert tuple(group["betas"]) == (0.8, 0.95) and group["eps"] == 1e-6
+    assert t.model.dropout.p == 0.25
+    t._train_step(sequences(4))
+    assert {group["lr"] for group in t.optimizer.param_groups} == {3e-3}
+
+
+def test_gradients_are_clipped_before_the_method_sees_them(gpt2):
+    norms = {}
+    for clip in (0.0, 1e-3):
+        t = tuning(gpt2, "mode=dense", f"recipe.grad_clip={clip}")
+
+        def see(step, optimizer, t=t, clip=clip):
+            grads = [p.grad for p in t.model.parameters() if p.grad is not None]
+            norms[clip] = float(torch.nn.utils.get_total_norm(grads))
+
+        t.method.on_gradients = see
+        t._train_step(sequences(4))
+    assert norms[0.0] > 0.01 and norms[1e-3] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_another_seed_gives_another_head_on_the_same_trunk(gpt2):
+    one, same, other = (tuning(gpt2, f"seed={seed}").model for seed in (0, 0, 1))
+    assert torch.equal(one.classifier.weight, same.classifier.weight)
+    assert not torch.equal(one.classifier.weight, other.classifier.weight)
+    for name, parameter in one.transformer.named_parameters():
+        assert torch.equal(parameter, other.transformer.get_parameter(name))
+
+
+def test_padding_and_evaluation_batches_are_those_asked_for(gpt2, monkeypatch):
+    t = tuning(gpt2, "recipe.padding=max_length", "recipe.max_length=48", "impl.micro_batch=3")
+    assert t._batch(sequences(4))["input"].shape == (4, 48)
+    assert tuning(gpt2)._batch(sequences(4))["input"].shape[1] < 48
+    sizes, forward = [], t.model.forward
+
+    def seen(input, **others):
+        sizes.append(len(input))
+        return forward(input, **others)
+
+    t.model.forward = seen
+    t.evaluate()
+    assert sizes == [3, 3, 3, 3, 3, 1]  # of 16
+
+
+def test_logits_that_are_not_numbers_end_the_run(gpt2):
+    t = tuning(gpt2)
+    t.model.classifier.weight.data[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"logits on dev are NaN after step 0; lower recipe"):
+        t.evaluate()
+
+
+def test_products_are_chosen_for_the_longest_micro_batch(gpt2, monkeypatch):
+    from methods import Method
+
+    asked = []
+    monkeypatch.setattr(Method, "accelerate", lambda *args: asked.append(args[1:]))
+    tuning(gpt2, "impl.matmul=dense", "impl.micro_batch=4")
+    tuning(gpt2, "impl.micro_batch=99")
+    assert asked == [(4 * 64, "dense"), (16 * 64, None)]
+    assert tuning(gpt2, "impl.dtype=bf16").method.sparse_layers[
+        "transformer.h.0.mlp.c_fc"
+    ].dtype is (torch.bfloat16)
+
+
 def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(gpt2):
     def order(t, epoch):
         return [tuple(s.ids) for batch in t._batches(epoch) for s in batch]
@@ -333,8 +525,32 @@ def test_the_recipes_of_the_papers(recipe, task, values):
     assert fields == values
     assert own.warmup_fraction == 0.1 and own.betas == (0.9, 0.999)
     if task == "squad":
-        assert own.stride == 128
+        assert (own.stride, own.stride_is) == (
+            128,
+            "step" if recipe == "slope_bert" else "overlap",
+        )
     assert own.weight_decay == (0.01 if recipe == "slope_bert" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"), [("nano", 9), ("fst_gpt2", 9), ("fst_bert", 8), ("slope_bert", 8)]
+)
+def test_the_recipes_of_bert_leave_wnli_out(recipe, count):
+    recipes = finetune.load(["run=nowhere", f"recipe={recipe}", "task=glue"]).recipes
+    assert list(recipes) == list(glue.TASKS)[:count] and list(glue.TASKS)[8] == "wnli"
+    assert list(finetune.load(["run=nowhere", "task=wnli", f"recipe={recipe}"]).recipes) == ["wnli"]
+
+
+def test_the_settings_of_pre_training_on_a_gpu_serve_here():
+    impl = finetune.load(["run=nowhere", "impl=gpu"]).impl
+    assert (impl.device, impl.dtype, impl.micro_batch) == ("cuda", "fp16", 8)
+    impl = finetune.load(["run=nowhere"]).impl
+    assert (impl.device, impl.dtype, impl.micro_batch, impl.matmul) == (
+        "auto",
+        "fp32",
+        None,
+        "auto",
+    )
 
 
 def test_a_value_for_all_tasks_replaces_those_that_differ():
@@ -360,7 +576,11 @@ def test_a_value_for_all_tasks_replaces_those_that_differ():
         (["recipe.padding=short"], r"recipe\.padding=short; choose one of longest, max_length"),
         (["recipe.warmup_fraction=1.5"], r"recipe\.warmup_fraction=1\.5; it must lie in \[0, 1\]"),
         (["recipe.dropout=1"], r"recipe\.dropout=1\.0; it must lie in \[0, 1\)"),
-        (["impl.checkpoint_every=3"], r"checkpoint_every"),
+        (["recipe.stride_is=far"], r"recipe\.stride_is=far; choose one of overlap, step"),
+        (["recipe.tasks=[rte,rte]"], r"recipe\.tasks=\['rte', 'rte'\]; give a list of different"),
+        (["recipe.tasks=[squad]"], r"recipe\.tasks=\['squad'\]; give a list .* of cola, sst2"),
+        (["recipe.tasks=rte"], r"recipe\.tasks=rte; give a list"),
+        (["impl.checkpoints=3"], r"checkpoints"),
         (["model.path=somewhere"], r"give either run=DIR, .* or model\.path=FOLDER"),
         (["run=null"], r"give either run=DIR"),
         (["seed=-1"], r"seed=-1; it must not be negative"),

@@ -100,6 +100,28 @@ def test_each_method_is_fine_tuned_by_its_own_rule_from_the_function_it_ended_wi
                 assert torch.equal(old == 0, new == 0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"],
+        ["method=ast", "method.slorb_k=8"],
+    ],
+)
+def test_dense_fine_tuning_starts_with_the_low_rank_terms_in_the_weights(finished, options):
+    run = finished(*options)
+    model = run.model()
+    before = logits(model)
+    layers = [model.get_submodule(name) for name in run.converted]
+    assert all(type(layer) is not torch.nn.Linear for layer in layers)
+    method = run.method_for(model, "dense", 10, 0)
+    assert type(method) is dense.Method and tuple(method.layers) == run.converted
+    assert all(type(layer) is torch.nn.Linear for layer in layers)
+    assert all((layer.weight != 0).float().mean() > 0.9 for layer in layers)
+    assert not any("slorb" in n or "left" in n for n, _ in model.named_parameters())
+    # Sums of 16 to 64 fp32 terms in another order.
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+
+
 def test_what_was_asked_for_instead_of_the_rule(finished):
     run = finished("method=s_ste")
     assert type(run.method_for(run.model(), "dense", 10, 0)) is dense.Method

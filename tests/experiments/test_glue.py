@@ -113,15 +113,18 @@ def test_a_missing_folder_and_bytes_that_are_no_text(folder):
         load("sst2", str(folder))
 
 
-def test_the_broken_lines_of_qqp_are_left_out_but_not_any_number_of_them(folder):
+def test_the_broken_lines_of_qqp_are_left_out_and_counted(folder):
     path = folder / "QQP/train.tsv"
     clean = load("qqp", str(folder))["train"]
     # In the published file the text of some questions goes on in a line of its own.
     edit(path, lambda x: [*x[:4], "900\t1\t2\tIs it", "true?\tIs it not?\t0", *x[4:]])
     broken = load("qqp", str(folder))["train"]
     assert broken.texts == clean.texts and broken.labels.tolist() == clean.labels.tolist()
-    edit(path, lambda x: [*x[:4], *["900\t1"] * 15, *x[4:]])
-    with pytest.raises(UserError, match=r"QQP/train\.tsv, line 21: 3 fields"):  # the 17th
+    assert (clean.left_out, broken.left_out) == (0, 2)
+    edit(path, lambda x: [*x[:4], *["900\t1"] * 30, *x[4:]])
+    assert load("qqp", str(folder))["train"].left_out == 32
+    edit(path, lambda x: [*x[:4], "900\t1\t2\ta?\tb?\t2", *x[4:]])
+    with pytest.raises(UserError, match=r"QQP/train\.tsv, line 5: '2' is no label"):
         load("qqp", str(folder))
 
 
@@ -138,8 +141,8 @@ def test_the_hub_gives_the_same_examples_as_the_files(monkeypatch):
     columns = {"mnli": ["premise", "hypothesis"], "sst2": ["sentence"], "stsb": list(glue._PAIR)}
     splits = {"dev": "validation", "dev_mismatched": "validation_mismatched"}
 
-    def load_dataset(name, config):
-        assert name == "nyu-mll/glue"
+    def load_dataset(name, config, revision):
+        assert (name, revision) == ("nyu-mll/glue", glue.REVISION) and len(revision) == 40
         made = {}
         for split, own in expected[config].items():
             texts = dict(zip(columns[config], zip(*own.texts, strict=True), strict=True))
@@ -166,12 +169,45 @@ def test_the_hub_gives_the_same_examples_as_the_files(monkeypatch):
 def test_a_place_that_is_no_folder_and_not_on_the_hub_is_one_line(monkeypatch):
     import datasets
 
-    def unreachable(*_):
+    def unreachable(*_, revision):
+        assert revision is None
         raise FileNotFoundError("there is\nnone")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(UserError, match=r"data\.source=no/where is neither .* gives: there is$"):
         load("rte", "no/where")
+    for path in ("/no/where", "../where", "no/where/else"):  # no ids of the hub
+        with pytest.raises(UserError, match=r"data\.source=.*where.* is missing: there is no such"):
+            load("rte", path)
+
+
+# In the order of the features of nyu-mll/glue, as its data set card gives them.
+CLASSES = {
+    "mnli": ("entailment", "neutral", "contradiction"),
+    "qnli": ("entailment", "not_entailment"),
+    "rte": ("entailment", "not_entailment"),
+}
+
+
+@pytest.mark.parametrize("task", CLASSES)
+def test_a_class_has_the_same_number_in_the_files_and_on_the_hub(monkeypatch, folder, task):
+    import datasets
+    from datasets import ClassLabel, Features, Value
+
+    spec, names = glue.TASKS[task], CLASSES[task]
+    texts = spec.hub_texts or spec.texts
+    types = {**dict.fromkeys(texts, Value("string")), "label": ClassLabel(names=list(names))}
+    rows = {name: ["a text"] * len(names) for name in texts} | {"label": list(names)}
+    split = datasets.Dataset.from_dict(rows, features=Features(types))
+    made = dict.fromkeys(("train", "validation", "validation_matched"), split)
+    made["validation_mismatched"] = split
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: datasets.DatasetDict(made))
+    header = "\t".join((*spec.texts, spec.label))
+    lines = [header, *(f"{'a text' + chr(9)}{'a text' + chr(9)}{name}" for name in names), ""]
+    for file in ("train.tsv", *(file for _, file in spec.dev)):
+        (folder / spec.folder / file).write_text("\n".join(lines), encoding="utf-8")
+    for own in (load(task, glue.HUB), load(task, str(folder))):
+        assert own["train"].labels.tolist() == own["dev"].labels.tolist() == [*range(len(names))]
 
 
 # ------------------------------------------------------------------ inputs

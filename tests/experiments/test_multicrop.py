@@ -96,7 +96,7 @@ def test_evaluation_crops_are_fixed():
     held_out = len(load_images(digits()).val.labels)
     assert held_out == 400
     for count in (0, 401):
-        with pytest.raises(UserError, match="set train.eval_samples to 1 to 400"):
+        with pytest.raises(UserError, match=r"set train\.eval_samples to 1 to 400"):
             source().eval_batches(count, 5)
 
 

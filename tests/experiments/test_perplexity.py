@@ -11,7 +11,7 @@ from torch import nn
 
 from experiments.errors import UserError
 from experiments.perplexity import Text, perplexity, raw_rows, window_losses, windows
-from experiments.tokenizer import gpt2_encoding
+from experiments.tokenizer import gpt2_encoding, load_bpe, train_bpe
 from models.gpt2 import GPT, GPTConfig
 
 REVISION = "0" * 40
@@ -143,6 +143,21 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path):
         assert Text(str(tmp_path / name), REVISION).content == joined
 
 
+def test_a_raw_text_gives_these_windows(tmp_path):
+    """Lines with their newlines, blank ones empty, two newlines between rows; a byte is a token.
+
+    Counted by hand, the rows with the newlines behind them have 2, 5 + 2, 2, 5 + 2 and 3 bytes.
+    """
+    (tmp_path / "tiny.test.raw").write_text(" \n = A\n \n b .\n cd", encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(train_bpe([], 257))  # no merges
+    encoding = load_bpe(tmp_path / "tokenizer.json")
+    text = Text(str(tmp_path / "tiny.test.raw"), REVISION).content
+    tokens = encoding.encode_ordinary_batch([text])[0]
+    assert len(tokens) == 2 + 7 + 2 + 7 + 3
+    spelled = [encoding.decode(window.tolist()) for window in windows(tokens, 6)]
+    assert spelled == ["\n\n = A", "\n\n\n\n\n ", "b .\n\n\n"]  # " cd" is the tail
+
+
 def test_any_other_file_and_standard_input_are_taken_as_they_are(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes("ein Wort\n\n\nnoch eins; Überschuß".encode())
     text = Text(str(tmp_path / "a.txt"), REVISION)
@@ -179,6 +194,19 @@ def test_a_parquet_file_of_something_else_is_one_line(tmp_path):
 
     pyarrow.parquet.write_table(pyarrow.table({"line": ["a"]}), tmp_path / "x.parquet")
     with pytest.raises(UserError, match=r"x\.parquet has no column text, only line"):
+        _ = Text(str(tmp_path / "x.parquet"), REVISION).content
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [(["a", None], "row 1 of the column text in .* is no text: None"), ([7], "row 0 .*: 7")],
+)
+def test_a_row_without_text_is_one_line(tmp_path, rows, message):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=message):
         _ = Text(str(tmp_path / "x.parquet"), REVISION).content
 
 

@@ -51,14 +51,14 @@ def test_the_files_give_questions_with_their_answers():
     assert len(squad.files(str(SQUAD))) == 2
 
 
-def document(**changes):
+def document(twice=False, **changes):
     asked = {
         "id": "q7",
         "question": "Where?",
         "answers": [{"text": "the garden", "answer_start": 12}],
         **changes,
     }
-    paragraph = {"context": "Anna is in  the garden.", "qas": [asked]}
+    paragraph = {"context": "Anna is in  the garden.", "qas": [asked] * (1 + twice)}
     return {"version": "1.1", "data": [{"title": "T", "paragraphs": [paragraph]}]}
 
 
@@ -72,8 +72,15 @@ def document(**changes):
         (document(answers=[{"text": "n.", "answer_start": -2}]), r"q7: the answer 'n\.' is not at"),
         (document(answers=[]), r"train\.json, question q7: it has no answer"),
         ({"version": "1.1", "data": []}, r"train\.json has no questions"),
-        ({"questions": []}, r"train\.json is not in the format of SQuAD v1\.1: KeyError 'data'"),
-        ([1], r"train\.json is not in the format of SQuAD v1\.1: TypeError"),
+        ({"questions": []}, r"train\.json is not in the format of SQuAD v1\.1: data is None, no l"),
+        ([1], r"train\.json is not in the format of SQuAD v1\.1: data is None, no list, in \[1\]"),
+        (document(answers=[{"text": "the garden", "answer_start": "12"}]),
+         r"SQuAD v1\.1: answer_start is '12', no int, in \{\"text\": \"the garden\""),
+        (document(answers=[{"text": "n", "answer_start": True}]), r"answer_start is True, no int"),
+        (document(answers={}), r"answers is \{\}, no list, in"),
+        (document(id=7), r"id is 7, no str, in"),
+        (document(question=None), r"question is None, no str, in \{\"id\": \"q7\""),
+        (document(twice=True), r"train\.json, question q7: another one has the same id"),
         ("{", r"train\.json is not JSON"),
         (None, r"train\.json is missing"),
     ],
@@ -82,8 +89,9 @@ def test_a_bad_file_is_one_line_with_file_and_question(tmp_path, content, messag
     path = tmp_path / "train.json"
     if content is not None:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         squad.read(path)
+    assert "\n" not in str(caught.value)
     path.write_text(json.dumps(document()))
     assert squad.read(path)[0].answers == (("the garden", 12),)
 
@@ -93,8 +101,8 @@ def test_the_hub_gives_the_same_questions_as_the_files(monkeypatch):
 
     expected = squad.load(str(SQUAD))
 
-    def load_dataset(name, config):
-        assert name == "rajpurkar/squad"
+    def load_dataset(name, config, revision):
+        assert (name, revision) == ("rajpurkar/squad", squad.REVISION) and len(revision) == 40
         rows = {
             split: [
                 {
@@ -199,6 +207,27 @@ def test_questions_are_cut_and_too_little_room_is_an_error(bpe):
     assert window.second == squad.MAX_QUESTION
     with pytest.raises(UserError, match=r"question q9 has 64 tokens: .*max_length=70 leave 6 for"):
         windows(bpe, Frame.of(bpe), [asked], 70, 6)
+    assert windows(bpe, Frame.of(bpe), [asked], 70, 6, "step")
+    with pytest.raises(UserError, match=r"leave 0 for its context"):
+        windows(bpe, Frame.of(bpe), [asked], 64, 6, "step")
+
+
+@pytest.mark.parametrize(
+    ("stride", "kind", "firsts"),
+    [
+        (3, "overlap", [0, 7, 14]),  # 10 - 3 tokens on
+        (3, "step", [0, 3, 6, 9, 12, 15]),
+        (30, "step", [0, 10, 20]),  # no token is left out
+    ],
+)
+def test_windows_share_the_stride_or_begin_at_its_multiples(bpe, stride, kind, firsts):
+    context = "€" * 8  # three bytes each: 24 tokens of no merge
+    asked = Question("q", "ß", context, (("€", 0),))
+    ids = tokenize(bpe, context)[0]
+    length = len(tokenize(bpe, "ß")[0])
+    assert len(ids) == 24
+    made = windows(bpe, Frame.of(bpe), [asked], length + 10, stride, kind)
+    assert [w.ids[length:] for w in made] == [ids[first : first + 10] for first in firsts]
 
 
 # ------------------------------------------------------------------ the search
@@ -255,9 +284,16 @@ def test_only_the_twenty_best_starts_are_combined():
     assert best_answers(asked, [window(n=60)], [scores]) == {"q": context[:1]}
 
 
-def test_without_a_legal_pair_the_answer_is_empty():
+def test_without_a_legal_pair_there_is_no_answer():
     short = Window(0, [1, 2], 2, [None, None], (0, 0))
-    assert best_answers(ASKED, [short], [np.zeros((2, 2))]) == {"q": ""}
+    assert best_answers(ASKED, [short], [np.zeros((2, 2))]) == {}
+
+
+def test_a_question_without_a_prediction_is_wrong_where_an_empty_one_is_right():
+    asked = [Question("q", "?", "The end", (("The", 0),)), Question("r", "?", "end", (("end", 0),))]
+    assert squad.metrics(asked, {"r": "end"}) == {"score": 50.0, "f1": 50.0, "exact_match": 50.0}
+    # An article is normalized to nothing, and so is "".
+    assert squad.metrics(asked, {"q": "", "r": "end"})["exact_match"] == 100.0
 
 
 # ------------------------------------------------------------------ scores

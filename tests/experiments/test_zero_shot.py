@@ -91,6 +91,68 @@ def test_the_run_itself_gives_the_same_and_a_limit_its_first_questions(trained, 
     assert result["tasks"]["colours"]["n"] == 3
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """What lm-eval is asked, by keyword; it answers with one task."""
+    import lm_eval
+    import lm_eval.models.huggingface
+
+    asked = {}
+    answer = {"results": {"colours": {"acc,none": 0.5}}, "n-samples": {}, "versions": {},
+              "n-shot": {}}  # fmt: skip
+    monkeypatch.setattr(
+        lm_eval.models.huggingface, "HFLM", lambda **keywords: asked.update(keywords)
+    )
+    monkeypatch.setattr(
+        lm_eval, "simple_evaluate", lambda _, **keywords: asked.update(keywords) or answer
+    )
+    return asked
+
+
+def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorded, tmp_path):
+    run = f"run={trained.directory}"
+    digests = {evaluate.load(options(run)).digest()}
+    for name, override, passed in (
+        ("num_fewshot", "num_fewshot=2", 2),
+        ("limit", "limit=2", 2),
+        ("fewshot_random_seed", "seed=5", 5),
+        ("mixed_precision_dtype", "impl.dtype=bf16", torch.bfloat16),
+    ):
+        config = evaluate.load(options(run, override))
+        evaluate.run(config, quiet)
+        assert recorded[name] == passed, override
+        assert recorded["tasks"] == ["colours"] and recorded["max_length"] == 32
+        assert config.digest() not in digests, override
+        digests.add(config.digest())
+    assert recorded["num_fewshot"] is None and recorded["limit"] is None  # where not asked for
+
+
+def test_the_length_of_a_folder_s_sequences_is_model_block_size(trained, local, recorded, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    for more, length in (([], 32), (["model.block_size=8"], 8)):
+        paths = [f"model.path={folder}", f"runs={tmp_path}"]
+        evaluate.run(evaluate.load(options(*paths, *more)), quiet)
+        assert recorded["max_length"] == length
+
+
+def test_low_rank_terms_are_part_of_the_model(tiny, local, recorded):
+    """SLoPe's adapters, for which transformers has no place, are merged into the weights."""
+    config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
+                  "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
+    pretrain.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    evaluate.run(evaluate.load(options(f"run={run.directory}")), quiet)
+    ids = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(0))
+    model = run.model().eval()
+    with torch.no_grad():
+        expected, found = model(ids)[0], recorded["pretrained"](input_ids=ids).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for layer in model.modules():
+            if hasattr(layer, "right"):
+                layer.right.zero_()
+        assert (model(ids)[0] - found).abs().max() > 1e-4  # they matter
+
+
 def test_tasks_are_known_by_their_content(local, tmp_path):
     known = zero_shot.identity(["colours"], ".")
     copy = tmp_path / "copy"

@@ -56,6 +56,8 @@ def test_the_trunk_keeps_its_names_and_its_parameters(pretrained, family):
     for name, parameter in classifier.named_parameters():
         assert not name.startswith(f"{model.TRUNK}.") or parameter is own[name]
     assert classifier.block_size == 12
+    biased = family.startswith("bert")  # as BertForSequenceClassification and GPT2For...
+    assert (classifier.classifier.bias is not None) == biased and spans.qa_outputs.bias is not None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from methods import ste
-from models.hf import CausalLM
+from models.hf import FAMILIES, CausalLM
 
-FAMILIES = ("gpt2", "opt", "llama")
-PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}
+PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7, "mistral": 7}
 
 
 def tokens(seed=1):
@@ -143,6 +142,16 @@ def test_what_cannot_be_loaded_is_one_line(hf_model, tmp_path):
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="no causal language model in"):
+        CausalLM.from_pretrained(tmp_path)
+
+
+def test_a_bert_is_no_causal_language_model(tmp_path):
+    """transformers makes a BertLMHeadModel of it, whose tokens see those after them."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(vocab_size=320, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="it is a bert, none of gpt2, opt, llama, mistral"):
         CausalLM.from_pretrained(tmp_path)
 
 
