@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common_kernels import check_nm, nm_mask, register_cpu_operators
+from common_kernels import backend, check_nm, nm_mask, register_cpu_operators
 from experiments import export, legality, pretrain, semi_structured
 from experiments.data import DataConfig, load_tokens
 from experiments.errors import UserError
@@ -466,7 +466,8 @@ def test_semi_structured_tensors_hold_the_same_weights(layout):
     del operators
 
 
-def test_a_device_without_2_4_products_says_why():
+def test_a_device_without_2_4_products_says_why(monkeypatch):
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
     with pytest.raises(UserError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS .*, not a cpu"):
         semi_structured.to_semi_structured(pruned(torch.bfloat16))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common_kernels import backend
 from experiments import generate, pretrain
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
@@ -21,7 +22,10 @@ def trained(tiny):
     return FinishedRun.open(options.directory())
 
 
-def test_the_text_is_the_most_likely_one_and_a_missing_device_is_named(trained, capsys):
+def test_the_text_is_the_most_likely_one_and_a_missing_device_is_named(
+    trained, capsys, monkeypatch
+):
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
     generate.run(config(trained, "the mask keeps", tokens=5, batch=2))
     out = capsys.readouterr().out
     model, encoding = trained.model().eval(), trained.tokenizer()

@@ -112,7 +112,7 @@ def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, kil
     killed(config, 5)
     before = contents(config.directory())
     other = tiny("method=ste", f"data.root={other_corpus}")
-    with pytest.raises(UserError, match="was made on other tokens than those in"):
+    with pytest.raises(UserError, match="was made on other data than those in"):
         pretrain.run(other, quiet)
     assert contents(config.directory()) == before
     assert config.directory() / "config.json" in before
