@@ -42,7 +42,8 @@ class ViTConfig:
     init_values: of layer scale; None for no layer scale. pool: what of the last hidden states is
     the feature, the class "token" or the "avg" of the patches. norm_eps: of the layer norms.
     dynamic_image_size: take images of other sizes too, whose sides are multiples of the patch
-    (position embeddings are interpolated).
+    (position embeddings are interpolated). init: of fresh linears, `timm` (normal, 0.02) or `jax`
+    (Xavier-uniform, as in the original code of ViT, which small widths need).
     """
 
     width: int
@@ -57,6 +58,7 @@ class ViTConfig:
     pool: str = "token"
     norm_eps: float = 1e-6
     dynamic_image_size: bool = False
+    init: str = "timm"
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "heads", "image_size", "patch_size"):
@@ -64,6 +66,8 @@ class ViTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_classes < 0:
             raise ValueError(f"n_classes must be 0 (features) or more, got {self.n_classes}")
+        if self.init not in ("timm", "jax"):
+            raise ValueError(f"init must be 'timm' or 'jax', got {self.init!r}")
         if self.width % self.heads:
             raise ValueError(
                 f"width must be a multiple of heads, got width={self.width}, heads={self.heads}"
@@ -120,6 +124,7 @@ class ViT(nn.Module):
             drop_path_rate=config.drop_path,
             norm_layer=partial(LayerNorm, eps=config.norm_eps),
             dynamic_img_size=config.dynamic_image_size,
+            weight_init="jax" if config.init == "jax" else "",
         )
 
     def features(self, images: Tensor) -> Tensor:
