@@ -7,6 +7,7 @@
     tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/zero_shot.py); ast and slope stand
                          for the tasks of these papers
     images=val           top-1 and top-5 on the validation images of the run, or of data.source
+    images=features      k-NN and logistic regression of frozen features (experiments/probes.py)
 
 The density and the legality of every converted linear are measured with any of them, or alone.
 Numbers are those of fp32 unless `impl.dtype` says otherwise. `result.json` goes into
@@ -33,6 +34,7 @@ from experiments.export_tokenizer import tokenizer_of
 from experiments.image_source import ImageSource
 from experiments.perplexity import perplexity, windows
 from experiments.pretrain import process_settings
+from experiments.probes import probe
 from experiments.tokenizer import folder_tokenizer, pretrained_tokenizer
 from experiments.trainer import DTYPES
 from models.gpt2 import GPT
@@ -77,7 +79,7 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
         if config.ppl is not None or config.tasks:
             _check_causal(model)
         if config.images is not None:
-            _check_classifier(model)
+            _check_vit(model, config.images)
         tokenizer = _tokenizer(config, model) if config.tasks else None
         rows = legality.measure(model, patterns)
         report(f"WEIGHTS: {_described(config)}")
@@ -89,8 +91,10 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
         batch, dtype = config.impl.micro_batch or BATCH, DTYPES[config.impl.dtype]
         if stream is not None:
             metrics |= perplexity(model, stream, batch, dtype)
-        if config.images is not None:
+        if config.images == "val":
             metrics |= _accuracy(config, model, batch, dtype)
+        if config.images == "features":
+            metrics |= probe(model, config.image_data, here.device, config.impl.workers)
         if tokenizer is not None:  # tasks are last: they may take the model apart
             details = _tasks(config, model, tokenizer, batch, dtype)
             for task, found in details.items():
@@ -174,9 +178,11 @@ def _check_causal(model: nn.Module) -> None:
         )
 
 
-def _check_classifier(model: Any) -> None:
-    if not model.config.n_classes:
-        raise UserError("images need a ViT with classes; this one ends in its features")
+def _check_vit(model: Any, images: str) -> None:
+    if images == "val" and not model.config.n_classes:
+        raise UserError(
+            "images=val needs a ViT with classes, this one ends in its features: images=features"
+        )
 
 
 def _windows(config: EvaluateConfig, model: Any) -> torch.Tensor | None:
@@ -192,12 +198,18 @@ def _windows(config: EvaluateConfig, model: Any) -> torch.Tensor | None:
     run, hf = config.finished_run, config.hf
     encoding = run.tokenizer() if run is not None else folder_tokenizer(str(hf and hf.folder))
     stream = windows(encoding.encode_ordinary_batch([content])[0], block)
-    if (highest := int(stream.max())) >= shape.vocab_size:
-        raise UserError(
-            f"the tokenizer gives the id {highest}, but the model has {shape.vocab_size} tokens: "
-            "it is that of another model"
-        )
+    _check_vocabulary(int(stream.max()), model)
     return stream
+
+
+def _check_vocabulary(highest: int, model: Any) -> None:
+    """That the model knows the highest token id of its tokenizer."""
+    size = getattr(model, "config", model).vocab_size
+    if highest >= size:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, but the model has {size} tokens: it is that of "
+            "another model"
+        )
 
 
 @torch.no_grad()
@@ -223,12 +235,15 @@ def _accuracy(
 
 def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerBase:
     """That of transformers for the tasks."""
-    if config.finished_run is None:
+    tokenizer: PreTrainedTokenizerBase | None
+    if config.finished_run is not None:
+        tokenizer = tokenizer_of(config.finished_run, model)
+        if tokenizer is None:
+            raise UserError(f"{config.run} came without a tokenizer, which tasks need")
+    else:
         assert config.hf is not None
-        return pretrained_tokenizer(str(config.hf.folder))
-    tokenizer = tokenizer_of(config.finished_run, model)
-    if tokenizer is None:
-        raise UserError(f"{config.run} came without a tokenizer, which tasks need")
+        tokenizer = pretrained_tokenizer(str(config.hf.folder))
+    _check_vocabulary(max(tokenizer.get_vocab().values()), model)
     return tokenizer
 
 

@@ -76,8 +76,8 @@ class EvaluateConfig(Settings):
             raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
         if self.model.path is not None and self.weights != "sparse":
             raise ValueError("a folder of transformers has no weights but those stored in it")
-        if self.images not in (None, "val"):
-            raise ValueError(f"images={self.images}; only the validation images: images=val")
+        if self.images not in (None, "val", "features"):
+            raise ValueError(f"images={self.images}; choose one of val, features")
         if self.images is not None and self.run is None:
             raise ValueError("images need a ViT, which only a run holds: give run=DIR")
         if self.data.source is not None and self.images is None:
@@ -115,13 +115,13 @@ class EvaluateConfig(Settings):
 
     @cached_property
     def images_hash(self) -> str:
-        """Of the classes, names and contents of the validation images; of a data set of the hub,
-        the fingerprint of its images."""
+        """Of the classes, names and contents of the validation images, and of the names and sizes
+        of all; of a data set of the hub, the fingerprint of its images."""
         images = load_images(self.image_data)
         source = self.image_data.source
         if source == EMBEDDED or not Path(source).expanduser().is_dir():
             return images.fingerprint
-        found = hashlib.sha256()
+        found = hashlib.sha256(images.fingerprint.encode())
         for index in range(len(images.val.labels)):
             path = Path(images.val.where(index))
             line = f"{path.parent.name}/{path.name} {sha256(path)}\n"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -55,14 +54,8 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     Raises:
         UserError: there are no such data, or the result cannot be read.
     """
-    path = config.directory() / results.FILE
-    if not path.exists():
-        return None
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it and run again") from error
-    if result["schema"] != results.SCHEMA or result["config_hash"] != config.digest():
+    result = results.read_finished(config.directory(), config.digest())
+    if result is None:
         return None
     if config.task == GLUE:
         parts = [finished(config.single(task)) for task in config.recipes]

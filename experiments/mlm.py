@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.data import Corpus, DataConfig, check_fits
@@ -147,13 +148,19 @@ class MaskedText:
         )
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """Sums over the predicted tokens of the loss and of the right answers, `accuracy`."""
+        """Sums over the predicted tokens of the loss and of the right answers, `accuracy`; with
+        `next_sentence`, of the parts of the loss as well: `mlm_loss` and `nsp_loss`."""
         target = batch["target"][batch["target"] != -1]
         right = (output.argmax(-1) == target).sum()
-        return {"loss": loss * len(target), "accuracy": right}, len(target)
+        sums = {"loss": loss * len(target), "accuracy": right}
+        if self.pairs:
+            sums["mlm_loss"] = F.cross_entropy(output.float(), target, reduction="sum")
+            sums["nsp_loss"] = sums["loss"] - sums["mlm_loss"]
+        return sums, len(target)
 
     def describe(self) -> dict[str, Any]:
-        return self.corpus.manifest
+        """The corpus, and what a model without context would reach (`unigram_entropy`)."""
+        return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
 
     def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
         """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.

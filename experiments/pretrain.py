@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import statistics
@@ -47,12 +46,13 @@ CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config on this very data, if it was run to the end."""
-    path = config.directory() / results.FILE
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if result["schema"] != results.SCHEMA or result["config_hash"] != config.digest():
+    """The result of this very config on this very data, if it was run to the end.
+
+    Raises:
+        UserError: the result cannot be read.
+    """
+    result = results.read_finished(config.directory(), config.digest())
+    if result is None:
         return None
     data = config.data.known_fingerprint()
     return None if data is not None and data != result["corpus_hash"] else result

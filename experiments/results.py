@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import resource
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from experiments.checkpoint import write_json
+from experiments.errors import UserError
 
 SCHEMA = 1
 FILE = "result.json"
@@ -23,6 +25,23 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
     result = {"schema": SCHEMA, **result, "environment": environment()}
     write_json(directory / FILE, result)
     return result
+
+
+def read_finished(directory: Path, config_hash: str) -> dict[str, Any] | None:
+    """The result there, if it is that of this config and of this schema.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = directory / FILE
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        same = (result["schema"], result["config_hash"]) == (SCHEMA, config_hash)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it and run again") from error
+    return result if same else None
 
 
 def environment() -> dict[str, Any]:

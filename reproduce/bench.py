@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,11 +128,7 @@ def load(overrides: list[str]) -> Config:
 
 
 def finished(config: Config) -> dict[str, Any] | None:
-    path = config.directory() / results.FILE
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text(encoding="utf-8"))
-    return result if result["config_hash"] == config.digest() else None
+    return results.read_finished(config.directory(), config.digest())
 
 
 def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]:

@@ -60,8 +60,12 @@ class Job:
         return self._config
 
     def result(self) -> dict[str, Any] | None:
-        """The content of its `result.json`, if it was run to the end."""
-        return None if self.config is None else self.module.finished(self.config)
+        """The content of its `result.json`, if it was run to the end. One that cannot be read, or
+        whose data are gone, is as none: running the job says what is wrong."""
+        try:
+            return None if self.config is None else self.module.finished(self.config)
+        except UserError:
+            return None
 
 
 @dataclass(frozen=True)

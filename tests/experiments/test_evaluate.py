@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments import evaluate, export, pretrain
+from experiments import evaluate, export, pretrain, probes
 from experiments.config import load
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
@@ -181,9 +181,10 @@ def test_a_tokenizer_of_another_model_and_foreign_masks_are_one_line(
     hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, tmp_path / "small")
-    config = configure(f"model.path={tmp_path / 'small'}", f"runs={tmp_path}", f"ppl='{text}'")
-    with pytest.raises(UserError, match=r"gives the id 2\d\d, but the model has 260 tokens"):
-        evaluate.run(config, quiet)
+    for more in (f"ppl='{text}'", "tasks=[colours]"):
+        config = configure(f"model.path={tmp_path / 'small'}", f"runs={tmp_path}", more)
+        with pytest.raises(UserError, match=r"gives the id 2\d\d, but the model has 260 tokens"):
+            evaluate.run(config, quiet)
     hf_model("opt").save_pretrained(tmp_path / "opt")
     shutil.copy(folder / export.MASKS, tmp_path / "opt")
     with pytest.raises(UserError, match=r"of another model: this one has no transformer\.h\.0"):
@@ -227,22 +228,39 @@ def test_a_folder_without_masks_shows_all_its_linears(hf_model, tmp_path):
     assert result["sparsity"]["groups"] - result["sparsity"]["illegal_groups"] == 32 / 4
 
 
-def test_images_of_a_run_and_of_a_folder(tmp_path):
-    """Top-1 and top-5 over all validation images, by hand and whatever the batch."""
-    from PIL import Image
-
+def vit_run(directory, n_classes):
+    """(finished run of an untrained ViT, the model, the settings of its images)."""
     torch.manual_seed(0)
-    model = ViT(ViTConfig(width=24, depth=1, heads=2, patch_size=8, image_size=16, n_classes=10))
+    shape = {"width": 24, "depth": 1, "heads": 2, "patch_size": 8, "image_size": 16}
+    model = ViT(ViTConfig(**shape, n_classes=n_classes))
     data = {"name": "digits", "source": "digits", "image_size": 16}
     config = {
         "model": {"name": "vit", **dataclasses.asdict(model.config)},
         "data": data,
         "method": {"name": "dense"},
     }
-    pretrain.save_model(model, tmp_path / "run" / "model.safetensors")
+    pretrain.save_model(model, directory / "model.safetensors")
     content = {"config_hash": "0", "config": config, "seed": 0, "converted": []}
-    (tmp_path / "run" / "result.json").write_text(json.dumps(content))
-    run = FinishedRun.open(tmp_path / "run")
+    (directory / "result.json").write_text(json.dumps(content))
+    return FinishedRun.open(directory), model, data
+
+
+@pytest.mark.parametrize("n_classes", [0, 10])
+def test_features_of_any_vit_are_probed(tmp_path, n_classes):
+    run, model, data = vit_run(tmp_path / "run", n_classes)
+    result = evaluate.run(configure(f"run={run.directory}", "images=features"), quiet)
+    assert result["metrics"] == probes.probe(model, ImageConfig(**data))
+    assert result["metrics"].keys() == {"knn_top1", "linear_top1", "linear_decay"}
+    if not n_classes:
+        with pytest.raises(UserError, match="ends in its features: images=features"):
+            evaluate.run(configure(f"run={run.directory}", "images=val"), quiet)
+
+
+def test_images_of_a_run_and_of_a_folder(tmp_path):
+    """Top-1 and top-5 over all validation images, by hand and whatever the batch."""
+    from PIL import Image
+
+    run, model, data = vit_run(tmp_path / "run", n_classes=10)
     result = evaluate.run(configure(f"run={run.directory}", "images=val"), quiet)
     model.eval()
     source = ImageSource(ImageConfig(**data), model.config, 0, 2)
@@ -288,7 +306,7 @@ def test_images_need_a_vit(trained):
         (["run=a", "model.path=b"], "give one of run=DIR"),
         (["run=a", "weights=both"], "weights=both; choose one of sparse, dense"),
         (["model.path=b", "weights=dense"], "no weights but those stored in it"),
-        (["run=a", "images=train"], "images=train; only"),
+        (["run=a", "images=train"], "images=train; choose one of val, features"),
         (["run=a", "data.source=b"], "add images=val"),
         (["model.path=a", "images=val"], "images need a ViT, which only a run holds"),
         (["run=a", "limit=0"], "limit=0; it must be at least 1"),

@@ -216,6 +216,23 @@ def test_score_sums_over_the_predicted_tokens(corpus):
     }
 
 
+def test_the_losses_of_words_and_of_pairs_are_told_apart(corpus):
+    config = replace(MODEL, next_sentence=True)
+    torch.manual_seed(0)
+    model = BertLM(config).eval()
+    own = source(corpus, config, next_sentence=True)
+    pairs = batch(own)
+    with torch.no_grad():
+        logits, loss = model(**pairs)
+        sentences = model.sentence_logits(model.bert(pairs["input"], pairs["token_types"]))
+        expected = torch.nn.functional.cross_entropy(sentences, pairs["next_sentence"])
+    sums, count = own.score(logits, loss, pairs)
+    means = {name: float(value) / count for name, value in sums.items()}
+    assert means["nsp_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert means["mlm_loss"] + means["nsp_loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert means["mlm_loss"] == pytest.approx(math.log(256), abs=0.1)
+
+
 def test_unigram_entropy_by_hand(corpus):
     """Train: a three times, b once, three [SEP]; counts + 1 are 4, 2 and 1 for each other token."""
     ordinary = corpus.vocab_size - 5
@@ -232,7 +249,9 @@ def test_the_source_describes_itself(corpus):
     own = source(corpus, sequence_length=64)
     assert own.tokens_per_sample == 64
     assert own.directory == corpus.directory and own.fingerprint == corpus.fingerprint
-    assert own.describe() == corpus.manifest
+    described = own.describe()
+    assert described.pop("unigram_entropy") == unigram_entropy(own)
+    assert described == corpus.manifest
 
 
 # ------------------------------------------------------------------------------ errors
