@@ -32,13 +32,14 @@ from experiments.evaluate_config import EvaluateConfig, freeze
 from experiments.evaluate_config import load as load
 from experiments.export_tokenizer import tokenizer_of
 from experiments.image_source import ImageSource
+from experiments.optimization import DTYPES
 from experiments.perplexity import perplexity, windows
 from experiments.pretrain import process_settings
 from experiments.probes import probe
 from experiments.tokenizer import folder_tokenizer, pretrained_tokenizer
-from experiments.trainer import DTYPES
 from models.gpt2 import GPT
 from models.hf import CausalLM
+from models.vit import ViT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,6 +95,7 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
         if config.images == "val":
             metrics |= _accuracy(config, model, batch, dtype)
         if config.images == "features":
+            assert isinstance(model, ViT)
             metrics |= probe(model, config.image_data, here.device, config.impl.workers)
         if tokenizer is not None:  # tasks are last: they may take the model apart
             details = _tasks(config, model, tokenizer, batch, dtype)

@@ -7,7 +7,7 @@ other, in one table.
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
 dev split after each epoch, and at the end `result.json`; for `glue` also `glue.csv`. The result is
 that of the last epoch, never the best one, as in the papers. A finished run is recognised and not
-repeated; one that was stopped begins anew. One process, one device.
+repeated; one that was stopped goes on from its last checkpoint. One process, one device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,12 +34,18 @@ from experiments.finetune_config import GLUE, Checkpoint, FinetuneConfig, freeze
 from experiments.finetune_config import load as load
 from experiments.finetune_tasks import Encoded, Problem, collate, load_problem
 from experiments.finished import FinishedRun
+from experiments.optimization import (
+    DTYPES,
+    NonFiniteGradient,
+    Optimization,
+    generators,
+    set_generators,
+)
 from experiments.pretrain import process_settings
 from experiments.progress import Progress
-from experiments.schedules import learning_rate
 from experiments.settings import TrainConfig
+from experiments.source import Batch
 from experiments.tracking import MetricsLog, check_viewers
-from experiments.trainer import DTYPES, MAX_SKIPPED_IN_A_ROW, make_optimizer
 from methods import Method
 from models.bert import BertLM
 from models.gpt2 import GPT
@@ -91,6 +98,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[s
                 return done
             report(f"{config.task}, {config.mode}, seed {config.seed} -> {directory}")
             tuning = Tuning(config, problem, model, method, train, here, report)
+            tuning.resume()
             return tuning.result(source)
 
 
@@ -142,7 +150,7 @@ def _prepare(
 
 
 class Tuning:
-    """The epochs of one fine-tuning, in the order of calls of `methods.base`.
+    """The epochs of one fine-tuning.
 
     The sequences of an epoch come in an order by the seed and the epoch; the last batch may be
     smaller.
@@ -160,30 +168,41 @@ class Tuning:
     ) -> None:
         self.config, self.problem, self.model, self.method = config, problem, model, method
         self.train, self.here, self.report = train, here, report
-        self.dtype = DTYPES[config.impl.dtype]
-        self.optimizer = make_optimizer(method, model, train)
-        self.scaler = torch.amp.GradScaler(here.device.type, enabled=self.dtype is torch.float16)
-        self.runner: Any = torch.compile(model) if config.impl.compile else model
-        self.step = self.skipped_in_a_row = 0
+        self.optimization = Optimization(
+            model,
+            method,
+            train,
+            here.device,
+            dtype=config.impl.dtype,
+            compiled=config.impl.compile,
+            rate="recipe.learning_rate",
+        )
+        self.step = 0
+        # Of the steps since the epoch began.
+        self.loss_sum, self.loss_count = torch.zeros((), device=here.device), 0
+        # Before the epochs: weights that are replaced meanwhile are not those that were read.
+        self.weights_hash, self.data_hash = config.weights_hash(), config.data_hash()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.config.directory() / "checkpoints"
 
     def result(self, source: FinishedRun | Checkpoint) -> dict[str, Any]:
         """Train, evaluate after each epoch, and write `result.json`."""
         started, config = time.time(), self.config
         if self.here.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        # Before the epochs: weights that are replaced meanwhile are not those that were read.
-        weights_hash, data_hash = config.weights_hash(), config.data_hash()
         identity = {"config_hash": config.digest(), "config": config.as_dict()}
         directory = config.directory()
         patterns = {name: self.method.pattern(name) for name in self.method.layers}
         metrics = self.fit(directory)
         result = {
             **identity,
-            "data_hash": data_hash,
+            "data_hash": self.data_hash,
             "pretrained": {
                 "method": source.method,
                 "config_hash": source.config_hash,
-                "weights_hash": weights_hash,
+                "weights_hash": self.weights_hash,
             },
             "seed": config.seed,
             "tier": config.tier,
@@ -202,75 +221,61 @@ class Tuning:
             "started": started,
             "ended": time.time(),
         }
+        # Before the result: with it, the run counts as finished and is not looked at again.
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
         self.report(f"{config.task}: {_metrics_text(metrics)}")
         return results.write_result(directory, result)
 
     def fit(self, directory: Path) -> dict[str, float]:
-        """All epochs, logged there; the metrics after the last are those of the finalized model."""
+        """The epochs that are left, logged there; the metrics after the last are those of the
+        finalized model."""
         recipe, metrics = self.config.recipe, {}
-        log = MetricsLog(directory, 0, self.config.impl.loggers)
+        every = self.config.impl.checkpoint_every
+        steps = self.train.steps // recipe.epochs  # of an epoch
+        log = MetricsLog(directory, self.step + 1, self.config.impl.loggers)
         tokens = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
-        with Progress(
-            self.train.steps, 0, round(tokens * recipe.batch_size), enabled=True
-        ) as progress:
-            for epoch in range(1, recipe.epochs + 1):
-                losses = []
-                self.model.train()
-                for batch in self._batches(epoch):
-                    losses.append(self._train_step(batch))
+        each = round(tokens * recipe.batch_size)
+        self.model.train()
+        with Progress(self.train.steps, self.step, each, enabled=True) as progress:
+            for epoch in range(self.step // steps + 1, recipe.epochs + 1):
+                for sequences in self._batches(epoch):
+                    self.loss_sum = self.loss_sum + self._train_step(sequences)
+                    self.loss_count += 1
                     self.step += 1
-                    progress.update(self.step, {"loss": float(losses[-1])})
-                if epoch == recipe.epochs:
-                    self.method.finalize(self.model)
-                metrics = self.evaluate()
-                loss = float(torch.stack(losses).mean())
-                log.write({"step": self.step, "epoch": epoch, "loss": loss, **metrics})
+                    loss = float(self.loss_sum) / self.loss_count
+                    progress.update(self.step, {"loss": loss})
+                    if self.step == epoch * steps:
+                        if epoch == recipe.epochs:
+                            self.method.finalize(self.model)
+                        metrics = self.evaluate()
+                        log.write({"step": self.step, "epoch": epoch, "loss": loss, **metrics})
+                        self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
+                    if every and self.step % every == 0 and self.step < self.train.steps:
+                        self.save()
         log.close()
         return metrics
 
     def _batches(self, epoch: int) -> Iterator[list[Encoded]]:
+        """The sequences of each step of an epoch, the first 1, that is left."""
         data, size = self.problem.train, self.config.recipe.batch_size
         order = np.random.default_rng([self.config.seed, epoch]).permutation(len(data))
-        for first in range(0, len(order), size):
+        done = self.step % math.ceil(len(data) / size)
+        for first in range(done * size, len(data), size):
             yield [data[i] for i in order[first : first + size]]
 
     def _train_step(self, sequences: list[Encoded]) -> Tensor:
         """One optimizer step; returns the mean loss of the batch."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.train, self.step)
-        self.method.on_step_begin(self.step)
         size = self.config.impl.micro_batch or len(sequences)
-        total = torch.zeros((), device=self.here.device)
-        for first in range(0, len(sequences), size):
-            part = sequences[first : first + size]
-            with self._autocast():
-                loss = self.method.loss(self.runner, self._batch(part))
-                loss = loss * (len(part) / len(sequences))
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.train.grad_clip or math.inf
-        )
-        finite = bool(torch.isfinite(norm))
-        self._check(finite, float(total))
-        if finite:
-            self.method.on_gradients(self.step, self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.method.on_step_end(self.step)
-        return total
-
-    def _check(self, finite: bool, loss: float) -> None:
-        """Stop where the gradient is not finite and no scaler will help."""
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        allowed = MAX_SKIPPED_IN_A_ROW if self.scaler.is_enabled() else 0
-        if self.skipped_in_a_row > allowed:
+        parts = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+        shares = [len(part) / len(sequences) for part in parts]
+        try:
+            loss, _ = self.optimization.step(self.step, map(self._batch, parts), shares)
+        except NonFiniteGradient as error:
             raise UserError(
-                f"the gradient of step {self.step} is not finite (loss {loss:.4g}); lower "
+                f"the gradient of step {self.step} is not finite ({error}); lower "
                 "recipe.learning_rate, set recipe.grad_clip=1, or choose impl.dtype=fp32"
-            )
+            ) from error
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -279,15 +284,16 @@ class Tuning:
         Raises:
             UserError: logits that are NaN.
         """
+        was_training = self.model.training
         self.model.eval()
         size = self.config.impl.micro_batch or EVAL_BATCH
         logits: dict[str, list[np.ndarray]] = {}
         for split, sequences in self.problem.dev.items():
             logits[split] = []
             for first in range(0, len(sequences), size):
-                batch = self._batch(sequences[first : first + size])
+                batch = self.optimization.to_device(self._batch(sequences[first : first + size]))
                 del batch["target"]
-                with self._autocast():
+                with self.optimization.autocast():
                     output, _ = self.model(**batch)
                 if output.isnan().any():
                     raise UserError(
@@ -295,16 +301,50 @@ class Tuning:
                         "recipe.learning_rate, or choose impl.dtype=fp32"
                     )
                 logits[split].extend(output.float().cpu().numpy())
+        self.model.train(was_training)
         return self.problem.metrics(logits)
 
-    def _batch(self, sequences: list[Encoded]) -> dict[str, Tensor]:
+    def _batch(self, sequences: list[Encoded]) -> Batch:
         recipe = self.config.recipe
         length = recipe.max_length if recipe.padding == "max_length" else None
-        batch = collate(sequences, self.problem.pad, length)
-        return {k: v.to(self.here.device, non_blocking=True) for k, v in batch.items()}
+        return collate(sequences, self.problem.pad, length)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.here.device.type, self.dtype, enabled=self.dtype is not None)
+    # ------------------------------------------------------------------ state
+
+    def _identity(self) -> dict[str, str | None]:
+        """What a checkpoint belongs to."""
+        return {
+            "identity": self.config.digest(),
+            "weights": self.weights_hash,
+            "data": self.data_hash,
+        }
+
+    def save(self) -> None:
+        """Checkpoint the state before step `self.step`."""
+        state = {
+            **self._identity(),
+            **self.optimization.state_dict(),
+            "step": self.step,
+            "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count,
+            "generators": generators(self.here.device),
+        }
+        checkpoint.save(self.checkpoints, self.step, state)
+
+    def resume(self) -> None:
+        """Load the newest whole checkpoint of this very fine-tuning, if there is one."""
+        state = checkpoint.load_latest(self.checkpoints, self.report)
+        if state is None:
+            return
+        if self._identity().items() <= state.items():
+            self.optimization.load_state_dict(state)
+            self.step, self.loss_count = state["step"], state["loss_count"]
+            self.loss_sum = state["loss_sum"].to(self.here.device)
+            set_generators(state["generators"], self.here.device)
+            self.report(f"resumed at step {self.step} of {self.train.steps}")
+        else:
+            self.report(f"{self.checkpoints} is of other weights or data: begun anew")
+            shutil.rmtree(self.checkpoints)
 
 
 # ------------------------------------------------------------------ GLUE in one table
@@ -367,7 +407,7 @@ def _write_csv(parts: dict[str, dict[str, Any]], path: Path) -> None:
                 rows.writerow([task, name, value, part["examples"]["dev"]])
 
 
-@driver("finetune", freeze, "begins it anew")
+@driver("finetune", freeze)
 def main(config: FinetuneConfig) -> None:
     run(config)
 

@@ -26,9 +26,9 @@ from experiments.config import driver, typed
 from experiments.distributed import world
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
+from experiments.optimization import DTYPES
 from experiments.pretrain import process_settings
 from experiments.settings import ImplConfig
-from experiments.trainer import DTYPES
 from models.gpt2 import GPT
 from models.hf import CausalLM
 

@@ -35,10 +35,11 @@ from experiments.data import CALIBRATION
 from experiments.distributed import World, world
 from experiments.errors import UserError
 from experiments.initial import AVERAGED, LATENT, WEIGHTS
+from experiments.optimization import DTYPES
 from experiments.settings import ImplConfig
 from experiments.source import Source
 from experiments.tracking import check_viewers, read_metrics
-from experiments.trainer import DTYPES, Trainer, micro_batch_size
+from experiments.trainer import Trainer, micro_batch_size
 from methods import Method, Report
 from models.dino import DINO
 
@@ -165,7 +166,7 @@ def _train(
             **means,
             "eval_samples": config.train.eval_samples,
             "flip_rate": last["flip_rate"],
-            "skipped_steps": trainer.skipped_steps,
+            "skipped_steps": trainer.optimization.skipped,
         },
         "sparsity": measure_sparsity(plain, trainer.method, names),
         "converted": list(names),

@@ -1,9 +1,7 @@
 """One trainer for every model and method.
 
-A step: learning rate, `method.on_step_begin`, forward and backward of every micro-batch, unscale,
-clip, `method.on_gradients`, optimizer, `method.on_step_end`. All that a step depends on is the
-saved state and the step's number, so a run that is stopped anywhere and started again goes on as
-if nothing had happened.
+All that a step (experiments/optimization.py) depends on is the saved state and the step's number,
+so a run that is stopped anywhere and started again goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -12,29 +10,29 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from experiments import checkpoint
 from experiments.distributed import World
 from experiments.errors import UserError
+from experiments.optimization import (
+    NonFiniteGradient,
+    Optimization,
+    generators,
+    set_generators,
+)
 from experiments.progress import Progress
-from experiments.schedules import learning_rate, weight_decay
+from experiments.schedules import learning_rate
 from experiments.settings import TrainConfig
 from experiments.source import Batch, Request, Source
 from experiments.tracking import MetricsLog
 from methods import Method, refresh
-
-# A run whose scaler has skipped this many steps in a row will not recover.
-MAX_SKIPPED_IN_A_ROW = 50
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def micro_batch_size(train: TrainConfig, micro_batch: int | None, ranks: int) -> int:
@@ -59,37 +57,10 @@ def micro_batch_size(train: TrainConfig, micro_batch: int | None, ranks: int) ->
     return size
 
 
-def make_optimizer(method: Method, model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that `train` names, over the groups that the model makes of its parameters.
-
-    Raises:
-        UserError: the method has an update rule of its own, and another one is asked for.
-    """
-    groups = model.param_groups(train.weight_decay)  # type: ignore[operator]
-    if train.optimizer == "adamw":
-        options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "fused": True}
-        return method.optimizer(groups, lr=train.learning_rate, **options)
-    if type(method).optimizer is not Method.optimizer:
-        raise UserError(
-            f"train.optimizer={train.optimizer}, but this method has an update rule of its own, a "
-            "form of AdamW; set train.optimizer=adamw"
-        )
-    from timm.optim import Lamb, Lion
-
-    if train.optimizer == "lion":
-        return Lion(groups, lr=train.learning_rate, betas=train.betas)
-    # The trainer clips: the optimizer's own clipping, of the same kind, is left out.
-    return Lamb(
-        groups, lr=train.learning_rate, betas=train.betas, eps=train.eps, max_grad_norm=None
-    )
-
-
 class Trainer:
     """Trains `model`, converted by `method` and on its device, on the batches of `source`.
 
-    A model may have hooks of its own, called around each step in the order of the method's:
-    `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`, before the method's, and
-    `metrics()` for the log.
+    A model may have hooks of its own (`Optimization`), and `metrics()` for the log.
 
     Args:
         identity: hash of the run's config; a checkpoint of another config, or made on other data,
@@ -117,24 +88,15 @@ class Trainer:
         self.model, self.method, self.source = model, method, source
         self.train, self.seed = train, seed
         self.identity, self.directory, self.world = identity, directory, world
-        self.dtype = DTYPES[dtype]
         self.checkpoint_every, self.loggers, self.report = checkpoint_every, loggers, report
         self.micro_batch = micro_batch_size(train, micro_batch, world.size)
-        self.optimizer = make_optimizer(method, model, train)
-        # By position: loading a checkpoint makes new groups.
-        decayed = model.param_groups(1.0)  # type: ignore[operator]
-        self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
+        self.optimization = Optimization(
+            model, method, train, world.device, dtype=dtype, compiled=compiled, ranks=world.size
+        )
         own = _parameters(model) if train.ema else {}
         self.averages = {name: value.clone() for name, value in own.items()}
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
-        runner: Any = torch.compile(model) if compiled else model
-        if world.size > 1:
-            # Masks and scales are equal on all ranks by construction; the random keys must not be.
-            runner = DistributedDataParallel(runner, broadcast_buffers=False)
-        self.runner = runner
         self.step = 0
         self.seconds = 0.0
-        self.skipped_steps = self.skipped_in_a_row = 0
         # Of the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         # Initialisation used the seed itself; dropout differs by rank.
@@ -187,62 +149,29 @@ class Trainer:
             "grad_norm": norm,
             "learning_rate": learning_rate(self.train, self.step),
             "step_seconds": statistics.median(durations),
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.optimization.skipped,
             **self.method.metrics(),
             **own_metrics(),
         }
 
     def _train_step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the norm of the gradient before clipping."""
-        generators = self._generators()
-        rate = learning_rate(self.train, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        for index in self.decayed:
-            decay = weight_decay(self.train, self.step)
-            self.optimizer.param_groups[index]["weight_decay"] = decay
-        self._model_hook("on_step_begin")
-        self.method.on_step_begin(self.step)
-        total = torch.zeros((), device=self.world.device)
+        before = generators(self.world.device)
         accumulation = self._micro_batches(self.step)
-        for index in range(accumulation):
-            batch = self._to_device(next(batches))
-            last = index == accumulation - 1
-            lazy = isinstance(self.runner, DistributedDataParallel) and not last
-            with self.runner.no_sync() if lazy else nullcontext():
-                with self._autocast():
-                    loss = self.method.loss(self.runner, batch) / accumulation
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.train.grad_clip or math.inf
-        )
-        finite = bool(torch.isfinite(norm))
-        if not finite and not self.scaler.is_enabled():
-            self._stop_non_finite(float(self.world.mean(total)), generators)
-        if finite:
-            self._model_hook("on_gradients")
-            self.method.on_gradients(self.step, self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self._count_skipped(finite)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._model_hook("on_step_end")
-        self.method.on_step_end(self.step)
+        try:
+            loss, norm = self.optimization.step(
+                self.step, batches, [1.0 / accumulation] * accumulation
+            )
+        except NonFiniteGradient as error:
+            self._stop_non_finite(float(self.world.mean(error.loss)), before)
         if self.averages:
             own = _parameters(self.model)
             torch._foreach_lerp_(
                 list(self.averages.values()), [own[n] for n in self.averages], 1 - self.train.ema
             )
-        if finite:
-            self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + 1
-        return float(norm)
-
-    def _model_hook(self, name: str) -> None:
-        hook: Any = getattr(self.model, name, None)
-        if hook is not None:
-            hook(self.step)
+        if math.isfinite(norm):
+            self.loss_sum, self.loss_count = self.loss_sum + loss, self.loss_count + 1
+        return norm
 
     def _micro_batches(self, step: int) -> int:
         return int(self.train.batch_sizes[step]) // (self.micro_batch * self.world.size)
@@ -253,12 +182,6 @@ class Trainer:
             for index in range(self._micro_batches(step)):
                 first = (index * self.world.size + self.world.rank) * self.micro_batch
                 yield step, range(first, first + self.micro_batch)
-
-    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {k: v.to(self.world.device, non_blocking=True) for k, v in batch.items()}
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
 
     def evaluate(self) -> dict[str, float]:
         """Means over the fixed held-out samples, equal on all ranks: `val_loss` in nats and what
@@ -282,8 +205,8 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         count = 0
         for batch in self.source.eval_batches(self.train.eval_samples, min(self.micro_batch, 64)):
-            on_device = self._to_device(batch)
-            with self._autocast():
+            on_device = self.optimization.to_device(batch)
+            with self.optimization.autocast():
                 output, loss = self.model(**on_device)
             sums, targets = self.source.score(output, loss.float(), on_device)
             totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
@@ -305,32 +228,16 @@ class Trainer:
         finally:
             self.model.load_state_dict(own)
 
-    def _stop_non_finite(self, loss: float, generators: dict[str, Tensor]) -> None:
+    def _stop_non_finite(self, loss: float, before: dict[str, Tensor]) -> NoReturn:
         # Nothing of this step has touched the weights yet: they are the last good ones.
-        self.optimizer.zero_grad(set_to_none=True)
-        self.save(generators)
+        self.save(before)
         raise UserError(
             f"the gradient of step {self.step} is not finite (loss {loss:.4g}); the state before "
             f"it is saved in {self.checkpoints}. Go on from it with impl.dtype=fp32 or bf16, or "
             "start anew with a lower train.learning_rate"
         )
 
-    def _count_skipped(self, finite: bool) -> None:
-        self.skipped_steps += not finite
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise UserError(
-                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {self.step}, at any"
-                " loss scale; lower train.learning_rate, or train in bf16 or fp32"
-            )
-
     # ------------------------------------------------------------------ state
-
-    def _generators(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        if self.world.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state()
-        return states
 
     def save(self, own: dict[str, Tensor] | None = None) -> None:
         """Checkpoint the state before step `self.step`; every rank must call it.
@@ -338,12 +245,12 @@ class Trainer:
         Args:
             own: states of this rank's generators, if not the present ones.
         """
-        generators: list[Any] = [None] * self.world.size
-        own = own or self._generators()
+        states: list[Any] = [None] * self.world.size
+        own = own or generators(self.world.device)
         if self.world.size > 1:
-            torch.distributed.all_gather_object(generators, own)
+            torch.distributed.all_gather_object(states, own)
         else:
-            generators = [own]
+            states = [own]
         loss_sum = self.world.mean(self.loss_sum)
         if not self.world.is_main:
             return
@@ -354,14 +261,9 @@ class Trainer:
                 "identity": self.identity,
                 "data": self.source.fingerprint,
                 "step": self.step,
-                "model": self.model.state_dict(),
-                "method": self.method.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "generators": generators,
+                **self.optimization.state_dict(),
+                "generators": states,
                 "seconds": self.seconds,
-                "skipped_steps": self.skipped_steps,
-                "skipped_in_a_row": self.skipped_in_a_row,
                 "loss_sum": loss_sum,
                 "loss_count": self.loss_count,
                 "averages": self.averages,
@@ -386,15 +288,9 @@ class Trainer:
                 f"{self.checkpoints} was made on other data than those in "
                 f"{self.source.directory}; remove it or change `runs`"
             )
-        self.model.load_state_dict(state["model"])
-        self.method.load_state_dict(state["method"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler.is_enabled() and state["scaler"]:  # empty when impl.dtype was another
-            self.scaler.load_state_dict(state["scaler"])
+        self.optimization.load_state_dict(state)
         self.step = state["step"]
         self.seconds = state["seconds"]
-        self.skipped_steps = state["skipped_steps"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_sum = state["loss_sum"].to(self.world.device)
         self.loss_count = state["loss_count"]
         for name, average in self.averages.items():
@@ -405,10 +301,7 @@ class Trainer:
                 f"{self.world.size}: dropout goes on with other random numbers"
             )
         else:
-            own = state["generators"][self.world.rank]
-            torch.set_rng_state(own["cpu"])
-            if "cuda" in own and self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(own["cuda"])
+            set_generators(state["generators"][self.world.rank], self.world.device)
         if self.world.is_main:
             self.report(f"resumed at step {self.step} of {self.train.steps}")
 

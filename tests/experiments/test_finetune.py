@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from experiments import finetune, glue, pretrain
 from experiments.config import load
@@ -54,6 +55,10 @@ FAMILIES = {
 
 def quiet(_):
     pass
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="session")
@@ -205,15 +210,22 @@ def test_what_changes_the_result_has_a_directory_of_its_own(gpt2):
     assert hub.data == "nyu-mll/glue" and hub.directory() != folder.directory()
 
 
-def test_an_interrupted_one_leaves_no_result_and_begins_anew(gpt2, monkeypatch):
-    own = config(gpt2, "rte", "recipe.epochs=2")
-    whole = finetune.run(own, quiet)
+@pytest.mark.parametrize("dies", [0, 3, 4, 5])
+def test_an_interrupted_one_goes_on_as_if_nothing_had_happened(gpt2, monkeypatch, dies):
+    """Epochs of four steps, a checkpoint after every second: the losses with their dropout, the
+    metrics and the log are those of one go, wherever it was stopped."""
+    own = config(
+        gpt2, "rte", "recipe.epochs=2", "recipe.dropout=0.3", "recipe.batch_size=12",
+        "impl.checkpoint_every=2",
+    )  # fmt: skip
+    assert finetune.run(own, quiet)["steps"] == 8
+    whole = read_metrics(own.directory() / "metrics.jsonl")
+    assert len(whole) == 2 and not (own.directory() / "checkpoints").exists()
     shutil.rmtree(gpt2 / "finetune")
-    steps, train_step = [], Tuning._train_step
+    train_step = Tuning._train_step
 
     def stop(self, sequences):
-        steps.append(1)
-        if len(steps) == 5:
+        if self.step == dies:
             raise KeyboardInterrupt
         return train_step(self, sequences)
 
@@ -222,9 +234,22 @@ def test_an_interrupted_one_leaves_no_result_and_begins_anew(gpt2, monkeypatch):
         finetune.run(own, quiet)
     assert finetune.finished(own) is None
     assert not (own.directory() / "result.json").exists()
-    again = finetune.run(own, quiet)
-    assert again["metrics"] == whole["metrics"]
-    assert len(read_metrics(own.directory() / "metrics.jsonl")) == 2
+    said = []
+    finetune.run(own, said.append)
+    assert (f"resumed at step {dies // 2 * 2} of 8" in said) == (dies > 0)
+    assert read_metrics(own.directory() / "metrics.jsonl") == whole
+
+
+def test_a_checkpoint_of_other_weights_is_left(gpt2, monkeypatch):
+    own = config(gpt2, "rte", "recipe.epochs=1", "impl.checkpoint_every=1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tuning, "evaluate", interrupt)
+        finetune.run(own, quiet)
+    path = gpt2 / "model.safetensors"
+    save_file({name: 0.5 * value for name, value in load_file(path).items()}, path)
+    said = []
+    finetune.run(own, said.append)
+    assert any("other weights or data: begun anew" in line for line in said)
 
 
 def test_dense_fine_tuning_fills_the_zeros(gpt2):
@@ -369,7 +394,7 @@ class Recorder:
 
 def test_the_hooks_of_a_method_come_in_order_once_per_step(gpt2):
     t = tuning(gpt2, "mode=dense", "recipe.epochs=2", "recipe.batch_size=20", "impl.micro_batch=8")
-    t.method = recorder = Recorder(t.method)
+    t.method = t.optimization.method = recorder = Recorder(t.method)
     training, evaluate = [], t.evaluate
 
     def evaluated():
@@ -393,7 +418,7 @@ def test_the_hooks_of_a_method_come_in_order_once_per_step(gpt2):
             assert args[0] is t.model
             seen.append((name, len(args[1]["target"])))
         elif name == "on_gradients":
-            assert args[1] is t.optimizer
+            assert args[1] is t.optimization.optimizer
             seen.append((name, args[0]))
         else:
             seen.append((name, args[0] if name != "finalize" else None))
@@ -404,13 +429,13 @@ def test_the_hooks_of_a_method_come_in_order_once_per_step(gpt2):
 def test_the_optimizer_gets_what_the_recipe_says(gpt2):
     given = ["recipe.betas=[0.8,0.95]", "recipe.eps=1e-6", "recipe.weight_decay=0.03"]
     t = tuning(gpt2, *given, "recipe.warmup_fraction=0", "recipe.dropout=0.25")
-    decayed, others = t.optimizer.param_groups
+    decayed, others = t.optimization.optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.03, 0.0)
     for group in (decayed, others):
         assert tuple(group["betas"]) == (0.8, 0.95) and group["eps"] == 1e-6
     assert t.model.dropout.p == 0.25
     t._train_step(sequences(4))
-    assert {group["lr"] for group in t.optimizer.param_groups} == {3e-3}
+    assert {group["lr"] for group in t.optimization.optimizer.param_groups} == {3e-3}
 
 
 def test_gradients_are_clipped_before_the_method_sees_them(gpt2):

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from common_kernels import check24
+from experiments import optimization as module
 from experiments import pretrain
-from experiments import trainer as module
 from experiments.distributed import World
 from experiments.errors import UserError
+from experiments.optimization import DTYPES
 from experiments.schedules import learning_rate
 from experiments.tracking import read_metrics
-from experiments.trainer import DTYPES, Trainer
+from experiments.trainer import Trainer
 from methods import s_ste, sr_ste, ste
 from models.gpt2 import GPT
 
@@ -168,15 +169,19 @@ def test_the_optimizer_is_the_configured_one(build):
         "train.eps=1e-5",
         "train.weight_decay=0.3",
     )
-    assert type(trainer.optimizer) is torch.optim.AdamW
+    assert type(trainer.optimization.optimizer) is torch.optim.AdamW
     names = {id(p): n for n, p in trainer.model.named_parameters()}
     decayed = set()
-    for group in trainer.optimizer.param_groups:
+    for group in trainer.optimization.optimizer.param_groups:
         assert (tuple(group["betas"]), group["eps"]) == ((0.8, 0.7), 1e-5)
         assert group["weight_decay"] in (0.0, 0.3)
         if group["weight_decay"]:
             decayed |= {names[id(p)] for p in group["params"]}
-    held = [names[id(p)] for group in trainer.optimizer.param_groups for p in group["params"]]
+    held = [
+        names[id(p)]
+        for group in trainer.optimization.optimizer.param_groups
+        for p in group["params"]
+    ]
     assert sorted(held) == sorted(names.values())
     assert decayed == {n for n, p in trainer.model.named_parameters() if p.dim() >= 2}
     assert {"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"} <= decayed
@@ -207,7 +212,7 @@ def test_a_skipped_step_changes_no_weight(build):
         nan=(2,),
     )
     trainer.fit()
-    assert trainer.skipped_steps == 1
+    assert trainer.optimization.skipped == 1
     assert unchanged == [[step == 2] * 2 for step in range(4)]
 
 
@@ -215,7 +220,7 @@ def test_only_skipped_steps_in_a_row_stop_the_run(build, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_SKIPPED_IN_A_ROW", 3)
     spread = build("impl.dtype=fp16", nan=(1, 2, 4, 5))
     spread.fit()
-    assert (spread.step, spread.skipped_steps) == (12, 4)
+    assert (spread.step, spread.optimization.skipped) == (12, 4)
     stuck = build("impl.dtype=fp16", f"runs={tmp_path / 'stuck'}", nan=range(4, 12))
     with pytest.raises(UserError, match="no finite gradient in 3 steps up to step 6"):
         stuck.fit()
@@ -234,10 +239,7 @@ def test_evaluation_is_without_dropout_and_counts_every_sequence_once(build):
     assert trainer.evaluate() == {"val_loss": first}
     trainer.model.eval()
     with torch.no_grad():
-        single = [
-            float(trainer.model(**batch)[1])
-            for batch in trainer.source.eval_batches(6, 1)
-        ]
+        single = [float(trainer.model(**batch)[1]) for batch in trainer.source.eval_batches(6, 1)]
     assert len(single) == 6
     assert first == pytest.approx(sum(single) / 6, rel=1e-6)
     by_batch = (sum(single[:4]) / 4 + sum(single[4:]) / 2) / 2
@@ -289,9 +291,9 @@ def test_the_loss_scale_goes_on(build, tmp_path, monkeypatch):
     whole, resumed = whole_and_interrupted(build, tmp_path, "impl.dtype=fp16", nan=(1,), dies=5)
     # A skipped step halves the scale and starts the count again: 2^3 at the checkpoint before
     # step 3, doubled by steps 5 and 9.
-    assert whole.scaler.get_scale() == 2.0**5
-    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
-    assert resumed.skipped_steps == 1
+    assert whole.optimization.scaler.get_scale() == 2.0**5
+    assert resumed.optimization.scaler.state_dict() == whole.optimization.scaler.state_dict()
+    assert resumed.optimization.skipped == 1
     assert records(resumed) == records(whole)
 
 
@@ -308,11 +310,15 @@ def test_figures_between_two_measurements_go_on(build, tmp_path, kind):
 
 def test_time_and_skipped_steps_add_up(build):
     first = build()
-    first.seconds, first.skipped_steps, first.skipped_in_a_row = 1e6, 3, 2
+    first.seconds, first.optimization.skipped, first.optimization.skipped_in_a_row = 1e6, 3, 2
     first.save()
     second = build()
     second.resume()
-    assert (second.seconds, second.skipped_steps, second.skipped_in_a_row) == (1e6, 3, 2)
+    assert (second.seconds, second.optimization.skipped, second.optimization.skipped_in_a_row) == (
+        1e6,
+        3,
+        2,
+    )
     second.fit()
     assert 1e6 < second.seconds < 2e6
 
@@ -325,10 +331,10 @@ def test_the_precision_may_change_on_the_way(build, before, after):
     resumed = build(f"impl.dtype={after}")
     resumed.resume()
     assert resumed.step == 3
-    assert resumed.scaler.is_enabled() == (after == "fp16")
+    assert resumed.optimization.scaler.is_enabled() == (after == "fp16")
     resumed.fit()
     assert all(math.isfinite(loss) for loss in losses(resumed).values())
-    assert resumed.skipped_steps == 0
+    assert resumed.optimization.skipped == 0
 
 
 # ---------------------------------------------------------------- averaged weights, optimizers
@@ -394,8 +400,8 @@ def test_a_run_with_averaged_weights_writes_them(tiny):
 @pytest.mark.parametrize(("name", "kind"), [("lamb", "Lamb"), ("lion", "Lion")])
 def test_other_optimizers(build, name, kind):
     trainer = build(f"train.optimizer={name}", "train.learning_rate=1e-2")
-    assert type(trainer.optimizer).__name__ == kind
-    assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == [0.1, 0.0]
+    assert type(trainer.optimization.optimizer).__name__ == kind
+    assert [g["weight_decay"] for g in trainer.optimization.optimizer.param_groups] == [0.1, 0.0]
     trainer.fit()
     assert records(trainer)[-1]["loss"] < records(trainer)[1]["loss"]
 
@@ -429,9 +435,9 @@ def test_the_batch_grows(build):
 def test_the_weight_decay_rises(build):
     trainer = build("train.weight_decay_end=0.4")
     seen = []
-    original = trainer.optimizer.step
-    trainer.optimizer.step = lambda *a: (
-        seen.append([g["weight_decay"] for g in trainer.optimizer.param_groups]),
+    original = trainer.optimization.optimizer.step
+    trainer.optimization.optimizer.step = lambda *a: (
+        seen.append([g["weight_decay"] for g in trainer.optimization.optimizer.param_groups]),
         original(*a),
     )
     trainer.fit()
