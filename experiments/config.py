@@ -31,7 +31,7 @@ from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
 from experiments.image_source import ImageSource
 from experiments.images import ImageConfig
-from experiments.initial import HFConfig, load_weights, source_hash
+from experiments.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.mlm import MaskedText, MLMConfig
 from experiments.multicrop import MultiCrops
 from experiments.settings import ImplConfig, TrainConfig
@@ -93,6 +93,10 @@ class RunConfig:
         if self.init is not None:
             identity["init"] = source_hash(self.init)
         return identity
+
+    def init_weights(self) -> dict[str, str] | None:
+        """Hashes of the weights that it starts from: a run may have been made again."""
+        return None if self.init is None else weight_files(self.init, "sparse")
 
     def digest(self) -> str:
         """Hash of `identity()`, 16 hex digits."""
@@ -353,9 +357,10 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except UserError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except OSError as error:
-        if error.filename is None:
+        if error.errno is None:
             raise
-        sys.exit(f"error: {error.filename}: {error.strerror}")
+        # A full disk, say, comes without a name.
+        sys.exit(f"error: {error.filename or 'a file'}: {error.strerror}")
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         print(f"{what}; the same command {after_stop}", file=sys.stderr)

@@ -133,13 +133,7 @@ class Corpus:
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding | HFTokenizer:
-        tokenizer = self.manifest["tokenizer"]
-        if tokenizer["kind"] == "gpt2":
-            return gpt2_encoding()
-        path = self.directory / tokenizer["file"]
-        if tokenizer["kind"] == "bpe":
-            return load_bpe(path)
-        return HFTokenizer(path.read_text(encoding="utf-8"), tokenizer["end_of_text"])
+        return load_encoding(self.directory, self.manifest["tokenizer"])
 
     def batch(
         self, split: str, step: int, sequences: slice | Sequence[int], block: int
@@ -217,6 +211,23 @@ def load_tokens(config: DataConfig, seed: int) -> Corpus:
         for split in SPLITS
     }
     return Corpus(directory, manifest, tokens, seed)
+
+
+def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | HFTokenizer:
+    """The tokenizer that a manifest describes under `tokenizer`, its file in `folder`.
+
+    Raises:
+        UserError: the file is missing, or another one.
+    """
+    if record["kind"] == "gpt2":
+        return gpt2_encoding()
+    path = folder / record["file"]
+    if not path.is_file() or _hash(path) != record["sha256"]:
+        state = "was changed" if path.is_file() else "is missing"
+        raise UserError(f"{path}, the tokenizer, {state}; put the one there that was trained with")
+    if record["kind"] == "bpe":
+        return load_bpe(path)
+    return HFTokenizer(path.read_text(encoding="utf-8"), record["end_of_text"])
 
 
 def read_manifest(config: DataConfig) -> dict[str, Any]:

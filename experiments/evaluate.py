@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from experiments import export, legality, results, zero_shot
+from experiments import checkpoint, export, legality, results, zero_shot
 from experiments.config import driver
-from experiments.distributed import world
+from experiments.distributed import World, world
 from experiments.errors import UserError
 from experiments.evaluate_config import EvaluateConfig, freeze
 from experiments.evaluate_config import load as load
@@ -36,7 +36,7 @@ from experiments.optimization import DTYPES
 from experiments.perplexity import perplexity, windows
 from experiments.pretrain import process_settings
 from experiments.probes import probe
-from experiments.tokenizer import folder_tokenizer, pretrained_tokenizer
+from experiments.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.vit import ViT
@@ -76,16 +76,26 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
     with process_settings(config.impl), world(config.impl.device) as here:
         if here.size > 1:
             raise UserError("an evaluation is one process; start it without torchrun")
-        model, patterns = _model(config)
-        if config.ppl is not None or config.tasks:
-            _check_causal(model)
-        if config.images is not None:
-            _check_vit(model, config.images)
-        tokenizer = _tokenizer(config, model) if config.tasks else None
-        rows = legality.measure(model, patterns)
-        report(f"WEIGHTS: {_described(config)}")
-        report(legality.table(rows))
-        stream = _windows(config, model)
+        result = _evaluate(config, here, report)
+    report(summary(result))
+    return result
+
+
+def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]) -> dict[str, Any]:
+    model, patterns = _model(config)
+    if config.ppl is not None or config.tasks:
+        _check_causal(model)
+    if config.images is not None:
+        _check_vit(model, config.images)
+    tokenizer = _tokenizer(config, model) if config.tasks else None
+    rows = legality.measure(model, patterns)
+    report(f"WEIGHTS: {_described(config)}")
+    report(legality.table(rows))
+    stream = _windows(config, model)
+    with checkpoint.exclusive(config.directory()):
+        done = finished(config)  # by another process, since it was asked above
+        if done is not None:
+            return done
         model.to(here.device).eval()
         metrics: dict[str, Any] = {}
         details: dict[str, Any] = {}
@@ -102,7 +112,7 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
             for task, found in details.items():
                 metrics |= {f"{task}_{name}": value for name, value in found["metrics"].items()}
         source = config.finished_run
-        result = results.write_result(
+        return results.write_result(
             config.directory(),
             {
                 "config_hash": config.digest(),
@@ -119,8 +129,6 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[s
                 "converted": list(patterns),
             },
         )
-    report(summary(result))
-    return result
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -200,18 +208,8 @@ def _windows(config: EvaluateConfig, model: Any) -> torch.Tensor | None:
     run, hf = config.finished_run, config.hf
     encoding = run.tokenizer() if run is not None else folder_tokenizer(str(hf and hf.folder))
     stream = windows(encoding.encode_ordinary_batch([content])[0], block)
-    _check_vocabulary(int(stream.max()), model)
+    check_vocabulary(int(stream.max()), shape.vocab_size)
     return stream
-
-
-def _check_vocabulary(highest: int, model: Any) -> None:
-    """That the model knows the highest token id of its tokenizer."""
-    size = getattr(model, "config", model).vocab_size
-    if highest >= size:
-        raise UserError(
-            f"the tokenizer gives the id {highest}, but the model has {size} tokens: it is that of "
-            "another model"
-        )
 
 
 @torch.no_grad()
@@ -245,7 +243,8 @@ def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerB
     else:
         assert config.hf is not None
         tokenizer = pretrained_tokenizer(str(config.hf.folder))
-    _check_vocabulary(max(tokenizer.get_vocab().values()), model)
+    size: Any = getattr(model, "config", model).vocab_size
+    check_vocabulary(max(tokenizer.get_vocab().values()), size)
     return tokenizer
 
 

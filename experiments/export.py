@@ -89,8 +89,11 @@ def export(
         if ours and whole and found.get("source") == source:
             report(f"exported already: {folder}")
             return folder
-        if folder.exists() and not ours and folder != own:
-            raise UserError(f"to={folder} exists and is no export of this run; give another folder")
+        made = found or (folder / MASKS).is_file()
+        if folder.exists() and not ours and (folder != own or not made):
+            raise UserError(
+                f"{folder} exists and is no export of this run; give another, to=FOLDER"
+            )
         model = run.model(weights)
         patterns = {name: run.pattern(name) for name in run.converted}
         rows = legality.measure(model, patterns)  # of the N:M weights, before anything is merged

@@ -18,6 +18,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from experiments.pretrain import process_settings
 from experiments.progress import Progress
 from experiments.settings import TrainConfig
 from experiments.source import Batch
+from experiments.tokenizer import check_vocabulary
 from experiments.tracking import MetricsLog, check_viewers
 from methods import Method
 from models.bert import BertLM
@@ -65,8 +67,9 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     if result is None:
         return None
     if config.task == GLUE:
-        parts = [finished(config.single(task)) for task in config.recipes]
-        return result if None not in parts else None
+        parts = {task: finished(config.single(task)) for task in config.recipes}
+        found = {task: None if part is None else part["metrics"] for task, part in parts.items()}
+        return result if found == result["tasks"] else None  # one may have been done again
     return result if result["pretrained"]["weights_hash"] == config.weights_hash() else None
 
 
@@ -86,9 +89,11 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[s
         if here.size > 1:
             raise UserError("fine-tuning takes one process; start it without torchrun")
         check_viewers(config.impl.loggers)
-        source = config.open()
+        source, hashes = config.open(), Hashes.of(config)
         pretrained = open_model(config, source)
         problem = load_problem(config, source.tokenizer())
+        if Hashes.of(config) != hashes:
+            raise UserError(f"{config.source} or {config.data} was changed while it was read")
         model, method, train = _prepare(config, source, pretrained, problem, here)
         directory = config.directory()
         with checkpoint.exclusive(directory):
@@ -97,7 +102,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[s
                 report(f"done already: {directory}")
                 return done
             report(f"{config.task}, {config.mode}, seed {config.seed} -> {directory}")
-            tuning = Tuning(config, problem, model, method, train, here, report)
+            tuning = Tuning(config, hashes, problem, model, method, train, here, report)
             tuning.resume()
             return tuning.result(source)
 
@@ -115,10 +120,13 @@ def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT 
             "of text: GPT-2 or BERT"
         )
     longest = Head(pretrained).block_size
+    trained = source.longest or longest
     for task, recipe in config.recipes.items():
-        if recipe.max_length > longest:
+        if recipe.max_length > min(longest, trained):
+            what = "takes" if longest <= trained else "was trained on sequences of"
+            longest = min(longest, trained)
             raise UserError(
-                f"recipe.max_length={recipe.max_length} for {task}, but the model takes {longest} "
+                f"recipe.max_length={recipe.max_length} for {task}, but the model {what} {longest} "
                 f"tokens; set recipe.max_length={longest}"
             )
     return pretrained
@@ -133,6 +141,9 @@ def _prepare(
 ) -> tuple[Head, Method, TrainConfig]:
     """The converted model on its device, and the settings of its training."""
     recipe = config.recipe
+    splits = (problem.train, *problem.dev.values())
+    size: Any = getattr(pretrained, "config", pretrained).vocab_size
+    check_vocabulary(max(max(s.ids) for split in splits for s in split), size)
     torch.manual_seed(config.seed)
     model = problem.head(pretrained)
     model.to(here.device)
@@ -149,6 +160,18 @@ def _prepare(
     return model, method, train
 
 
+@dataclass(frozen=True)
+class Hashes:
+    """Of what a fine-tuning reads: the weights, and the tasks' files (None of those of the hub)."""
+
+    weights: str
+    data: str | None
+
+    @classmethod
+    def of(cls, config: FinetuneConfig) -> Hashes:
+        return cls(config.weights_hash(), config.data_hash())
+
+
 class Tuning:
     """The epochs of one fine-tuning.
 
@@ -159,6 +182,7 @@ class Tuning:
     def __init__(
         self,
         config: FinetuneConfig,
+        hashes: Hashes,
         problem: Problem,
         model: Head,
         method: Method,
@@ -167,6 +191,7 @@ class Tuning:
         report: Callable[[str], None],
     ) -> None:
         self.config, self.problem, self.model, self.method = config, problem, model, method
+        self.hashes = hashes
         self.train, self.here, self.report = train, here, report
         self.optimization = Optimization(
             model,
@@ -180,8 +205,6 @@ class Tuning:
         self.step = 0
         # Of the steps since the epoch began.
         self.loss_sum, self.loss_count = torch.zeros((), device=here.device), 0
-        # Before the epochs: weights that are replaced meanwhile are not those that were read.
-        self.weights_hash, self.data_hash = config.weights_hash(), config.data_hash()
 
     @property
     def checkpoints(self) -> Path:
@@ -198,11 +221,11 @@ class Tuning:
         metrics = self.fit(directory)
         result = {
             **identity,
-            "data_hash": self.data_hash,
+            "data_hash": self.hashes.data,
             "pretrained": {
                 "method": source.method,
                 "config_hash": source.config_hash,
-                "weights_hash": self.weights_hash,
+                "weights_hash": self.hashes.weights,
             },
             "seed": config.seed,
             "tier": config.tier,
@@ -221,10 +244,10 @@ class Tuning:
             "started": started,
             "ended": time.time(),
         }
-        # Before the result: with it, the run counts as finished and is not looked at again.
+        result = results.write_result(directory, result)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         self.report(f"{config.task}: {_metrics_text(metrics)}")
-        return results.write_result(directory, result)
+        return result
 
     def fit(self, directory: Path) -> dict[str, float]:
         """The epochs that are left, logged there; the metrics after the last are those of the
@@ -315,8 +338,8 @@ class Tuning:
         """What a checkpoint belongs to."""
         return {
             "identity": self.config.digest(),
-            "weights": self.weights_hash,
-            "data": self.data_hash,
+            "weights": self.hashes.weights,
+            "data": self.hashes.data,
         }
 
     def save(self) -> None:

@@ -15,7 +15,7 @@ from experiments import glue, squad
 from experiments.config import digest, one_line_errors, typed
 from experiments.errors import UserError
 from experiments.finished import MODES, WEIGHTS_OF, FinishedRun
-from experiments.initial import LATENT, WEIGHTS, HFConfig
+from experiments.initial import HFConfig, weight_files
 from experiments.settings import ImplConfig, TrainConfig
 from experiments.tokenizer import folder_tokenizer
 from methods import Method, dense
@@ -99,9 +99,11 @@ class Checkpoint:
     config: HFConfig
     method: str = "dense"
 
+    longest: None = None
+
     @property
     def config_hash(self) -> str:
-        return self.config.fingerprint
+        return f"{self.config.fingerprint} {self.config.tokenizer_fingerprint}"
 
     def model(self, weights: str = "sparse") -> CausalLM:
         return self.config.build()  # there is one kind of weights
@@ -181,8 +183,7 @@ class FinetuneConfig:
         """Hash of the weights that are fine-tuned."""
         if isinstance(self.source, HFConfig):
             return self.source.fingerprint
-        paths = [self.source / name for name in (WEIGHTS, LATENT)]
-        return glue.fingerprint([path for path in paths if path.is_file()])
+        return digest(weight_files(self.source, "dense"))
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -207,7 +208,7 @@ class FinetuneConfig:
         settings = self._settings()
         if isinstance(self.source, HFConfig):
             home = self.runs / Path(self.source.path).name
-            settings["source"] = self.source.fingerprint
+            settings["source"] = self.open().config_hash
         else:
             home = self.source
         name = f"{self.task}-{self.mode}-{digest(settings)[:8]}"

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 import methods
 from experiments.config import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model, typed
-from experiments.data import load_tokens
+from experiments.data import load_encoding
 from experiments.errors import UserError
 from experiments.initial import LATENT, load_weights, read_result
+from experiments.mlm import MLMConfig
+from experiments.results import FILE
 from methods import compressed, dense, one_shot, slorb
+from models.bert import BertConfig
 
 if TYPE_CHECKING:
     import tiktoken
@@ -66,7 +70,7 @@ class FinishedRun:
     def shape(self) -> ModelConfig:
         """The shape of its model."""
         values = {k: v for k, v in self.config["model"].items() if k not in ("name", "weights")}
-        return typed(FAMILIES[self.family][0], "model", values)
+        return typed(FAMILIES[self.family][0], f"{self.directory / FILE}: model", values)
 
     @property
     def family(self) -> str:
@@ -76,7 +80,8 @@ class FinishedRun:
     @cached_property
     def data(self) -> DataConfig | ImageConfig:
         """The data that it was trained on."""
-        return typed(FAMILIES[self.family][1], "data", self.config["data"])
+        schema = FAMILIES[self.family][1]
+        return typed(schema, f"{self.directory / FILE}: data", self.config["data"])
 
     @cached_property
     def trained_with(self) -> methods.Method:
@@ -84,19 +89,31 @@ class FinishedRun:
         options = {k: v for k, v in self.config["method"].items() if k != "name"}
         return methods.build(self.method, **options)
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the sequences that it was trained on; None where its model takes any number of
+        them equally well."""
+        if not isinstance(self.shape, BertConfig) or self.shape.positions != "learned":
+            return None
+        assert isinstance(self.data, MLMConfig)
+        return self.data.sequence_length or self.shape.block_size
+
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name."""
         return self.trained_with.pattern(name)
 
     def tokenizer(self) -> tiktoken.Encoding | HFTokenizer:
-        """That of the corpus it was trained on.
+        """The one that it was trained with, of which the run keeps a copy.
 
         Raises:
-            UserError: it was trained on images, or its corpus is gone.
+            UserError: it was trained on images, or the copy is gone.
         """
         if isinstance(self.data, ImageConfig):
             raise UserError(f"{self.directory} was trained on images and has no tokenizer")
-        return load_tokens(self.data, 0).encoding
+        record = self.result.get("corpus", {}).get("tokenizer")
+        if record is None:
+            raise UserError(f"{self.directory / FILE} names no tokenizer; run it again")
+        return load_encoding(self.directory, record)
 
     def model(self, weights: str = "sparse") -> nn.Module:
         """The plain model on the CPU, as the method ended; `dense`: with the dense weights under
@@ -125,9 +142,16 @@ class FinishedRun:
 
     @cached_property
     def latent(self) -> dict[str, torch.Tensor]:
-        """State of the method's layers before they became plain, by its name in the model."""
+        """State of the method's layers before they became plain, by its name in the model.
+
+        Raises:
+            UserError: its file is damaged.
+        """
         path = self.directory / LATENT
-        return load_file(path) if path.is_file() else {}
+        try:
+            return load_file(path) if path.is_file() else {}
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged ({error}); run it again") from error
 
     def method_for(
         self,
@@ -173,8 +197,14 @@ class FinishedRun:
         method = module.Method(type(own)(**{**vars(own), **common}))
         method.convert(model, dtype)
         for name, layer in method.sparse_layers.items():
-            wanted = layer.state_dict().keys()
-            layer.load_state_dict({key: self.latent[f"{name}.{key}"] for key in wanted})
+            wanted = {key: f"{name}.{key}" for key in layer.state_dict()}
+            if absent := [stored for stored in wanted.values() if stored not in self.latent]:
+                path = self.directory / LATENT
+                raise UserError(
+                    f"{path} is missing or lacks {absent[0]}, with which {self.method} goes on; "
+                    "run it again, or set mode=dense"
+                )
+            layer.load_state_dict({key: self.latent[stored] for key, stored in wanted.items()})
         return method
 
 

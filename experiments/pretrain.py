@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common_kernels import backend, check_nm
-from experiments import checkpoint, results
+from common_kernels import backend
+from experiments import checkpoint, legality, results
 from experiments.config import RunConfig, driver
 from experiments.config import load as load
 from experiments.data import CALIBRATION
@@ -56,7 +56,8 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     if result is None:
         return None
     data = config.data.known_fingerprint()
-    return None if data is not None and data != result["corpus_hash"] else result
+    other_data = data is not None and data != result["corpus_hash"]
+    return None if other_data or result.get("init") != config.init_weights() else result
 
 
 def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -70,6 +71,8 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
         done = finished(config)
         if done is not None:
             report(f"done already: {config.directory()}")
+            if here.is_main:  # left where it was killed after its result
+                shutil.rmtree(config.directory() / "checkpoints", ignore_errors=True)
             return done
         micro_batch_size(config.train, config.impl.micro_batch, here.size)
         check_viewers(config.impl.loggers)
@@ -82,7 +85,7 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 source=source,
                 train=config.train,
                 seed=config.seed,
-                identity=config.digest(),
+                identity=f"{config.digest()} {config.init_weights()}",
                 directory=directory,
                 world=here,
                 dtype=config.impl.dtype,
@@ -94,6 +97,8 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
             )
             trainer.resume()
             if here.is_main:
+                # Of other data or other first weights: it says nothing of what comes now.
+                (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
             return _train(config, trainer, converted, report)
@@ -151,10 +156,12 @@ def _train(
     trainer.method.finalize(model)
     means = trainer.evaluate_weights() | means
     plain, names = deliverable(model, converted.names)
+    patterns = {new: trainer.method.pattern(old) for new, old in names.items()}
     samples = int(config.train.samples_before[trainer.step])
-    result = {
+    result: dict[str, Any] = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
+        "init": config.init_weights(),
         "corpus_hash": trainer.source.fingerprint,
         "corpus": trainer.source.describe(),
         "seed": config.seed,
@@ -168,7 +175,7 @@ def _train(
             "flip_rate": last["flip_rate"],
             "skipped_steps": trainer.optimization.skipped,
         },
-        "sparsity": measure_sparsity(plain, trainer.method, names),
+        "sparsity": legality.total(legality.measure(plain, patterns)),
         "converted": list(names),
         "backend": backend.resolve(here.device),
         "matmul": products,
@@ -192,12 +199,22 @@ def _train(
     }
     if kept:
         checkpoint.write_atomic(directory / LATENT, lambda p: save_file(kept, p))
-    # Before the result: with it, the run counts as finished and is not looked at again.
-    shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+    keep_tokenizer(result["corpus"], trainer.source.directory, directory)
     result = results.write_result(directory, result)
+    shutil.rmtree(trainer.checkpoints, ignore_errors=True)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
     report(f"{scores}, {trainer.seconds:.0f} s of training")
     return result
+
+
+def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> None:
+    """Copy the file of the tokenizer, if it has one, from `source` into the run: a corpus may be
+    prepared anew from another text. `corpus` is its manifest.
+    """
+    name = corpus.get("tokenizer", {}).get("file")
+    if name is not None:
+        content = (source / name).read_bytes()
+        checkpoint.write_atomic(directory / name, lambda path: path.write_bytes(content))
 
 
 def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
@@ -245,22 +262,6 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
-
-
-def measure_sparsity(model: nn.Module, method: Method, names: dict[str, str]) -> dict[str, Any]:
-    """Density, and groups of m inputs with more than n non-zeros, over the named linears.
-
-    Args:
-        names: name in `model` -> name under which the method converted it.
-    """
-    entries = nonzeros = groups = illegal = 0
-    for name, converted in names.items():
-        weight, (n, m) = model.get_parameter(f"{name}.weight").detach(), method.pattern(converted)
-        entries += weight.numel()
-        nonzeros += int(torch.count_nonzero(weight))
-        groups += weight.numel() // m
-        illegal += int(check_nm(weight, n, m))
-    return {"density": nonzeros / entries, "illegal_groups": illegal, "groups": groups}
 
 
 def save_model(model: nn.Module, path: Path) -> None:

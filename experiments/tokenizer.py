@@ -171,6 +171,15 @@ class HFTokenizer:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
+def check_vocabulary(highest: int, size: int) -> None:
+    """A UserError unless a model of `size` tokens knows the highest id of its tokenizer."""
+    if highest >= size:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, but the model has {size} tokens: it is that of "
+            "another model"
+        )
+
+
 def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from common_kernels import backend, check_nm, nm_mask, register_cpu_operators
 from experiments import export, legality, pretrain, semi_structured
-from experiments.data import DataConfig, load_tokens
+from experiments.data import DataConfig, load_tokens, read_manifest
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
 from experiments.images import ImageConfig
@@ -89,6 +89,10 @@ def write_run(directory, family, model, data):
     pretrain.save_model(model, directory / "model.safetensors")
     result = {"config_hash": "0123456789abcdef", "config": config, "seed": 3, "tier": "smoke",
               "converted": list(chosen)}  # fmt: skip
+    if family != "vit":
+        corpus = FinishedRun(directory, result).data
+        result["corpus"] = read_manifest(corpus)
+        pretrain.keep_tokenizer(result["corpus"], corpus.directory, directory)
     (directory / "result.json").write_text(json.dumps(result))
     return FinishedRun.open(directory)
 
@@ -479,3 +483,13 @@ def test_a_dense_model_has_nothing_to_pack():
     nn.init.zeros_(small.weight)
     with pytest.raises(UserError, match=r"shape \(8, 8\)"):
         semi_structured.to_semi_structured(nn.Sequential(small), "cutlass_sm80")
+
+
+def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(finished):
+    run = finished("gpt2")
+    notes = run.directory / "export" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(UserError, match=r"export exists and is no export of this run"):
+        export.export(run, report=quiet)
+    assert notes.read_text() == "mine"

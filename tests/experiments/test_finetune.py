@@ -170,13 +170,44 @@ def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp
     for ask in (finetune.finished, finetune.run):
         with pytest.raises(UserError, match=r"data\.source=/no/such/place/glue is missing"):
             ask(gone)
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(gpt2 / "model.safetensors")
     save_file({name: t + 1e-3 for name, t in weights.items()}, gpt2 / "model.safetensors")
     assert finetune.finished(one) is None
     again = finetune.run(one, quiet)
     assert again["pretrained"]["weights_hash"] != result["pretrained"]["weights_hash"]
+
+
+def test_weights_that_are_replaced_while_the_data_are_read_end_it(gpt2, monkeypatch):
+    own, path = config(gpt2, "rte"), gpt2 / "model.safetensors"
+    weights, read = load_file(path), finetune.load_problem
+
+    def replacing(*args):
+        save_file({name: t + 1e-3 for name, t in weights.items()}, path)
+        return read(*args)
+
+    monkeypatch.setattr(finetune, "load_problem", replacing)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        finetune.run(own, quiet)
+    assert not own.directory().exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(gpt2, monkeypatch):
+    read = finetune.load_problem
+
+    def beyond(*args):
+        problem = read(*args)
+        problem.train[3].ids[-1] = 512
+        return problem
+
+    monkeypatch.setattr(finetune, "load_problem", beyond)
+    with pytest.raises(UserError, match="gives the id 512, but the model has 512 tokens"):
+        finetune.run(config(gpt2, "rte"), quiet)
+
+
+def test_positions_that_were_never_trained_are_refused(runs):
+    run = runs("bert", "model.positions=learned", "data.sequence_length=32")
+    with pytest.raises(UserError, match=r"max_length=64 for rte.* was trained on .*32"):
+        finetune.run(config(run, "rte"), quiet)
 
 
 def test_a_damaged_result_is_one_line(gpt2):
@@ -289,8 +320,16 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     assert [r["task"] for r in rows if r["metric"] == "score"] == list(glue.TASKS)
     [rte] = [r for r in rows if (r["task"], r["metric"]) == ("rte", "accuracy")]
     assert float(rte["value"]) == done["metrics"]["accuracy"] and rte["dev_examples"] == "16"
-    monkeypatch.setattr(finetune, "_run_glue", None)
-    assert finetune.run(own, quiet)["tasks"] == result["tasks"]
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "_run_glue", None)
+        assert finetune.run(own, quiet)["tasks"] == result["tasks"]
+    # A task that was done again since makes the table an old one.
+    path = own.single("rte").directory() / "result.json"
+    content = json.loads(path.read_text())
+    content["metrics"] = dict.fromkeys(content["metrics"], 90.0)
+    path.write_text(json.dumps(content))
+    assert finetune.finished(own) is None
+    assert finetune.run(own, quiet)["tasks"]["rte"]["score"] == 90.0
 
 
 def test_a_recipe_says_which_tasks_are_in_its_mean(gpt2):
@@ -360,7 +399,8 @@ def tuning(run, *more):
     here = World(0, 1, torch.device("cpu"))
     pretrained = finetune.open_model(own, source)
     model, method, train = finetune._prepare(own, source, pretrained, problem, here)
-    return Tuning(own, problem, model, method, train, here, quiet)
+    hashes = finetune.Hashes.of(own)
+    return Tuning(own, hashes, problem, model, method, train, here, quiet)
 
 
 def test_micro_batches_make_the_same_step(gpt2):

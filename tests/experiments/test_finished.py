@@ -1,6 +1,7 @@
 """What starts from a finished run: its weights, and the method that fine-tunes them."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments import pretrain
+from experiments.data import load_tokens
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
+from experiments.prepare_data import prepare
 from methods import dense, one_shot, s_ste, slope
 
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
@@ -151,3 +154,57 @@ def test_no_finished_run(tmp_path, finished):
     run.result["config"]["model"] = changed
     with pytest.raises(UserError, match="do not fit the model"):
         run.model()
+
+
+def test_the_tokenizer_is_that_of_training_whatever_became_of_the_corpus(tmp_path, tiny):
+    """The corpus of this name is prepared again, from another text, and then removed."""
+    source, data = tmp_path / "text", ["data.name=mine", f"data.root={tmp_path / 'data'}"]
+    source.mkdir()
+    config = tiny("train.steps=2", *data, f"data.source={source}", "method=dense")
+
+    def write(words):
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        for name in ("a.txt", "b.txt"):
+            (source / name).write_text(f"{words}\n" * 200)
+        prepare(config.data)
+
+    write("every weight has a scale and a mask")
+    pretrain.run(config, lambda message: None)
+    run = FinishedRun.open(config.directory())
+    tokens = run.tokenizer().encode_ordinary("a mask and a scale")
+    write("four groups of eight columns, rows by twos")
+    other = load_tokens(config.data, 0).encoding.encode_ordinary("a mask and a scale")
+    assert other != tokens
+    shutil.rmtree(tmp_path / "data")
+    again = FinishedRun.open(config.directory())
+    assert again.tokenizer().encode_ordinary("a mask and a scale") == tokens
+    path = config.directory() / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(UserError, match=r"tokenizer\.json, the tokenizer, was changed"):
+        again.tokenizer()
+    path.unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json, the tokenizer, is missing"):
+        again.tokenizer()
+
+
+def test_layers_that_are_missing_or_damaged_are_one_line(finished):
+    run = finished("method=s_ste")
+    path = run.directory / "latent.safetensors"
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(UserError, match=r"latent\.safetensors is missing or lacks transformer"):
+        run.method_for(run.model(), "auto", 10, 0)
+    path.write_bytes(content[:1000])
+    with pytest.raises(UserError, match=r"latent\.safetensors is damaged"):
+        FinishedRun.open(run.directory).model("dense")
+
+
+def test_a_result_without_a_setting_is_named(finished):
+    run = finished("method=dense")
+    path = run.directory / "result.json"
+    content = json.loads(path.read_text())
+    del content["config"]["model"]["n_layer"]
+    content["config"]["model"]["depth"] = 3
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"result\.json: model has no key depth"):
+        FinishedRun.open(run.directory).model()

@@ -5,9 +5,10 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common_kernels import backend
-from experiments import checkpoint, pretrain
+from experiments import checkpoint, pretrain, results
 from experiments.config import load
 from experiments.data import DataConfig
 from experiments.errors import UserError
@@ -105,6 +106,54 @@ def test_a_result_on_another_corpus_does_not_count(tiny, other_corpus):
     # Without the corpus at hand nothing can be said against the result.
     gone = tiny("method=dense", "train.steps=2", "data.root=nowhere")
     assert pretrain.finished(gone) is not None
+
+
+def test_a_damaged_result_is_one_line(tiny):
+    config = tiny("method=dense")
+    config.directory().mkdir(parents=True)
+    for content in ("", "[]", "{}", '{"schema": 1'):
+        (config.directory() / "result.json").write_text(content)
+        with pytest.raises(UserError, match=r"result\.json is damaged .*remove it and run again"):
+            pretrain.run(config, quiet)
+
+
+def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(
+    tiny, monkeypatch
+):
+    config = tiny("method=dense", "train.steps=5", "impl.checkpoint_every=2")
+
+    def dying(directory, result):
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(results, "write_result", dying)
+        pretrain.run(config, quiet)
+    assert (config.directory() / "model.safetensors").exists()
+    said = []
+    pretrain.run(config, said.append)
+    assert "resumed at step 4 of 5" in said
+    # Died between the result and the removal of the checkpoints.
+    left = config.directory() / "checkpoints"
+    assert not left.exists()
+    left.mkdir()
+    pretrain.run(config, quiet)
+    assert not left.exists()
+
+
+def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(tiny, killed):
+    first = tiny("method=dense", "train.steps=2")
+    pretrain.run(first, quiet)
+    second = tiny("method=ste", f"init={first.directory()}")
+    pretrain.run(second, quiet)
+    assert pretrain.finished(second) is not None
+    path = first.directory() / "model.safetensors"
+    save_file({name: 0.5 * tensor for name, tensor in load_file(path).items()}, path)
+    assert pretrain.finished(second) is None
+    killed(second, 5)
+    assert not (second.directory() / "result.json").exists()  # that of the other weights
+    save_file({name: 3.0 * tensor for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(UserError, match="belongs to another config"):
+        pretrain.run(second, quiet)
 
 
 def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, killed, other_corpus):
