@@ -58,7 +58,8 @@ FAMILIES: dict[str, tuple[type, type, str]] = {
 class RunConfig:
     """One run. `method_options` are the fields of the method's own `Config`.
 
-    init: directory of a finished run whose weights this one starts from. dino: set where the model
+    init: directory of a finished run whose weights this one starts from, or of a checkpoint of
+        transformers. dino: set where the model
         teaches itself (`experiments.dino`).
     """
 

@@ -2,7 +2,8 @@
 
 `task` is one of the nine of GLUE, `squad`, or `glue`: those that the recipe lists, one after the
 other, in one table.
-`model.path=FOLDER` takes a checkpoint of transformers instead of a run; it is fine-tuned densely.
+`model.path=FOLDER` takes a checkpoint of transformers (a causal model or BERT) instead of a run; it
+is fine-tuned densely.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
 dev split after each epoch, and at the end `result.json`; for `glue` also `glue.csv`. The result is

@@ -19,7 +19,6 @@ from experiments.initial import HFConfig, weight_files
 from experiments.settings import ImplConfig, TrainConfig
 from experiments.tokenizer import folder_tokenizer
 from methods import Method, dense
-from models.hf import CausalLM
 
 GLUE, SQUAD = "glue", "squad"
 TASKS = (*glue.TASKS, SQUAD)
@@ -105,8 +104,10 @@ class Checkpoint:
     def config_hash(self) -> str:
         return f"{self.config.fingerprint} {self.config.tokenizer_fingerprint}"
 
-    def model(self, weights: str = "sparse") -> CausalLM:
-        return self.config.build()  # there is one kind of weights
+    def model(self, weights: str = "sparse") -> nn.Module:
+        # There is one kind of weights.
+        bert = self.config.model_type == "bert"
+        return self.config.build_ours() if bert else self.config.build()
 
     def tokenizer(self) -> glue.Encoding:
         return folder_tokenizer(str(self.config.folder))
@@ -124,7 +125,7 @@ class Checkpoint:
                 f"model.path={self.config.path} knows no sparse method: set mode=dense, or train "
                 "it with a method (`python -m experiments.distill`) and give that run"
             )
-        include = ("*.h.*", "*.layers.*")  # the blocks, by the names of transformers
+        include = ("*.h.*", "*.layers.*", "*.layer.*")  # the blocks, whatever they are called
         method = dense.Method(dense.Config(include=include, total_steps=total_steps, seed=seed))
         method.convert(model, dtype)
         return method

@@ -1,28 +1,34 @@
 """Weights that a run starts from: a checkpoint of transformers, or a finished run of our own.
 
-Neither enters a run's identity by its path: a checkpoint does so by the hash of its files, a run
-by the hash of its config.
+A checkpoint is trained as the model of transformers that it is (`model=hf`), or read into a model
+of ours of the same shape (`init=FOLDER`). Neither it nor a run enters an identity by its path: a
+checkpoint does so by the hash of its files, a run by the hash of its config.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.errors import UserError
 from experiments.results import FILE as RESULT
 from experiments.tokenizer import FILES as TOKENIZERS
 from methods import compressed, slorb
+from models import bert, gpt2, vit
+from models.bert import BertLM
+from models.gpt2 import GPT
 from models.hf import CausalLM
+from models.vit import ViT
 
 # In the directory of a finished run: plain weights as the method ends, those of the averaged copy,
 # and what the method's layers held before they became plain.
@@ -36,7 +42,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A causal language model of transformers.
+    """A checkpoint of transformers; `build` takes it as a causal language model.
 
     path: a local folder, or an id on the hub. block_size: tokens per training sequence; null = as
     many as the model takes.
@@ -98,6 +104,75 @@ class HFConfig:
         except ValueError as error:
             raise UserError(f"model.path={self.path}: {error}") from error
 
+    @cached_property
+    def model_type(self) -> str | None:
+        """What transformers calls the architecture."""
+        return _model_type(self.folder)
+
+    def build_ours(self) -> GPT | BertLM | ViT:
+        """The model of ours with the same outputs, on the CPU in fp32.
+
+        Raises:
+            UserError: it is none of GPT-2, BERT (with its head for masked words) and ViT, or has
+                settings that ours do not have.
+        """
+        import transformers
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        names = {name for path in self.folder.glob("*.safetensors") for name in _names(path)}
+
+        def has(part: str) -> bool:
+            return any(part in name for name in names)
+
+        # Which of its forms a checkpoint is shows in the heads that it has.
+        choices: dict[str | None, tuple[str, Callable[[Any], GPT | BertLM | ViT]]] = {
+            "gpt2": ("GPT2LMHeadModel", gpt2.from_hf),
+            "bert": (
+                "BertForPreTraining" if has("seq_relationship") else "BertForMaskedLM",
+                bert.from_hf,
+            ),
+            "vit": ("ViTForImageClassification" if has("classifier") else "ViTModel", vit.from_hf),
+        }
+        if self.model_type not in choices:
+            raise UserError(
+                f"{self.path} is a checkpoint of {self.model_type}; only those of gpt2, bert and "
+                "vit can be read into models of this project"
+            )
+        kind, convert = choices[self.model_type]
+        try:
+            loaded, info = getattr(transformers, kind).from_pretrained(
+                self.folder, use_safetensors=True, output_loading_info=True
+            )
+            # The pooler of a ViTModel is no part of its features.
+            if missing := [n for n in sorted(info["missing_keys"]) if "pooler" not in n]:
+                raise ValueError(f"{missing[0]} and {len(missing) - 1} more weights are missing")
+            return convert(loaded.float())
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{self.path}: {' '.join(str(error).split())}") from error
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+
+
+def _model_type(folder: Path) -> str | None:
+    """The architecture by the `config.json` of transformers; a run's own names none."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
+
+
+def _checkpoint(directory: Path) -> HFConfig | None:
+    """`directory` as a checkpoint of transformers; None where it is a run, or is to be one."""
+    return None if _model_type(directory) is None else HFConfig(str(directory))
+
 
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
@@ -140,8 +215,10 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 
 def source_hash(directory: Path) -> str:
-    """Hash of the config of the finished run in `directory`, which has to be one."""
-    return read_result(directory)["config_hash"]
+    """Hash of what `init=directory` stands for: the config of a finished run, or the weights of a
+    checkpoint of transformers."""
+    hf = _checkpoint(directory)
+    return read_result(directory)["config_hash"] if hf is None else hf.fingerprint
 
 
 def weight_files(directory: Path, weights: str) -> dict[str, str]:
@@ -151,20 +228,15 @@ def weight_files(directory: Path, weights: str) -> dict[str, str]:
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """The weights of the finished run in `directory` put into the plain `model`, in place.
+    """The weights of the finished run, or of the checkpoint of transformers, in `directory` put
+    into the plain `model`, in place.
 
     Raises:
         UserError: they are missing, damaged or of another architecture.
     """
-    path = directory / WEIGHTS
-    try:
-        state = load_file(path)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing; run it again") from error
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}); run it again") from error
-    slorb.attach(model, state)
-    compressed.attach(model, state)
+    hf = _checkpoint(directory)
+    theirs = {} if hf is None else dict(hf.build_ours().named_parameters())
+    state = theirs or _of_run(model, directory)
     own = dict(model.named_parameters())
     wrong = sorted(
         name
@@ -174,8 +246,22 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     if wrong:
         raise UserError(
             f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
-            "more differ; set model.* as that run did"
+            "more differ; set model.* as there"
         )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(state[name])
+
+
+def _of_run(model: nn.Module, directory: Path) -> dict[str, Tensor]:
+    """The weights of a finished run; low-rank terms that are among them are given to `model`."""
+    path = directory / WEIGHTS
+    try:
+        state = load_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing; run it again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); run it again") from error
+    slorb.attach(model, state)
+    compressed.attach(model, state)
+    return state

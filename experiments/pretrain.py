@@ -1,7 +1,8 @@
 """Pre-train a model from scratch with a method: `python -m experiments.pretrain method=s_ste`.
 
-With `init=RUN` it starts from the weights of that finished run, with `model=hf model.path=FOLDER`
-from a checkpoint of transformers.
+With `init=RUN` it starts from the weights of that finished run; with `init=FOLDER` from those of a
+GPT-2, BERT or ViT of transformers, read into a model of ours of the same shape. `model=hf
+model.path=FOLDER` trains a causal model of transformers as it is.
 
 Writes into the run directory (`runs/<model>-<data>/<method>-<hash>/seed<n>`): `config.json`,
 `metrics.jsonl`, `checkpoints/` while it runs, and at the end `model.safetensors` (plain weights,

@@ -709,6 +709,33 @@ def test_a_checkpoint_of_transformers_is_fine_tuned_densely(hf_model, runs, tmp_
     sparse = finetune.load([*given, "mode=sparse", "recipe.max_length=32", *CPU])
     with pytest.raises(UserError, match=r"knows no sparse method: set mode=dense"):
         finetune.run(sparse, quiet)
+    # Another tokenizer makes it another model.
+    digest, path = own.digest(), folder / "tokenizer_config.json"
+    path.write_text(path.read_text() + "\n")
+    again = finetune.load([*given, *QUICK, *CPU, "recipe.max_length=32", "recipe.epochs=1"])
+    assert again.digest() != digest and again.directory() != own.directory()
+
+
+def test_a_bert_of_transformers_is_fine_tuned_as_ours(runs, tmp_path):
+    from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
+
+    corpora, folder = runs("bert").parents[3], tmp_path / "bert"
+    shape = {"vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    theirs = BertForPreTraining(
+        BertConfig(**shape, num_attention_heads=2, max_position_embeddings=64)
+    )
+    theirs.save_pretrained(folder)
+    [tokenizer] = corpora.glob("toys-wp400*/tokenizer.json")
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "pad", "mask", "unk")}
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **names).save_pretrained(folder)
+    given = [f"model.path={folder}", "task=rte", f"data.source={GLUE}", f"runs={tmp_path / 'r'}"]
+    own = finetune.load([*given, *QUICK, *CPU, "recipe.epochs=1"])
+    model = finetune.open_model(own, own.open())
+    assert torch.equal(model.bert.pooler.dense.weight, theirs.bert.pooler.dense.weight)
+    result = finetune.run(own, quiet)
+    assert len(result["converted"]) == 2 * 4  # fused query, key and value; output; two of the FFN
+    assert result["steps"] == 3
 
 
 def test_the_command_line_says_what_is_wrong_in_one_line():

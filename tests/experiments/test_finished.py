@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments import pretrain
+from experiments.config import load
 from experiments.data import load_tokens
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
@@ -208,3 +210,76 @@ def test_a_result_without_a_setting_is_named(finished):
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"result\.json: model has no key depth"):
         FinishedRun.open(run.directory).model()
+
+
+# ------------------------------------------------------------------ checkpoints of transformers
+
+
+def theirs(kind, **settings):
+    torch.manual_seed(3)
+    configs = {
+        "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {
+            "vocab_size": 320, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2,
+            "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
+        }),
+        "bert": (transformers.BertForMaskedLM, transformers.BertConfig, {
+            "vocab_size": 128, "max_position_embeddings": 32, "hidden_size": 16,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+        }),
+        "vit": (transformers.ViTForImageClassification, transformers.ViTConfig, {
+            "image_size": 32, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 10,
+            "hidden_dropout_prob": 0.0, "layer_norm_eps": 1e-6,
+        }),
+    }  # fmt: skip
+    kind, config, common = configs[kind]
+    return kind(config(**common, **settings)).eval()
+
+
+OURS = {
+    "gpt2": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.vocab_size=320",
+             "model.block_size=16", "model.bias=true"],
+    "bert": ["model=bert_nano", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
+             "model.n_inner=32", "model.vocab_size=128", "model.block_size=32",
+             "model.pre_norm=false", "model.bias=true", "model.glu=false",
+             "model.positions=learned", "model.head_transform=true"],
+    "vit": ["model=deit_nano", "model.width=16", "model.depth=1", "model.heads=2",
+            "model.patch_size=8", "model.mlp_ratio=2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_run_starts_from_the_weights_of_transformers(kind, tmp_path):
+    model = theirs(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    config = load([*OURS[kind], f"init={tmp_path / 'theirs'}", f"runs={tmp_path}"])
+    ours = config.build_model().eval()
+    with torch.no_grad():
+        if kind == "vit":
+            images = torch.randn(2, 3, 32, 32)
+            pair = ours(images)[0], model(pixel_values=images).logits
+        else:
+            tokens = torch.arange(32).view(2, 16) * 5 % 120
+            pair = ours(tokens)[0], model(input_ids=tokens).logits
+    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+    digest = config.digest()
+    assert digest != load([*OURS[kind], f"runs={tmp_path}"]).digest()
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    model.save_pretrained(tmp_path / "theirs")
+    assert load([*OURS[kind], f"init={tmp_path / 'theirs'}"]).digest() != digest
+
+
+def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
+    theirs("gpt2", scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path / "scaled")
+    theirs("gpt2").save_pretrained(tmp_path / "gpt2")
+    hf_model("opt").save_pretrained(tmp_path / "opt")
+    for folder, overrides, message in (
+        ("scaled", [], r"scale_attn_by_inverse_layer_idx=True \(needs False\)"),
+        ("gpt2", ["model.n_embd=32"], r"do not fit the model: .*differ; set model\.\* as there"),
+        ("gpt2", ["model.bias=false"], r"do not fit the model: .*differ; set model\.\* as there"),
+        ("opt", [], "is a checkpoint of opt; only those of gpt2, bert and vit"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            load([*OURS["gpt2"], *overrides, f"init={tmp_path / folder}"]).build_model()
+        assert "\n" not in str(caught.value)
