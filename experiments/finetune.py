@@ -257,17 +257,18 @@ class Tuning:
         every = self.config.impl.checkpoint_every
         steps = self.train.steps // recipe.epochs  # of an epoch
         log = MetricsLog(directory, self.step + 1, self.config.impl.loggers)
-        tokens = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
-        each = round(tokens * recipe.batch_size)
+        sequence = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
+        tokens = 0
         self.model.train()
-        with Progress(self.train.steps, self.step, each, enabled=True) as progress:
+        with Progress(self.train.steps, self.step, enabled=True) as progress:
             for epoch in range(self.step // steps + 1, recipe.epochs + 1):
                 for sequences in self._batches(epoch):
                     self.loss_sum = self.loss_sum + self._train_step(sequences)
                     self.loss_count += 1
                     self.step += 1
                     loss = float(self.loss_sum) / self.loss_count
-                    progress.update(self.step, {"loss": loss})
+                    tokens += round(len(sequences) * sequence)
+                    progress.update(self.step, tokens, loss)
                     if self.step == epoch * steps:
                         if epoch == recipe.epochs:
                             self.method.finalize(self.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import rich.progress
 
@@ -14,8 +13,8 @@ _SECONDS_PER_LINE = 10.0
 class Progress:
     """Shows step, loss, tokens per second and the time left; silent unless `enabled`."""
 
-    def __init__(self, steps: int, first: int, tokens_per_step: int, enabled: bool) -> None:
-        self.steps, self.first, self.tokens = steps, first, tokens_per_step
+    def __init__(self, steps: int, first: int, enabled: bool) -> None:
+        self.steps, self.first = steps, first
         self.start = time.perf_counter()
         self.next_line = _SECONDS_PER_LINE
         self.bar: rich.progress.Progress | None = None
@@ -39,13 +38,12 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def update(self, done: int, record: dict[str, Any]) -> None:
-        """`done` steps are complete; `record` holds the latest `loss`."""
+    def update(self, done: int, tokens: int, loss: float) -> None:
+        """`done` steps are complete, and `tokens` were seen since the first of this process."""
         if not self.enabled:
             return
         seconds = time.perf_counter() - self.start
-        speed = (done - self.first) * self.tokens / seconds
-        text = f"loss {record['loss']:.4f}, {speed:,.0f} tokens/s"
+        text = f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=done, description=text)
         elif seconds >= self.next_line or done == self.steps:

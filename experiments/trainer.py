@@ -110,10 +110,10 @@ class Trainer:
         """Train up to the last step, from where the state is."""
         main = self.world.is_main
         log = MetricsLog(self.directory, self.step, self.loggers) if main else None
-        tokens = self.train.batch_size * self.source.tokens_per_sample
+        first, seen = self.step, self.train.samples_before * self.source.tokens_per_sample
         batches = self.source.batches(self._requests())
         self.model.train()
-        with Progress(self.train.steps, self.step, tokens, enabled=main) as progress:
+        with Progress(self.train.steps, self.step, enabled=main) as progress:
             durations: list[float] = []
             while self.step < self.train.steps:
                 if self.step % self.train.eval_every == 0:
@@ -126,7 +126,8 @@ class Trainer:
                     record = self._record(norm, durations)
                     durations = []
                     self._log(log, record)
-                    progress.update(self.step + 1, record)
+                    tokens = int(seen[self.step + 1] - seen[first])
+                    progress.update(self.step + 1, tokens, record["loss"])
                 self.step += 1
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                     self.save()

@@ -239,3 +239,24 @@ def test_sparse_products_are_asked_for_and_told(tiny):
     with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
         pretrain.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
     assert "\n" not in str(caught.value)
+
+
+def test_hidden_words_are_learnt_from_those_around_them(tmp_path):
+    """Passages of one word each: the loss ends far below the entropy of single words, which a model
+    that does not look around cannot pass."""
+    source = tmp_path / "text"
+    source.mkdir()
+    words = "keep two of four weights in each group and drop the others soon".split()
+    for name in ("a.txt", "b.txt"):
+        (source / name).write_text("".join(f"{word} " * 300 + "\n" for word in words))
+    config = load([
+        "model=bert_nano", "model.n_layer=1", "model.n_head=2", "model.n_embd=64",
+        "model.n_inner=128", "model.block_size=32", "method=sr_ste", "data.name=words",
+        f"data.source={source}", f"data.root={tmp_path}", "data.vocab_size=100", "train.steps=200",
+        "train.learning_rate=1e-2", "train.min_learning_rate=0", "train.warmup_steps=5",
+        "train.eval_samples=16", f"runs={tmp_path}", "impl.device=cpu", "impl.threads=1",
+    ])  # fmt: skip
+    prepare(config.data)
+    result = pretrain.run(config, quiet)
+    assert result["metrics"]["val_loss"] < 0.5 * result["corpus"]["unigram_entropy"]
+    assert result["sparsity"]["illegal_groups"] == 0
