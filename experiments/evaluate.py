@@ -218,8 +218,14 @@ def _accuracy(
 ) -> dict[str, Any]:
     """`val_loss`, `val_top1` and `val_top5` (percent) over all validation images."""
     source = ImageSource(
-        config.image_data, model.config, seed=0, batch_size=2, workers=config.impl.workers
+        config.image_data,
+        model.config,
+        seed=0,
+        batch_size=2,
+        workers=config.impl.workers,
+        splits=("val",),
     )
+    _check_classes(config, source)
     images = source.images.val
     device, count = next(model.parameters()).device, len(images.labels)
     sums: dict[str, float] = {}
@@ -231,6 +237,22 @@ def _accuracy(
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + float(value)
     return {f"val_{name}": value / count for name, value in sums.items()} | {"val_images": count}
+
+
+def _check_classes(config: EvaluateConfig, source: ImageSource) -> None:
+    """That the images have the classes, in their order, that the model was trained on."""
+    assert config.finished_run is not None
+    trained = config.finished_run.result["corpus"]["classes"]
+    found = source.images.describe()["classes"]
+    if found != trained:
+        differ = ""
+        if isinstance(found, list) and isinstance(trained, list):
+            pair = next((a, b) for a, b in zip(found, trained, strict=True) if a != b)
+            differ = f": {pair[0]} in the place of {pair[1]}"
+        raise UserError(
+            f"{source.directory} has other classes than those that {config.run} was trained on"
+            f"{differ}; name its folders as in training"
+        )
 
 
 def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ from experiments import zero_shot
 from experiments.config import digest, one_line_errors, typed
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
-from experiments.images import EMBEDDED, ImageConfig, load_images
+from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
 from experiments.initial import HFConfig, sha256, weight_files
 from experiments.perplexity import Text
 from experiments.settings import ImplConfig
@@ -116,8 +116,8 @@ class EvaluateConfig(Settings):
     @cached_property
     def images_hash(self) -> str:
         """Of the classes, names and contents of the validation images, and of the names and sizes
-        of all; of a data set of the hub, the fingerprint of its images."""
-        images = load_images(self.image_data)
+        of all that are used; of a data set of the hub, the fingerprint of its images."""
+        images = load_images(self.image_data, ("val",) if self.images == "val" else SPLITS)
         source = self.image_data.source
         if source == EMBEDDED or not Path(source).expanduser().is_dir():
             return images.fingerprint

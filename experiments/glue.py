@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 HUB = "nyu-mll/glue"
 REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
+MAX_BROKEN = 0.01  # of the lines of a file, where short ones are left out
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Task:
     in the order of the classes; none for STS-B, whose label is a number from 0 to 5. header: of
     files that have none. dev: the name of each dev split and of its file. hub_texts: the columns
     on the hub, where their names are others. broken_lines: short lines of the training file
-    are left out, because the published one has some.
+    are left out and counted, at most 1 % of it, because the published one has some.
     """
 
     folder: str
@@ -110,8 +111,9 @@ def load(task: str, data: str) -> dict[str, Examples]:
     Args:
         data: a folder in GLUE's layout, or the id of GLUE on the hub.
     Raises:
-        UserError: a missing folder, file or column, an empty split, a short line, or a label that
-            the task does not have; it names the file and the line.
+        UserError: a missing folder, file or column, an empty split, a short line (in QQP's training
+            file, too many of them), or a label that the task does not have; it names the file and
+            the line.
     """
     if not is_folder(data):
         return _from_hub(TASKS[task], task, data)
@@ -192,6 +194,12 @@ def _examples(spec: Task, path: Path, broken_lines: bool = False) -> Examples:
     columns = _columns(path, (*spec.texts, spec.label), spec.header)
     broken: list[int] | None = [] if broken_lines else None
     examples = _parse(spec, path, columns, _rows(path, columns, spec.header, broken))
+    lines = len(examples) + len(broken or [])
+    if broken and len(broken) > MAX_BROKEN * lines:
+        raise UserError(
+            f"{path}: {len(broken)} of {lines} lines have too few fields, the first of them line "
+            f"{broken[0]}; more than {MAX_BROKEN:.0%} means that the file is damaged"
+        )
     return replace(examples, left_out=len(broken or []))
 
 
@@ -327,9 +335,15 @@ class Frame:
 
     @classmethod
     def of(cls, encoding: Encoding) -> Frame:
-        """That of the models that a tokenizer is for."""
+        """That of the models that a tokenizer is for.
+
+        Raises:
+            UserError: it has BERT's [CLS], but not the other two.
+        """
         special = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
         if CLS in special:
+            if missing := [name for name in (SEP, PAD) if name not in special]:
+                raise UserError(f"the tokenizer has {CLS}, but no {', '.join(missing)}")
             separator = (special[SEP],)
             return cls((special[CLS],), separator, separator, special[PAD])
         return cls((), (), (), encoding.eot_token)
@@ -376,7 +390,7 @@ def metrics(
 ) -> dict[str, float]:
     """All metrics of a task in percent, by dev split, and `score`, the one that papers print.
 
-    A correlation with predictions that are all equal, which is undefined, counts as 0.
+    A correlation with predictions or labels that are all equal, which is undefined, counts as 0.
     """
     labels = examples["dev"].labels
     if task == "cola":
@@ -386,7 +400,7 @@ def metrics(
     elif task == "stsb":
         from scipy.stats import pearsonr, spearmanr
 
-        constant = np.ptp(predicted["dev"]) == 0
+        constant = np.ptp(predicted["dev"]) == 0 or np.ptp(labels) == 0
         both = {"spearman": spearmanr, "pearson": pearsonr}
         result = {
             name: 0.0 if constant else statistic(predicted["dev"], labels).statistic

@@ -5,7 +5,8 @@ Shapes: B images, S = image_size pixels a side, K classes; images are RGB, norma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from experiments.errors import UserError
 from experiments.image_stream import Stream, read_ahead, seeded
-from experiments.images import ImageConfig, load_images
+from experiments.images import SPLITS, ImageConfig, load_images
 from experiments.source import Batch, Request
 from models.vit import ViTConfig
 
@@ -85,6 +86,7 @@ class ImageSource:
         shape: of the model.
         batch_size: samples per optimizer step.
         workers: processes that decode and augment; 0 = this one. They do not change the batches.
+        splits: those that are read; for evaluation alone, ("val",).
 
     Raises:
         UserError: the data set cannot be used, or does not fit the model.
@@ -97,10 +99,11 @@ class ImageSource:
         seed: int,
         batch_size: int,
         workers: int = 0,
+        splits: Sequence[str] = SPLITS,
     ) -> None:
         from timm.data import Mixup
 
-        images = load_images(config)
+        images = load_images(config, splits)
         if shape.n_classes != len(images.classes):
             raise UserError(
                 f"{images.directory} has {len(images.classes)} classes, the model has "
@@ -115,7 +118,6 @@ class ImageSource:
         self.config, self.images, self.seed, self.workers = config, images, seed, workers
         self.batch_size, self.tokens_per_sample = batch_size, shape.tokens
         self.directory, self.fingerprint = images.directory, images.fingerprint
-        self.stream = Stream(images.train, seed, config.on_corrupt == "skip")
         repeats = range(config.repeats)
         self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
         self.augment, self.prepare = train_transform(config), eval_transform(config)
@@ -126,8 +128,17 @@ class ImageSource:
             num_classes=len(images.classes),
         )
 
+    @cached_property
+    def stream(self) -> Stream:
+        return Stream.of_training(self.images, self.config, self.seed)
+
+    @property
+    def skipped(self) -> set[int]:
+        """Indices in the training split of the corrupt images that were left out."""
+        return self.stream.skipped
+
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        return read_ahead(self._train_batch, requests, self.workers, self.stream.skipped)
+        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` validation images, evenly spaced over the split, which is sorted by class."""
@@ -152,7 +163,7 @@ class ImageSource:
         return {
             "name": self.config.name,
             **self.images.describe(),
-            "skipped": len(self.stream.skipped),
+            "skipped": len(self.skipped),
         }
 
     def _train_batch(self, request: Request) -> Batch:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from experiments.errors import UserError
-from experiments.images import CorruptImage, Split
+from experiments.images import CorruptImage, ImageConfig, Images, Split
 from experiments.source import Batch
 
 if TYPE_CHECKING:
@@ -51,13 +51,21 @@ def seeded(*key: int) -> Iterator[None]:
 class Stream:
     """The training images without end, epoch after epoch, each epoch in its own order.
 
-    skipped: the corrupt files that were met and replaced by the next image of the epoch's order.
+    advice: what the message of a corrupt image adds. skipped: indices in the split of the corrupt
+    images that were met and replaced by the next one of the epoch's order.
     """
 
     split: Split
     seed: int
     skip_corrupt: bool = False
-    skipped: set[str] = field(default_factory=set)
+    advice: str = ""
+    skipped: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of_training(cls, images: Images, config: ImageConfig, seed: int) -> Stream:
+        """What a training reads, which does with corrupt images as `config` says."""
+        advice = "; set data.on_corrupt=skip to go on without it"
+        return cls(images.train, seed, config.on_corrupt == "skip", advice)
 
     def open(self, number: int) -> tuple[Image, int]:
         """(image, label) of the `number`-th image since the beginning of training."""
@@ -65,13 +73,13 @@ class Stream:
         epoch, position = divmod(number, count)
         order = epoch_order(count, self.seed, epoch)
         for offset in range(count if self.skip_corrupt else 1):
-            index = order[(position + offset) % count]
+            index = int(order[(position + offset) % count])
             try:
                 return self.split.open(index), int(self.split.labels[index])
-            except CorruptImage:
+            except CorruptImage as error:
                 if not self.skip_corrupt:
-                    raise
-                self.skipped.add(self.split.where(index))
+                    raise CorruptImage(f"{error}{self.advice}") from error
+                self.skipped.add(index)
         raise UserError(f"none of the {count} training images can be decoded")
 
 
@@ -79,7 +87,7 @@ R = TypeVar("R")
 
 
 def read_ahead(
-    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[str]
+    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[int]
 ) -> Iterator[Batch]:
     """`make(request)` for each request, in order; made by `workers` processes if there are any.
 
@@ -104,14 +112,14 @@ def read_ahead(
 
 
 class _Made(torch.utils.data.Dataset):
-    def __init__(self, make: Callable[[Any], Batch], skipped: set[str]) -> None:
+    def __init__(self, make: Callable[[Any], Batch], skipped: set[int]) -> None:
         self.make, self.skipped = make, skipped
 
-    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[str]]:
+    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[int]]:
         try:
-            return self.make(request), self.skipped
+            return self.make(request), set(self.skipped)
         except UserError as error:  # raised here, the loader would wrap it into a traceback
-            return error, self.skipped
+            return error, set(self.skipped)
 
 
 def _as_it_is(made: Any) -> Any:

@@ -3,6 +3,9 @@
 A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a data set of the
 hub, or the embedded one: the 1797 handwritten digits that ship with scikit-learn, of which 400 are
 held out (stratified, by the fixed seed 0). Images are RGB.
+
+A data set of the hub is taken as it is there today, ImageNet's as well; `owner/name@revision` pins
+a commit, a branch or a tag of it.
 """
 
 from __future__ import annotations
@@ -10,32 +13,37 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import itertools
 import os
-from collections.abc import Callable
+import struct
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from experiments.errors import UserError
+from experiments.glue import load_dataset
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    Transform = Callable[[Image], Tensor]
-
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
 HELD_OUT = 400  # of the digits
 SPLITS = ("train", "val")
+# Of files, whatever their names say; others of Pillow's readers start programs (EPS: Ghostscript).
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+MAX_NAMES = 1000  # classes that are told by name
 
 
 @dataclass(frozen=True)
 class ImageConfig:
     """Which images, and how training augments them. The defaults are DeiT's.
 
-    source: "digits", a local folder in ImageNet's layout, or an id on the hub.
+    source: "digits", a local folder in ImageNet's layout, or an id on the hub, owner/name or
+    owner/name@revision.
     image_size: pixels a side that the model sees. mean, std: of the channels, pixels in [0, 1].
     crop_pct: of the centre crop for evaluation, as timm has it.
     crop_scale: share of the area that the random resized crop keeps; null = the whole image.
@@ -46,7 +54,8 @@ class ImageConfig:
     the batch (0 and 1, 2 and 3, ...) are mixed with each other, every pair with its own share, so
     the result does not depend on how a batch is split. Batches and micro-batches must be even.
     repeats: times that an image is seen in the batch, augmented anew (repeated augmentation).
-    on_corrupt: `error`, or `skip` to train on the next image instead and count.
+    on_corrupt: `error`, or `skip` to train on the next image instead and count; a run that an error
+    ended goes on with `skip`.
     """
 
     name: str
@@ -106,9 +115,11 @@ class ImageConfig:
         return self.mixup > 0 or self.cutmix > 0
 
     def identity(self) -> dict[str, Any]:
-        """What a result depends on: all but the place of the images."""
+        """What a result depends on: all but the place of the images, and what is done with corrupt
+        ones. With `error` a run that meets one has no result; with `skip` the result counts them.
+        """
         identity = dataclasses.asdict(self)
-        del identity["source"]
+        del identity["source"], identity["on_corrupt"]
         return identity
 
     def known_fingerprint(self) -> str | None:
@@ -137,37 +148,55 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Images:
-    """Both splits of a data set. `classes`: names, in the order of the labels."""
+    """The splits of a data set, of `SPLITS`. `classes`: names, in the order of the labels.
+
+    fingerprint: hash of the splits that were read.
+    """
 
     directory: Path
     classes: tuple[str, ...]
-    train: Split
-    val: Split
+    splits: dict[str, Split]
     fingerprint: str
 
+    @property
+    def train(self) -> Split:
+        return self.splits["train"]
+
+    @property
+    def val(self) -> Split:
+        return self.splits["val"]
+
     def describe(self) -> dict[str, Any]:
-        splits = {"train": self.train, "val": self.val}
+        """`classes` are the names, of more than 1000 their number and hash: equal values mean the
+        same classes in the same order."""
+        classes: Any = list(self.classes)
+        if len(classes) > MAX_NAMES:
+            names = "\n".join(classes).encode(errors="surrogateescape")
+            classes = {"count": len(classes), "sha256": hashlib.sha256(names).hexdigest()}
         return {
-            "classes": len(self.classes),
-            "splits": {name: {"images": len(split.labels)} for name, split in splits.items()},
+            "classes": classes,
+            "splits": {name: {"images": len(own.labels)} for name, own in self.splits.items()},
             "sha256": self.fingerprint,
         }
 
 
-def load_images(config: ImageConfig) -> Images:
+def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
     """The data set of `config`; it is looked through, but no image of a file is decoded yet.
 
+    Args:
+        splits: those of `SPLITS` that are needed; others may be missing.
     Raises:
         UserError: it is not there, or not a folder in ImageNet's layout.
     """
     if config.source == EMBEDDED:
-        return _digits(config.image_size)
+        return _digits(config.image_size, splits)
     path = Path(config.source).expanduser()
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, splits)
     if path.exists() or path.is_absolute() or config.source.startswith((".", "~")):
-        raise UserError(f"data.source={config.source} is no folder; give one with train/ and val/")
-    return _hub(config.source)
+        needed = " and ".join(f"{split}/" for split in splits)
+        raise UserError(f"data.source={config.source} is no folder; give one with {needed}")
+    return _hub(config.source, splits)
 
 
 # ---- The three kinds of data sets.
@@ -190,7 +219,7 @@ class _Arrays:
         return f"{self.name} {index}"
 
 
-def _digits(image_size: int) -> Images:
+def _digits(image_size: int, splits: Sequence[str]) -> Images:
     from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -206,11 +235,14 @@ def _digits(image_size: int) -> Images:
     large = np.stack(
         [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in pixels]
     )
+    both = {
+        "train": _Arrays(large[train], labels[train], "training digit"),
+        "val": _Arrays(large[val], labels[val], "held-out digit"),
+    }
     return Images(
         directory=Path(EMBEDDED),
         classes=tuple(str(name) for name in data.target_names),
-        train=_Arrays(large[train], labels[train], "training digit"),
-        val=_Arrays(large[val], labels[val], "held-out digit"),
+        splits={name: both[name] for name in splits},
         fingerprint=digest.hexdigest(),
     )
 
@@ -237,26 +269,27 @@ class _Files:
         return str(self.directory / self.classes[self.labels[index]] / name)
 
 
-def _folder(root: Path) -> Images:
+def _folder(root: Path, wanted: Sequence[str]) -> Images:
     digest = hashlib.sha256()
     classes: dict[str, tuple[str, ...]] = {}
-    splits: dict[str, _Files] = {}
-    for split in SPLITS:
+    splits: dict[str, Split] = {}
+    for split in wanted:
         directory = root / split
         if not directory.is_dir():
-            raise UserError(f"{root} has no folder {split}; it needs train/<class>/, val/<class>/")
+            needed = ", ".join(f"{name}/<class>/" for name in wanted)
+            raise UserError(f"{root} has no folder {split}; it needs {needed}")
         with os.scandir(directory) as entries:
             names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
         if not names:
             raise UserError(f"{directory} has no classes; put its images into {directory}/<class>/")
         classes[split] = tuple(names)
-    for split, other in (SPLITS, SPLITS[::-1]):
+    for split, other in itertools.permutations(wanted, 2):
         if missing := sorted(set(classes[other]) - set(classes[split])):
             raise UserError(
                 f"{root / split / missing[0]} is missing, the class {missing[0]} is only in "
                 f"{other}; {len(missing)} classes differ"
             )
-    for split in SPLITS:
+    for split in wanted:
         files: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(classes[split]):
@@ -266,7 +299,7 @@ def _folder(root: Path) -> Images:
             files += [os.fsencode(f) for f, _ in found]
             labels += [label] * len(found)
         splits[split] = _Files(root / split, classes[split], np.array(files), np.array(labels))
-    return Images(root, classes["train"], splits["train"], splits["val"], digest.hexdigest())
+    return Images(root, classes[wanted[0]], splits, digest.hexdigest())
 
 
 def _image_files(directory: Path) -> list[tuple[str, int]]:
@@ -302,23 +335,19 @@ class _Rows:
         return f"{self.name}, row {index}"
 
 
-def _hub(hub_id: str) -> Images:
+def _hub(source: str, wanted: Sequence[str]) -> Images:
     import datasets
 
-    try:
-        data = datasets.load_dataset(hub_id)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    hub_id, _, revision = source.partition("@")
+    data = load_dataset(hub_id, None, revision or None)
+    names = {"train": "train", "val": "validation" if "validation" in data else "test"}
+    if any(names[split] not in data for split in wanted):
+        needed = {"train": "train", "val": "validation or test"}
         raise UserError(
-            f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "
-            f"{reason}"
-        ) from error
-    held_out = "validation" if "validation" in data else "test"
-    if "train" not in data or held_out not in data:
-        raise UserError(
-            f"{hub_id} has the splits {', '.join(data)}; it needs train, and validation or test"
+            f"{hub_id} has the splits {', '.join(data)}; it needs "
+            f"{', and '.join(needed[split] for split in wanted)}"
         )
-    features = data["train"].features
+    features = data[names[wanted[0]]].features
     image = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     label = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if len(image) != 1 or len(label) != 1:
@@ -326,15 +355,26 @@ def _hub(hub_id: str) -> Images:
             f"{hub_id} has the columns {', '.join(features)}; it needs one of images and one of "
             "class labels"
         )
-    digest = hashlib.sha256()
-    splits = []
-    for name in ("train", held_out):
-        rows = data[name].cast_column(image[0], datasets.Image(decode=False))
-        labels = np.asarray(rows[label[0]][:], dtype=np.int64)
-        digest.update(f"{name} {len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
-        splits.append(_Rows(rows, image[0], labels, f"{hub_id}, {name}"))
     classes = tuple(features[label[0]].names)
-    return Images(Path(hub_id), classes, splits[0], splits[1], digest.hexdigest())
+    digest = hashlib.sha256()
+    splits: dict[str, Split] = {}
+    for split in wanted:
+        name = names[split]
+        rows = data[name].cast_column(image[0], datasets.Image(decode=False))
+        found = [-1 if row is None else row for row in rows[label[0]][:]]
+        labels = np.array(found, dtype=np.int64)
+        if not ((labels >= 0) & (labels < len(classes))).all():
+            raise UserError(
+                f"data.source={source}, {name}: a label is none of 0 to {len(classes) - 1}; the "
+                "labels of hidden tests are kept back"
+            )
+        digest.update(f"{name} {len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
+        splits[split] = _Rows(rows, image[0], labels, f"{hub_id}, {name}")
+    return Images(Path(hub_id), classes, splits, digest.hexdigest())
+
+
+# What Pillow's readers of `FORMATS` raise at files that end early or hold nonsense.
+_CORRUPT = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error)
 
 
 def decode(content: bytes, where: str) -> Image:
@@ -346,8 +386,8 @@ def decode(content: bytes, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        return Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB")
     except UnidentifiedImageError as error:
-        raise CorruptImage(f"{where} is no image: its format is not recognised") from error
-    except Exception as error:  # of Pillow's many readers: files that end early or hold nonsense
+        raise CorruptImage(f"{where} is no image: it is none of {', '.join(FORMATS)}") from error
+    except (*_CORRUPT, Image.DecompressionBombError) as error:
         raise CorruptImage(f"{where} is corrupt: {error}") from error

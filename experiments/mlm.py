@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.data import Corpus, DataConfig, check_fits
 from experiments.errors import UserError
 from experiments.source import Batch, Request
-from experiments.tokenizer import CLS, MASK, SEP, HFTokenizer
+from experiments.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from models.bert import BertConfig
 
 # Second words of the Philox keys; 0 and 1 are those of the windows (`Corpus.batch`).
@@ -99,7 +99,8 @@ class MaskedText:
     and the samples' indices; evaluation batches of the data alone.
 
     Raises:
-        UserError: the corpus has no [CLS], [SEP] and [MASK], or does not fit the model.
+        UserError: the corpus has no [CLS], [SEP] and [MASK], no [PAD], which fine-tuning needs, or
+            does not fit the model.
     """
 
     def __init__(self, corpus: Corpus, data: MLMConfig, model: BertConfig) -> None:
@@ -116,7 +117,7 @@ class MaskedText:
         check_fits(corpus, model.vocab_size, block)
         encoding = corpus.encoding
         ids = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
-        if missing := [name for name in (CLS, SEP, MASK) if name not in ids]:
+        if missing := [name for name in (CLS, SEP, MASK, PAD) if name not in ids]:
             raise UserError(
                 f"the tokenizer of {corpus.directory} has no {', '.join(missing)}: pass "
                 "data.tokenizer=wordpiece"

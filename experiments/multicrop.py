@@ -101,15 +101,20 @@ class MultiCrops:
         self.data, self.dino, self.images = data, dino, images
         self.seed, self.batch_size, self.workers = seed, batch_size, workers
         self.directory, self.fingerprint = images.directory, images.fingerprint
-        self.stream = Stream(images.train, seed, data.on_corrupt == "skip")
+        self.stream = Stream.of_training(images, data, seed)
         self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
         self.local = crop_transform(data, dino, "local")
         # Of the student, which sees all crops.
         local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
         self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
 
+    @property
+    def skipped(self) -> set[int]:
+        """Indices in the training split of the corrupt images that were left out."""
+        return self.stream.skipped
+
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        return read_ahead(self._train_batch, requests, self.workers, self.stream.skipped)
+        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """Crops of `count` validation images, evenly spaced over the split."""
@@ -132,7 +137,7 @@ class MultiCrops:
         return {
             "name": self.data.name,
             **self.images.describe(),
-            "skipped": len(self.stream.skipped),
+            "skipped": len(self.skipped),
         }
 
     def _train_batch(self, request: Request) -> Batch:

@@ -1,8 +1,9 @@
 """Perplexity of a causal language model on a text, by the protocol that the papers use.
 
 The text is one stream of tokens, cut into windows of `block` tokens that do not overlap; what is
-left at the end is dropped. Within a window each token but the first is predicted from those before
-it, and
+left at the end is dropped. No token is put before a window or before the text, whatever the
+tokenizer's own default is (LLaMA's begins every text with <s>). Within a window each token but the
+first is predicted from those before it, and
 
     perplexity = exp(mean over windows of the mean cross entropy of its block - 1 predictions)
 
@@ -35,6 +36,7 @@ from experiments.errors import UserError
 
 WIKITEXT2 = "wikitext2"
 STDIN = "-"
+_LARGEST = math.log(sys.float_info.max)  # nats; the exponential of more is no float
 _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 
 
@@ -122,11 +124,12 @@ def window_losses(
 def perplexity(
     model: nn.Module, stream: Tensor, batch: int, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """`ppl`, `ppl_loss` (nats per token) and the counts behind them; arguments as above."""
+    """`ppl` (inf where it is no float), `ppl_loss` (nats per token) and the counts behind them;
+    arguments as above."""
     loss = float(window_losses(model, stream, batch, dtype).mean())
     count, block = stream.shape
     return {
-        "ppl": math.exp(loss),
+        "ppl": math.inf if loss > _LARGEST else math.exp(loss),
         "ppl_loss": loss,
         "ppl_windows": count,
         "ppl_tokens": count * (block - 1),

@@ -12,6 +12,11 @@ import numpy as np
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
 SCHEDULES = ("cosine", "linear", "sqrt", "triangle")
+# Settings that a schedule does not have.
+UNUSED = {
+    "sqrt": ("min_learning_rate", "cooldown_steps"),
+    "triangle": ("min_learning_rate", "cooldown_steps", "warmup_steps", "warmup_learning_rate"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,8 @@ class TrainConfig:
     optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
     learning_rate: peak. schedule: how it falls, see `experiments.schedules`; `warmup_steps` before
         that it rises from `warmup_learning_rate`, and over the last `cooldown_steps` it goes on
-        from `min_learning_rate` to 0.
+        from `min_learning_rate` to 0. `sqrt` has no minimum and no cooldown, `triangle` no warm-up
+        either: these settings must be 0 there.
     weight_decay_end: the decay goes from `weight_decay` to it along a cosine; null = constant.
     grad_clip: global norm; 0 = off. eval_samples: held-out samples per evaluation.
     ema: factor by which an averaged copy of the weights keeps its value in a step; 0 = no copy.
@@ -72,6 +78,12 @@ class TrainConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"train.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        for name in UNUSED.get(self.schedule, ()):
+            if getattr(self, name):
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)}, but train.schedule={self.schedule} does "
+                    "not use it; set it to 0"
                 )
         if not 0 <= self.ema < 1:
             raise ValueError(f"train.ema={self.ema}; it must lie in [0, 1)")

@@ -18,7 +18,12 @@ Request = tuple[int, range]
 
 
 class Source(Protocol):
-    """Training and evaluation batches of one data set, for one shape of sample."""
+    """Training and evaluation batches of one data set, for one shape of sample.
+
+    A source that may leave out samples has one attribute more, `skipped`: a set of int, the indices
+    in the training split of those that `batches` has met so far and left out. `describe` counts
+    them. A trainer keeps them in its checkpoints, and joins those of all ranks, with `update`.
+    """
 
     @property
     def tokens_per_sample(self) -> int:

@@ -15,7 +15,8 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +72,22 @@ def load(data: str) -> dict[str, list[Question]]:
     Args:
         data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub.
     Raises:
-        UserError: a missing file, one of another format, an id that two questions have, or an
-            answer that is not in its context; it names the file and the question.
+        UserError: a missing file or split, one of another format, an id that two questions have,
+            text with half of a surrogate pair, or an answer that is not in its context; it names
+            the file and the question.
     """
     if is_folder(data):
         return {split: read(Path(data) / name) for split, name in FILES.items()}
     dataset = load_dataset(data, None, REVISION if data == HUB else None)
+    names = {"train": "train", "dev": "validation"}
+    if missing := [name for name in names.values() if name not in dataset]:
+        raise UserError(
+            f"data.source={data} has no split {', '.join(missing)}, only {', '.join(dataset)}"
+        )
+    sources = {name: f"data.source={data}, {name}" for name in names.values()}
     return {
-        split: _checked(_rows(dataset[name]), f"data.source={data}, {name}")
-        for split, name in (("train", "train"), ("dev", "validation"))
+        split: _checked(_rows(dataset[name], sources[name]), sources[name])
+        for split, name in names.items()
     }
 
 
@@ -99,16 +107,18 @@ def files(data: str) -> list[Path]:
     return [path for name in FILES.values() if (path := Path(data) / name).is_file()]
 
 
-def _questions(content: Any, source: str) -> Iterator[Question]:
-    def get(parent: Any, key: str, kind: type) -> Any:
-        value = parent.get(key) if isinstance(parent, dict) else None
-        if type(value) is not kind:  # a bool is no int here
-            raise UserError(
-                f"{source} is not in the format of SQuAD v1.1: {key} is {value!r:.40}, no "
-                f"{kind.__name__}, in {json.dumps(parent):.80}"
-            )
-        return value
+def _get(parent: Any, key: str, kind: type, source: str) -> Any:
+    value = parent.get(key) if isinstance(parent, dict) else None
+    if type(value) is not kind:  # a bool is no int here
+        raise UserError(
+            f"{source} is not in the format of SQuAD v1.1: {key} is {value!r:.40}, no "
+            f"{kind.__name__}, in {json.dumps(parent, default=str):.80}"
+        )
+    return value
 
+
+def _questions(content: Any, source: str) -> Iterator[Question]:
+    get = partial(_get, source=source)
     for article in get(content, "data", list):
         for paragraph in get(article, "paragraphs", list):
             context = get(paragraph, "context", str)
@@ -118,10 +128,16 @@ def _questions(content: Any, source: str) -> Iterator[Question]:
                 yield Question(get(asked, "id", str), get(asked, "question", str), context, pairs)
 
 
-def _rows(dataset: Any) -> Iterator[Question]:
+def _rows(dataset: Any, source: str) -> Iterator[Question]:
+    """The hub has the answers of a question as two lists."""
+    get = partial(_get, source=source)
     for row in dataset:
-        answers = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
-        yield Question(row["id"], row["question"], row["context"], tuple(answers))
+        answers = get(row, "answers", dict)
+        pairs = zip_longest(get(answers, "text", list), get(answers, "answer_start", list))
+        listed = [{"text": text, "answer_start": start} for text, start in pairs]
+        checked = tuple((get(a, "text", str), get(a, "answer_start", int)) for a in listed)
+        question, context = get(row, "question", str), get(row, "context", str)
+        yield Question(get(row, "id", str), question, context, checked)
 
 
 def _checked(questions: Iterable[Question], source: str) -> list[Question]:
@@ -133,6 +149,12 @@ def _checked(questions: Iterable[Question], source: str) -> list[Question]:
         if asked.id in seen:
             raise UserError(f"{source}, question {asked.id}: another one has the same id")
         seen.add(asked.id)
+        for name in ("question", "context"):
+            if half := re.search("[\ud800-\udfff]", getattr(asked, name)):
+                raise UserError(
+                    f"{source}, question {asked.id}: character {half.start()} of its {name}, "
+                    f"{half[0]!a}, is half of a surrogate pair and no text"
+                )
         if not asked.answers:
             raise UserError(
                 f"{source}, question {asked.id}: it has no answer; in SQuAD v1.1 all have one"

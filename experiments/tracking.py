@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,8 @@ def _tensorboard(directory: Path) -> Any:
 def _wandb(directory: Path) -> Any:
     import wandb
 
-    name = "-".join(directory.parts[-3:])
-    # The name is a function of the config, so a resumed run goes on in its own chart.
-    return wandb.init(project="sparse24", id=name, name=name, resume="allow", dir=str(directory))
+    path = directory.resolve()
+    # A function of the directory, so a resumed run goes on in its own chart, and no other one does.
+    id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    name = "-".join(path.parts[-3:])
+    return wandb.init(project="sparse24", id=id, name=name, resume="allow", dir=str(directory))

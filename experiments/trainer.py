@@ -131,8 +131,18 @@ class Trainer:
                 self.step += 1
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                     self.save()
+        self._join_skipped()
         if log is not None:
             log.close()
+
+    def _join_skipped(self) -> list[int]:
+        """What the source left out on any rank, now known to all; every rank must call it."""
+        skipped: set[int] = getattr(self.source, "skipped", set())
+        if self.world.size > 1:
+            parts: list[Any] = [None] * self.world.size
+            torch.distributed.all_gather_object(parts, sorted(skipped))
+            skipped.update(*parts)
+        return sorted(skipped)
 
     def _log(self, log: MetricsLog | None, record: dict[str, Any]) -> None:
         if log is not None:
@@ -252,7 +262,7 @@ class Trainer:
             torch.distributed.all_gather_object(states, own)
         else:
             states = [own]
-        loss_sum = self.world.mean(self.loss_sum)
+        loss_sum, skipped = self.world.mean(self.loss_sum), self._join_skipped()
         if not self.world.is_main:
             return
         checkpoint.save(
@@ -268,6 +278,7 @@ class Trainer:
                 "loss_sum": loss_sum,
                 "loss_count": self.loss_count,
                 "averages": self.averages,
+                "skipped_samples": skipped,
             },
         )
 
@@ -296,6 +307,7 @@ class Trainer:
         self.loss_count = state["loss_count"]
         for name, average in self.averages.items():
             average.copy_(state["averages"][name])
+        getattr(self.source, "skipped", set()).update(state["skipped_samples"])
         if len(state["generators"]) != self.world.size:
             self.report(
                 f"{len(state['generators'])} processes made this checkpoint, here are "

@@ -7,9 +7,10 @@ Code from data sets is never run.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +42,8 @@ def expand(tasks: Sequence[str]) -> tuple[str, ...]:
 
 
 def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
-    """What the scores depend on beside the model: tasks, lm-eval's version, local task files.
+    """What the scores depend on beside the model: tasks, lm-eval's version, local task files and
+    the local data that they name.
 
     Raises:
         UserError: lm-eval is not installed, or there is no such folder.
@@ -54,11 +56,50 @@ def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
         if not folder.is_dir():
             raise UserError(f"task_folder={task_folder} is no folder")
         digest = hashlib.sha256()
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        for path in _files(folder):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
+        for name, path in _named_data(folder):
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
         found["task_files"] = digest.hexdigest()
     return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name as it stands there, file) of the local data that the task files of a folder name:
+    files, patterns and folders, from the working directory."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Without lm-eval's own tags, which name functions."""
+
+    Loader.add_multi_constructor("", lambda *_: None)
+    for task in _files(folder):
+        if task.suffix in (".yaml", ".yml"):
+            try:
+                content = yaml.load(task.read_text(encoding="utf-8"), Loader)
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise UserError(f"{task} is no task file: {error}") from error
+            if not isinstance(content, dict):
+                continue
+            for name in _strings([content.get("dataset_path"), content.get("dataset_kwargs")]):
+                # Path.glob takes no absolute patterns.
+                for place in map(Path, sorted(glob.glob(name, recursive=True))):  # noqa: PTH207
+                    for path in [place] if place.is_file() else _files(place):
+                        yield name, path
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings among the values of nested lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def evaluate(

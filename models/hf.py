@@ -129,8 +129,10 @@ class CausalLM(nn.Module):
         config = self.model.config
         zeros = {name: getattr(config, name) for name in self.dropout}
         config.update(self.dropout)
-        self.model.save_pretrained(folder, state_dict=state)
-        config.update(zeros)
+        try:
+            self.model.save_pretrained(folder, state_dict=state)
+        finally:
+            config.update(zeros)
 
 
 @torch.no_grad()

@@ -241,6 +241,7 @@ def vit_run(directory, n_classes):
     }
     pretrain.save_model(model, directory / "model.safetensors")
     content = {"config_hash": "0", "config": config, "seed": 0, "converted": []}
+    content["corpus"] = {"classes": [str(digit) for digit in range(10)]}
     (directory / "result.json").write_text(json.dumps(content))
     return FinishedRun.open(directory), model, data
 
@@ -277,7 +278,7 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
     )
     for split, count in (("train", 1), ("val", 2)):
         for label in range(10):
-            folder = tmp_path / "folder" / split / f"class{label}"
+            folder = tmp_path / "folder" / split / str(label)
             folder.mkdir(parents=True)
             for n in range(count):
                 Image.new("RGB", (20, 20), (25 * label, 10 * n, 0)).save(folder / f"{n}.png")
@@ -287,9 +288,14 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
     moved = (tmp_path / "folder").rename(tmp_path / "moved")
     same = configure(*overrides, f"data.source={moved}")
     assert same.digest() == other.digest()
-    image, size = moved / "val" / "class3" / "1.png", (20, 20)
+    image, size = moved / "val" / "3" / "1.png", (20, 20)
     Image.new("RGB", size, (75, 11, 0)).save(image)  # as many bytes, one colour
     assert configure(*overrides, f"data.source={moved}").digest() != other.digest()
+    shutil.rmtree(moved / "train")  # not needed here
+    assert evaluate.run(same, quiet)["metrics"]["val_images"] == 20
+    (moved / "val" / "3").rename(moved / "val" / "3.5")
+    with pytest.raises(UserError, match=r"has other classes .*: 3\.5 in the place of 3; name"):
+        evaluate.run(configure(*overrides, f"data.source={moved}"), quiet)
     with pytest.raises(UserError, match="need a causal language model, this one is a ViT"):
         evaluate.run(configure(f"run={run.directory}", "ppl=wikitext2"), quiet)
 

@@ -115,14 +115,18 @@ def test_a_missing_folder_and_bytes_that_are_no_text(folder):
 
 def test_the_broken_lines_of_qqp_are_left_out_and_counted(folder):
     path = folder / "QQP/train.tsv"
+    edit(path, lambda x: [x[0], *x[1:49] * 5, ""])  # 240 examples
     clean = load("qqp", str(folder))["train"]
+    assert len(clean) == 240
     # In the published file the text of some questions goes on in a line of its own.
     edit(path, lambda x: [*x[:4], "900\t1\t2\tIs it", "true?\tIs it not?\t0", *x[4:]])
     broken = load("qqp", str(folder))["train"]
     assert broken.texts == clean.texts and broken.labels.tolist() == clean.labels.tolist()
     assert (clean.left_out, broken.left_out) == (0, 2)
-    edit(path, lambda x: [*x[:4], *["900\t1"] * 30, *x[4:]])
-    assert load("qqp", str(folder))["train"].left_out == 32
+    edit(path, lambda x: [*x[:9], "900\t1", *x[9:]])  # 3 of 243 are more than 1 %
+    with pytest.raises(UserError, match=r"train\.tsv: 3 of 243 lines have too few .* line 5; more"):
+        load("qqp", str(folder))
+    edit(path, lambda x: [*x[:9], *x[10:]])
     edit(path, lambda x: [*x[:4], "900\t1\t2\ta?\tb?\t2", *x[4:]])
     with pytest.raises(UserError, match=r"QQP/train\.tsv, line 5: '2' is no label"):
         load("qqp", str(folder))
@@ -242,6 +246,13 @@ def test_bert_sees_cls_a_sep_b_sep_and_gpt2_a_b(bpe, wordpiece):
     assert glue.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
 
 
+def test_a_tokenizer_with_a_part_of_berts_tokens_is_refused(wordpiece):
+    for name in ("[PAD]", "[SEP]"):
+        text = wordpiece.text.replace(f'"{name}"', f'"{name[:-1]}0]"')
+        with pytest.raises(UserError, match=rf"the tokenizer has \[CLS\], but no \{name[:-1]}\]$"):
+            Frame.of(HFTokenizer(text, 3))
+
+
 @pytest.mark.parametrize(
     ("lengths", "kept"),
     [((3, 2), (3, 2)), ((9, 3), (5, 3)), ((3, 9), (3, 5)), ((9, 9), (4, 4)), ((9, 4), (4, 4))],
@@ -302,7 +313,10 @@ def test_correlations_by_hand():
     pearson = covariance / math.sqrt(2 * sum(y * y for _, y in deviations))
     assert result["spearman"] == pytest.approx(100) == result["score"]
     assert result["pearson"] == pytest.approx(100 * pearson)
-    assert score("stsb", [1.0, 1.0], [0.0, 5.0]) == {"score": 0.0, "spearman": 0.0, "pearson": 0.0}
+    none = {"score": 0.0, "spearman": 0.0, "pearson": 0.0}
+    assert score("stsb", [1.0, 1.0], [0.0, 5.0]) == none
+    assert score("stsb", [1.0, 2.0], [3.0, 3.0]) == none
+    assert score("stsb", [1.0], [3.0]) == none
 
 
 def test_mnli_keeps_both_splits_and_is_judged_by_the_matched_one():

@@ -1,5 +1,6 @@
 """Images: folders and the digits, order, augmentation, mixing, workers, scores, bad input."""
 
+import dataclasses
 import io
 import random
 from collections import Counter
@@ -15,7 +16,7 @@ from experiments.config import load
 from experiments.errors import UserError
 from experiments.image_source import ImageSource
 from experiments.image_stream import Stream, seeded
-from experiments.images import ImageConfig, load_images
+from experiments.images import CorruptImage, ImageConfig, load_images
 from models.vit import ViTConfig
 
 PLAIN = {
@@ -118,29 +119,72 @@ def test_the_digits_hold_out_400_of_1797_by_class():
     assert np.ptp(np.asarray(image)) > 200  # ink on paper
 
 
-def test_a_data_set_of_the_hub(monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
+    """hub(train=labels, validation=labels) puts such a data set there; returns what it is asked."""
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     )
 
-    def rows(levels):
-        pictures = [Image.new("L", (9, 9), level) for level in levels]
-        data = {"image": pictures, "label": [i % 2 for i in range(len(levels))]}
-        return datasets.Dataset.from_dict(data, features=features)
+    def put(**splits):
+        made, level = {}, iter(range(1, 99))
+        for name, labels in splits.items():
+            pictures = [Image.new("L", (9, 9), next(level)) for _ in labels]
+            rows = {"image": pictures, "label": labels}
+            made[name] = datasets.Dataset.from_dict(rows, features=features)
+        asked = []
 
-    hub = datasets.DatasetDict(train=rows([1, 2, 3]), validation=rows([4, 5]))
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: {"some/pets": hub}[name])
+        def load_dataset(name, config, revision):
+            asked.append((name, config, revision))
+            return datasets.DatasetDict(made)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return put
+
+
+def test_a_data_set_of_the_hub(hub):
+    asked = hub(train=[0, 1, 0], validation=[0, 1])
     data = load_images(ImageConfig("pets", "some/pets"))
     assert (data.classes, data.train.labels.tolist()) == (("cat", "dog"), [0, 1, 0])
     assert data.val.open(1).getpixel((0, 0)) == (5, 5, 5)
     assert data.val.where(1) == "some/pets, validation, row 1"
+    load_images(ImageConfig("pets", "some/pets@0a1b2c"))
+    assert asked == [("some/pets", None, None), ("some/pets", None, "0a1b2c")]
 
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name: datasets.DatasetDict(train=hub["train"])
-    )
+    hub(train=[0, 1, 0])
     with pytest.raises(UserError, match=r"some/pets has the splits train; it needs"):
         load_images(ImageConfig("pets", "some/pets"))
+
+
+@pytest.mark.parametrize("label", [-1, None])
+def test_hidden_labels_of_the_hub_are_refused(hub, label):
+    hub(train=[0, 1], test=[0, label])
+    with pytest.raises(UserError, match=r"some/pets, test: a label is none of 0 to 1") as error:
+        load_images(ImageConfig("pets", "some/pets"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_validation_images_alone_can_be_evaluated(folder):
+    whole = load_images(ImageConfig("pets", str(folder)), ("val",))
+    rmtree(folder / "train")
+    config = ImageConfig("pets", str(folder), image_size=8, **PLAIN)
+    alone = load_images(config, ("val",))
+    assert (alone.classes, alone.fingerprint) == (whole.classes, whole.fingerprint)
+    assert alone.describe()["splits"] == {"val": {"images": 6}}
+    source = ImageSource(config, shape(), 0, 6, splits=("val",))
+    assert joined(source.eval_batches(6, 4))["target"].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(UserError, match="has no folder train"):
+        load_images(config)
+
+
+def test_the_digits_and_the_hub_give_the_splits_that_are_asked_for(hub):
+    hub(validation=[0, 1])
+    for name in ("digits", "some/pets"):
+        config = ImageConfig(name, name, image_size=8)
+        assert load_images(config, ("val",)).splits.keys() == {"val"}
 
 
 def encoded(mode, format="PNG", size=(6, 6), value=None):
@@ -162,6 +206,33 @@ def encoded(mode, format="PNG", size=(6, 6), value=None):
 def test_images_of_other_modes_are_converted(content, pixel):
     image = images.decode(content, "x.png")
     assert (image.mode, image.getpixel((2, 3))) == ("RGB", pixel)
+
+
+def test_a_file_that_a_program_would_draw_is_no_image(monkeypatch):
+    """Pillow knows a format by its first bytes, and gives EPS to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **_: started.append(a))
+    with pytest.raises(CorruptImage, match=r"x\.png is no image: it is none of JPEG, PNG"):
+        images.decode(encoded("RGB", "EPS"), "x.png")
+    assert not started
+
+
+def test_every_format_of_a_folder_is_read():
+    for format in images.FORMATS:
+        image = images.decode(encoded("RGB", format, value=(255, 255, 255)), "x")
+        assert np.asarray(image).min() >= 250, format  # JPEG may round
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, AssertionError])
+def test_what_is_no_fault_of_the_file_does_not_make_it_corrupt(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises(error):
+        images.decode(encoded("L", value=90), "x.png")
 
 
 # ---- Order
@@ -346,12 +417,24 @@ def test_describe_names_splits_and_hash(folder):
     source = source_of(folder)
     assert source.describe() == {
         "name": "pets",
-        "classes": 3,
+        "classes": ["cat", "dog", "owl"],
         "splits": {"train": {"images": 15}, "val": {"images": 6}},
         "sha256": source.fingerprint,
         "skipped": 0,
     }
     assert source.tokens_per_sample == 5
+
+
+def test_many_classes_are_told_by_their_hash(folder):
+    def described(names):
+        return dataclasses.replace(load_images(config), classes=names).describe()["classes"]
+
+    config = ImageConfig("pets", str(folder))
+    names = tuple(f"class {i}" for i in range(1001))
+    assert described(names[:-1]) == list(names[:-1])
+    assert described(names)["count"] == 1001
+    assert described(names) == described(names)
+    assert described(names) != described(names[::-1])
 
 
 # ---- Bad input
@@ -376,7 +459,22 @@ def test_a_corrupt_image_ends_training_with_its_name(folder, workers):
     message = str(error.value)
     assert any(str(name) in message for name in names)
     assert "corrupt" in message or "is no image" in message
+    assert message.endswith("; set data.on_corrupt=skip to go on without it")
     assert "\n" not in message
+
+
+def test_what_is_done_with_corrupt_images_makes_no_other_run(folder):
+    error, skip = (source_of(folder, on_corrupt=value).config for value in ("error", "skip"))
+    assert error.identity() == skip.identity()
+    assert (error.on_corrupt, skip.on_corrupt) == ("error", "skip")
+
+
+def test_a_corrupt_validation_image_cannot_be_skipped(folder):
+    (folder / "val" / "dog" / "dog_0.png").write_text("nothing")
+    source = source_of(folder, on_corrupt="skip")
+    with pytest.raises(CorruptImage, match=r"dog_0\.png is no image") as error:
+        list(source.eval_batches(6, 6))
+    assert "on_corrupt" not in str(error.value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -393,6 +491,7 @@ def test_corrupt_images_are_skipped_and_counted_where_asked_for(folder, workers)
     ]  # the next good one of the epoch's order
     assert after == expected
     assert source.describe()["skipped"] == 2
+    assert source.skipped == {2, 6}  # cat_2 and dog_1
 
 
 def test_skipping_stops_where_nothing_is_left(folder):

@@ -1,5 +1,6 @@
 """Masked text: which tokens are hidden, how, and what a batch depends on."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -45,7 +46,7 @@ def corpus(tokenizer, tmp_path_factory):
         "vocab_size": tokenizer.n_vocab,
         "end_of_text": SEP,
         "file": "tokenizer.json",
-        "sha256": "letters",
+        "sha256": hashlib.sha256(tokenizer.text.encode()).hexdigest(),
     }
     files = {split: {"sha256": split} for split in splits}
     return Corpus(directory, {"tokenizer": record, "splits": files}, splits, seed=3)
@@ -280,11 +281,12 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus):
         source(corpus, replace(MODEL, vocab_size=20))
     plain = json.loads(json.dumps(corpus.manifest))
     plain["tokenizer"]["kind"] = "hf"
-    text = corpus.encoding.text.replace('"[MASK]"', '"<mask>"')
-    other = replace(corpus, manifest=plain)
-    other.__dict__["encoding"] = HFTokenizer(text, SEP)
-    with pytest.raises(UserError, match=r"has no \[MASK\]: pass data.tokenizer=wordpiece"):
-        source(other)
+    for name in ("[MASK]", "[PAD]"):
+        other = replace(corpus, manifest=plain)
+        text = corpus.encoding.text.replace(f'"{name}"', '"<other>"')
+        other.__dict__["encoding"] = HFTokenizer(text, SEP)
+        with pytest.raises(UserError, match=rf"has no \{name[:-1]}\]: pass data.tokenizer=wordpie"):
+            source(other)
 
 
 # ------------------------------------------------------------------------------ yaml files

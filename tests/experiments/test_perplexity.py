@@ -52,6 +52,19 @@ def test_by_hand():
     assert perplexity(model, data, batch=1)["ppl"] == pytest.approx(2**1.25)
 
 
+@pytest.mark.parametrize(("gap", "expected"), [(700.0, math.exp(700)), (710.0, math.inf)])
+def test_a_perplexity_that_is_no_float_is_infinite(gap, expected):
+    """All probability is on token 0, the text is of token 1: the loss is the gap, in nats."""
+    found = perplexity(Fixed(torch.tensor([gap, 0.0])), torch.ones(2, 4, dtype=torch.int64), 2)
+    assert found["ppl_loss"] == pytest.approx(gap)
+    assert found["ppl"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_perplexity_of_a_broken_model_is_no_number():
+    found = perplexity(Fixed(torch.tensor([math.nan, 0.0])), torch.ones(1, 4, dtype=torch.int64), 1)
+    assert math.isnan(found["ppl"])
+
+
 def test_the_mean_of_the_model_s_own_loss():
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, block_size=16)).eval()
@@ -101,9 +114,13 @@ def test_windows_do_not_overlap_and_the_tail_is_dropped():
     assert windows(range(4), 4).tolist() == [[0, 1, 2, 3]]
 
 
-def test_wikitext2_has_280_windows_of_gpt2_tokens():
-    """287,644 is the number of GPT-2's tokens in the joined test split."""
-    assert windows(range(287_644), 1024).shape == (280, 1024)
+def test_a_stream_as_long_as_wikitext2_gives_280_windows_and_drops_924_tokens():
+    """287,644 is the number of GPT-2's tokens in the joined test split, by the protocol; that the
+    text gives as many, the next test shows where it has the file."""
+    tokens = torch.arange(287_644).tolist()
+    found = windows(tokens, 1024)
+    assert found.shape == (280, 1024)
+    assert found.flatten().tolist() == tokens[:-924]
 
 
 WIKITEXT = os.environ.get("SPARSE24_WIKITEXT2")  # path of wiki.test.raw or of the hub's .parquet

@@ -246,7 +246,7 @@ def test_hidden_words_are_learnt_from_those_around_them(tmp_path):
     that does not look around cannot pass."""
     source = tmp_path / "text"
     source.mkdir()
-    words = "keep two of four weights in each group and drop the others soon".split()
+    words = ["keep", "two", "of", "four", "weights", "in", "each", "group", "drop", "others"]
     for name in ("a.txt", "b.txt"):
         (source / name).write_text("".join(f"{word} " * 300 + "\n" for word in words))
     config = load([

@@ -63,11 +63,12 @@ def test_the_regression_is_scikit_learn_s(digits, decay, monkeypatch):
 
 def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
     x, y, test_x, _ = digits
-    fitted = []
+    fitted, given = [], []
     original = logistic_regression
 
     def spy(x, y, n_classes, decay):
         fitted.append((len(x), decay))
+        given.append(x)
         return original(x, y, n_classes, decay)
 
     monkeypatch.setattr(probes, "logistic_regression", spy)
@@ -75,6 +76,7 @@ def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
     padded = [torch.cat([part, torch.ones(len(part), 1)], 1) for part in (x, test_x)]
     predicted, decay = linear(padded[0], y, padded[1], 10)
     assert fitted == [*((540, d) for d in probes.DECAYS), (600, decay)]
+    assert all(x is given[0] for x in given[:-1])  # one copy for all decays
     deviation, mean = torch.std_mean(x, dim=0)
     deviation[deviation == 0] = 1.0
     theirs = LogisticRegression(C=1 / (decay * len(x)), tol=1e-8, max_iter=5000)

@@ -80,6 +80,21 @@ def test_weight_decay_follows_a_cosine_or_nothing():
         ({"warmup_steps": 60, "cooldown_steps": 60}, "together exceed train.steps=100"),
         ({"cooldown_steps": 101}, "does not fit train.steps=100"),
         ({"warmup_learning_rate": 2.0}, "is above train.learning_rate=1.0"),
+        (
+            {"schedule": "triangle", "warmup_steps": 5},
+            "train.warmup_steps=5, but train.schedule=tri",
+        ),
+        (
+            {"schedule": "triangle", "warmup_learning_rate": 0.1},
+            "train.warmup_learning_rate=0.1, but",
+        ),
+        ({"schedule": "triangle", "min_learning_rate": 0.1}, "train.min_learning_rate=0.1, but"),
+        ({"schedule": "triangle", "cooldown_steps": 5}, "train.cooldown_steps=5, but"),
+        (
+            {"schedule": "sqrt", "min_learning_rate": 0.1},
+            "schedule=sqrt does not use it; set it to 0",
+        ),
+        ({"schedule": "sqrt", "cooldown_steps": 5}, "train.cooldown_steps=5, but"),
     ],
 )
 def test_values_that_do_not_fit(changes, message):

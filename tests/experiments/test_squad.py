@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from experiments import squad
+from experiments import finetune, finetune_tasks, pretrain, squad
 from experiments.errors import UserError
+from experiments.finished import FinishedRun
 from experiments.glue import Frame
 from experiments.squad import Question, Window, best_answers, normalize, tokenize, windows
 from experiments.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
+from models.heads import SpanPredictor
 
 SQUAD = Path(__file__).parent / "squad"
 TEXTS = [
@@ -123,6 +126,65 @@ def test_the_hub_gives_the_same_questions_as_the_files(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert squad.load(squad.HUB) == expected
+
+
+ROW = {
+    "id": "q7",
+    "question": "Where?",
+    "context": "Anna is in  the garden.",
+    "answers": {"text": ["the garden"], "answer_start": [12]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"answers": [{"text": "the garden", "answer_start": 12}]},
+            r"answers is \[.*, no dict, in",
+        ),
+        ({"answers": {"text": ["the garden"]}}, r"answer_start is None, no list"),
+        (
+            {"answers": {"text": ["the", "garden"], "answer_start": [12]}},
+            "answer_start is None, no",
+        ),
+        ({"answers": {"text": [], "answer_start": []}}, "train, question q7: it has no answer"),
+        ({"question": None}, r"question is None, no str, in \{\"id\": \"q7\""),
+    ],
+)
+def test_a_data_set_of_another_form_is_one_line(monkeypatch, changes, message):
+    import datasets
+
+    made = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: made)
+    with pytest.raises(
+        UserError, match=r"data\.source=my/qa has no split train, validation, only $"
+    ):
+        squad.load("my/qa")
+    made |= {"train": [ROW], "validation": [ROW]}
+    assert squad.load("my/qa")["dev"][0].answers == (("the garden", 12),)
+    made["train"] = [ROW | changes]
+    with pytest.raises(UserError, match=message) as caught:
+        squad.load("my/qa")
+    assert str(caught.value).startswith("data.source=my/qa, train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["question", "context"])
+def test_half_of_a_surrogate_pair_is_refused_with_its_question(tmp_path, name):
+    """JSON can hold it, and no tokenizer takes it."""
+    content = document()
+    paragraph = content["data"][0]["paragraphs"][0]
+    owner = paragraph if name == "context" else paragraph["qas"][0]
+    owner[name] += " \ud83d"
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    message = rf"question q7: character \d+ of its {name}, '\\ud83d', is half of a surrogate pair"
+    with pytest.raises(UserError, match=message) as caught:
+        squad.read(tmp_path / "train.json")
+    str(caught.value).encode()  # can be printed
+    owner[name] = owner[name].replace(" \ud83d", " \U0001f600")
+    (tmp_path / "train.json").write_text(json.dumps(content))  # both halves, escaped
+    assert getattr(squad.read(tmp_path / "train.json")[0], name).endswith("😀")
 
 
 # ------------------------------------------------------------------ spans and windows
@@ -363,3 +425,52 @@ def test_logits_at_the_labels_give_full_marks(request, tokenizer):
         scores.append(logits(len(w.ids), {first: 9.0}, {last: 9.0}))
     result = squad.metrics(questions, best_answers(questions, made, scores))
     assert result == {"score": 100.0, "f1": 100.0, "exact_match": 100.0}
+
+
+# ------------------------------------------------------------------ the whole loop
+
+
+def test_forced_answers_give_these_scores(tiny, monkeypatch):
+    """A fine-tuning whose model, asked for answers, gives those that are written here.
+
+    In the first of the three contexts ("... in the station. Anna works ... Ben works in the
+    harbour.") it answers all three questions with "station. Anna": no exact match, and two words
+    of which the two references "station" have one, F1 = 2 / 3, and "harbour" none. In the others it
+    gives the six answers as they stand.
+    """
+    dev = squad.load(str(SQUAD))["dev"]
+    first = dev[0].context
+    wrong = ("station. Anna", first.index("station. Anna"))
+    answers = [wrong if asked.context == first else asked.answers[0] for asked in dev]
+    spans = {}
+
+    class Forced(SpanPredictor):
+        def forward(self, input, target=None, attention_mask=None, token_types=None):
+            if target is not None:
+                return super().forward(input, target, attention_mask, token_types)
+            logits = torch.full((*input.shape, 2), -9.0)
+            for row, ids, mask in zip(logits, input, attention_mask, strict=True):
+                start, end = spans[tuple(ids[mask].tolist())]
+                row[start, 0] = row[end, 1] = 9.0
+            return logits, None
+
+    monkeypatch.setattr(finetune_tasks, "SpanPredictor", Forced)
+    options = tiny("method=ste", "train.steps=2", "train.warmup_steps=0", "model.block_size=128")
+    pretrain.run(options, lambda _: None)
+    run = FinishedRun.open(options.directory())
+    encoding = run.tokenizer()
+    forced = [
+        Question(q.id, q.question, q.context, (a,)) for q, a in zip(dev, answers, strict=True)
+    ]
+    for window in windows(encoding, Frame.of(encoding), forced, 128, 16):
+        spans[tuple(window.ids)] = window.answer
+    assert len(spans) == 9 and (0, 0) not in spans.values()  # one window for each question
+    config = finetune.load(
+        [
+            f"run={run.directory}", "task=squad", f"data.source={SQUAD}", "impl.device=cpu",
+            "impl.threads=1", "recipe.max_length=128", "recipe.stride=16", "recipe.epochs=1",
+        ]
+    )  # fmt: skip
+    metrics = finetune.run(config, lambda _: None)["metrics"]
+    assert metrics["exact_match"] == pytest.approx(100 * 6 / 9, rel=1e-12)
+    assert metrics["f1"] == metrics["score"] == pytest.approx(100 * (6 + 4 / 3) / 9, rel=1e-12)

@@ -64,6 +64,7 @@ def test_a_run_writes_what_it_says(tiny):
         "metrics.jsonl",
         "model.safetensors",
         "result.json",
+        "tokenizer.json",
     ]
     stored = json.loads((directory / "result.json").read_text())
     assert stored == json.loads(json.dumps(result))

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from common_kernels import check24
 from experiments import optimization as module
@@ -14,10 +15,12 @@ from experiments.distributed import World
 from experiments.errors import UserError
 from experiments.optimization import DTYPES
 from experiments.schedules import learning_rate
+from experiments.settings import TrainConfig
 from experiments.tracking import read_metrics
 from experiments.trainer import Trainer
 from methods import s_ste, sr_ste, ste
 from models.gpt2 import GPT
+from models.groups import param_groups
 
 
 class Stop(Exception):
@@ -404,6 +407,44 @@ def test_other_optimizers(build, name, kind):
     assert [g["weight_decay"] for g in trainer.optimization.optimizer.param_groups] == [0.1, 0.0]
     trainer.fit()
     assert records(trainer)[-1]["loss"] < records(trainer)[1]["loss"]
+
+
+def test_lamb_is_the_published_one():
+    """You et al. (arXiv 1904.00962, algorithm 2), two steps in fp64:
+
+    w -= rate * |w| / |r + decay * w| * (r + decay * w),  r = m_hat / (sqrt(v_hat) + eps)
+
+    layer by layer. Vectors, which are not decayed, have no trust ratio, as in NVIDIA's LAMB;
+    nothing is clipped inside, however large the gradient.
+    """
+    train = TrainConfig(
+        steps=9, batch_size=1, learning_rate=0.03, optimizer="lamb", betas=(0.8, 0.95), eps=1e-3,
+        weight_decay=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    model.param_groups = lambda decay: param_groups(model.named_parameters(), decay)
+    optimizer = module.make_optimizer(ste.Method(ste.Config()), model, train)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = {name: torch.zeros_like(w) for name, w in expected.items()}
+    second = {name: torch.zeros_like(w) for name, w in expected.items()}
+    for t, rate in ((1, 0.03), (2, 0.01)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for name, p in model.named_parameters():
+            g = p.grad = 50 * torch.randn_like(p)
+            w, m, v = expected[name], first[name], second[name]
+            m.copy_(0.8 * m + 0.2 * g)
+            v.copy_(0.95 * v + 0.05 * g**2)
+            update = (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-3)
+            if w.dim() == 2:
+                update = update + 0.2 * w
+                update = update * w.norm() / update.norm()
+            w.sub_(rate * update)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            # Some sums in another order, in fp64.
+            torch.testing.assert_close(p.detach(), expected[name], rtol=1e-10, atol=1e-12)
 
 
 def test_a_method_with_an_update_rule_of_its_own_takes_no_other_optimizer(tiny):

@@ -163,8 +163,36 @@ def test_tasks_are_known_by_their_content(local, tmp_path):
     (copy / "colours.jsonl").write_text("{}")
     assert zero_shot.identity(["colours"], str(copy)) != known
     assert "task_files" not in zero_shot.identity(["piqa"], None)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        "{data_files: outside/a.jsonl}",
+        "{data_files: {test: [outside/*.jsonl]}}",
+        "{data_dir: outside}",
+    ],
+)
+def test_tasks_are_known_by_the_data_that_they_name_elsewhere(tmp_path, monkeypatch, kwargs):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tasks", "outside"):
+        (tmp_path / name).mkdir()
+    task = f"task: x\ndataset_path: json\ndataset_kwargs: {kwargs}\ndoc_to_text: !function u.f\n"
+    (tmp_path / "tasks" / "x.yaml").write_text(task)
+    seen = []
+    for content in (None, "one", "two", "one"):
+        if content is not None:
+            (tmp_path / "outside" / "a.jsonl").write_text(content)
+        seen.append(zero_shot.identity(["x"], "tasks")["task_files"])
+    assert len(set(seen)) == 3 and seen[1] == seen[3]
+
+
+def test_folders_of_tasks_that_cannot_be_read_are_one_line(tmp_path):
     with pytest.raises(UserError, match="task_folder=nowhere is no folder"):
         zero_shot.identity(["colours"], "nowhere")
+    (tmp_path / "x.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match=r"x\.yaml is no task file: "):
+        zero_shot.identity(["colours"], str(tmp_path))
 
 
 def test_an_unknown_task_is_one_line(trained, local, monkeypatch):

@@ -82,6 +82,21 @@ def test_a_saved_model_is_the_loaded_one_bit_for_bit(checkpoint, family, tmp_pat
     assert model(tokens())[0].equal(CausalLM.from_pretrained(export)(tokens())[0])
 
 
+def test_a_save_that_fails_leaves_the_model_without_dropout(checkpoint, tmp_path, monkeypatch):
+    _, folder = checkpoint("gpt2")
+    model = CausalLM.from_pretrained(folder)
+    rates = {name: getattr(model.model.config, name) for name in model.dropout}
+    assert set(rates.values()) == {0.0} != set(model.dropout.values())
+
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(model.model, "save_pretrained", full)
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(tmp_path / "export")
+    assert {name: getattr(model.model.config, name) for name in model.dropout} == rates
+
+
 def test_a_pruned_conv1d_is_pruned_along_its_own_inputs(checkpoint, tmp_path):
     """Exported, the weight is [in, out], so the groups of four run down its columns."""
     from transformers import AutoModelForCausalLM
