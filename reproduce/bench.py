@@ -216,8 +216,8 @@ def of_gpt2(config: Config) -> tuple[Metrics, str]:
 def of_decoder(config: Config) -> tuple[Metrics, str]:
     """A decoder layer: speed of training and inference, and what they hold, over dense.
 
-    Memory is that of what stays: weights, gradients, the moments of AdamW, masks, packed and dense
-    operands; at inference the weights as they are stored. Activations are not in it.
+    Memory is that of what stays: weights, gradients, the moments of AdamW in fp32, masks, packed
+    and dense operands; at inference the weights as they are stored. Activations are not in it.
     """
     include = ("*",) if config.method == "slope" else ("*mlp.*",)
     build = llama(config) if config.kv_heads else gpt2(config)
@@ -405,9 +405,11 @@ def inference_times(config: Config, dense: Bench, sparse: Bench) -> dict[str, fl
 
 
 def training_bytes(arm: Bench) -> int:
-    """Weights, gradients and two moments, and what the converted layers keep beside them."""
-    sizes = parts(arm.converted)
-    return 4 * sizes.pop("weights") + sum(sizes.values())
+    """Weights, gradients, two moments in fp32, and what the converted layers keep beside them."""
+    trained = [p for p in arm.converted.model.parameters() if p.requires_grad]
+    gradients = sum(p.nbytes for p in trained)
+    moments = 2 * 4 * sum(p.numel() for p in trained)
+    return sum(parts(arm.converted).values()) + gradients + moments
 
 
 def stored_bytes(arm: Bench) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.errors import UserError
 from reproduce import stats
 from reproduce.engine import Run
-from reproduce.published import look_up
+from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, Column, Measure, Row, Table, Variant
 
 Numbers = dict[str, float | int | str | None]
@@ -66,8 +66,13 @@ def offered(table: Table, tier: str, path: str) -> bool:
     return True
 
 
-def ours(table: Table, tier: str, column: Column, runs: list[Run], baseline: list[Run]) -> Cell:
-    """What the runs of one row say, over the seeds; `baseline` are those of the first row."""
+def ours(
+    table: Table, tier: str, column: Column, runs: list[Run], baseline: list[Run], unit: str = ""
+) -> Cell:
+    """What the runs of one row say, over the seeds; `baseline` are those of the first row.
+
+    unit: printed behind the numbers, as `in_unit` has it.
+    """
     if column.value is None:
         return Cell("not measured", {"n": 0})
     if not offered(table, tier, column.value):
@@ -76,7 +81,7 @@ def ours(table: Table, tier: str, column: Column, runs: list[Run], baseline: lis
     own, base = (_values(column, some, measures) for some in (runs, baseline))
     if column.show == "paired" and runs and runs == baseline:
         return Cell("baseline")
-    if column.show in ("paired", "ratio"):
+    if column.show in ("paired", "ratio", "speedup"):
         own = {seed: v for seed, v in own.items() if seed in base}
     n = len(own)
     if n == 0:
@@ -88,7 +93,7 @@ def ours(table: Table, tier: str, column: Column, runs: list[Run], baseline: lis
         case "mean_std":
             mean, std = stats.mean(list(own.values())), stats.std(list(own.values()))
             spread = f" ± {std:{form}}" if n > 1 else ""
-            text = f"{mean:{form}}{spread}{few}"
+            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{few}"
             return Cell(text, {"mean": mean, "std": std if n > 1 else None, "n": n})
         case "paired":
             differences = [v - base[seed] for seed, v in own.items()]
@@ -99,11 +104,13 @@ def ours(table: Table, tier: str, column: Column, runs: list[Run], baseline: lis
             return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
         case "ratio":
             amount = stats.mean([v / base[seed] for seed, v in own.items()])
+        case "speedup":
+            amount = stats.mean([base[seed] / v for seed, v in own.items()])
         case "sum":
             amount = sum(own.values())
         case _:
             amount = stats.mean(list(own.values()))
-    return Cell(f"{amount:{form}}{few}", {column.show: amount, "n": n})
+    return Cell(f"{in_unit(f'{amount:{form}}', unit)}{few}", {column.show: amount, "n": n})
 
 
 def _values(column: Column, runs: list[Run], measures: dict[str, Measure]) -> dict[int, float]:
@@ -120,20 +127,25 @@ def paper(
 
     Speed is not compared like that: it was measured on another device.
     """
-    assert table.paper and table.published_table
-    name = published_name(table, variant, row, column)
-    if name is None:
-        return Cell("extra row of ours" if row.published is None else "not available"), Cell("-")
-    cell = look_up(table.paper, table.published_table, *name)
+    cell = published_cell(table, variant, row, column)
     if cell is None:
-        return Cell("not available"), Cell("-")
+        named = published_name(table, variant, row, column) or row.published
+        return Cell("not available" if named else "extra row of ours"), Cell("-")
     published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
     mean = own.numbers.get("mean")
-    taken = tier == "full" and table.driver != BENCH
+    taken = tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
     if not taken or cell.value is None or not isinstance(mean, float):
         return published, Cell("-")
     difference = mean - cell.value
     return published, Cell(f"{difference:+{column.format}}", {"difference": difference})
+
+
+def published_cell(table: Table, variant: Variant, row: Row, column: Column) -> Published | None:
+    """What the paper has there, if that is confirmed."""
+    name = published_name(table, variant, row, column)
+    if name is None or table.paper is None or table.published_table is None:
+        return None
+    return look_up(table.paper, table.published_table, *name)
 
 
 def published_name(

@@ -26,7 +26,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        kind = "" if self.number.startswith("figure") else "table "
+        kind = "" if self.number.startswith(("figure", "appendix")) else "table "
         return kind + self.number.replace("figure", "figure ")
 
 
@@ -46,12 +46,13 @@ def items(path: Path = FILE) -> dict[str, list[Item]]:
 
 
 def state(table: Table, tier: str, runs: Path) -> str:
-    """What the last call made of a tier, as it was written down."""
+    """What the last call made of a tier, as it was written down: to look at the runs themselves
+    would take composing every config of every table."""
     try:
         made = json.loads(stem(table, tier, runs).with_suffix(".json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return "not made"
-    return f"{made['done']} of {made['jobs']} runs done"
+    return f"{made['done']} of {made['jobs']} runs done at the last call"
 
 
 def record(jobs: int, done: int) -> dict[str, Any]:

@@ -105,7 +105,10 @@ def values(table: Table, rendered: Rendered) -> list[Value]:
     for quantity in wanted:
         for line in rendered.summary:
             label = ", ".join(str(line[part]) for part in ("of", "method") if part in line)
-            for source, names in {"paper": ["paper"], "ours": ["mean", "ratio", "sum"]}.items():
+            for source, names in {
+                "paper": ["paper"],
+                "ours": ["mean", "ratio", "speedup", "sum"],
+            }.items():
                 for name in names:
                     number = line.get(f"{quantity}: {name}")
                     if isinstance(number, float | int):

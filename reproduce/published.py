@@ -13,21 +13,35 @@ FILE = Path(__file__).with_name("published.json")
 @dataclass(frozen=True)
 class Published:
     """One confirmed cell. value: None where the source shows that there is none (out of memory,
-    say). evidence: `primary`, or `second-hand` (somebody's notes, or read off a plot)."""
+    say). evidence: `primary`, or `second-hand` (somebody's notes, or read off a plot). confidence:
+    `high` or `medium`."""
 
     value: float | None
     unit: str
     evidence: str
     source: str
     note: str = ""
+    confidence: str = "high"
 
     def text(self, spec: str) -> str:
         """As printed; `spec` is a Python format."""
         label = "" if self.evidence == "primary" else f" ({self.evidence})"
         if self.value is None:
             return f"none: {self.note}{label}"
-        gap = "" if self.unit in ("", "x") else " "
-        return f"{self.value:{spec}}{gap}{self.unit}{label}"
+        return in_unit(f"{self.value:{spec}}", self.unit) + label
+
+    @property
+    def reservation(self) -> str:
+        """Why to read it with care, and where it was read; empty if there is nothing to say."""
+        if (self.evidence, self.confidence) == ("primary", "high"):
+            return ""
+        kind = "of medium confidence" if self.evidence == "primary" else self.evidence
+        return f"{kind}, from {self.source}" + (f": {self.note}" if self.note else "")
+
+
+def in_unit(number: str, unit: str) -> str:
+    """A printed number with its unit: `1.5x`, `3.0 ms`, `2`."""
+    return f"{number}{'' if unit in ('', 'x') else ' '}{unit}"
 
 
 @functools.cache
@@ -40,6 +54,7 @@ def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
             cell["evidence"],
             content["sources"][cell["source"]],
             cell.get("note", ""),
+            cell.get("confidence", "high"),
         )
         for cell in content["cells"]
     }

@@ -25,14 +25,27 @@ def read_table(path: Path) -> Table:
     """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), loader)
-        if not isinstance(content, dict):
-            raise ValueError("it holds no keys")
-        return build(Table, {"name": path.stem, **content}, "the file")
+        return build(Table, {"name": path.stem, **_content(path)}, "the file")
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The keys of a file, and those that it has not from the table it is `based_on`, if any."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content = yaml.load(path.read_text(encoding="utf-8"), loader)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no keys")
+    base = content.pop("based_on", None)
+    if base is None:
+        return content
+    other = path.with_name(f"{base}.yaml")
+    if not other.is_file():
+        raise ValueError(f"based_on: there is no {other.name}")
+    return {**_content(other), **content}
 
 
 def read_tables(folder: Path = TABLES) -> list[Table]:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from reproduce.cells import Cell, Numbers, offered, ours, paper, value
+from reproduce.cells import Cell, Numbers, offered, ours, paper, published_cell, value
 from reproduce.engine import Run
-from reproduce.spec import BENCH, Column, Table
+from reproduce.spec import BENCH, Column, Row, Table, Variant
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
     n = len(table.tiers[tier].seeds)
     mine: dict[tuple[str, str, str], Cell] = {}
     papers: dict[tuple[str, str, str], tuple[Cell, Cell]] = {}
+    units = {column.label: _unit(table, variants, rows, column) for column in table.columns}
     for variant in variants:
         of = {
             row.label: [
@@ -72,13 +73,15 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
         for row in rows:
             for column in table.columns:
                 key = (variant.label, row.label, column.label)
-                there = not variant.rows or row.label in variant.rows
+                there = not row.not_run and (not variant.rows or row.label in variant.rows)
                 cell = Cell("not offered", {"n": 0})
                 if there:
-                    cell = ours(table, tier, column, of[row.label], of[rows[0].label])
+                    runs_of, baseline = of[row.label], of[rows[0].label]
+                    cell = ours(table, tier, column, runs_of, baseline, units[column.label])
                 mine[key] = cell
                 if table.paper and (column.published or column.label in row.cells):
                     papers[key] = paper(table, tier, variant, row, column, cell)
+    not_run = {row.label for row in rows if row.not_run}
     named = [variant.label for variant in variants] != [""]
     lines = [(variant.label, row.label) for variant in variants for row in rows]
     of_column = ["of"] if named else []
@@ -89,6 +92,8 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
         for column in table.columns:
             for label, row_label in lines:
                 key = (label, row_label, column.label)
+                if row_label in not_run and key not in papers:
+                    continue
                 published, difference = papers.get(key, no_paper)
                 texts = [published.text, mine[key].text, difference.text, tier]
                 cells.append([column.label, *([label] if named else []), row_label, *texts])
@@ -139,11 +144,18 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
         lines.append(f"The paper: {table.published_setting}.")
         lines += table.notes
         if table.driver == BENCH:
-            lines.append(
-                "The device named below is not the paper's: no difference to it is taken."
-            )
+            lines.append("The device named below is not the paper's: no difference to it is taken.")
         elif tier != "full":
             lines.append("This tier is not the paper's setting: no difference to it is taken.")
+        elif chosen.incomparable:
+            lines.append(f"No difference to the paper is taken: {chosen.incomparable}.")
+        lines += _reservations(table, tier)
+        not_run: dict[str, list[str]] = {}
+        for row in table.rows_of(tier):
+            not_run.setdefault(row.not_run, []).append(row.label)
+        for reason, labels in not_run.items():
+            if reason:
+                lines.append(f"Not run: {'; '.join(labels)}: {reason}.")
         absent = {
             "rows": [r.label for r in table.rows if r not in table.rows_of(tier) and not r.stage],
             "of": [v.label for v in table.variants if v not in table.variants_of(tier)],
@@ -152,11 +164,14 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
             if labels:
                 lines.append(f"Not in this tier ({what}): {'; '.join(labels)}.")
     trained = len(list(table.trainings(tier)))
-    told = (
-        f"Runs: {len(runs)} of {trained}, seeds {', '.join(map(str, chosen.seeds))}. "
-        "± is the standard deviation over seeds; [ ] is the 95 % interval of the difference at "
-        "equal seeds, that is, equal initial weights and data."
-    )
+    seeds = ", ".join(map(str, chosen.seeds))
+    of_seeds = f"seeds {seeds}" if len(chosen.seeds) > 1 else f"one seed ({seeds})"
+    told = f"Runs: {len(runs)} of {trained}, {of_seeds}."
+    if len(chosen.seeds) > 1 and table.driver != BENCH:
+        told += (
+            " ± is the standard deviation over seeds; [ ] is the 95 % interval of the difference "
+            "at equal seeds, that is, equal initial weights and data."
+        )
     lines.append(told)
     facts = {
         "Corpus": [_corpus(run.result["corpus"]) for run in runs if "corpus" in run.result],
@@ -169,6 +184,29 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
         if distinct:
             lines.append(f"{name}: {mixed}{'; '.join(distinct)}.")
     return lines
+
+
+def _unit(table: Table, variants: list[Variant], rows: list[Row], column: Column) -> str:
+    """That of the column's published values, in which ours are printed too."""
+    if column.unit:
+        return column.unit
+    cells = (published_cell(table, variant, row, column) for variant in variants for row in rows)
+    return next((cell.unit for cell in cells if cell is not None), "")
+
+
+def _reservations(table: Table, tier: str) -> list[str]:
+    """Of the published values that are not read off the paper itself: which, and from where."""
+    found: dict[str, list[str]] = {}
+    for variant in table.variants_of(tier):
+        for row in table.rows_of(tier):
+            for column in table.columns:
+                cell = None if row.stage else published_cell(table, variant, row, column)
+                if cell is not None and cell.reservation:
+                    found.setdefault(cell.reservation, []).append(row.label)
+    return [
+        f"Published values of {'; '.join(dict.fromkeys(labels))}: {reservation}."
+        for reservation, labels in found.items()
+    ]
 
 
 def _corpus(manifest: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TIERS = ("smoke", "mini", "full")
-SHOWN_AS = ("mean_std", "mean", "sum", "paired", "ratio")
+SHOWN_AS = ("mean_std", "mean", "sum", "paired", "ratio", "speedup")
 TRAINING = ("pretrain", "dino")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
@@ -54,8 +54,9 @@ class Tier:
         machine. overrides: hydra overrides of every row; started: further ones of rows that start
         from another one. measure: what is measured afterwards, by a name that columns refer to.
         variants: instead of the table's. rows: labels of those that this tier has; all if empty.
-        pretrained: the model brings trained weights, from which all rows start. unavailable: why
-        there is no such tier, if so.
+        pretrained: the model brings trained weights, from which all rows start. incomparable: why
+        no difference to the paper is taken even in the tier `full`, if so. unavailable: why there
+        is no such tier, if so.
     """
 
     setting: str = ""
@@ -67,6 +68,7 @@ class Tier:
     variants: list[Variant] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     pretrained: bool = False
+    incomparable: str = ""
     unavailable: str = ""
 
 
@@ -79,6 +81,7 @@ class Row:
         [row, column], instead of where the table's `published_row` and `published_column` say.
     starts_from: label of an earlier row, whose finished run of the same variant and seed gives the
         first weights. stage: it is there to start from: trained, but neither measured nor shown.
+    not_run: why it stands there with the paper's values alone, if so.
     """
 
     label: str
@@ -89,6 +92,7 @@ class Row:
     cells: dict[str, list[str]] = field(default_factory=dict)
     starts_from: str | None = None
     stage: bool = False
+    not_run: str = ""
 
 
 @dataclass
@@ -100,10 +104,11 @@ class Column:
         `<measure>.<task>.<metric>` for a measurement's metrics, `<measure>.mean` for the mean of
         its tasks' scores; several with commas for their mean. None cannot be measured.
     show: over the seeds, `mean_std`, `mean` or `sum`; against the first row at the same seeds,
-        `paired` (mean difference with its 95 % interval) or `ratio` (mean quotient).
+        `paired` (mean difference with its 95 % interval), `ratio` (mean quotient) or `speedup`
+        (mean of its inverse, for times).
     format: Python format of a number. published: the column's name in `published.json`; then the
         published value and our difference to it are shown beside ours. scale: factor of what is
-        shown, 100 for a share in percent.
+        shown, 100 for a share in percent. unit: printed, where no published value has one.
     """
 
     label: str
@@ -112,6 +117,7 @@ class Column:
     format: str = ".3f"
     published: str | None = None
     scale: float = 1.0
+    unit: str = ""
 
 
 @dataclass
@@ -215,7 +221,7 @@ class Table:
         """What is trained or benchmarked: variant, row and seed."""
         for variant in self.variants_of(tier):
             for row in self.rows_of(tier):
-                if not variant.rows or row.label in variant.rows:
+                if not row.not_run and (not variant.rows or row.label in variant.rows):
                     yield from ((variant, row, seed) for seed in self.tiers[tier].seeds)
 
     def variants_of(self, tier: str) -> list[Variant]:

@@ -133,9 +133,7 @@ def test_masks_are_chosen_once_per_step_whatever_is_forwarded(monkeypatch, refre
     method = converted(model, refresh_every=refresh_every)
     calls = []
     search = t_sr_ste.transposable_mask24
-    monkeypatch.setattr(
-        t_sr_ste, "transposable_mask24", lambda *a: calls.append(1) or search(*a)
-    )
+    monkeypatch.setattr(t_sr_ste, "transposable_mask24", lambda *a: calls.append(1) or search(*a))
     for step, expected in enumerate(searches):
         train(method, model, 1, parts=4, first=step)
         with torch.no_grad():

@@ -63,7 +63,8 @@ def fake(tmp_path, monkeypatch):
             raise RuntimeError("out of\nmemory")
         directory = job.config.directory()
         directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(make_result(job.config.digest()))
+        init = job.config.init_weights() if job.driver == "pretrain" else None
+        text = json.dumps(make_result(job.config.digest(), init=init))
         (directory / results.FILE).write_text(text, encoding="utf-8")
 
     act.order, act.broken = [], set()

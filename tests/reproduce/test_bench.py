@@ -71,6 +71,20 @@ def test_memory_of_a_decoder_layer(tmp_path):
     assert found["inference_memory_6_25"] == pytest.approx(stored + adapters, rel=1e-6)
 
 
+def test_moments_are_in_fp32_whatever_the_weights_are_in(monkeypatch):
+    """In bf16: 2 + 2 + 8 bytes of a dense weight; for SLoPe half of that, a bit a weight and a bit
+    a value."""
+    monkeypatch.setattr(Config, "dtype", torch.bfloat16)
+    config = quick(what="decoder", method="slope", width=64)
+    linears, norms = 12 * 64**2, 2 * 64
+    dense, slope = (
+        bench.training_bytes(bench.bench(config, name, bench.gpt2(config), ("*",)))
+        for name in ("dense", "slope")
+    )
+    assert dense == 12 * (linears + norms)
+    assert slope == 12 * (linears // 2 + norms) + linears // 8 + linears // 16
+
+
 def test_fst_ends_dense(tmp_path):
     config = quick(what="decoder", ranks=(1.56,), runs=str(tmp_path))
     found = bench.run(config, lambda message: None)["metrics"]

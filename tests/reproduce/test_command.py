@@ -124,7 +124,7 @@ def test_a_table_from_nothing(tmp_path, capsys):
     assert sparse["sparsity.illegal_groups"] == "0"
 
     assert main(["--list"], folder, runs) == 0
-    assert "tiny tier=smoke: 2 of 2 runs done (2 runs)" in capsys.readouterr().out
+    assert "tiny tier=smoke: 2 of 2 runs done at the last call (2 runs)" in capsys.readouterr().out
     before = (runs / "tables" / f"{stem}.md").read_bytes()
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 2 done already, 0 to do" in capsys.readouterr().out

@@ -60,4 +60,5 @@ def test_what_was_made_is_told(counts, tmp_path):
     path.parent.mkdir(parents=True)
     jobs, done = counts
     path.write_text(f'{{"jobs": {jobs}, "done": {done}}}')
-    assert coverage.state(table, "smoke", tmp_path) == f"{done} of {jobs} runs done"
+    told = f"{done} of {jobs} runs done at the last call"
+    assert coverage.state(table, "smoke", tmp_path) == told

@@ -1,6 +1,7 @@
 """Tables from given results, against tables written by hand."""
 
 import csv
+import dataclasses
 import io
 
 import pytest
@@ -179,6 +180,38 @@ def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
     assert "The paper: Big thing." in rendered.header
 
 
+def test_what_is_no_full_comparison_says_why(beside, runs):
+    beside.tiers["full"] = dataclasses.replace(beside.tiers["full"], incomparable="other data")
+    rendered = render(beside, "full", runs)
+    assert body(rendered)[-1] == "| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | - | full |"
+    assert "No difference to the paper is taken: other data." in rendered.header
+
+
+def test_published_values_are_noted_with_their_source_unless_they_are_sure(beside, runs):
+    told = "Published values of S-STE: second-hand, from notes."
+    assert told in render(beside, "full", runs).header
+    sure = published.Published(2.0, "", "primary", "the paper")
+    assert sure.reservation == ""
+    unsure = dataclasses.replace(sure, confidence="medium", note="a damaged copy")
+    assert unsure.reservation == "of medium confidence, from the paper: a damaged copy"
+
+
+def test_a_row_that_is_not_run_shows_the_paper_alone(beside, runs):
+    beside.rows = [*beside.rows, Row("other", not_run="too large", published="ours")]
+    assert not [row for _, row, _ in beside.trainings("full") if row.label == "other"]
+    rendered = render(beside, "full", runs)
+    assert body(rendered)[-1] == "| loss | other | 2.00 (second-hand) | not offered | - | full |"
+    assert "Not run: other: too large." in rendered.header
+
+
+def test_a_speedup_is_the_baseline_s_time_over_the_row_s(runs):
+    columns = [Column("speed-up", "step_seconds", "speedup", ".2f")]
+    # 2/3, 2/4 and 2/5 in the mean.
+    assert body(render(own_table([0, 1, 2], columns), "smoke", runs)) == [
+        "| dense | 1.00 |", "| S-STE | 0.52 |",
+    ]  # fmt: skip
+
+
 def test_values_of_a_run(finished_run):
     log = [{"step": s, "loss": float(s)} for s in range(18)] + [{"step": 18, "val_loss": 0.5}]
     scores = {"cola": 50.0, "rte": 61.0}
@@ -249,9 +282,9 @@ def test_variants_have_lines_and_baselines_of_their_own(finished_run, monkeypatc
         finished_run("dense", 0, 2.0, variant="B"),
     ]
     assert body(render(table, "full", runs)) == [
-        "| loss | A | dense | not available | 1.0 | - | full |",
-        "| loss | A | S | 4.0 % | 3.0 | -1.0 | full |",
-        "| loss | B | dense | not available | 2.0 | - | full |",
+        "| loss | A | dense | not available | 1.0 % | - | full |",
+        "| loss | A | S | 4.0 % | 3.0 % | -1.0 | full |",
+        "| loss | B | dense | not available | 2.0 % | - | full |",
         "| loss | B | S | not available | not offered | - | full |",
         "| to dense | A | dense | - | baseline | - | full |",
         "| to dense | A | S | - | +2.0 (n=1) | - | full |",
@@ -274,10 +307,11 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     run = finished_run("a", 0, 1.0, metrics={"speed": 1.25})
     del run.result["corpus"], run.result["config"]["impl"]
     rendered = render(table, "full", [run])
-    assert body(rendered) == ["| speed | a | 1.500x | 1.250 | - | full |"]
+    assert body(rendered) == ["| speed | a | 1.500x | 1.250x | - | full |"]
     told = "\n".join(rendered.header)
     assert "The device named below is not the paper's" in told
     assert "Device: abacus, 2 threads, torch 2.0." in told
+    assert "Runs: 1 of 1, one seed (0)." in rendered.header  # nothing of deviations
     bars = [(v.source, v.value) for v in values(table, rendered)]
     assert bars == [("paper", 1.5), ("ours", 1.25)]
     assert draw(table, "full", [run], rendered, tmp_path / "b.png")

@@ -1,7 +1,9 @@
 """Spec files: those of the repository, and what is wrong with others."""
 
 import dataclasses
+import functools
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from experiments import glue
 from experiments.errors import UserError
 from methods import slope
 from reproduce import jobs
-from reproduce.jobs import plan
+from reproduce.jobs import Job, plan
 from reproduce.reading import read_table, read_tables
 from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
 
@@ -24,6 +26,7 @@ OFFERED = [
     if not what.unavailable
 ]
 SEED = 7
+TRAINED_BY = r"(experiment|model|data|train|model\.path|model\.block_size)=|train\."
 CONF = Path(experiments.__file__).parent / "conf"
 
 
@@ -84,7 +87,8 @@ def _files(override):
 
 def _local(override, folder):
     """Of what comes from the hub, a tiny model here."""
-    for key, value in {"model.path=": folder, "model.block_size=": 32}.items():
+    local = {"model.path=": folder, "model.block_size=": 32, "data.tokenizer=": "wordpiece"}
+    for key, value in local.items():
         if override.startswith(key):
             return f"{key}{value}"
     return override
@@ -141,13 +145,14 @@ def changed_options(config):
 def options(name, tier, tmp_path, variant=None):
     """row -> (method, what it changes of the method's defaults), of the first seed's trainings."""
     table = TABLES[name]
-    chosen = dataclasses.replace(table.tiers[tier], seeds=[0], measure={})
+    overrides = [_local(o, tmp_path) for o in table.tiers[tier].overrides]
+    chosen = dataclasses.replace(table.tiers[tier], seeds=[0], measure={}, overrides=overrides)
     if variant:
         found = [v for v in table.variants_of(tier) if v.label == variant]
         chosen = dataclasses.replace(chosen, variants=found)
     planned = plan(dataclasses.replace(table, tiers={**table.tiers, tier: chosen}), tier, tmp_path)
     configs = {
-        place.row: job.compose(None) if job.source else job.config
+        place.row: job.compose(tmp_path / "unfinished") if job.source else job.config
         for place, (job, _) in planned.places.items()
     }
     return {row: (config.method, changed_options(config)) for row, config in configs.items()}
@@ -168,6 +173,7 @@ def test_published_settings_of_fst(tmp_path):
     }  # fmt: skip
     deit = options("fst_table8", "full", tmp_path)
     assert deit["FST"] == ("t_sr_ste", {"alpha": 1e-3, "refresh_every": 10})
+    assert deit["SR-STE"] == ("sr_ste", {"alpha": 2e-4, "decay_on": "weights"})
 
 
 def test_the_ablation_of_s_ste_adds_one_part_at_a_time(tmp_path):
@@ -209,6 +215,85 @@ def test_patterns_and_ranks_of_slope(tmp_path):
         for row, (_, changed) in options("slope_table4", "full", tmp_path).items()
     }
     assert list(ranks.values()) == [0, 0, 0, 0, 4, 16, 64]
+
+
+@functools.cache
+def train_settings(driver, overrides, source):
+    # The same for all methods and data of a row: composed once.
+    return Job("", driver, list(overrides), Path("runs"), None, "init").compose(source).train
+
+
+@pytest.mark.parametrize("name", [n for n, t in TABLES.items() if t.driver != "bench"])
+def test_rows_of_a_table_are_trained_alike(name, gpt2_folder):
+    """But for what they start from, and rows that are not trained: a single step at a rate of 0."""
+    table = TABLES[name]
+    for tier, chosen in table.tiers.items():
+        found = {}
+        for row in [] if chosen.unavailable else table.rows_of(tier):
+            if row.not_run:
+                continue
+            given = jobs._training(chosen, tier, table.variants_of(tier)[0], row)
+            kept = [_local(o, gpt2_folder) for o in given if re.match(TRAINED_BY, o)]
+            source = Path("unfinished") if row.starts_from else None
+            settings = train_settings(table.driver, tuple(kept), source)
+            still = settings.steps == 1
+            assert not still or settings.learning_rate == 0.0
+            found.setdefault((bool(row.starts_from), still), set()).add(settings)
+        assert all(len(settings) == 1 for settings in found.values()), tier
+
+
+def test_all_sizes_of_ast_see_as_many_tokens(gpt2_folder):
+    for name in ("ast_table1", "ast_table4", "ast_table5"):
+        tier = TABLES[name].tiers["full"]
+        for variant in TABLES[name].variants_of("full"):
+            values = dict(o.split("=") for o in [*tier.overrides, *variant.overrides])
+            tokens = int(values["model.block_size"]) * int(values["train.batch_size"])
+            assert tokens == 128 * 1024
+
+
+@pytest.mark.parametrize("tier", ["smoke", "full"])
+def test_tables_6_and_7_of_s_ste_share_their_runs(tier, tmp_path):
+    def directories(name, labels):
+        table = TABLES[name]
+        rows = [row for row in table.rows if row.label in labels]
+        chosen = dataclasses.replace(
+            table.tiers[tier], measure={}, variants=table.variants_of(tier)[:1]
+        )
+        small = dataclasses.replace(table, rows=rows, tiers={**table.tiers, tier: chosen})
+        return [job.config.directory() for job in plan(small, tier, tmp_path).jobs]
+
+    assert directories("sste_table6", {"dense", "S-STE"}) == directories(
+        "sste_table7", {"dense", "S-STE, S-STE"}
+    )
+
+
+def test_masks_after_a_dense_phase_are_those_of_its_largest_weights(tmp_path):
+    """As in SLoPe's released code; and Wanda prunes the finished dense model."""
+    for name in ("slope_table5", "slope_table8", "slope_tableB2"):
+        rows = {row.label: row for row in TABLES[name].rows}
+        for row in rows.values():
+            after_dense = row.starts_from == "dense, phase 1"
+            if "method=slope" in row.overrides:
+                assert ("method.mask=magnitude" in row.overrides) is after_dense
+            if "method.metric=wanda" in row.overrides:
+                assert row.starts_from == "Dense"
+
+
+def test_rows_of_fst_s_ablation_are_judged_with_dense_weights():
+    for row in TABLES["fst_table10"].rows:
+        sparse_end = "method.dense_fraction=0.0" in row.overrides
+        assert row.measure == ({"glue": ["mode=dense", "weights=dense"]} if sparse_end else {})
+
+
+def test_a_table_takes_from_another_what_it_does_not_say(tmp_path):
+    base = "{title: B, columns: [], tiers: {}, rows: [{label: a, overrides: [method=dense]}]}"
+    (tmp_path / "base.yaml").write_text(base, encoding="utf-8")
+    (tmp_path / "t.yaml").write_text("{title: T, based_on: base}", encoding="utf-8")
+    table = read_table(tmp_path / "t.yaml")
+    assert (table.name, table.title, [row.label for row in table.rows]) == ("t", "T", ["a"])
+    (tmp_path / "t.yaml").write_text("{title: T, based_on: none}", encoding="utf-8")
+    with pytest.raises(UserError, match=r"based_on: there is no none\.yaml"):
+        read_table(tmp_path / "t.yaml")
 
 
 def test_smoke_tables_of_gpt2_share_their_dense_run(tmp_path):
