@@ -39,17 +39,11 @@ def test_published_recipes(name):
     assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
     assert config.impl.dtype == "fp16"
     assert config.data.name == "openwebtext"
-    if method in ("sr_ste", "t_sr_ste"):
-        if method == "sr_ste":  # that of the released Bi-Mask baseline
-            assert (config.method_options.alpha, config.method_options.decay_on) == (
-                2e-4,
-                "weights",
-            )
-        else:
-            assert config.method_options.alpha == PUBLISHED_DECAY[size]
-            assert config.method_options.decay_on == "gradients"
+    options = config.method_options
+    if method == "sr_ste":  # the factor of the released Bi-Mask baseline
+        assert (options.alpha, options.decay_on) == (2e-4, "weights")
     if method == "t_sr_ste":
-        options = config.method_options
+        assert (options.alpha, options.decay_on) == (PUBLISHED_DECAY[size], "gradients")
         assert (options.algorithm, options.mvue, options.refresh_every) == ("exact", "exact", 40)
         assert config.build_method().dense_start == 250_000
     if method == "s_ste":
