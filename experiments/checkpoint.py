@@ -66,7 +66,7 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     """Write the state before optimizer step `step` as `directory/step-<step>.pt`."""
     path = directory / f"step-{step:09d}.pt"
     write_atomic(path, lambda p: torch.save(state, p))
-    write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": _sha256(path)})
+    write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": sha256(path)})
     whole = [p for p in sorted(directory.glob("step-*.pt")) if p <= path]
     for other in directory.glob("step-*.pt"):
         # Later ones were damaged, or this run would have begun there.
@@ -109,7 +109,8 @@ def _sidecar(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Hash of a file's content, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -124,6 +125,6 @@ def _damage(path: Path) -> str | None:
     size = path.stat().st_size
     if size != expected["bytes"]:
         return f"{size} bytes instead of {expected['bytes']}"
-    if _sha256(path) != expected["sha256"]:
+    if sha256(path) != expected["sha256"]:
         return "its SHA-256 does not match"
     return None

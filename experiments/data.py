@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.checkpoint import sha256
 from experiments.errors import UserError
 from experiments.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 
@@ -222,7 +223,7 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
     if record["kind"] == "gpt2":
         return gpt2_encoding()
     path = folder / record["file"]
-    if not path.is_file() or _hash(path) != record["sha256"]:
+    if not path.is_file() or sha256(path) != record["sha256"]:
         state = "was changed" if path.is_file() else "is missing"
         raise UserError(f"{path}, the tokenizer, {state}; put the one there that was trained with")
     if record["kind"] == "bpe":
@@ -261,7 +262,7 @@ def file_record(path: Path) -> dict[str, Any]:
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
-        "sha256": _hash(path),
+        "sha256": sha256(path),
         "sha256_ends": _hash_ends(path),
     }
 
@@ -296,18 +297,13 @@ def _check_file(config: DataConfig, record: dict[str, Any]) -> None:
         )
     whole = record["bytes"] <= _FULL_HASH_LIMIT
     found, expected = (
-        (_hash(path), record["sha256"]) if whole else (_hash_ends(path), record["sha256_ends"])
+        (sha256(path), record["sha256"]) if whole else (_hash_ends(path), record["sha256_ends"])
     )
     if found != expected:
         raise UserError(
             f"{path} was changed: its sha256 is {found[:12]}..., its manifest says "
             f"{expected[:12]}...; {remedy}"
         )
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_ends(path: Path) -> str:

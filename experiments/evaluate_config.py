@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments import zero_shot
+from experiments.checkpoint import sha256
 from experiments.config import digest, one_line_errors, typed
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
-from experiments.initial import HFConfig, sha256, weight_files
+from experiments.initial import HFConfig, weight_files
 from experiments.perplexity import Text
 from experiments.settings import ImplConfig
 

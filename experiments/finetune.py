@@ -233,6 +233,7 @@ class Tuning:
             "task": config.task,
             "mode": config.mode,
             "steps": self.step,
+            "skipped_steps": self.optimization.skipped,
             "examples": self.problem.examples,
             "sequences": {
                 "train": len(self.problem.train),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.checkpoint import sha256
 from experiments.errors import UserError
 from experiments.tokenizer import CLS, PAD, SEP, HFTokenizer
 
@@ -159,8 +160,8 @@ def fingerprint(paths: Sequence[Path]) -> str:
 
 @functools.cache
 def _file_hash(path: Path, size: int, changed: int) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+    """Computed again only where size or time of change are others: it is asked for often."""
+    return bytes.fromhex(sha256(path))
 
 
 def _folder(task: str, data: str) -> Path:

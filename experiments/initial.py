@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from experiments.checkpoint import sha256
 from experiments.errors import UserError
 from experiments.results import FILE as RESULT
 from experiments.tokenizer import FILES as TOKENIZERS
@@ -185,12 +186,6 @@ def _download(hub_id: str) -> Path:
             f"model.path={hub_id} is neither a local folder nor a checkpoint that the hub gives "
             f"({type(error).__name__})"
         ) from error
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file's content, 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_result(directory: Path) -> dict[str, Any]:
