@@ -12,11 +12,13 @@ function of that alone: never of the clock, never of the machine.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,7 +196,8 @@ def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> R
     """
     from hydra import compose, initialize_config_module
 
-    with one_line_errors(), initialize_config_module("experiments.conf", version_base="1.3"):
+    context = initialize_config_module("experiments.conf", version_base="1.3")
+    with one_line_errors(config_name), context:
         return freeze(compose(config_name, overrides=overrides or []))
 
 
@@ -287,8 +290,11 @@ def typed(schema: type, group: str, values: Any) -> Any:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`."""
+def one_line_errors(config_name: str | None = None) -> Iterator[None]:
+    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`.
+
+    config_name: of the primary config, in which a key that does not exist is looked for.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -298,13 +304,41 @@ def one_line_errors() -> Iterator[None]:
         parts = [str(error)]
         if isinstance(error.__cause__, OmegaConfBaseException):
             parts.append(str(error.__cause__))
-        lines = [line.strip() for line in "\n".join(parts).splitlines()]
+        lines = [line.strip().rstrip(".") for line in "\n".join(parts).splitlines()]
         kept = [x for x in dict.fromkeys(lines) if x and not x.startswith(_NOISE)]
-        raise UserError("; ".join(kept)) from error
+        text = "; ".join(kept)
+        if found := re.match(r"Could not override '([^']+)'", text):
+            text = f"there is no {found[1]} here{_similar(found[1], config_name)}"
+        raise UserError(text) from error
+
+
+def _similar(key: str, config_name: str | None) -> str:
+    """The keys of a primary config that may have been meant, as the end of a sentence."""
+    if config_name is None:
+        return ""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    def leaves(node: Any, prefix: str) -> Iterator[str]:
+        if not OmegaConf.is_dict(node):
+            yield prefix.removesuffix(".")
+            return
+        for name in node:
+            yield from leaves(node._get_node(name), f"{prefix}{name}.")
+
+    with initialize_config_module("experiments.conf", version_base="1.3"):
+        known = [*leaves(compose(config_name), "")]
+    last = {name.rpartition(".")[2] for name in known}
+    meant = difflib.get_close_matches(key.rpartition(".")[2], last, 1, 0.7)
+    found = [name for name in known if meant and name.rpartition(".")[2] == meant[0]]
+    return f"; {' or '.join(found)} may be meant" if found else ""
 
 
 # Lines of hydra's messages that tell a user nothing.
-_NOISE = ("full_key", "object_type", "Config search path", "provider=", "_common")
+_NOISE = (
+    *("To append to your config", "Key '", "full_key", "object_type", "Config search path"),
+    *("provider=", "_common", "_distillation"),
+)
 
 
 def driver(
@@ -335,7 +369,7 @@ def driver(
 
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            with exit_with_one_line(after_stop), one_line_errors():
+            with exit_with_one_line(after_stop), one_line_errors(config_name):
                 hydra.main(
                     config_path="pkg://experiments.conf",
                     config_name=config_name,

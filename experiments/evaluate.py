@@ -32,6 +32,7 @@ from experiments.evaluate_config import EvaluateConfig, freeze
 from experiments.evaluate_config import load as load
 from experiments.export_tokenizer import tokenizer_of
 from experiments.image_source import ImageSource
+from experiments.images import Images, load_images
 from experiments.optimization import DTYPES
 from experiments.perplexity import perplexity, windows
 from experiments.pretrain import process_settings
@@ -88,10 +89,12 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
     if config.images is not None:
         _check_vit(model, config.images)
     tokenizer = _tokenizer(config, model) if config.tasks else None
+    stream = _windows(config, model)
+    if config.images == "val":
+        _check_classes(config, load_images(config.image_data, ("val",)))
     rows = legality.measure(model, patterns)
     report(f"WEIGHTS: {_described(config)}")
-    report(legality.table(rows))
-    stream = _windows(config, model)
+    report(legality.table(rows, dense=config.kind == "dense"))
     with checkpoint.exclusive(config.directory()):
         done = finished(config)  # by another process, since it was asked above
         if done is not None:
@@ -133,10 +136,10 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
 
 def summary(result: dict[str, Any]) -> str:
     """The numbers of a result, one a line, after the weights that gave them."""
-    lines = [
-        f"weights {result['weights']}: density {result['sparsity']['density']:.4f}, "
-        f"{result['sparsity']['illegal_groups']} of {result['sparsity']['groups']} groups illegal"
-    ]
+    lines = [f"weights {result['weights']}: density {result['sparsity']['density']:.4f}"]
+    if result["weights"] != "dense":
+        illegal, groups = (result["sparsity"][key] for key in ("illegal_groups", "groups"))
+        lines[0] += f", {illegal} of {groups} groups illegal"
     lines += [
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
         for name, value in result["metrics"].items()
@@ -225,7 +228,6 @@ def _accuracy(
         workers=config.impl.workers,
         splits=("val",),
     )
-    _check_classes(config, source)
     images = source.images.val
     device, count = next(model.parameters()).device, len(images.labels)
     sums: dict[str, float] = {}
@@ -239,19 +241,19 @@ def _accuracy(
     return {f"val_{name}": value / count for name, value in sums.items()} | {"val_images": count}
 
 
-def _check_classes(config: EvaluateConfig, source: ImageSource) -> None:
+def _check_classes(config: EvaluateConfig, images: Images) -> None:
     """That the images have the classes, in their order, that the model was trained on."""
     assert config.finished_run is not None
     trained = config.finished_run.result["corpus"]["classes"]
-    found = source.images.describe()["classes"]
+    found = images.describe()["classes"]
     if found != trained:
-        differ = ""
-        if isinstance(found, list) and isinstance(trained, list):
+        differ = f"{len(images.classes)} classes"
+        if isinstance(found, list) and isinstance(trained, list) and len(found) == len(trained):
             pair = next((a, b) for a, b in zip(found, trained, strict=True) if a != b)
-            differ = f": {pair[0]} in the place of {pair[1]}"
+            differ = f"{pair[0]} in the place of {pair[1]}"
         raise UserError(
-            f"{source.directory} has other classes than those that {config.run} was trained on"
-            f"{differ}; name its folders as in training"
+            f"{images.directory} has other classes than those that {config.run} was trained on: "
+            f"{differ}; give a folder with the classes of training"
         )
 
 

@@ -195,7 +195,8 @@ def load(overrides: list[str] | None = None) -> EvaluateConfig:
     """
     from hydra import compose, initialize_config_module
 
-    with one_line_errors(), initialize_config_module("experiments.conf", version_base="1.3"):
+    context = initialize_config_module("experiments.conf", version_base="1.3")
+    with one_line_errors("evaluate"), context:
         return freeze(compose("evaluate", overrides=overrides or []))
 
 

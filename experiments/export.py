@@ -7,6 +7,7 @@ master weights) holds
     tokenizer.json, ...              the tokenizer of the run, where it has one
     masks.safetensors                for each converted linear, by its name in model.safetensors, a
                                      bool tensor of the same shape: True where the weight is not 0
+    preprocessor_config.json         of a ViT: size, mean and standard deviation of its images
     README.md                        method, options, hash of the config, density, legality
     export.json                      the hash of the run's weights, and the names of these files
 
@@ -24,13 +25,14 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,10 +44,15 @@ from experiments.config import digest, driver, typed
 from experiments.errors import UserError
 from experiments.export_tokenizer import tokenizer_of
 from experiments.finished import WEIGHTS_OF, FinishedRun
+from experiments.images import ImageConfig
 from experiments.initial import weight_files
 from methods import slorb
 from methods.compressed import SparsePlusLowRank
+from models.gpt2 import GPT
 from models.hf import CausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "export"  # in the run directory
 MASKS, RECORD = "masks.safetensors", "export.json"
@@ -91,9 +98,9 @@ def export(
             return folder
         made = found or (folder / MASKS).is_file()
         if folder.exists() and not ours and (folder != own or not made):
-            raise UserError(
-                f"{folder} exists and is no export of this run; give another, to=FOLDER"
-            )
+            kind = found["weights"] if found.get("config_hash") == run.config_hash else None
+            holds = "is no export of this run" if kind is None else f"is its {kind} export"
+            raise UserError(f"{folder} exists and {holds}; give another, to=FOLDER")
         model = run.model(weights)
         patterns = {name: run.pattern(name) for name in run.converted}
         rows = legality.measure(model, patterns)  # of the N:M weights, before anything is merged
@@ -105,10 +112,9 @@ def export(
         for left in (building, old):
             shutil.rmtree(left, ignore_errors=True)
         try:
-            write(model, building)
-            tokenizer = tokenizer_of(run, model)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(building)
+            write(model, building, tokenizer_of(run, model))
+            if isinstance(run.data, ImageConfig):
+                _image_processor(run.data).save_pretrained(building)
             _write_masks(model, building, patterns)
             card = _card(run, weights, to, rows, merged)
             (building / "README.md").write_text(card, encoding="utf-8")
@@ -143,13 +149,34 @@ def to_transformers(model: nn.Module) -> Any:
         raise UserError(f"this model cannot be exported: {error}") from error
 
 
-def write(model: nn.Module, folder: Path) -> None:
-    """Config and weights of a plain model, as `save_pretrained` of transformers lays them out."""
+def write(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Config and weights of a plain model, as `save_pretrained` of transformers lays them out, and
+    its tokenizer, whose end-of-text token ends what a GPT-2 generates.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     whole: Any = model if isinstance(model, CausalLM) else to_transformers(model)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        if isinstance(model, GPT):
+            for settings in (whole.config, whole.generation_config):
+                settings.bos_token_id = settings.eos_token_id = tokenizer.eos_token_id
     whole.save_pretrained(folder)
+
+
+def _image_processor(data: ImageConfig) -> Any:
+    """transformers' form of the validation transform."""
+    from transformers import CLIPImageProcessor
+
+    side = data.image_size
+    return CLIPImageProcessor(
+        size={"shortest_edge": math.floor(side / data.crop_pct)},
+        crop_size={"height": side, "width": side},
+        resample=3,  # bicubic
+        image_mean=list(data.mean),
+        image_std=list(data.std),
+    )
 
 
 @torch.no_grad()

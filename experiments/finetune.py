@@ -31,7 +31,7 @@ from common_kernels import backend
 from experiments import checkpoint, glue, legality, results
 from experiments.config import driver
 from experiments.distributed import World, world
-from experiments.errors import UserError
+from experiments.errors import UserError, deferred_stop
 from experiments.finetune_config import GLUE, Checkpoint, FinetuneConfig, freeze
 from experiments.finetune_config import load as load
 from experiments.finetune_tasks import Encoded, Problem, collate, load_problem
@@ -49,7 +49,7 @@ from experiments.settings import TrainConfig
 from experiments.source import Batch
 from experiments.tokenizer import check_vocabulary
 from experiments.tracking import MetricsLog, check_viewers
-from methods import Method
+from methods import Method, dense
 from models.bert import BertLM
 from models.gpt2 import GPT
 from models.heads import Head
@@ -102,7 +102,8 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[s
             if done is not None:
                 report(f"done already: {directory}")
                 return done
-            report(f"{config.task}, {config.mode}, seed {config.seed} -> {directory}")
+            kind = "dense" if isinstance(method, dense.Method) else "sparse"
+            report(f"{config.task}, {kind}, seed {config.seed} -> {directory}")
             tuning = Tuning(config, hashes, problem, model, method, train, here, report)
             tuning.resume()
             return tuning.result(source)
@@ -232,6 +233,7 @@ class Tuning:
             "tier": config.tier,
             "task": config.task,
             "mode": config.mode,
+            "tuned": "dense" if isinstance(self.method, dense.Method) else "sparse",
             "steps": self.step,
             "skipped_steps": self.optimization.skipped,
             "examples": self.problem.examples,
@@ -261,7 +263,10 @@ class Tuning:
         sequence = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
         tokens = 0
         self.model.train()
-        with Progress(self.train.steps, self.step, enabled=True) as progress:
+        with (
+            Progress(self.train.steps, self.step, enabled=True) as progress,
+            deferred_stop() as stop,
+        ):
             for epoch in range(self.step // steps + 1, recipe.epochs + 1):
                 for sequences in self._batches(epoch):
                     self.loss_sum = self.loss_sum + self._train_step(sequences)
@@ -276,8 +281,11 @@ class Tuning:
                         metrics = self.evaluate()
                         log.write({"step": self.step, "epoch": epoch, "loss": loss, **metrics})
                         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
-                    if every and self.step % every == 0 and self.step < self.train.steps:
+                    due = stop.kind is not None or (every and self.step % every == 0)
+                    if every and due and self.step < self.train.steps:
                         self.save()
+                    if stop.kind is not None:
+                        raise stop.kind
         log.close()
         return metrics
 

@@ -31,31 +31,45 @@ _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must b
 
 def train_transform(config: ImageConfig) -> Transform:
     """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
-    from timm.data import create_transform
+    from timm.data import auto_augment, create_transform
     from torchvision.transforms import Compose, InterpolationMode, RandomAffine
 
     whole = config.crop_scale is None
-    steps = [
-        create_transform(
-            config.image_size,
-            is_training=True,
-            scale=(1.0, 1.0) if whole else config.crop_scale,
-            ratio=(1.0, 1.0) if whole else None,
-            hflip=config.flip,
-            color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
-            auto_augment=config.rand_augment,
-            interpolation="bicubic",
-            mean=config.mean,
-            std=config.std,
-            re_prob=config.random_erasing,
-            re_mode="pixel",
-        )
-    ]
+    augment: Any = create_transform(
+        config.image_size,
+        is_training=True,
+        scale=(1.0, 1.0) if whole else config.crop_scale,
+        ratio=(1.0, 1.0) if whole else None,
+        hflip=config.flip,
+        color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
+        auto_augment=config.rand_augment,
+        interpolation="bicubic",
+        mean=config.mean,
+        std=config.std,
+        re_prob=config.random_erasing,
+        re_mode="pixel",
+    )
+    for step in augment.transforms:
+        for operation in step.ops if isinstance(step, auto_augment.RandAugment) else ():
+            if operation.aug_fn is auto_augment.posterize:
+                operation.aug_fn = _posterize
+    steps = [augment]
     if config.rotate or config.shift:
         shift = (config.shift, config.shift)
         bilinear = InterpolationMode.BILINEAR
         steps.insert(0, RandomAffine(config.rotate, shift, interpolation=bilinear))
     return Compose(steps)
+
+
+def _posterize(image: Image, bits: int, **_: Any) -> Image:
+    """The `bits` highest of each value. RandAugment at its full strength asks for none of them,
+    which Pillow refuses from its release 13 on; before, that was a black image.
+    """
+    from PIL import Image, ImageOps
+
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
 def eval_transform(config: ImageConfig) -> Transform:
@@ -163,7 +177,7 @@ class ImageSource:
         return {
             "name": self.config.name,
             **self.images.describe(),
-            "skipped": len(self.skipped),
+            **self.stream.describe(),
         }
 
     def _train_batch(self, request: Request) -> Batch:

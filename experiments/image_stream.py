@@ -19,6 +19,8 @@ from experiments.source import Batch
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_MOST_NAMED = 100  # of the corrupt images
+
 
 @lru_cache(maxsize=4)
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -81,6 +83,11 @@ class Stream:
                     raise CorruptImage(f"{error}{self.advice}") from error
                 self.skipped.add(index)
         raise UserError(f"none of the {count} training images can be decoded")
+
+    def describe(self) -> dict[str, Any]:
+        """How many images were left out, and which, at least the first of them."""
+        files = [self.split.where(index) for index in sorted(self.skipped)[:_MOST_NAMED]]
+        return {"skipped": len(self.skipped), "skipped_files": files}
 
 
 R = TypeVar("R")

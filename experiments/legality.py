@@ -72,17 +72,19 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A Markdown table of the rows, their sum last."""
+def table(rows: Sequence[Row], dense: bool = False) -> str:
+    """A Markdown table of the rows, their sum last; of `dense` weights without patterns."""
     summed = total(rows)
-    lines = ["| linear | shape | pattern | density | illegal groups |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row.name} | {row.shape[0]} x {row.shape[1]} | {row.pattern[0]}:{row.pattern[1]} | "
-        f"{row.density:.4f} | {row.illegal_groups} of {row.groups} |"
-        for row in rows
-    ]
-    lines.append(
-        f"| all {len(rows)} | | | {summed['density']:.4f} | "
-        f"{summed['illegal_groups']} of {summed['groups']} |"
-    )
+    names = ["linear", "shape", "density"] + ([] if dense else ["pattern", "illegal groups"])
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for row in rows:
+        cells = [row.name, f"{row.shape[0]} x {row.shape[1]}", f"{row.density:.4f}"]
+        if not dense:
+            n, m = row.pattern
+            cells += [f"{n}:{m}", f"{row.illegal_groups} of {row.groups}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    last = [f"all {len(rows)}", "", f"{summed['density']:.4f}"]
+    if not dense:
+        last += ["", f"{summed['illegal_groups']} of {summed['groups']}"]
+    lines.append(f"| {' | '.join(last)} |")
     return "\n".join(lines)

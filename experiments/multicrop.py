@@ -137,7 +137,7 @@ class MultiCrops:
         return {
             "name": self.data.name,
             **self.images.describe(),
-            "skipped": len(self.skipped),
+            **self.stream.describe(),
         }
 
     def _train_batch(self, request: Request) -> Batch:

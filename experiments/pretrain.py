@@ -156,6 +156,7 @@ def _train(
     latent = latent_state(trainer.method)
     trainer.method.finalize(model)
     means = trainer.evaluate_weights() | means
+    trainer.log_last(means)
     plain, names = deliverable(model, converted.names)
     patterns = {new: trainer.method.pattern(old) for new, old in names.items()}
     samples = int(config.train.samples_before[trainer.step])
@@ -203,6 +204,9 @@ def _train(
     keep_tokenizer(result["corpus"], trainer.source.directory, directory)
     result = results.write_result(directory, result)
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+    for path in result["corpus"].get("skipped_files", [])[:1]:
+        count = result["corpus"]["skipped"]
+        report(f"left out {count} training images that cannot be read, the first: {path}")
     scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
     report(f"{scores}, {trainer.seconds:.0f} s of training")
     return result
@@ -278,6 +282,8 @@ def _silent(message: str) -> None:
 @driver("pretrain")
 def main(config: RunConfig) -> None:
     run(config)
+    if config.dino is not None:
+        print("its features are measured by `python -m experiments.dino` with the same overrides")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from experiments import checkpoint
 from experiments.distributed import World
-from experiments.errors import UserError
+from experiments.errors import Stop, UserError, deferred_stop
 from experiments.optimization import (
     NonFiniteGradient,
     Optimization,
@@ -113,7 +113,7 @@ class Trainer:
         first, seen = self.step, self.train.samples_before * self.source.tokens_per_sample
         batches = self.source.batches(self._requests())
         self.model.train()
-        with Progress(self.train.steps, self.step, enabled=main) as progress:
+        with Progress(self.train.steps, self.step, enabled=main) as progress, self._stop() as stop:
             durations: list[float] = []
             while self.step < self.train.steps:
                 if self.step % self.train.eval_every == 0:
@@ -129,11 +129,25 @@ class Trainer:
                     tokens = int(seen[self.step + 1] - seen[first])
                     progress.update(self.step + 1, tokens, record["loss"])
                 self.step += 1
-                if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+                every = self.checkpoint_every
+                if every and (stop.kind is not None or self.step % every == 0):
                     self.save()
+                if stop.kind is not None:
+                    raise stop.kind
         self._join_skipped()
         if log is not None:
             log.close()
+
+    def log_last(self, means: dict[str, float]) -> None:
+        """The evaluation after the last step, of the weights as the method leaves them."""
+        if self.world.is_main:
+            log = MetricsLog(self.directory, self.train.steps, self.loggers)
+            log.write({"step": self.train.steps, **means})
+            log.close()
+
+    def _stop(self) -> AbstractContextManager[Stop]:
+        """Ranks that share a step cannot stop each after its own: there, a signal ends all."""
+        return deferred_stop() if self.world.size == 1 else nullcontext(Stop())
 
     def _join_skipped(self) -> list[int]:
         """What the source left out on any rank, now known to all; every rank must call it."""

@@ -43,7 +43,8 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if not chosen:
-        known = ", ".join(dict.fromkeys(table.command for table in tables))
+        names = {table.command for table in tables}
+        known = ", ".join(sorted(names, key=lambda name: (len(name), name)))
         raise UsageError(f"no table {command!r}; there are {known} (and --list, --help)")
     given: dict[str, str] = {}
     for option in options:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.checkpoint import write_atomic
 from experiments.errors import UserError
 from experiments.tracking import read_metrics
@@ -41,6 +43,9 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
     """Run what is not finished, in order. A failure is reported in one line and the rest go on."""
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
+    if waiting and needs_gpu([job for _, job in waiting]):
+        report("nothing is run: they need a GPU, and torch sees none here; tier=smoke needs none")
+        return
     start = time.monotonic()
     for position, (number, job) in enumerate(waiting):
         elapsed = time.monotonic() - start
@@ -67,6 +72,13 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
             report(f"failed: {job}: {reason}")
     if waiting:
         report(f"{clock(time.monotonic() - start)} for {len(waiting)} runs")
+
+
+def needs_gpu(jobs: list[Job]) -> bool:
+    """Whether jobs are for a GPU that is not here: a tier is for one kind of device."""
+    impls = [getattr(job.config, "impl", None) for job in jobs if job.config is not None]
+    wanted = any(impl is not None and impl.device == "cuda" for impl in impls)
+    return wanted and not torch.cuda.is_available()
 
 
 def report_lines(message: str, report: Report) -> None:

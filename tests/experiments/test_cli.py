@@ -106,7 +106,7 @@ def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
 
 
 BAD_INPUT = {
-    "unknown key": (["trian.steps=3"], "Key 'trian' is not in struct"),
+    "unknown key": (["trian.steps=3"], "there is no trian.steps here; train.steps may be meant"),
     "globs match nothing": (["method.include=[encoder.*]"], "no linear matches include="),
     "no multiple of 4": (["model.n_embd=18"], "2:4 needs both dims to be multiples of 4"),
     "missing data": (["data.root=nowhere"], "run `python -m experiments.prepare_data"),

@@ -84,8 +84,8 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trian.steps=5", "Key 'trian' is not in struct"),
-        ("train.step=5", "Key 'step' is not in struct"),
+        ("trian.steps=5", "there is no trian.steps here"),
+        ("train.step=5", "there is no train.step here"),
         ("method=sste", "Could not find 'method/sste'"),
         ("+method.decay=1", "method has no key decay; it takes"),
         ("train.steps=many", "train.steps: Value 'many'"),
@@ -180,3 +180,16 @@ def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
     assert bert.method_options.alpha == 6e-6 and bert.method_options.refresh_every == 40
     assert deit.build_method().dense_start == 156_250
     assert deit.method_options.alpha == 1e-3 and deit.method_options.refresh_every == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=20", r"there is no train\.stepz here; train\.steps may be meant$"),
+        ("trian.steps=20", r"there is no trian\.steps here; train\.steps may be meant$"),
+        ("nothing_like_it=20", r"there is no nothing_like_it here$"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_answered_with_one_that_does(override, message):
+    with pytest.raises(UserError, match=message):
+        load([override])

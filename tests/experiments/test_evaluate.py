@@ -75,7 +75,7 @@ def test_perplexity_and_legality_of_a_run(trained, text):
         for name, shape in (("c_fc", [64, 16]), ("c_proj", [16, 64]))
     ]
     assert said[0].startswith(f"WEIGHTS: sparse, as the method of {trained.directory} ended")
-    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 2:4 | 0.5000 | 0 of 256 |" in said[1]
+    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.5000 | 2:4 | 0 of 256 |" in said[1]
     assert f"ppl {result['metrics']['ppl']:.4f}" in said[2].splitlines()
     stored = json.loads((config.directory() / "result.json").read_text())
     assert stored == json.loads(json.dumps(result))
@@ -294,7 +294,7 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
     shutil.rmtree(moved / "train")  # not needed here
     assert evaluate.run(same, quiet)["metrics"]["val_images"] == 20
     (moved / "val" / "3").rename(moved / "val" / "3.5")
-    with pytest.raises(UserError, match=r"has other classes .*: 3\.5 in the place of 3; name"):
+    with pytest.raises(UserError, match=r"has other classes .*: 3\.5 in the place of 3; give"):
         evaluate.run(configure(*overrides, f"data.source={moved}"), quiet)
     with pytest.raises(UserError, match="need a causal language model, this one is a ViT"):
         evaluate.run(configure(f"run={run.directory}", "ppl=wikitext2"), quiet)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -187,7 +188,7 @@ def test_patterns_other_than_2_4_are_named(tiny):
     assert patterns["transformer.h.0.mlp.c_fc.weight"] == {"n": 1, "m": 4, "dim": 0}
     assert patterns["transformer.h.0.mlp.c_proj.weight"] == {"n": 2, "m": 4, "dim": 0}
     card = (folder / "README.md").read_text()
-    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 1:4 | 0.2500 | 0 of 256 |" in card
+    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.2500 | 1:4 | 0 of 256 |" in card
 
 
 def test_trained_adapters_are_merged(tiny):
@@ -278,8 +279,8 @@ def test_the_card_says_what_it_is(finished, tmp_path):
         "| illegal groups | 0 of 704 |",  # (3 * 16 + 64 + 64) * 16 / 4
         "| config hash | 0123456789abcdef |",
         f"    python -m experiments.export run={run.directory} weights=sparse 'to={folder}'",
-        "| transformer.h.0.mlp.c_proj | 16 x 64 | 2:4 | 0.5000 | 0 of 256 |",
-        "| all 3 | | | 0.5000 | 0 of 704 |",
+        "| transformer.h.0.mlp.c_proj | 16 x 64 | 0.5000 | 2:4 | 0 of 256 |",
+        "| all 3 |  | 0.5000 |  | 0 of 704 |",
     ):
         assert line in card.splitlines(), line
     assert '"include": [' in card
@@ -299,8 +300,12 @@ def test_legality_by_hand():
         "groups": 6,
     }
     assert legality.table(rows).splitlines()[-2:] == [
-        "| 0 | 2 x 8 | 2:4 | 0.6250 | 2 of 4 |",
-        "| all 1 | | | 0.6250 | 2 of 4 |",
+        "| 0 | 2 x 8 | 0.6250 | 2:4 | 2 of 4 |",
+        "| all 1 |  | 0.6250 |  | 2 of 4 |",
+    ]
+    assert legality.table(rows, dense=True).splitlines()[2:] == [
+        "| 0 | 2 x 8 | 0.6250 |",
+        "| all 1 |  | 0.6250 |",
     ]
 
 
@@ -493,3 +498,35 @@ def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(f
     with pytest.raises(UserError, match=r"export exists and is no export of this run"):
         export.export(run, report=quiet)
     assert notes.read_text() == "mine"
+
+
+def test_what_an_exported_gpt2_generates_ends_with_its_end_of_text(finished):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder = export.export(finished("gpt2"), report=quiet)
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert end is not None and AutoConfig.from_pretrained(folder).eos_token_id == end
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == end
+
+
+def test_an_exported_vit_prepares_images_as_validation_does(finished):
+    from PIL import Image
+    from transformers import CLIPImageProcessor
+
+    from experiments.image_source import eval_transform
+
+    run = finished("vit")
+    folder = export.export(run, report=quiet)
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 52, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    theirs = CLIPImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
+    # Both resize with their own bicubic filter: a few grey levels of 256, by a std of 0.35.
+    assert (theirs[0] - eval_transform(run.data)(image)).abs().mean() < 4 / 256 / 0.35
+
+
+def test_another_kind_of_weights_is_not_written_over_the_first(finished, tmp_path):
+    run = finished("gpt2")
+    run.result["config"]["method"]["name"] = "dense"
+    export.export(run, to=tmp_path / "out", report=quiet)
+    with pytest.raises(UserError, match=r"out exists and is its sparse export; give another"):
+        export.export(run, weights="dense", to=tmp_path / "out", report=quiet)

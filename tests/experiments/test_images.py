@@ -421,6 +421,7 @@ def test_describe_names_splits_and_hash(folder):
         "splits": {"train": {"images": 15}, "val": {"images": 6}},
         "sha256": source.fingerprint,
         "skipped": 0,
+        "skipped_files": [],
     }
     assert source.tokens_per_sample == 5
 
@@ -583,3 +584,24 @@ def test_the_recipe_of_deit_is_the_default_of_the_config():
     assert config.model == ViTConfig.of_size("base", drop_path=0.1)
     images_seen = config.train.steps * config.train.batch_size
     assert images_seen / 1_281_167 == pytest.approx(300, rel=1e-3)  # epochs; the rest is dropped
+
+
+def test_full_strength_leaves_no_bits_and_is_a_black_image():
+    """RandAugment's strongest posterization keeps 0 of 8 bits, which Pillow 13 refuses."""
+    from timm.data.auto_augment import RandAugment
+
+    from experiments.image_source import train_transform
+
+    config = ImageConfig("digits", "digits", image_size=32, rand_augment="rand-m9-mstd0.5-inc1")
+    chain = train_transform(config).transforms
+    [random] = [
+        s for t in chain for s in getattr(t, "transforms", []) if isinstance(s, RandAugment)
+    ]
+    [posterize] = [op for op in random.ops if "Posterize" in op.name]
+    posterize.prob, posterize.magnitude, posterize.magnitude_std = 1.0, 10, 0.0
+    image = Image.fromarray(np.full((8, 8, 3), 200, dtype=np.uint8))
+    assert np.asarray(posterize(image)).max() == 0
+    posterize.magnitude = 5  # half of four bits go
+    assert np.asarray(posterize(image)).max() == 192
+    posterize.magnitude = 0  # four bits are kept
+    assert np.asarray(posterize(image)).max() == 192

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from common_kernels import backend
 from experiments import checkpoint, pretrain, results
 from experiments.config import load
 from experiments.data import DataConfig
-from experiments.errors import UserError
+from experiments.errors import Terminated, UserError, deferred_stop
 from experiments.prepare_data import prepare
 from experiments.tracking import read_metrics
 from experiments.trainer import Trainer
@@ -176,7 +177,7 @@ def test_the_first_record_of_a_resumed_run_replaces_what_was_lost(tiny, killed):
     assert first == list(range(5))
     pretrain.run(config, quiet)
     assert [r["step"] for r in read_metrics(path) if "loss" in r] == list(range(12))
-    assert [r["step"] for r in read_metrics(path) if "val_loss" in r] == [0, 4, 8]
+    assert [r["step"] for r in read_metrics(path) if "val_loss" in r] == [0, 4, 8, 12]
 
 
 # ---------------------------------------------------------------- configs
@@ -260,3 +261,40 @@ def test_hidden_words_are_learnt_from_those_around_them(tmp_path):
     result = pretrain.run(config, quiet)
     assert result["metrics"]["val_loss"] < 0.5 * result["corpus"]["unigram_entropy"]
     assert result["sparsity"]["illegal_groups"] == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch, number, kind):
+    config = tiny("method=ste", "impl.checkpoint_every=50")
+    original = Trainer._train_step
+
+    def signalled(self, batches):
+        if self.step == 3:
+            os.kill(os.getpid(), number)
+        return original(self, batches)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch, pytest.raises(kind):
+        patch.setattr(Trainer, "_train_step", signalled)
+        pretrain.run(config, quiet)
+    assert signal.getsignal(number) is before
+    said = []
+    pretrain.run(config, said.append)
+    assert "resumed at step 4 of 12" in said
+
+
+def test_a_second_signal_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), deferred_stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.kind is KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second signal was swallowed")
+
+
+def test_the_last_evaluation_stands_in_the_log(tiny):
+    config = tiny("method=ste")
+    result = pretrain.run(config, quiet)
+    last = read_metrics(config.directory() / "metrics.jsonl")[-1]
+    assert last == {"step": 12, "val_loss": result["metrics"]["val_loss"]}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from experiments import evaluate, finetune, results
 from experiments.errors import UserError
@@ -47,6 +48,17 @@ def test_a_failure_is_one_line_and_the_rest_go_on(small, tmp_path, fake):
     assert fake.order == ["dense, seed 1"]
     assert not trace.exists()
     assert len(finished(planned)) == 4
+
+
+def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeypatch):
+    planned, said = plan(small(), "smoke", tmp_path, ["impl.device=cuda"]), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    execute(planned.jobs, said.append, fake)
+    assert fake.order == [] and len(said) == 2
+    assert said[1].startswith("nothing is run: they need a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    execute(planned.jobs, said.append, fake)
+    assert len(fake.order) == 4
 
 
 CHAIN = [Row("dense", ["method=dense"]), Row("AST", ["method=ast"], starts_from="dense")]
