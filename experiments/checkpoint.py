@@ -29,21 +29,16 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        temporary.touch()
+        usual = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(0o666 & ~_umask())  # safetensors makes files for their owner alone
+        temporary.chmod(usual)  # safetensors makes files for their owner alone
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """The process's mask of rights; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def sync_directory(directory: Path) -> None:

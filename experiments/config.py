@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -45,6 +45,7 @@ from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 
+T = TypeVar("T")
 ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 
 # What a model's `name` stands for: its shape, the kind of data it takes, and where to find some.
@@ -61,8 +62,7 @@ class RunConfig:
     """One run. `method_options` are the fields of the method's own `Config`.
 
     init: directory of a finished run whose weights this one starts from, or of a checkpoint of
-        transformers. dino: set where the model
-        teaches itself (`experiments.dino`).
+        transformers. dino: set where the model teaches itself (`experiments.dino`).
     """
 
     seed: int
@@ -189,7 +189,12 @@ def digest(value: dict[str, Any]) -> str:
 
 
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
-    """Compose `experiments/conf/<config_name>.yaml` with hydra overrides.
+    """`composed` of `experiments/conf/<config_name>.yaml`, as a run."""
+    return composed(config_name, freeze, overrides)
+
+
+def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
+    """Compose `experiments/conf/<config_name>.yaml` with hydra overrides, in its typed form.
 
     Raises:
         UserError: an override that does not fit, in one line.
@@ -198,7 +203,7 @@ def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> R
 
     context = initialize_config_module("experiments.conf", version_base="1.3")
     with one_line_errors(config_name), context:
-        return freeze(compose(config_name, overrides=overrides or []))
+        return typed(compose(config_name, overrides=overrides or []))
 
 
 def freeze(composed: Any) -> RunConfig:

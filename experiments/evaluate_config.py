@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments import zero_shot
 from experiments.checkpoint import sha256
-from experiments.config import digest, one_line_errors, typed
+from experiments.config import composed, digest, typed
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
@@ -188,16 +188,8 @@ class EvaluateConfig(Settings):
 
 
 def load(overrides: list[str] | None = None) -> EvaluateConfig:
-    """Compose `experiments/conf/evaluate.yaml` with hydra overrides.
-
-    Raises:
-        UserError: an override that does not fit, in one line.
-    """
-    from hydra import compose, initialize_config_module
-
-    context = initialize_config_module("experiments.conf", version_base="1.3")
-    with one_line_errors("evaluate"), context:
-        return freeze(compose("evaluate", overrides=overrides or []))
+    """`composed` of `experiments/conf/evaluate.yaml`, as an evaluation."""
+    return composed("evaluate", freeze, overrides)
 
 
 def freeze(composed: Any) -> EvaluateConfig:

@@ -144,8 +144,8 @@ def _prepare(
     """The converted model on its device, and the settings of its training."""
     recipe = config.recipe
     splits = (problem.train, *problem.dev.values())
-    size: Any = getattr(pretrained, "config", pretrained).vocab_size
-    check_vocabulary(max(max(s.ids) for split in splits for s in split), size)
+    vocabulary: Any = getattr(pretrained, "config", pretrained).vocab_size
+    check_vocabulary(max(max(s.ids) for split in splits for s in split), vocabulary)
     torch.manual_seed(config.seed)
     model = problem.head(pretrained)
     model.to(here.device)

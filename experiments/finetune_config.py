@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from experiments import glue, squad
-from experiments.config import digest, one_line_errors, typed
+from experiments.config import composed, digest, typed
 from experiments.errors import UserError
 from experiments.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.initial import HFConfig, weight_files
@@ -264,16 +264,8 @@ class _Data:
 
 
 def load(overrides: list[str] | None = None) -> FinetuneConfig:
-    """Compose `experiments/conf/finetune.yaml` with hydra overrides.
-
-    Raises:
-        UserError: an override that does not fit, in one line.
-    """
-    from hydra import compose, initialize_config_module
-
-    context = initialize_config_module("experiments.conf", version_base="1.3")
-    with one_line_errors("finetune"), context:
-        return freeze(compose("finetune", overrides=overrides or []))
+    """`composed` of `experiments/conf/finetune.yaml`, as a fine-tuning."""
+    return composed("finetune", freeze, overrides)
 
 
 def freeze(composed: Any) -> FinetuneConfig:

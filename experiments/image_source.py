@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.image_stream import Stream, read_ahead, seeded
+from experiments.image_stream import Stream, read_ahead, seeded, spaced
 from experiments.images import SPLITS, ImageConfig, load_images
 from experiments.source import Batch, Request
 from models.vit import ViTConfig
@@ -156,14 +156,7 @@ class ImageSource:
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` validation images, evenly spaced over the split, which is sorted by class."""
-        available = len(self.images.val.labels)
-        if not 1 <= count <= available:
-            raise UserError(
-                f"{count} evaluation images asked for, but the validation split of "
-                f"{self.directory} holds {available}: set train.eval_samples to 1 to {available}"
-            )
-        indices = np.arange(count) * available // count
-        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+        parts = spaced(self.images, count, batch_size)
         return read_ahead(self._eval_batch, parts, self.workers, set())
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:

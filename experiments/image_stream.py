@@ -90,6 +90,22 @@ class Stream:
         return {"skipped": len(self.skipped), "skipped_files": files}
 
 
+def spaced(images: Images, count: int, batch_size: int) -> list[np.ndarray]:
+    """Indices of `count` validation images, evenly spaced over the split, by batches.
+
+    Raises:
+        UserError: there are not so many.
+    """
+    available = len(images.val.labels)
+    if not 1 <= count <= available:
+        raise UserError(
+            f"{count} evaluation images asked for, but the validation split of "
+            f"{images.directory} holds {available}: set train.eval_samples to 1 to {available}"
+        )
+    indices = np.arange(count) * available // count
+    return [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+
+
 R = TypeVar("R")
 
 

@@ -230,8 +230,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         UserError: they are missing, damaged or of another architecture.
     """
     hf = _checkpoint(directory)
-    theirs = {} if hf is None else dict(hf.build_ours().named_parameters())
-    state = theirs or _of_run(model, directory)
+    state = dict(hf.build_ours().named_parameters()) if hf else _of_run(model, directory)
     own = dict(model.named_parameters())
     wrong = sorted(
         name

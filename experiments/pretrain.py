@@ -77,7 +77,10 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
             return done
         micro_batch_size(config.train, config.impl.micro_batch, here.size)
         check_viewers(config.impl.loggers)
+        init = config.init_weights()
         model, method, converted, source = _prepare(config, here)
+        if config.init_weights() != init:
+            raise UserError(f"{config.init} was changed while it was read")
         directory = config.directory()
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
             trainer = Trainer(
@@ -86,7 +89,7 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 source=source,
                 train=config.train,
                 seed=config.seed,
-                identity=f"{config.digest()} {config.init_weights()}",
+                identity=f"{config.digest()} {init}",
                 directory=directory,
                 world=here,
                 dtype=config.impl.dtype,
@@ -102,7 +105,7 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
-            return _train(config, trainer, converted, report)
+            return _train(config, trainer, converted, init, report)
 
 
 def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Source]:
@@ -142,7 +145,11 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
 
 
 def _train(
-    config: RunConfig, trainer: Trainer, converted: Report, report: Callable[[str], None]
+    config: RunConfig,
+    trainer: Trainer,
+    converted: Report,
+    init: dict[str, str] | None,
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     started = time.time()
     here, model, directory = trainer.world, trainer.model, trainer.directory
@@ -163,7 +170,7 @@ def _train(
     result: dict[str, Any] = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
-        "init": config.init_weights(),
+        "init": init,
         "corpus_hash": trainer.source.fingerprint,
         "corpus": trainer.source.describe(),
         "seed": config.seed,

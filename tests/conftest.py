@@ -20,32 +20,20 @@ def hf_model():
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    grouped = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+    }
     families = {
         "gpt2": lambda vocab: GPT2LMHeadModel(
             GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **vocab)
         ),
-        "llama": lambda vocab: LlamaForCausalLM(
-            LlamaConfig(
-                num_hidden_layers=2,
-                hidden_size=32,
-                intermediate_size=64,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=32,
-                **vocab,
-            )
-        ),
-        "mistral": lambda vocab: MistralForCausalLM(
-            MistralConfig(
-                num_hidden_layers=2,
-                hidden_size=32,
-                intermediate_size=64,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=32,
-                **vocab,
-            )
-        ),
+        "llama": lambda vocab: LlamaForCausalLM(LlamaConfig(**grouped, **vocab)),
+        "mistral": lambda vocab: MistralForCausalLM(MistralConfig(**grouped, **vocab)),
         "opt": lambda vocab: OPTForCausalLM(
             OPTConfig(
                 num_hidden_layers=2,

@@ -157,6 +157,22 @@ def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(tiny, 
         pretrain.run(second, quiet)
 
 
+def test_first_weights_that_are_replaced_while_they_are_read_end_it(tiny, monkeypatch):
+    first = tiny("method=dense", "train.steps=2")
+    pretrain.run(first, quiet)
+    second, path = tiny("method=ste", f"init={first.directory()}"), first.directory()
+    weights, prepare_run = load_file(path / "model.safetensors"), pretrain._prepare
+
+    def replacing(*args):
+        save_file({n: 0.5 * t for n, t in weights.items()}, path / "model.safetensors")
+        return prepare_run(*args)
+
+    monkeypatch.setattr(pretrain, "_prepare", replacing)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        pretrain.run(second, quiet)
+    assert not second.directory().exists()
+
+
 def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, killed, other_corpus):
     config = tiny("method=ste")
     killed(config, 5)
