@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.image_stream import Stream, read_ahead, seeded, spaced
+from experiments.image_stream import Stream, own_draws, read_ahead, spaced
 from experiments.images import SPLITS, ImageConfig, load_images
 from experiments.source import Batch, Request
 from models.vit import ViTConfig
@@ -32,7 +32,7 @@ _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must b
 def train_transform(config: ImageConfig) -> Transform:
     """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
     from timm.data import auto_augment, create_transform
-    from torchvision.transforms import Compose, InterpolationMode, RandomAffine
+    from torchvision.transforms import Compose
 
     whole = config.crop_scale is None
     augment: Any = create_transform(
@@ -53,12 +53,18 @@ def train_transform(config: ImageConfig) -> Transform:
         for operation in step.ops if isinstance(step, auto_augment.RandAugment) else ():
             if operation.aug_fn is auto_augment.posterize:
                 operation.aug_fn = _posterize
-    steps = [augment]
-    if config.rotate or config.shift:
+    return Compose([*turn_and_shift(config), augment])
+
+
+def turn_and_shift(config: ImageConfig) -> list[Any]:
+    """The first steps of an augmentation, RGB image -> RGB image of its size."""
+    from torchvision import transforms as T
+
+    bilinear = T.InterpolationMode.BILINEAR
+    if config.shift:
         shift = (config.shift, config.shift)
-        bilinear = InterpolationMode.BILINEAR
-        steps.insert(0, RandomAffine(config.rotate, shift, interpolation=bilinear))
-    return Compose(steps)
+        return [T.RandomAffine(config.rotate, shift, interpolation=bilinear)]
+    return [T.RandomRotation(config.rotate, interpolation=bilinear)] if config.rotate else []
 
 
 def _posterize(image: Image, bits: int, **_: Any) -> Image:
@@ -181,11 +187,13 @@ class ImageSource:
             raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
         first = step * self.batch_size
         inputs, labels = [], []
-        for index in samples:
-            image, label = self.stream.open((first + int(self.order[index])) // self.config.repeats)
-            with seeded(self.seed, _AUGMENT, step, index):
+        with own_draws() as seed:
+            for index in samples:
+                number = (first + int(self.order[index])) // self.config.repeats
+                image, label = self.stream.open(number)
+                seed(self.seed, _AUGMENT, step, index)
                 inputs.append(self.augment(image))
-            labels.append(label)
+                labels.append(label)
         input, target = torch.stack(inputs), torch.tensor(labels)
         if self.config.mixes:
             target = self._mix_pairs(input, target, step, samples)
@@ -198,11 +206,12 @@ class ImageSource:
     def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
         """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
         targets = []
-        for row in range(0, len(samples), 2):
-            pair = slice(row, row + 2)
-            with seeded(self.seed, _MIX, step, samples[row]):
+        with own_draws() as seed:
+            for row in range(0, len(samples), 2):
+                pair = slice(row, row + 2)
+                seed(self.seed, _MIX, step, samples[row])
                 input[pair], target = self.mix(input[pair], labels[pair])
-            targets.append(target)
+                targets.append(target)
         return torch.cat(targets)
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:

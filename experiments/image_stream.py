@@ -30,23 +30,26 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators seeded by `key` inside; as before afterwards.
+def own_draws() -> Iterator[Callable[..., None]]:
+    """Python's, NumPy's and torch's CPU generators for what is inside; as before afterwards.
 
-    timm and torchvision draw from these three.
+    timm and torchvision draw from these three. Yields `seed(*key)`, which starts all three anew.
+    It is one context for a batch, since NumPy's state takes longer to keep than an image to turn.
     """
-    torch_generator = torch.default_generator
-    before = random.getstate(), np.random.get_state(), torch_generator.get_state()
-    word = int(np.random.SeedSequence(key).generate_state(1)[0])
-    random.seed(word)
-    np.random.seed(word)
-    torch_generator.manual_seed(word)
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
-        yield
+        yield _seed
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
-        torch_generator.set_state(before[2])
+        torch.default_generator.set_state(before[2])
+
+
+def _seed(*key: int) -> None:
+    word = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(word)
+    np.random.seed(word)
+    torch.default_generator.manual_seed(word)
 
 
 @dataclass

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.image_stream import Stream, read_ahead, seeded, spaced
+from experiments.image_source import turn_and_shift
+from experiments.image_stream import Stream, own_draws, read_ahead, spaced
 from experiments.images import ImageConfig, load_images
 from experiments.source import Batch, Request
 from models.dino import DinoConfig
@@ -38,15 +39,12 @@ def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
     size -> [3, S, S] or [3, s, s]. Draws from the global generators."""
     from torchvision import transforms as T
 
-    bicubic, bilinear = T.InterpolationMode.BICUBIC, T.InterpolationMode.BILINEAR
     local = kind == "local"
     size, scale = (
         (dino.local_size, dino.local_scale) if local else (data.image_size, dino.global_scale)
     )
-    steps: list[Any] = []
-    if data.rotate or data.shift:
-        steps.append(T.RandomAffine(data.rotate, (data.shift, data.shift), interpolation=bilinear))
-    steps += [T.RandomResizedCrop(size, scale, interpolation=bicubic)]
+    bicubic = T.InterpolationMode.BICUBIC
+    steps = [*turn_and_shift(data), T.RandomResizedCrop(size, scale, interpolation=bicubic)]
     if data.flip:
         steps.append(T.RandomHorizontalFlip(data.flip))
     if dino.jitter:
@@ -137,17 +135,19 @@ class MultiCrops:
         step, samples = request
         first = step * self.batch_size
         crops = []
-        for index in samples:
-            image, _ = self.stream.open(first + index)
-            with seeded(self.seed, _TRAIN, step, index):
+        with own_draws() as seed:
+            for index in samples:
+                image, _ = self.stream.open(first + index)
+                seed(self.seed, _TRAIN, step, index)
                 crops.append(self._crops(image))
         return _stack(crops)
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
         crops = []
-        for index in indices:
-            image = self.images.val.open(index)
-            with seeded(_EVAL, int(index)):
+        with own_draws() as seed:
+            for index in indices:
+                image = self.images.val.open(index)
+                seed(_EVAL, int(index))
                 crops.append(self._crops(image))
         return _stack(crops)
 

@@ -214,15 +214,26 @@ def two_approx(tiles: torch.Tensor, kept: torch.Tensor) -> None:
 
 
 def scan(tiles: torch.Tensor, largest_first: bool) -> torch.Tensor:
-    """Entries taken when a tile is visited by magnitude; the lower index goes first in a draw."""
+    """Entries taken when a tile is visited by magnitude; the lower index goes first in a draw.
+
+    What a tile has taken so far is counted in one word: four bits for each row, then for each
+    column. A count of two, three or four has one of the bits of 6.
+    """
     flat = magnitude_bits(tiles.contiguous()).transpose(1, 2).flatten(2)
-    taken = torch.zeros(*flat.shape[:2], 4, 4, dtype=torch.bool, device=tiles.device)
-    for i in flat.argsort(dim=-1, descending=largest_first, stable=True).split(1, -1):
-        in_row = taken.sum(-1).gather(-1, i // 4) < 2
-        in_column = taken.sum(-2).gather(-1, i % 4) < 2
-        take = in_row & in_column if largest_first else in_row | in_column
-        taken.flatten(2).scatter_(-1, i, take)
-    return taken.transpose(1, 2)
+    order = flat.argsort(dim=-1, descending=largest_first, stable=True)
+    visits = order.permute(2, 0, 1).contiguous()  # [16, tile rows, tile columns]
+    position = torch.arange(16, dtype=torch.int32, device=tiles.device)
+    row, column = 1 << 4 * (position // 4), 1 << 16 + 4 * (position % 4)
+    words = torch.stack([row + column, 6 * row, 6 * column])[:, visits].unbind(1)
+    taken = torch.empty_like(visits, dtype=torch.bool)
+    counts, full = torch.zeros_like(words[0][0]), torch.empty_like(taken[0])
+    is_full = torch.logical_or if largest_first else torch.logical_and
+    for (one, full_row, full_column), take in zip(words, taken, strict=True):
+        is_full(counts & full_row, counts & full_column, out=full)
+        torch.logical_not(full, out=take)
+        counts += one * take
+    placed = torch.empty_like(taken).scatter_(0, visits, taken)
+    return placed.view(4, 4, *counts.shape).permute(2, 0, 3, 1)
 
 
 def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:

@@ -135,6 +135,8 @@ def test_digits_are_turned_and_shifted_but_never_mirrored():
     dino = DinoConfig(total_steps=1, blur=False, solarize=0.0)
     chain = crop_transform(digits(), dino, "first")
     assert names(chain)[:2] == ["RandomAffine", "RandomResizedCrop"]
+    turned = crop_transform(digits(shift=0.0), dino, "first")
+    assert names(turned)[:2] == ["RandomRotation", "RandomResizedCrop"]
     assert "RandomHorizontalFlip" not in names(chain)
 
 
