@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ def read_ahead(
         sampler=requests,
         num_workers=workers,
         collate_fn=_as_it_is,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # the global one must not feel the number of workers
     )
     for made, seen in loader:
@@ -146,6 +148,12 @@ class _Made(torch.utils.data.Dataset):
             return self.make(request), set(self.skipped)
         except UserError as error:  # raised here, the loader would wrap it into a traceback
             return error, set(self.skipped)
+
+
+def _ignore_signals(_: int) -> None:
+    """Those that end a whole group of processes: the driver ends its readers, after its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _as_it_is(made: Any) -> Any:

@@ -262,8 +262,7 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
     """Threads and backend of this run; what they were comes back for the next one."""
     threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
     before = os.environ.get(name)
-    if impl.threads:
-        torch.set_num_threads(impl.threads)
+    torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
     if impl.backend != "auto":
         os.environ[name] = impl.backend
     try:

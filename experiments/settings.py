@@ -145,8 +145,8 @@ class ImplConfig:
     gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`); with a
     method's FP8 it decides between simulated and real products, which round differently.
     micro_batch: samples per rank and forward pass; null = all of a step.
-    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's
-    choice. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
+    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
+    workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.
     """
 

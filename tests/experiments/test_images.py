@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import os
 import random
+import signal
 from collections import Counter
 from shutil import rmtree
 
@@ -15,7 +17,7 @@ from experiments import images
 from experiments.config import load
 from experiments.errors import UserError
 from experiments.image_source import ImageSource
-from experiments.image_stream import Stream, own_draws
+from experiments.image_stream import Stream, own_draws, read_ahead
 from experiments.images import CorruptImage, ImageConfig, load_images
 from models.vit import ViTConfig
 
@@ -450,6 +452,17 @@ def corrupt(folder):
     first.write_bytes(first.read_bytes()[:4000])
     second.write_text("<html>not found</html>")
     return first, second
+
+
+def under_fire(number):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    return {"input": torch.tensor(number)}
+
+
+def test_a_signal_to_all_processes_of_a_run_leaves_its_readers_at_work():
+    batches = read_ahead(under_fire, [3, 4, 5], 1, set())
+    assert [int(batch["input"]) for batch in batches] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -14,6 +14,7 @@ from experiments.config import load
 from experiments.data import DataConfig
 from experiments.errors import Terminated, UserError, deferred_stop
 from experiments.prepare_data import prepare
+from experiments.settings import ImplConfig
 from experiments.tracking import read_metrics
 from experiments.trainer import Trainer
 
@@ -314,3 +315,17 @@ def test_the_last_evaluation_stands_in_the_log(tiny):
     result = pretrain.run(config, quiet)
     last = read_metrics(config.directory() / "metrics.jsonl")[-1]
     assert last == {"step": 12, "val_loss": result["metrics"]["val_loss"]}
+
+
+def test_readers_have_cores_of_their_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for impl, threads in (({}, 4), ({"workers": 1}, 3), ({"workers": 9}, 1)):
+            with pretrain.process_settings(ImplConfig(**impl)):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 4
+        with pretrain.process_settings(ImplConfig(workers=1, threads=2)):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
