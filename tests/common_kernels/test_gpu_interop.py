@@ -111,7 +111,7 @@ def test_torchs_cusparselt_tensor(dtype):
 @half_precision
 @every_shape
 def test_xformers(shape, dtype):
-    pytest.importorskip("xformers.ops.sp24", reason="xformers is not installed")
+    pytest.importorskip("xformers.ops.sp24", reason="xformers (0.0.35) is not installed")
     x, mask = sparse(shape, dtype, transposable=True)
     operators = torch.ops.xformers
     found = operators.sparse24_sparsify_both_ways(x, "largest_abs_values_greedy", "cutlass")
@@ -125,7 +125,7 @@ def test_xformers(shape, dtype):
 @pytest.mark.parametrize("shape", [(128, 256), (512, 1024)])
 def test_torchao(shape):
     """FP8 for CUTLASS on Hopper: the packer, and a product with it."""
-    operators = pytest.importorskip("torchao.ops", reason="torchao is not installed")
+    operators = pytest.importorskip("torchao.ops", reason="torchao (0.18) is not installed")
     if not hasattr(operators, "to_sparse_semi_structured_cutlass_sm9x_f8"):
         pytest.skip("this torchao has no 2:4 kernels")
     w, mask = sparse(shape, FP8)
