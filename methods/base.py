@@ -60,7 +60,9 @@ class Config:
         when an include glob matches and no exclude glob does.
     total_steps: optimizer steps of the whole training; fractions are resolved against it.
     seed: of the method's own randomness (MVUE), apart from the seed of model and data.
-    measure_every: optimizer steps between two measurements of the flip rate; 0 = never.
+    measure_every: optimizer steps between two measurements of the flip rate; 0 = never. What is
+        measured is a choice of masks: the first one at or after each step whose number is a
+        multiple.
     """
 
     include: tuple[str, ...] = FFN_LINEARS
@@ -494,7 +496,7 @@ class Method:
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         """After `optimizer.step()`: masks that are due and all derived operands."""
-        due = (step + 1) % self.mask_period == 0
+        due = self._chooses(step)
         for layer in self.sparse_layers.values():
             if due:
                 layer.refresh_mask()
@@ -508,10 +510,14 @@ class Method:
             self.flips_per_step = self.flips_per_refresh / self.mask_period
             self._masks_before = None
 
+    def _chooses(self, step: int) -> bool:
+        """Whether masks are chosen at the end of this step."""
+        return (step + 1) % self.mask_period == 0
+
     def _measures(self, step: int) -> bool:
-        if self.mask_period > 1:
-            return (step + 1) % self.mask_period == 0
-        return self.config.measure_every > 0 and step % self.config.measure_every == 0
+        every = self.config.measure_every
+        # Of the steps since the last choice one has a multiple of `every` as its number.
+        return every > 0 and self._chooses(step) and step % every < self.mask_period
 
     def _masks(self) -> Iterator[Tensor]:
         """Of the layers that are trained; those of a teacher follow."""

@@ -195,6 +195,29 @@ def test_measuring_every_third_step():
     assert step_to(method, layer, [4.0, 3.0, 2.0, 1.0], 3)["flip_rate"] == 1.0
 
 
+@pytest.mark.parametrize("period", [1, 4])
+def test_nothing_is_measured_with_zero(period, monkeypatch):
+    """Copies of the masks and a comparison that waits for the GPU would be in every timing."""
+    layer = one_group([4.0, 3.0, 2.0, 1.0])
+    method = ste.Method(ste.Config(include=["*"], measure_every=0))
+    method.mask_period = period
+    method.convert(layer)
+    monkeypatch.setattr(type(layer), "current_mask", lambda self: pytest.fail("measured"))
+    for step in range(2 * period):
+        assert step_to(method, layer, [1.0, 2.0, 3.0, 4.0], step)["flip_rate"] == 0.0
+    assert layer.mask[0].tolist() == [False, False, True, True]  # and chosen all the same
+
+
+@pytest.mark.parametrize(
+    ("period", "every", "measured"),
+    [(1, 3, {0, 3, 6, 9}), (4, 1, {3, 7, 11}), (2, 5, {1, 5, 11}), (4, 9, {3, 11})],
+)
+def test_the_first_choice_at_or_after_a_multiple_is_measured(period, every, measured):
+    method = ste.Method(ste.Config(measure_every=every))
+    method.mask_period = period
+    assert {step for step in range(12) if method._measures(step)} == measured
+
+
 # ---------------------------------------------------------------- random keys
 
 
