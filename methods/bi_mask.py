@@ -35,12 +35,11 @@ from . import base, sr_ste, ste
 
 @dataclass(frozen=True, kw_only=True)
 class Config(sr_ste.Config):
-    """Options of Bi-Mask beside the decay; the defaults are the authors'.
+    """Options of Bi-Mask beside the decay (2e-4 on the gradients); the defaults are the authors'.
 
     permute_every: optimizer steps between two searches. candidates: permutations per search.
     """
 
-    alpha: float = 2e-4
     permute_every: int = 100
     candidates: int = 100
 

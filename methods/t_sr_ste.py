@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,8 @@ class SwitchedMethod(base.Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(sr_ste.Config):
-    """Options of FST beside the decay; the defaults are the paper's for GPT-2 124M.
+    """Options of FST beside the decay (6e-5 on the gradients); the defaults are the paper's for
+    GPT-2 124M.
 
     refresh_every: optimizer steps between two choices of the masks.
     algorithm: of the mask search: `exact`, or the baselines `greedy` and `two_approx`, which may
@@ -150,6 +151,8 @@ class Config(sr_ste.Config):
     algorithm: str = "exact"
     mvue: str = "exact"
     dense_fraction: float = 1 / 6
+
+    alpha_on_gradients: ClassVar[float] = 6e-5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ import yaml
 import experiments
 from experiments import glue
 from experiments.errors import UserError
-from methods import slope
+from methods import slope, sr_ste
 from reproduce import jobs
 from reproduce.jobs import Job, plan
 from reproduce.reading import read_table, read_tables
@@ -159,8 +159,8 @@ def options(name, tier, tmp_path, variant=None):
 
 
 def test_published_settings_of_fst(tmp_path):
-    """Decay factors by model (Table 2), what BERT's rows are, and when they end."""
-    for size, alpha in {"774M": 2e-4, "1558M": 6e-5}.items():
+    """Decay factors by model (the authors' page), what BERT's rows are, and when they end."""
+    for size, alpha in {"774M": 6e-5, "1558M": 2e-4}.items():
         rows = options("fst_table6", "full", tmp_path, f"GPT-2 {size}")
         changed = {} if alpha == 6e-5 else {"alpha": alpha}
         assert rows == {"dense": ("dense", {}), "FST": ("t_sr_ste", changed)}
@@ -173,7 +173,14 @@ def test_published_settings_of_fst(tmp_path):
     }  # fmt: skip
     deit = options("fst_table8", "full", tmp_path)
     assert deit["FST"] == ("t_sr_ste", {"alpha": 1e-3, "refresh_every": 10})
-    assert deit["SR-STE"] == ("sr_ste", {"alpha": 2e-4, "decay_on": "weights"})
+
+
+@pytest.mark.parametrize("tier", ["smoke", "full"])
+@pytest.mark.parametrize("name", ["fst_table8", "sste_table5", "sste_table6"])
+def test_sr_ste_adds_its_own_factor_to_the_gradients(name, tier, tmp_path):
+    assert sr_ste.Config().alpha == 2e-4 and sr_ste.Config().decay_on == "gradients"
+    variant = TABLES[name].variants_of(tier)[0].label
+    assert options(name, tier, tmp_path, variant)["SR-STE"] == ("sr_ste", {})
 
 
 def test_the_ablation_of_s_ste_adds_one_part_at_a_time(tmp_path):
