@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 import methods
+from experiments.command_line import take_texts
 from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
 from experiments.image_source import ImageSource
@@ -348,14 +349,16 @@ _NOISE = (
 
 def driver(
     config_name: str,
-    typed: Callable[[Any], Any] = freeze,
+    typed: Callable[..., Any] = freeze,
     after_stop: str = "goes on from the last checkpoint",
+    texts: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
     Args:
-        typed: makes the config of `main` out of the composed one.
+        typed: makes the config of `main` out of the composed one, and of `texts` by their names.
         after_stop: what the same command does after an interrupt.
+        texts: arguments that are taken as they are typed and never read by hydra.
     """
 
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
@@ -366,7 +369,7 @@ def driver(
             def task(composed: Any) -> None:
                 with exit_with_one_line(after_stop):
                     with one_line_errors():
-                        config = typed(composed)
+                        config = typed(composed, **given)
                     try:
                         main(config)
                     except ValueError as error:  # our own, not one of the arguments
@@ -375,6 +378,7 @@ def driver(
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             with exit_with_one_line(after_stop), one_line_errors(config_name):
+                sys.argv[1:], given = take_texts(sys.argv[1:], texts)
                 hydra.main(
                     config_path="pkg://experiments.conf",
                     config_name=config_name,

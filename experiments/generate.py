@@ -1,22 +1,40 @@
-"""Greedy text from a finished run: `python -m experiments.generate run=DIR prompt="import "`.
+"""Text from a finished run: `python -m experiments.generate run=DIR prompt="import os"`.
 
-With `sparse=true` (the default) the same weights go on as torch's semi-structured tensors, where
-the device can multiply with them, and the tokens per second of both are compared: the median of
-`repeats` generations of `tokens` tokens, prompt included, after one that is not counted. Where it
-cannot, the reason is printed.
+The prompt is taken as it is typed, line breaks, quotation marks and equals signs included:
 
-It shows that the weights work, not that they are fast: a token at a time gives products of a few
-rows, and torch's cuSPARSELt operator plans each of them anew on the CPU. On an H200 (torch 2.11)
-GPT-2 of 124M to 1558M generated 0.17 to 0.23 times as fast as dense, at batches of 1 to 256.
+    prompt="Hello, my name is"   or --prompt "def f(x):"
+    prompt=-                     standard input, which is also read where no
+                                 prompt is given and something is piped in
+    prompt_file=PATH             a text file
+
+Of standard input and of a file one last line break is left out. The text ends
+after `tokens` tokens or at the model's end-of-text token; a terminal shows it
+as it comes. It is the most likely one, or with a temperature a random one:
+
+    temperature=0.8 top_k=50 top_p=0.95 seed=1
+
+With `sparse=true` (the default) the same weights go on as torch's
+semi-structured tensors, where the device can multiply with them, and the tokens
+per second of both are compared: the median of `repeats` generations of `tokens`
+tokens, prompt included, after one that is not counted. Where it cannot, the
+reason is printed. These lines go to standard error.
+
+It shows that the weights work, not that they are fast: a token at a time gives
+products of a few rows, and torch's cuSPARSELt operator plans each of them anew
+on the CPU. On an H200 (torch 2.11) GPT-2 of 124M to 1558M generated 0.17 to
+0.23 times as fast as dense, at batches of 1 to 256.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,15 +50,23 @@ from experiments.settings import ImplConfig
 from models.gpt2 import GPT
 from models.hf import CausalLM
 
+if TYPE_CHECKING:
+    from experiments.glue import Encoding
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """run: directory of a finished run of a causal model. batch: copies of the prompt that are
-    continued at once."""
+    """run: directory of a finished run of a causal model. temperature: divides the logits; 0 = the
+    most likely token. top_k: as many of the most likely tokens; top_p: the fewest of them whose
+    probabilities reach it; null = all. batch: copies of the prompt in the timed generations."""
 
     run: str
     prompt: str
     tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
     batch: int = 1
     repeats: int = 5
     sparse: bool = True
@@ -49,6 +75,21 @@ class Settings:
         for name in ("tokens", "batch", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}; it must be 0 (the most likely token) or positive"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}; it must be at least 1, or null for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}; it must lie in (0, 1], or be null for all")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}; it must lie in [0, 2**63)")
+        if not self.temperature and (self.top_k, self.top_p) != (None, None):
+            raise ValueError(
+                "top_k and top_p choose among random tokens, and temperature=0 takes the most "
+                "likely one; add temperature=1, say"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,29 +111,78 @@ def generation_model(run: FinishedRun) -> CausalLM:
     return model if isinstance(model, CausalLM) else CausalLM(export.to_transformers(model))
 
 
+def choose(logits: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
+    """The next token of each row: logits [B, V] -> [B]."""
+    if settings.temperature == 0:
+        return logits.argmax(-1)
+    # In fp64, and relative to the largest: a temperature near 0 overflows into certainty.
+    relative = (logits - logits.amax(-1, keepdim=True)).double() / settings.temperature
+    scores, tokens = relative.sort(descending=True, stable=True)
+    if settings.top_k is not None:
+        scores[:, settings.top_k :] = -math.inf
+    shares = scores.softmax(-1)
+    if settings.top_p is not None:
+        before = shares.cumsum(-1) - shares
+        shares = shares.where(before < settings.top_p, 0.0)
+    return tokens.gather(-1, torch.multinomial(shares, 1, generator=generator))[:, 0]
+
+
 @torch.no_grad()
-def greedy(model: CausalLM, ids: Tensor, count: int) -> Tensor:
-    """The `count` most likely next tokens, one after the other: [B, T] -> [B, T + count]."""
-    return model.model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,  # never used: all rows are of one length
-    )
+def continuation(
+    model: CausalLM, ids: Tensor, settings: Settings, vocabulary: int
+) -> Iterator[Tensor]:
+    """`settings.tokens` next tokens [B] of the rows ids [B, T], one after the other; of the first
+    `vocabulary` ids, since a model may have more than its tokenizer."""
+    generator = torch.Generator(ids.device).manual_seed(settings.seed)
+    cache = None
+    for _ in range(settings.tokens):
+        output = model.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = choose(output.logits[:, -1, :vocabulary].float(), settings, generator)
+        yield token
+        ids, cache = token[:, None], output.past_key_values
 
 
-def timed(model: CausalLM, ids: Tensor, count: int, repeats: int) -> tuple[Tensor, float]:
-    """What `greedy` gives, and its tokens per second over all rows."""
+def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of the prompt, and piece by piece that of the tokens up to the end of the text.
+
+    The bytes of a character may come in several tokens: it is given once it is whole.
+    """
+    ids = list(prompt)
+    shown = text = encoding.decode(ids)
+    yield shown
+    for token in tokens:
+        if token == encoding.eot_token:
+            break
+        ids.append(token)
+        text = encoding.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield text[len(shown) :]
+
+
+def show(pieces: Iterable[str]) -> None:
+    """Print the pieces of a text: on a terminal as they come, elsewhere at once."""
+    if sys.stdout.isatty():
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    else:
+        print("".join(pieces))
+
+
+def timed(
+    model: CausalLM, ids: Tensor, settings: Settings, vocabulary: int
+) -> tuple[Tensor, float]:
+    """The tokens that go on ids [B, T], [B, tokens], and how many per second over all rows."""
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(settings.repeats + 1):
         start = time.perf_counter()
-        out = greedy(model, ids, count)
+        tokens = torch.stack(list(continuation(model, ids, settings, vocabulary)), 1)
         if ids.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return out, ids.shape[0] * count / statistics.median(seconds[1:])
+    return tokens, tokens.numel() / statistics.median(seconds[1:])
 
 
 def run(config: GenerateConfig) -> None:
@@ -105,46 +195,89 @@ def run(config: GenerateConfig) -> None:
     with process_settings(impl), world(impl.device) as here:
         source = FinishedRun.open(Path(settings.run))
         model, encoding = generation_model(source), source.tokenizer()
-        prompt = encoding.encode_ordinary_batch([settings.prompt])[0] or [encoding.eot_token]
-        if len(prompt) + settings.tokens > model.block_size:
+        prompt = encoding.encode_ordinary_batch([settings.prompt])[0]
+        start = prompt or [encoding.eot_token]
+        if (room := model.block_size - len(start)) < settings.tokens:
+            remedy = f"set tokens to at most {room}" if room > 0 else "shorten the prompt"
             raise UserError(
-                f"{len(prompt)} tokens of prompt and tokens={settings.tokens} exceed the "
-                f"{model.block_size} that the model takes"
+                f"{len(start)} tokens of prompt and tokens={settings.tokens} exceed the "
+                f"{model.block_size} that the model takes; {remedy}"
             )
         model = model.to(here.device, DTYPES[impl.dtype] or torch.float32).eval()
-        ids = torch.tensor([prompt] * settings.batch, device=here.device)
-        dense, dense_rate = timed(model, ids, settings.tokens, settings.repeats)
-        print(encoding.decode(dense[0].tolist()))
-        print(f"dense products: {dense_rate:.1f} tokens/s")
-        if not settings.sparse:
-            return
+        ids = torch.tensor([start], device=here.device)
+        tokens = continuation(model, ids, settings, encoding.n_vocab)
+        show(text_of(encoding, prompt, map(int, tokens)))
+        if settings.sparse:
+            compare(model, ids.expand(settings.batch, -1), settings, encoding)
+
+
+def compare(model: CausalLM, ids: Tensor, settings: Settings, encoding: Encoding) -> None:
+    """Print to standard error how fast dense and 2:4 products give tokens, and whether the same
+    ones."""
+    dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
+    print(f"dense products: {dense_rate:.1f} tokens/s", file=sys.stderr)
+    try:
+        names = semi_structured.to_semi_structured(model)
+    except UserError as reason:
+        print(f"2:4 products: not run, {reason}", file=sys.stderr)
+        return
+    sparse, rate = timed(model, ids, settings, encoding.n_vocab)
+    equal = int((dense[0] == sparse[0]).long().cumprod(0).sum())
+    print(
+        f"2:4 products in {len(names)} linears: {rate:.1f} tokens/s, {rate / dense_rate:.2f} of "
+        f"dense;\nthe first {equal} of {settings.tokens} tokens are the same",
+        file=sys.stderr,
+    )
+    if equal < settings.tokens:  # sums in another order can turn a close choice
+        text = "".join(text_of(encoding, ids[0].tolist(), sparse[0].tolist()))
+        print(f"with 2:4 products:\n{text}", file=sys.stderr)
+
+
+def read_prompt(prompt: str | None, path: str | None) -> str:
+    """The text to go on with: `prompt` itself, or that of a file or of standard input.
+
+    Raises:
+        UserError: there is none, there are two, or it is not UTF-8.
+    """
+    if prompt is not None and path is not None:
+        raise UserError("give one of prompt=TEXT and prompt_file=PATH")
+    if path is not None:
         try:
-            names = semi_structured.to_semi_structured(model)
-        except UserError as reason:
-            print(f"2:4 products: not run, {reason}")
-            return
-        sparse, rate = timed(model, ids, settings.tokens, settings.repeats)
-        equal = int((dense[0] == sparse[0]).long().cumprod(0).sum()) - len(prompt)
-        print(
-            f"2:4 products in {len(names)} linears: {rate:.1f} tokens/s, {rate / dense_rate:.2f} "
-            f"of dense; the first {equal} of {settings.tokens} tokens are the same"
-        )
-        if equal < settings.tokens:  # sums in another order can turn a close choice
-            print(encoding.decode(sparse[0].tolist()))
+            content, name = Path(path).expanduser().read_bytes(), f"prompt_file={path}"
+        except OSError as error:
+            raise UserError(f"prompt_file={path} cannot be read: {error.strerror}") from error
+    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        content, name = sys.stdin.buffer.read(), "standard input"
+    elif prompt is not None:
+        return prompt
+    else:
+        raise UserError('prompt="..." is missing; or prompt_file=PATH, or prompt=- to type it here')
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; save it as "
+            "UTF-8"
+        ) from error
+    return text.removesuffix("\n").removesuffix("\r")
 
 
-def freeze(composed: Any) -> GenerateConfig:
-    """The typed form of a composed `DictConfig`."""
+def freeze(
+    composed: Any, prompt: str | None = None, prompt_file: str | None = None
+) -> GenerateConfig:
+    """The typed form of a composed `DictConfig`, with a prompt as the command line has it."""
     from omegaconf import OmegaConf
 
     values: Any = OmegaConf.to_container(composed, resolve=True)
     if values["run"] is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
     impl = typed(ImplConfig, "impl", values.pop("impl"))
-    return GenerateConfig(typed(Settings, "the config", values), impl)
+    del values["prompt"], values["prompt_file"]  # they stand in the file for --help alone
+    settings = typed(Settings, "the config", {**values, "prompt": ""})  # before a file is read
+    return GenerateConfig(replace(settings, prompt=read_prompt(prompt, prompt_file)), impl)
 
 
-@driver("generate", freeze, "begins it anew")
+@driver("generate", freeze, "begins it anew", texts=("prompt", "prompt_file"))
 def main(config: GenerateConfig) -> None:
     run(config)
 

@@ -1,6 +1,10 @@
-"""Greedy text of a finished run, dense and 2:4, and what is said where 2:4 products cannot run."""
+"""Text of a finished run: its prompt, its random tokens, dense and 2:4, and what is said where
+2:4 products cannot run."""
 
+import io
+import math
 import re
+import sys
 
 import pytest
 import torch
@@ -12,9 +16,13 @@ from experiments.finished import FinishedRun
 from experiments.settings import ImplConfig
 
 
+def settings(**options):
+    return generate.Settings(**{"run": "", "prompt": "", "repeats": 1, **options})
+
+
 def config(run, prompt, dtype="fp32", **options):
-    settings = generate.Settings(run=str(run.directory), prompt=prompt, repeats=1, **options)
-    return generate.GenerateConfig(settings, ImplConfig(device="cpu", dtype=dtype, threads=1))
+    own = settings(run=str(run.directory), prompt=prompt, **options)
+    return generate.GenerateConfig(own, ImplConfig(device="cpu", dtype=dtype, threads=1))
 
 
 @pytest.fixture
@@ -29,16 +37,17 @@ def test_the_text_is_the_most_likely_one_and_a_missing_device_is_named(
 ):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     generate.run(config(trained, "the mask keeps", tokens=5, batch=2))
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
     model, encoding = trained.model().eval(), trained.tokenizer()
     ids = encoding.encode_ordinary("the mask keeps")
     with torch.no_grad():
         for _ in range(5):  # without a cache, by our own model
             ids.append(int(model(torch.tensor([ids]))[0][0, -1].argmax()))
-    assert out.startswith(encoding.decode(ids) + "\ndense products: ")
-    assert "2:4 products: not run, no 2:4 products here: cuSPARSELt takes bf16" in out
+    assert out == encoding.decode(ids) + "\n"
+    assert said.startswith("dense products: ")
+    assert "2:4 products: not run, no 2:4 products here: cuSPARSELt takes bf16" in said
     generate.run(config(trained, "", tokens=2, sparse=False))  # from the end-of-text token on
-    assert "2:4" not in capsys.readouterr().out
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture
@@ -62,17 +71,17 @@ def test_the_same_weights_go_on_as_2_4_products(wide, semi_structured_cpu, monke
     models, texts = [], []
     original = generate.timed
 
-    def timed(model, ids, count, repeats):
+    def timed(model, ids, *rest):
         models.append({n: type(m).__name__ for n, m in model.named_modules()})
-        text, rate = original(model, ids, count, repeats)
-        texts.append(text[0, ids.shape[1] :].tolist())
-        return text, rate
+        tokens, rate = original(model, ids, *rest)
+        texts.append(tokens[0].tolist())
+        return tokens, rate
 
     monkeypatch.setattr(generate, "timed", timed)
     generate.run(config(wide, "the mask keeps", "bf16", tokens=5, batch=2))
-    out = capsys.readouterr().out
-    shape = r"\n2:4 products in 2 linears: [\d.]+ tokens/s, [\d.]+ of dense; the first (\d) of 5 "
-    equal = int(re.search(shape, out)[1])
+    said = capsys.readouterr().err
+    shape = r"\n2:4 products in 2 linears: [\d.]+ tokens/s, [\d.]+ of dense;\nthe first (\d) of 5 "
+    equal = int(re.search(shape, said)[1])
     assert [len(text) for text in texts] == [5, 5] and texts[0][:equal] == texts[1][:equal]
     assert equal == 5 or texts[0][equal] != texts[1][equal]
     sparse = {n for n, kind in models[1].items() if kind == "SemiStructuredLinear"}
@@ -82,16 +91,193 @@ def test_the_same_weights_go_on_as_2_4_products(wide, semi_structured_cpu, monke
 
 def test_tokens_that_differ_are_counted_and_shown(wide, semi_structured_cpu, monkeypatch, capsys):
     """The third of five tokens is another one, as it can be where two are equally likely."""
-    texts = iter([[7, 8, 1, 2, 3, 4, 5], [7, 8, 1, 2, 9, 4, 5]])
+    texts = iter([[1, 2, 3, 4, 5], [1, 2, 9, 4, 5]])
     monkeypatch.setattr(generate, "timed", lambda *_: (torch.tensor([next(texts)]), 1.0))
     encoding = wide.tokenizer()
     monkeypatch.setattr(type(encoding), "encode_ordinary_batch", lambda *_: [[7, 8]])
     generate.run(config(wide, "two tokens", "bf16", tokens=5))
-    dense, _, counted, sparse = capsys.readouterr().out.rstrip("\n").rsplit("\n", 3)
-    assert counted.endswith("1.00 of dense; the first 2 of 5 tokens are the same")
-    assert (dense, sparse) == tuple(encoding.decode([7, 8, 1, 2, third, 4, 5]) for third in (3, 9))
+    counted, said = capsys.readouterr().err.rstrip("\n").split("\nwith 2:4 products:\n")
+    assert counted.endswith("the first 2 of 5 tokens are the same")
+    assert said == encoding.decode([7, 8, 1, 2, 9, 4, 5])
 
 
 def test_more_than_the_model_takes_is_one_line(trained):
-    with pytest.raises(UserError, match="tokens=16 exceed the 16 that the model takes"):
+    with pytest.raises(UserError, match=r"tokens=16 exceed the 16 that .* at most \d+$"):
         generate.run(config(trained, "two of four", tokens=16))
+
+
+# ------------------------------------------------------------------ random tokens
+
+PROBABILITIES = [0.1, 0.4, 0.05, 0.25, 0.2]  # in order of likelihood: 1, 3, 4, 0, 2
+
+
+def drawn(rows=20_000, **options):
+    """Frequencies of the tokens that are drawn, over many rows."""
+    logits = torch.tensor([PROBABILITIES]).log().expand(rows, -1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = generate.choose(logits, settings(**options), generator)
+    assert tokens.shape == (rows,)
+    return tokens.bincount(minlength=5) / rows
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1e-300}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1}, PROBABILITIES),
+        ({"temperature": 0.5}, [p**2 / 0.275 for p in PROBABILITIES]),
+        ({"temperature": 1, "top_k": 1}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1, "top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"temperature": 1, "top_k": 9}, PROBABILITIES),
+        ({"temperature": 1, "top_p": 0.3}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1, "top_p": 0.8}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        ({"temperature": 1, "top_p": 1.0}, PROBABILITIES),
+        # Of the two that are left, the first alone has 0.61.
+        ({"temperature": 1, "top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0]),
+    ],
+)
+def test_frequencies_are_the_probabilities(options, expected):
+    found, expected = drawn(**options), torch.tensor(expected)
+    assert torch.equal(found > 0, expected > 0)
+    # Five standard deviations of a frequency out of 20,000.
+    assert (found - expected).abs().max() <= 5 * math.sqrt(0.25 / 20_000)
+
+
+def test_equal_logits_keep_the_first_of_them():
+    logits = torch.zeros(100, 4)
+    tokens = generate.choose(logits, settings(temperature=1, top_k=2), torch.Generator())
+    assert set(tokens.tolist()) == {0, 1}
+
+
+def test_a_seed_gives_its_text(trained, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        options = {"temperature": 1.0, "seed": seed, "tokens": 8, "sparse": False}
+        generate.run(config(trained, "the", **options))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(trained, capsys):
+    """The model has 320 tokens, its tokenizer fewer."""
+    assert trained.tokenizer().n_vocab < 320
+    generate.run(config(trained, "", temperature=1e6, tokens=15, sparse=False, seed=3))
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0; it must be 0"),
+        ({"temperature": math.nan}, "temperature=nan; it must be 0"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k=0; it must be at least 1"),
+        ({"temperature": 1.0, "top_p": 0.0}, r"top_p=0.0; it must lie in \(0, 1\]"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
+        ({"top_k": 5}, "temperature=0 takes the most likely one; add temperature=1"),
+        ({"seed": -1}, "seed=-1; it must lie in"),
+        ({"tokens": 0}, "tokens=0; it must be at least 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**options)
+
+
+# ------------------------------------------------------------------ text
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes; 256 ends the text."""
+
+    eot_token = 256
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def test_pieces_end_with_whole_characters_and_the_text_with_its_token():
+    prompt, tokens = [*b"a="], iter([*"é€!".encode(), 256, *b"never"])
+    pieces = list(generate.text_of(Bytes(), prompt, tokens))
+    assert pieces == ["a=", "é", "€", "!", ""]
+    assert next(tokens) == ord("n")  # nothing was made after the end
+    cut = list(generate.text_of(Bytes(), [], "a€".encode()[:-1]))
+    assert cut == ["", "a", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(True, ["", "one"]), (False, ["", ""])])
+def test_a_terminal_shows_the_text_as_it_comes(monkeypatch, terminal, expected):
+    out, seen = io.StringIO(), []
+    out.isatty = lambda: terminal
+
+    def pieces():
+        for piece in ("one", " two"):
+            seen.append(out.getvalue())
+            yield piece
+
+    monkeypatch.setattr(sys, "stdout", out)
+    generate.show(pieces())
+    assert (seen, out.getvalue()) == (expected, "one two\n")
+
+
+# ------------------------------------------------------------------ prompts
+
+PROMPTS = ["Hello, my name is", "def f(x):", "a=1", "one\n  two\n", "${oc.env:HOME} [x] {y: 'z'}",
+           '\\"quoted\\"', "", " padded ", "--help"]  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """asked(*arguments) -> the prompt that the driver understands."""
+
+    def ask(*arguments, typed=None):
+        found = []
+        stdin = io.TextIOWrapper(io.BytesIO(typed or b""))
+        stdin.isatty = lambda: typed is None
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "argv", ["generate", "run=RUN", *arguments])
+        monkeypatch.setattr(generate, "run", lambda config: found.append(config.settings))
+        generate.main()
+        return found[0].prompt
+
+    return ask
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_is_taken_as_it_is_typed(asked, prompt):
+    assert asked(f"prompt={prompt}", "tokens=3") == prompt
+
+
+def test_a_prompt_comes_in_other_ways_as_well(asked, tmp_path):
+    prompt = PROMPTS[4]
+    typed = f"{prompt}\r\n".encode()
+    (tmp_path / "a, b=c.txt").write_bytes(typed)
+    assert asked("tokens=3", f"--prompt={prompt}") == prompt
+    assert asked("--prompt", prompt) == prompt
+    assert asked("prompt=-", typed=typed) == prompt
+    assert asked(typed=typed) == prompt
+    assert asked(f"prompt_file={tmp_path / 'a, b=c.txt'}") == prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], 'error: prompt="..." is missing'),
+        (["--prompt"], "error: --prompt needs a text after it"),
+        (["prompt=a", "prompt=b"], "error: prompt is given twice"),
+        (["prompt=a", "prompt_file=b"], "error: give one of prompt=TEXT and prompt_file=PATH"),
+        (["prompt_file=nowhere"], "error: prompt_file=nowhere cannot be read: No such file"),
+        (["prompt=a\udce9"], "error: prompt is not UTF-8 (character 2)"),
+        (["prompt=a", "temperature=warm"], "error: the config.temperature"),
+        (["prompt=a", "top_k=-3", "temperature=1"], "error: top_k=-3; it must be at least 1"),
+    ],
+)
+def test_a_wrong_prompt_is_one_line(asked, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        asked(*arguments)
+    assert stop.value.code.startswith(message) and "\n" not in stop.value.code
+
+
+def test_input_that_is_not_utf8_is_named_with_its_byte(asked):
+    with pytest.raises(SystemExit, match="standard input is not UTF-8: byte 2 is 0xe9"):
+        asked("prompt=-", typed=b"ab\xe9")
