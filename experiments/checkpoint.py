@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,24 +20,30 @@ from typing import Any
 
 import torch
 
-from experiments.errors import UserError
+from experiments.errors import UserError, writing
 
 KEPT = 2
+LOCK = ".lock"
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call `write` on a temporary path beside `path`, sync, and rename it into place."""
+    """Call `write` on a temporary path beside `path`, sync, and rename it into place.
+
+    Raises:
+        UserError: the disk is full; nothing half-written is left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.touch()
-        usual = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(usual)  # safetensors makes files for their owner alone
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
+        with writing(path):
+            temporary.touch()
+            usual = temporary.stat().st_mode
+            write(temporary)
+            temporary.chmod(usual)  # safetensors makes files for their owner alone
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -68,7 +75,7 @@ def finite(value: Any) -> Any:
 def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     """Write the state before optimizer step `step` as `directory/step-<step>.pt`."""
     path = directory / f"step-{step:09d}.pt"
-    write_atomic(path, lambda p: torch.save(state, p))
+    write_atomic(path, lambda p: _save(state, p))
     write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": sha256(path)})
     whole = [p for p in sorted(directory.glob("step-*.pt")) if p <= path]
     for other in directory.glob("step-*.pt"):
@@ -80,13 +87,20 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """The newest whole checkpoint, on the CPU, or None; `warn` hears of each damaged one."""
+    """The newest whole checkpoint, on the CPU, or None; `warn` hears of each damaged one, and of
+    what is used instead."""
+    damaged: dict[Path, str] = {}
+    state, instead = None, "none is whole, so the run begins anew"
     for path in sorted(directory.glob("step-*.pt"), reverse=True):
-        damage = _damage(path)
-        if damage is None:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        warn(f"checkpoint {path} is damaged ({damage}); the one before it is used")
-    return None
+        try:
+            state = _load(path)
+            instead = f"{path.name}, the one before it, is used"
+            break
+        except _Damaged as error:
+            damaged[path] = str(error)
+    for path, damage in damaged.items():
+        warn(f"checkpoint {path} is damaged ({damage}); {instead}")
+    return state
 
 
 @contextmanager
@@ -97,7 +111,7 @@ def exclusive(directory: Path) -> Iterator[None]:
         UserError: another process holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
+    with (directory / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -118,16 +132,36 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damage(path: Path) -> str | None:
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    # torch's own writing to a path does not tell why it failed.
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Raises _Damaged unless it is what its checksum file says, and a checkpoint."""
     try:
         expected = json.loads(_sidecar(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        length, digest = expected["bytes"], expected["sha256"]
+    except FileNotFoundError as error:
         # The process ended between the two writes: the file itself was renamed when complete,
         # but nothing vouches for it.
-        return "its checksum file is missing"
+        raise _Damaged("its checksum file is missing") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _Damaged("its checksum file is damaged") from error
     size = path.stat().st_size
-    if size != expected["bytes"]:
-        return f"{size} bytes instead of {expected['bytes']}"
-    if sha256(path) != expected["sha256"]:
-        return "its SHA-256 does not match"
-    return None
+    if size != length:
+        raise _Damaged(f"{size} bytes instead of {length}")
+    if sha256(path) != digest:
+        raise _Damaged("its SHA-256 does not match")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise _Damaged("it is no file of tensors and plain values") from error
+    if not isinstance(state, dict):
+        raise _Damaged(f"it holds a {type(state).__name__}")
+    return state

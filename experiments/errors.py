@@ -1,13 +1,44 @@
 """What ends a driver early: an error for the user, printed as one line, or a signal."""
 
+import errno
+import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+# What the system says when there is no more room: on the disk, of a quota, for one file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
     """What is wrong, with which value, and what to do."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a disk that is full into a `UserError` that names `path`.
+
+    torch raises an error of its own over that of the system, safetensors only quotes its number.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) not in _FULL:
+            cause = cause.__cause__ or cause.__context__
+        quoted = re.search(r"\(os error (\d+)\)", str(error))
+        number = getattr(cause, "errno", None) or int(quoted[1] if quoted else 0)
+        if number not in _FULL:
+            raise
+        raise UserError(
+            f"{path} cannot be written: {os.strerror(number)}; make room there, or choose another "
+            "place, and run the same command again"
+        ) from error
 
 
 class Terminated(BaseException):

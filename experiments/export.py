@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from experiments import checkpoint, legality
 from experiments.config import digest, driver, typed
-from experiments.errors import UserError
+from experiments.errors import UserError, writing
 from experiments.export_tokenizer import tokenizer_of
 from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.images import ImageConfig
@@ -112,14 +112,17 @@ def export(
         for left in (building, old):
             shutil.rmtree(left, ignore_errors=True)
         try:
-            write(model, building, tokenizer_of(run, model))
-            if isinstance(run.data, ImageConfig):
-                _image_processor(run.data).save_pretrained(building)
-            _write_masks(model, building, patterns)
-            card = _card(run, weights, to, rows, merged)
-            (building / "README.md").write_text(card, encoding="utf-8")
-            files = sorted(path.name for path in building.iterdir())
-            checkpoint.write_json(building / RECORD, {**marks, "source": source, "files": files})
+            with writing(folder):
+                write(model, building, tokenizer_of(run, model))
+                if isinstance(run.data, ImageConfig):
+                    _image_processor(run.data).save_pretrained(building)
+                _write_masks(model, building, patterns)
+                card = _card(run, weights, to, rows, merged)
+                (building / "README.md").write_text(card, encoding="utf-8")
+                files = sorted(path.name for path in building.iterdir())
+                checkpoint.write_json(
+                    building / RECORD, {**marks, "source": source, "files": files}
+                )
             if folder.exists():
                 folder.rename(old)
             building.rename(folder)

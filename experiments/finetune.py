@@ -205,6 +205,7 @@ class Tuning:
             rate="recipe.learning_rate",
         )
         self.step = 0
+        self.lines: list[str] = []  # of the log
         # Of the steps since the epoch began.
         self.loss_sum, self.loss_count = torch.zeros((), device=here.device), 0
 
@@ -259,7 +260,7 @@ class Tuning:
         recipe, metrics = self.config.recipe, {}
         every = self.config.impl.checkpoint_every
         steps = self.train.steps // recipe.epochs  # of an epoch
-        log = MetricsLog(directory, self.step + 1, self.config.impl.loggers)
+        log = MetricsLog(directory, self.lines, self.config.impl.loggers)
         sequence = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
         tokens = 0
         self.model.train()
@@ -283,7 +284,7 @@ class Tuning:
                         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
                     due = stop.kind is not None or (every and self.step % every == 0)
                     if every and due and self.step < self.train.steps:
-                        self.save()
+                        self.save(log)
                     if stop.kind is not None:
                         raise stop.kind
         log.close()
@@ -353,8 +354,9 @@ class Tuning:
             "data": self.hashes.data,
         }
 
-    def save(self) -> None:
-        """Checkpoint the state before step `self.step`."""
+    def save(self, log: MetricsLog) -> None:
+        """Checkpoint the state before step `self.step`, and the records so far."""
+        log.sync()
         state = {
             **self._identity(),
             **self.optimization.state_dict(),
@@ -362,6 +364,7 @@ class Tuning:
             "loss_sum": self.loss_sum,
             "loss_count": self.loss_count,
             "generators": generators(self.here.device),
+            "log": log.lines,
         }
         checkpoint.save(self.checkpoints, self.step, state)
 
@@ -373,6 +376,7 @@ class Tuning:
         if self._identity().items() <= state.items():
             self.optimization.load_state_dict(state)
             self.step, self.loss_count = state["step"], state["loss_count"]
+            self.lines = state["log"]
             self.loss_sum = state["loss_sum"].to(self.here.device)
             set_generators(state["generators"], self.here.device)
             self.report(f"resumed at step {self.step} of {self.train.steps}")

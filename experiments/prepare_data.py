@@ -6,6 +6,7 @@ them in batches, and the folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import shutil
 import sysconfig
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.checkpoint import LOCK, exclusive
 from experiments.config import RunConfig, driver
 from experiments.data import EMBEDDED, SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
-from experiments.errors import UserError
+from experiments.errors import UserError, writing
 from experiments.tokenizer import (
     SEP,
     SPECIAL,
@@ -66,8 +69,8 @@ def prepare(config: DataConfig) -> Path:
     """Write the corpus of `config` and return its folder; one that is there is kept.
 
     It is built in a folder beside its final place and renamed at the end, so that an interrupted
-    run leaves nothing half-written and of two that run at once one wins. Needs little memory: the
-    documents are read and encoded 256 at a time.
+    run leaves nothing half-written and of two that run at once one wins; what a killed one left is
+    removed by the next. Needs little memory: the documents are read and encoded 256 at a time.
     """
     directory = config.directory
     if directory.exists():
@@ -84,9 +87,7 @@ def prepare(config: DataConfig) -> Path:
     elif config.tokenizer_kind == "hf":
         encoding = folder_tokenizer(config.tokenizer)
     source = _stdlib() if config.source == EMBEDDED else _files(config.source, config.text_column)
-    building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    building.mkdir(parents=True)
-    try:
+    with _building(directory) as building, writing(directory):
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
         if config.tokenizer == "bpe":
@@ -121,13 +122,28 @@ def prepare(config: DataConfig) -> Path:
         (building / "manifest.json").write_text(text, encoding="utf-8")
         try:
             building.rename(directory)
+            (directory / LOCK).unlink()
         except OSError:
             if not (directory / "manifest.json").is_file():
                 raise
             # another process finished the same corpus first: its folder stays, ours goes
+    return directory
+
+
+@contextmanager
+def _building(directory: Path) -> Iterator[Path]:
+    """A new folder beside `directory` for this process alone, removed at the end. Those that
+    killed processes left there are removed first."""
+    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*"):
+        if any(left.iterdir()):  # else another process is about to lock it
+            with suppress(UserError), exclusive(left):
+                shutil.rmtree(left)
+    building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    try:
+        with exclusive(building):
+            yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return directory
 
 
 def _write_splits(
@@ -228,9 +244,13 @@ def _files(source: str, text_column: str) -> Source:
     import datasets
 
     builder, paths = _data_files(source)
+    cache = datasets.config.HF_DATASETS_CACHE
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
-        table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
+        with writing(cache):
+            table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
+    except UserError:
+        raise
     except Exception as error:  # of many libraries: network, file system, Parquet, JSON
         raise UserError(
             f"could not read data.source={source} ({type(error).__name__}: "
@@ -245,7 +265,8 @@ def _files(source: str, text_column: str) -> Source:
     if len(table) < 2:
         raise UserError(f"{source} holds {len(table)} documents; two splits need at least 2")
     table = table.select_columns([text_column])
-    parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    with writing(cache):
+        parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     by_split = {"train": parts["train"], "val": parts["test"]}
 
     def batches(split: str) -> Iterator[list[str]]:

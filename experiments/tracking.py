@@ -10,27 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from experiments.checkpoint import finite, write_atomic
-from experiments.errors import UserError
+from experiments.errors import UserError, writing
 
 
 class MetricsLog:
     """Appends one JSON object per record to `metrics.jsonl`; each has a `step`.
 
-    A resumed run drops the records from its first step on, since it makes them again.
+    lines: of the records so far. A checkpoint keeps them, and a resumed run begins with those of
+        its checkpoint: whatever became of the file, none is missing and none is there twice.
     """
 
-    def __init__(self, directory: Path, first_step: int, viewers: tuple[str, ...]) -> None:
-        self.path = directory / "metrics.jsonl"
-        kept = [r for r in read_metrics(self.path) if r["step"] < first_step]
-        lines = "".join(json.dumps(r) + "\n" for r in kept)
-        write_atomic(self.path, lambda p: p.write_text(lines, encoding="utf-8"))
-        self._file = self.path.open("a", encoding="utf-8")
+    def __init__(self, directory: Path, lines: list[str], viewers: tuple[str, ...]) -> None:
+        self.path, self.lines = directory / "metrics.jsonl", [*lines]
+        text = "".join(self.lines)
+        write_atomic(self.path, lambda p: p.write_text(text, encoding="utf-8"))
+        self._file = self.path.open("ab", buffering=0)
         self._tensorboard = _tensorboard(directory) if "tensorboard" in viewers else None
         self._wandb = _wandb(directory) if "wandb" in viewers else None
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(finite(record)) + "\n")
-        self._file.flush()
+        self.lines.append(json.dumps(finite(record)) + "\n")
+        with writing(self.path):
+            left = self.lines[-1].encode()
+            while left:  # of a disk that fills up it takes a part first
+                left = left[self._file.write(left) :]
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard is not None:
             for name, value in numbers.items():
@@ -38,7 +41,12 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.log(numbers, step=record["step"])
 
+    def sync(self) -> None:
+        """Make the records survive a power cut."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
+        self.sync()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -47,11 +55,22 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file; a last line cut by a kill is left out."""
+    """All whole records of a metrics file; a last line cut by a kill is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {path} is damaged; remove {path.parent} and run it again"
+            ) from error
+    return records
 
 
 def check_viewers(viewers: tuple[str, ...]) -> None:

@@ -97,6 +97,8 @@ class Trainer:
         self.averages = {name: value.clone() for name, value in own.items()}
         self.step = 0
         self.seconds = 0.0
+        self.lines: list[str] = []  # of the log
+        self.log: MetricsLog | None = None
         # Of the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         # Initialisation used the seed itself; dropout differs by rank.
@@ -109,7 +111,8 @@ class Trainer:
     def fit(self) -> None:
         """Train up to the last step, from where the state is."""
         main = self.world.is_main
-        log = MetricsLog(self.directory, self.step, self.loggers) if main else None
+        if main:
+            self.log = MetricsLog(self.directory, self.lines, self.loggers)
         first, seen = self.step, self.train.samples_before * self.source.tokens_per_sample
         batches = self.source.batches(self._requests())
         self.model.train()
@@ -117,7 +120,7 @@ class Trainer:
             durations: list[float] = []
             while self.step < self.train.steps:
                 if self.step % self.train.eval_every == 0:
-                    self._log(log, {"step": self.step, **self.evaluate()})
+                    self._log({"step": self.step, **self.evaluate()})
                 start = time.perf_counter()
                 norm = self._train_step(batches)
                 durations.append(time.perf_counter() - start)
@@ -125,7 +128,7 @@ class Trainer:
                 if self.step % self.train.log_every == 0 or self.step == self.train.steps - 1:
                     record = self._record(norm, durations)
                     durations = []
-                    self._log(log, record)
+                    self._log(record)
                     tokens = int(seen[self.step + 1] - seen[first])
                     progress.update(self.step + 1, tokens, record["loss"])
                 self.step += 1
@@ -135,15 +138,12 @@ class Trainer:
                 if stop.kind is not None:
                     raise stop.kind
         self._join_skipped()
-        if log is not None:
-            log.close()
 
     def log_last(self, means: dict[str, float]) -> None:
         """The evaluation after the last step, of the weights as the method leaves them."""
-        if self.world.is_main:
-            log = MetricsLog(self.directory, self.train.steps, self.loggers)
-            log.write({"step": self.train.steps, **means})
-            log.close()
+        self._log({"step": self.train.steps, **means})
+        if self.log is not None:
+            self.log.close()
 
     def _stop(self) -> AbstractContextManager[Stop]:
         """Ranks that share a step cannot stop each after its own: there, a signal ends all."""
@@ -158,9 +158,9 @@ class Trainer:
             skipped.update(*parts)
         return sorted(skipped)
 
-    def _log(self, log: MetricsLog | None, record: dict[str, Any]) -> None:
-        if log is not None:
-            log.write(record)
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.write(record)
 
     def _record(self, norm: float, durations: list[float]) -> dict[str, Any]:
         """Figures of this step; `loss` is the mean over the steps since the last record."""
@@ -279,6 +279,9 @@ class Trainer:
         loss_sum, skipped = self.world.mean(self.loss_sum), self._join_skipped()
         if not self.world.is_main:
             return
+        if self.log is not None:
+            self.lines = self.log.lines
+            self.log.sync()
         checkpoint.save(
             self.checkpoints,
             self.step,
@@ -293,6 +296,7 @@ class Trainer:
                 "loss_count": self.loss_count,
                 "averages": self.averages,
                 "skipped_samples": skipped,
+                "log": self.lines,
             },
         )
 
@@ -305,7 +309,7 @@ class Trainer:
         state = checkpoint.load_latest(self.checkpoints, self.report)
         if state is None:
             return
-        if state["identity"] != self.identity:
+        if state.get("identity") != self.identity:
             raise UserError(
                 f"{self.checkpoints} belongs to another config; remove it or change `runs`"
             )
@@ -317,6 +321,7 @@ class Trainer:
         self.optimization.load_state_dict(state)
         self.step = state["step"]
         self.seconds = state["seconds"]
+        self.lines = state["log"]
         self.loss_sum = state["loss_sum"].to(self.world.device)
         self.loss_count = state["loss_count"]
         for name, average in self.averages.items():

@@ -1,6 +1,8 @@
 """A small corpus and a model of a few thousand parameters for the drivers."""
 
 import random
+import resource
+from contextlib import contextmanager
 
 import pytest
 
@@ -53,6 +55,22 @@ def overrides(corpus_dir, tmp_path):
         "data.vocab_size=300",
     ]
     return [*TINY_MODEL, *SHORT, *data, f"runs={tmp_path / 'runs'}"]
+
+
+@pytest.fixture
+def full_disk():
+    """`with full_disk(size):` no file grows beyond so many bytes, as where the disk is full."""
+
+    @contextmanager
+    def limited(size=100_000):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
 """Atomic writing and damage."""
 
+import hashlib
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from experiments import checkpoint
-from experiments.errors import UserError
+from experiments.errors import UserError, writing
 
 
 def heard(directory):
@@ -23,7 +27,10 @@ def test_the_newest_is_loaded_and_two_are_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", ["half", "bit", "sidecar"])
+SIDECARS = {"empty": b"{}", "list": b"[]", "bytes": b"\xff\xfe", "text": b'{"bytes": "x"}'}
+
+
+@pytest.mark.parametrize("damage", ["half", "bit", "sidecar", *SIDECARS])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, damage):
     checkpoint.save(tmp_path, 5, {"step": 5})
     path = checkpoint.save(tmp_path, 10, {"step": 10})
@@ -32,11 +39,14 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, d
         path.write_bytes(content[: len(content) // 2])
     elif damage == "bit":
         path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif damage in SIDECARS:
+        path.with_suffix(".json").write_bytes(SIDECARS[damage])
     else:
         path.with_suffix(".json").unlink()
     state, messages = heard(tmp_path)
     assert state["step"] == 5
     assert len(messages) == 1 and str(path) in messages[0] and "damaged" in messages[0]
+    assert messages[0].endswith("; step-000000005.pt, the one before it, is used")
 
 
 def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
@@ -46,6 +56,7 @@ def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
         path.write_bytes(path.read_bytes()[:-1])
     state, messages = heard(tmp_path)
     assert state is None and len(messages) == 2
+    assert all(m.endswith("; none is whole, so the run begins anew") for m in messages)
     for step in (1, 2):
         checkpoint.save(tmp_path, step, {"step": step})
         state, messages = heard(tmp_path)
@@ -92,7 +103,7 @@ def test_one_process_holds_a_directory_and_removes_the_debris_of_the_last_one(tm
         assert not written.exists()
 
 
-def test_nothing_is_unpickled(tmp_path):
+def test_nothing_is_unpickled(tmp_path, capsys):
     """A file that would run code on a plain `torch.load` is refused."""
 
     class Evil:
@@ -100,5 +111,50 @@ def test_nothing_is_unpickled(tmp_path):
             return (print, ("executed",))
 
     checkpoint.save(tmp_path, 1, {"x": Evil()})
-    with pytest.raises(Exception, match=r"[Ww]eights"):
-        heard(tmp_path)
+    state, [message] = heard(tmp_path)
+    assert state is None and "it is no file of tensors and plain values" in message
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 no zip", None])
+def test_a_file_that_is_no_checkpoint_is_passed_over(tmp_path, content):
+    """Even where its checksum is right."""
+    checkpoint.save(tmp_path, 1, {"step": 1})
+    path = tmp_path / "step-000000002.pt"
+    torch.save([1, 2], path) if content is None else path.write_bytes(content)
+    content = path.read_bytes()
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.with_suffix(".json").write_text(json.dumps(record))
+    state, [message] = heard(tmp_path)
+    assert state == {"step": 1} and str(path) in message
+
+
+STATE = {"w": torch.zeros(100_000)}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "safetensors", "text"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, full_disk, kind):
+    def write(path):
+        if kind == "safetensors":
+            save_file(STATE, path)
+        else:
+            path.write_text("x" * 400_000)
+
+    checkpoint.save(tmp_path, 1, {"step": 1})
+    before = set(tmp_path.iterdir())
+    path = tmp_path / ("step-000000002.pt" if kind == "checkpoint" else "file")
+    with full_disk(), pytest.raises(UserError) as caught:
+        if kind == "checkpoint":
+            checkpoint.save(tmp_path, 2, STATE)
+        else:
+            checkpoint.write_atomic(path, write)
+    assert str(caught.value).startswith(f"{path} cannot be written: File too large; make room")
+    assert set(tmp_path.iterdir()) == before
+    assert heard(tmp_path) == ({"step": 1}, [])
+
+
+def test_other_errors_are_not_a_full_disk(tmp_path):
+    with pytest.raises(PermissionError), writing(tmp_path):
+        raise PermissionError(13, "no")
+    with pytest.raises(RuntimeError), writing(tmp_path):
+        raise RuntimeError("of the work itself")

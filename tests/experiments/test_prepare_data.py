@@ -13,6 +13,7 @@ import tiktoken
 import yaml
 
 from experiments import prepare_data
+from experiments.checkpoint import exclusive
 from experiments.data import SPLITS, DataConfig, load_tokens
 from experiments.errors import UserError
 from experiments.prepare_data import prepare
@@ -326,6 +327,34 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, hub_cache, byte_gpt
             prepare(config)
     assert list((tmp_path / "data").iterdir()) == []
     assert prepare(config).is_dir()
+
+
+def test_what_a_killed_preparation_left_is_removed(tmp_path, hub_cache, byte_gpt2):
+    folder, root = tmp_path / "source", tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    names = (".mini-gpt2.0a", ".mini-gpt2.0b", ".mini-gpt2-other.0a")
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "train.bin").write_bytes(b"half")
+    with exclusive(root / names[1]):  # by a process that is at work
+        directory = prepare(DataConfig("mini", str(folder), str(root)))
+        assert {path.name for path in root.iterdir()} == {"mini-gpt2", *names[1:]}
+    assert not (directory / ".lock").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, hub_cache, byte_gpt2, full_disk):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, [text * 100 for text in TEXTS])
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    full = "cannot be written: File too large; make room"
+    with full_disk(100), pytest.raises(UserError, match=full):  # the copy that `datasets` makes
+        prepare(config)
+    prepare_data._files(config.source, config.text_column)
+    with full_disk(20_000), pytest.raises(UserError, match=f"data/mini-gpt2 {full}"):
+        prepare(config)
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, monkeypatch):

@@ -1,11 +1,12 @@
-"""The chart of a run at Weights & Biases."""
+"""The log of a run, and its chart at Weights & Biases."""
 
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from experiments.tracking import MetricsLog
+from experiments.errors import UserError
+from experiments.tracking import MetricsLog, read_metrics
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def wandb(monkeypatch):
 
 def open_log(directory):
     directory.mkdir(parents=True, exist_ok=True)
-    log = MetricsLog(directory, 0, ("wandb",))
+    log = MetricsLog(directory, [], ("wandb",))
     log.write({"step": 3, "loss": 0.5, "task": "rte"})
     log.close()
 
@@ -38,3 +39,21 @@ def test_every_directory_has_a_chart_of_its_own(wandb, tmp_path, monkeypatch):
     assert {call["name"] for call in made} == {"finetune-rte-01234567-seed0"}
     assert all(call["resume"] == "allow" for call in made)
     assert logged == [(({"loss": 0.5},), {"step": 3})] * 3
+
+
+def test_a_full_disk_is_one_line_and_cuts_no_record_but_the_last(tmp_path, full_disk):
+    log = MetricsLog(tmp_path, [], ())
+    record = {"step": 0, "text": "x" * 300}
+    with full_disk(1000), pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: File"):
+        for step in range(4):
+            log.write({**record, "step": step})
+    assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2]
+    MetricsLog(tmp_path, log.lines, ()).close()
+    assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2, 3]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n\x00\xff\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is damaged; remove"):
+        read_metrics(path)

@@ -266,7 +266,35 @@ def test_metrics_of_a_cut_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 0.9}\n{"step": 2, "lo')
     assert [r["step"] for r in read_metrics(path)] == [0, 1]
-    log = MetricsLog(tmp_path, first_step=1, viewers=())
+    log = MetricsLog(tmp_path, ['{"step": 0, "loss": 1.0}\n'], viewers=())
     log.write({"step": 1, "loss": 0.5})
     log.close()
     assert read_metrics(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("damage", ["gone", "emptied", "cut", "newline", "zeros"])
+def test_whatever_became_of_the_log_a_resumed_run_has_every_record(
+    tiny, tmp_path, monkeypatch, damage
+):
+    reference = tiny("method=ste", "train.steps=6")
+    pretrain.run(reference, quiet)
+    config = tiny("method=ste", "train.steps=6", f"runs={tmp_path / 'stopped'}")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(Stop):
+            pretrain.run(config, quiet)
+    path = config.directory() / "metrics.jsonl"
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        kept = {"emptied": 0, "cut": len(content) // 2, "newline": len(content) - 1, "zeros": 99}
+        end = bytes(50) + b"\n" if damage == "zeros" else b""  # as a power cut leaves a file
+        path.write_bytes(content[: kept[damage]] + end)
+    messages = []
+    pretrain.run(config, messages.append)
+    assert "resumed at step 3 of 6" in messages
+    for key in ("loss", "val_loss"):
+        assert losses(config.directory(), key) == losses(reference.directory(), key)
+    steps = [r["step"] for r in read_metrics(path) if "loss" in r]
+    assert steps == list(range(6))
