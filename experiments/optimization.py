@@ -117,7 +117,7 @@ class Optimization:
         """
         rate = learning_rate(self.train, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_scale", 1.0)
         for index in self.decayed:
             decay = weight_decay(self.train, step)
             self.optimizer.param_groups[index]["weight_decay"] = decay

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class DinoConfig:
     momentum: of the teacher's weights at the first step; a cosine takes it to 1 at the last.
     centre_momentum: of the centre.
     frozen_fraction: share of the steps, the first ones, in which the prototypes stay as they are.
+    layer_decay: factor on the learning rate from a block to the one before it; patches, class token
+        and positions are before the first. patch_rate: another, of the patch projection.
     """
 
     total_steps: int
@@ -64,6 +67,8 @@ class DinoConfig:
     momentum: float = 0.996
     centre_momentum: float = 0.9
     frozen_fraction: float = 0.01
+    layer_decay: float = 1.0
+    patch_rate: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "local_size", "prototypes", "hidden", "bottleneck"):
@@ -80,7 +85,7 @@ class DinoConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
         shares = ("solarize", "teacher_warmup", "momentum", "centre_momentum", "frozen_fraction")
-        for name in shares:
+        for name in (*shares, "layer_decay", "patch_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must lie in [0, 1]")
         # torchvision's hue factor goes up to a half.
@@ -255,8 +260,26 @@ class DINO(nn.Module):
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups of the student, as the released code of DINO has them: biases and norms
-        are not decayed; all else is, the class token and position embeddings too."""
-        return param_groups(self.student.named_parameters(), weight_decay)
+        are not decayed; all else is, the class token and position embeddings too. `lr_scale` is a
+        group's share of the learning rate."""
+        named: dict[float, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in self.student.named_parameters():
+            named.setdefault(self._rate(name), []).append((name, parameter))
+        return [
+            {**group, "lr_scale": rate}
+            for rate, some in named.items()
+            for group in param_groups(some, weight_decay)
+        ]
+
+    def _rate(self, name: str) -> float:
+        """Share of the learning rate of a parameter of the student (DINOv2)."""
+        trunk = re.match(r"backbone\.vit\.(blocks\.(\d+)|cls_token|pos_embed|patch_embed)", name)
+        if not trunk:  # the last norm and the head
+            return 1.0
+        layer = int(trunk[2]) + 1 if trunk[2] else 0
+        depth = self.student.backbone.config.depth
+        patch = self.config.patch_rate if trunk[1] == "patch_embed" else 1.0
+        return float(patch * self.config.layer_decay ** (depth + 1 - layer))
 
     # ------------------------------------------------------------------ one optimizer step
 

@@ -38,7 +38,8 @@ class ViTConfig:
     """Shape of a vision transformer.
 
     image_size, patch_size: pixels a side. n_classes: 0 for a model that ends in its features.
-    drop_path: rate of stochastic depth at the last block, rising linearly from 0 at the first.
+    drop_path: rate of stochastic depth at the last block, rising linearly from 0 at the first; with
+    `drop_path_uniform` that of every block.
     init_values: of layer scale; None for no layer scale. pool: what of the last hidden states is
     the feature, the class "token" or the "avg" of the patches. norm_eps: of the layer norms.
     dynamic_image_size: take images of other sizes too, whose sides are multiples of the patch
@@ -53,6 +54,7 @@ class ViTConfig:
     patch_size: int = 16
     n_classes: int = 1000
     drop_path: float = 0.0
+    drop_path_uniform: bool = False
     mlp_ratio: float = 4.0
     init_values: float | None = None
     pool: str = "token"
@@ -106,7 +108,7 @@ class ViT(nn.Module):
     TRUNK: ClassVar[str] = "vit"
 
     def __init__(self, config: ViTConfig) -> None:
-        from timm.layers import LayerNorm
+        from timm.layers import DropPath, LayerNorm
         from timm.models.vision_transformer import VisionTransformer
 
         super().__init__()
@@ -126,6 +128,9 @@ class ViT(nn.Module):
             dynamic_img_size=config.dynamic_image_size,
             weight_init="jax" if config.init == "jax" else "",
         )
+        if config.drop_path_uniform:
+            for block in self.vit.blocks:
+                block.drop_path1, block.drop_path2 = (DropPath(config.drop_path) for _ in range(2))
 
     def features(self, images: Tensor) -> Tensor:
         """Images [B, 3, S, S] -> features [B, C], what the head gets."""

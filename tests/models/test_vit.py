@@ -109,6 +109,16 @@ def test_other_image_sizes_only_where_asked_for():
         fixed(images(24))
 
 
+@pytest.mark.parametrize(("uniform", "rates"), [(False, [0.0, 0.15, 0.3]), (True, [0.3] * 3)])
+def test_stochastic_depth_rises_or_is_that_of_every_block(uniform, rates):
+    model = ViT(tiny(depth=3, drop_path=0.3, drop_path_uniform=uniform))
+    found = [
+        [getattr(drop, "drop_prob", 0.0) for drop in (block.drop_path1, block.drop_path2)]
+        for block in model.vit.blocks
+    ]
+    assert found == [pytest.approx([rate, rate]) for rate in rates]
+
+
 def test_norms_biases_and_embeddings_are_not_decayed():
     model = ViT(tiny(init_values=1e-5))
     decayed, others = model.param_groups(0.05)
