@@ -10,7 +10,7 @@
     images=features      k-NN and logistic regression of frozen features (experiments/probes.py)
 
 The density and the legality of every converted linear are measured with any of them, or alone.
-Numbers are those of fp32 unless `impl.dtype` says otherwise. `result.json` goes into
+Numbers are those of fp32 unless `dtype` says otherwise. `result.json` goes into
 `<run>/evaluate/<hash of what is evaluated>`, for a folder of transformers into
 `<runs>/evaluate/<folder>-<hash>`; what is there is not computed again.
 """
@@ -102,7 +102,7 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
         model.to(here.device).eval()
         metrics: dict[str, Any] = {}
         details: dict[str, Any] = {}
-        batch, dtype = config.impl.micro_batch or BATCH, DTYPES[config.impl.dtype]
+        batch, dtype = config.impl.micro_batch or BATCH, DTYPES[config.dtype]
         if stream is not None:
             metrics |= perplexity(model, stream, batch, dtype)
         if config.images == "val":

@@ -18,7 +18,7 @@ from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
 from experiments.initial import HFConfig, weight_files
 from experiments.perplexity import Text
-from experiments.settings import ImplConfig
+from experiments.settings import DTYPES, ImplConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,13 @@ class Settings:
     """What is evaluated, and on what.
 
     runs: root of the results for folders of transformers. block_size: of perplexity's windows;
-    null = the model's. revision: of WikiText-2 on the hub. num_fewshot, limit: see
-    `zero_shot.evaluate`. seed: of the choice of few-shot examples.
+    null = the model's. dtype: of autocast, `fp32` for none. revision: of WikiText-2 on the hub.
+    num_fewshot, limit: see `zero_shot.evaluate`. seed: of the choice of few-shot examples.
     """
 
     run: str | None
     weights: str
+    dtype: str
     ppl: str | None
     revision: str
     block_size: int | None
@@ -75,6 +76,8 @@ class EvaluateConfig(Settings):
             raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
         if self.weights not in WEIGHTS_OF:
             raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
         if self.model.path is not None and self.weights != "sparse":
             raise ValueError("a folder of transformers has no weights but those stored in it")
         if self.images not in (None, "val", "features"):
@@ -150,7 +153,7 @@ class EvaluateConfig(Settings):
         A run enters by the hash of its config, a folder by that of its files, text and images by
         their content.
         """
-        identity: dict[str, Any] = {"weights": self.weights, "dtype": self.impl.dtype}
+        identity: dict[str, Any] = {"weights": self.weights, "dtype": self.dtype}
         if self.finished_run is not None:
             identity["run"] = self.finished_run.config_hash
         if self.hf is not None:

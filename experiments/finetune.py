@@ -152,7 +152,7 @@ def _prepare(
     train = recipe.train(recipe.epochs * math.ceil(len(problem.train) / recipe.batch_size))
     try:
         backend.resolve(here.device)
-        dtype, matmul = DTYPES[config.impl.dtype], config.impl.matmul
+        dtype, matmul = DTYPES[recipe.dtype], config.impl.matmul
         method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
         size = min(config.impl.micro_batch or recipe.batch_size, recipe.batch_size)
         # Shorter batches run sparse, too; the products are measured for the longest.
@@ -200,7 +200,6 @@ class Tuning:
             method,
             train,
             here.device,
-            dtype=config.impl.dtype,
             compiled=config.impl.compile,
             rate="recipe.learning_rate",
         )
@@ -308,7 +307,7 @@ class Tuning:
         except NonFiniteGradient as error:
             raise UserError(
                 f"the gradient of step {self.step} is not finite ({error}); lower "
-                "recipe.learning_rate, set recipe.grad_clip=1, or choose impl.dtype=fp32"
+                "recipe.learning_rate, set recipe.grad_clip=1, or choose recipe.dtype=fp32"
             ) from error
         return loss
 
@@ -333,7 +332,7 @@ class Tuning:
                 if output.isnan().any():
                     raise UserError(
                         f"the model's logits on {split} are NaN after step {self.step}; lower "
-                        "recipe.learning_rate, or choose impl.dtype=fp32"
+                        "recipe.learning_rate, or choose recipe.dtype=fp32"
                     )
                 logits[split].extend(output.float().cpu().numpy())
         self.model.train(was_training)

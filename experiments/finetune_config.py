@@ -16,7 +16,7 @@ from experiments.config import composed, digest, typed
 from experiments.errors import UserError
 from experiments.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.initial import HFConfig, weight_files
-from experiments.settings import ImplConfig, TrainConfig
+from experiments.settings import DTYPES, ImplConfig, TrainConfig
 from experiments.tokenizer import folder_tokenizer
 from methods import Method, dense
 
@@ -32,7 +32,7 @@ class Recipe:
     grad_clip: global norm; 0 = off. dropout: before the classifier; the trunk keeps its own.
     max_length: tokens of a sequence. stride: between two windows of a SQuAD context, `stride_is`
     the `overlap`, the tokens that they share, or the `step` from one start to the next.
-    padding: up to the `longest` sequence of a batch, or always to `max_length`.
+    padding: up to the `longest` sequence of a batch, or always to `max_length`. dtype: of autocast.
     """
 
     epochs: int
@@ -44,6 +44,7 @@ class Recipe:
     eps: float
     weight_decay: float
     grad_clip: float
+    dtype: str
     dropout: float
     max_length: int
     stride: int
@@ -68,6 +69,7 @@ class Recipe:
             raise ValueError(f"recipe.dropout={self.dropout}; it must lie in [0, 1)")
         for name, choices in {
             "schedule": ("cosine", "linear"),
+            "dtype": DTYPES,
             "stride_is": ("overlap", "step"),
             "padding": ("longest", "max_length"),
         }.items():
@@ -88,6 +90,7 @@ class Recipe:
             eps=self.eps,
             weight_decay=self.weight_decay,
             grad_clip=self.grad_clip,
+            dtype=self.dtype,
         )
 
 

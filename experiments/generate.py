@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 class Settings:
     """run: directory of a finished run of a causal model. temperature: divides the logits; 0 = the
     most likely token. top_k: as many of the most likely tokens; top_p: the fewest of them whose
-    probabilities reach it; null = all. batch: copies of the prompt in the timed generations."""
+    probabilities reach it; null = all. batch: copies of the prompt in the timed generations.
+    dtype: of the weights."""
 
     run: str
     prompt: str
@@ -69,9 +70,12 @@ class Settings:
     seed: int = 0
     batch: int = 1
     repeats: int = 5
+    dtype: str = "bf16"
     sparse: bool = True
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
         for name in ("tokens", "batch", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
@@ -203,7 +207,7 @@ def run(config: GenerateConfig) -> None:
                 f"{len(start)} tokens of prompt and tokens={settings.tokens} exceed the "
                 f"{model.block_size} that the model takes; {remedy}"
             )
-        model = model.to(here.device, DTYPES[impl.dtype] or torch.float32).eval()
+        model = model.to(here.device, DTYPES[settings.dtype] or torch.float32).eval()
         ids = torch.tensor([start], device=here.device)
         tokens = continuation(model, ids, settings, encoding.n_vocab)
         show(text_of(encoding, prompt, map(int, tokens)))

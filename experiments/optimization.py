@@ -24,6 +24,7 @@ from methods import Method
 # A run whose scaler has skipped this many steps in a row will not recover.
 MAX_SKIPPED_IN_A_ROW = 50
 
+# By `train.dtype`; None: no autocast.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,7 +71,6 @@ class Optimization:
     `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`.
 
     Args:
-        dtype: of autocast: a key of `DTYPES`; fp16 brings a loss scaler.
         ranks: processes that share each step's samples.
         rate: what sets the learning rate, as messages name it.
     """
@@ -82,13 +82,12 @@ class Optimization:
         train: TrainConfig,
         device: torch.device,
         *,
-        dtype: str = "fp32",
         compiled: bool = False,
         ranks: int = 1,
         rate: str = "train.learning_rate",
     ) -> None:
         self.model, self.method, self.train = model, method, train
-        self.device, self.dtype, self.rate = device, DTYPES[dtype], rate
+        self.device, self.dtype, self.rate = device, DTYPES[train.dtype], rate
         self.optimizer = make_optimizer(method, model, train)
         # By position: loading a checkpoint makes new groups.
         decayed = model.param_groups(1.0)  # type: ignore[operator]
@@ -192,8 +191,7 @@ class Optimization:
         self.model.load_state_dict(state["model"])
         self.method.load_state_dict(state["method"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler.is_enabled() and state["scaler"]:  # empty when the dtype was another
-            self.scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
 

@@ -92,7 +92,6 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 identity=f"{config.digest()} {init}",
                 directory=directory,
                 world=here,
-                dtype=config.impl.dtype,
                 compiled=config.impl.compile,
                 micro_batch=config.impl.micro_batch,
                 checkpoint_every=config.impl.checkpoint_every,
@@ -134,7 +133,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
             batches = open_source().batches((CALIBRATION, part) for part in parts)
             on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
-        converted = method.convert(model, dtype=DTYPES[config.impl.dtype])
+        converted = method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
         size = micro_batch_size(config.train, config.impl.micro_batch, here.size)
         matmul = config.impl.matmul  # auto leaves the word to the environment

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
+DTYPES = ("fp32", "bf16", "fp16")
 SCHEDULES = ("cosine", "linear", "sqrt", "triangle")
 # Settings that a schedule does not have.
 UNUSED = {
@@ -34,6 +35,7 @@ class TrainConfig:
     ema: factor by which an averaged copy of the weights keeps its value in a step; 0 = no copy.
     ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
         this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
+    dtype: of autocast, `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
     """
 
     steps: int
@@ -53,6 +55,7 @@ class TrainConfig:
     ema: float = 0.0
     ramp_batch: int | None = None
     ramp_micro_steps: int | None = None
+    dtype: str = "fp32"
     log_every: int = 10
     eval_every: int = 50
     eval_samples: int = 64
@@ -74,7 +77,11 @@ class TrainConfig:
                 )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
-        for name, choices in {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.items():
+        for name, choices in {
+            "optimizer": OPTIMIZERS,
+            "schedule": SCHEDULES,
+            "dtype": DTYPES,
+        }.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"train.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
@@ -141,17 +148,15 @@ class TrainConfig:
 class ImplConfig:
     """How fast it runs, and where.
 
-    device: `auto`, `cpu` or `cuda`. dtype: `fp32`, `bf16`, `fp16` (autocast; fp16 with a
-    gradient scaler). matmul: backend of products with a 2:4 operand (`Method.accelerate`); with a
-    method's FP8 it decides between simulated and real products, which round differently.
-    micro_batch: samples per rank and forward pass; null = all of a step.
+    device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
+    (`Method.accelerate`); with a method's FP8 it decides between simulated and real products, which
+    round differently. micro_batch: samples per rank and forward pass; null = all of a step.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
     workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.
     """
 
     device: str = "auto"
-    dtype: str = "fp32"
     compile: bool = False
     micro_batch: int | None = None
     backend: str = "auto"
@@ -165,7 +170,6 @@ class ImplConfig:
         object.__setattr__(self, "loggers", tuple(self.loggers))
         for name, choices in {
             "device": ("auto", "cpu", "cuda"),
-            "dtype": ("fp32", "bf16", "fp16"),
             "backend": ("auto", "naive", "triton", "cuda"),
             "matmul": ("auto", "cusparselt", "dense"),
         }.items():

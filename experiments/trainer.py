@@ -78,7 +78,6 @@ class Trainer:
         identity: str,
         directory: Path,
         world: World,
-        dtype: str = "fp32",
         compiled: bool = False,
         micro_batch: int | None = None,
         checkpoint_every: int = 0,
@@ -91,7 +90,7 @@ class Trainer:
         self.checkpoint_every, self.loggers, self.report = checkpoint_every, loggers, report
         self.micro_batch = micro_batch_size(train, micro_batch, world.size)
         self.optimization = Optimization(
-            model, method, train, world.device, dtype=dtype, compiled=compiled, ranks=world.size
+            model, method, train, world.device, compiled=compiled, ranks=world.size
         )
         own = _parameters(model) if train.ema else {}
         self.averages = {name: value.clone() for name, value in own.items()}
@@ -258,8 +257,8 @@ class Trainer:
         self.save(before)
         raise UserError(
             f"the gradient of step {self.step} is not finite (loss {loss:.4g}); the state before "
-            f"it is saved in {self.checkpoints}. Go on from it with impl.dtype=fp32 or bf16, or "
-            "start anew with a lower train.learning_rate"
+            f"it is saved in {self.checkpoints}. Start anew with a lower train.learning_rate"
+            f"{'' if self.train.dtype == 'fp32' else ', or with train.dtype=fp32'}"
         )
 
     # ------------------------------------------------------------------ state

@@ -230,7 +230,7 @@ def _device(result: dict[str, Any]) -> str:
     impl = result["config"].get("impl")
     if impl is not None:
         parts += [
-            impl["dtype"],
+            result["config"]["train"]["dtype"],
             "compiled" if impl["compile"] else "",
             f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
             f"backend {result['backend']}",

@@ -8,7 +8,7 @@ import pytest
 
 import experiments
 import methods
-from experiments.config import ImplConfig, TrainConfig, load
+from experiments.config import ImplConfig, TrainConfig, composed, load
 from experiments.errors import UserError
 
 CONF = Path(experiments.__file__).parent / "conf"
@@ -38,7 +38,7 @@ def test_published_recipes(name):
     assert (train.steps, train.warmup_steps) == (300_000, 3000)
     assert (train.learning_rate, train.min_learning_rate) == (1.5e-4, 1e-5)
     assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
-    assert config.impl.dtype == "fp16"
+    assert config.train.dtype == "fp16"
     assert config.data.name == "openwebtext"
     options = config.method_options
     if method == "sr_ste":  # the rule and the factor of its own code
@@ -92,7 +92,8 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("train.steps=many", "train.steps: Value 'many'"),
         ("train.steps=0", "train.steps=0; it must be at least 1"),
         ("train.warmup_steps=900", "train.warmup_steps=900 does not fit train.steps=200"),
-        ("impl.dtype=fp8", "impl.dtype=fp8; choose one of fp32, bf16, fp16"),
+        ("train.dtype=fp8", "train.dtype=fp8; choose one of fp32, bf16, fp16"),
+        ("impl.dtype=bf16", "there is no impl.dtype here; train.dtype may be meant"),
         ("impl.device=tpu", "impl.device=tpu; choose one of auto, cpu, cuda"),
         ("impl.loggers=[csv]", "choose of tensorboard, wandb"),
         ("impl.micro_batch=0", "impl.micro_batch=0"),
@@ -110,17 +111,27 @@ def test_bad_overrides_are_one_line(override, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config_name", "meant"),
+    [("finetune", "recipe.dtype"), ("evaluate", "dtype"), ("generate", "dtype")],
+)
+def test_the_dtype_that_was_a_key_of_impl_is_named(config_name, meant):
+    with pytest.raises(UserError, match=f"^there is no impl.dtype here; {meant} may be meant$"):
+        composed(config_name, lambda composed: composed, ["impl.dtype=bf16"])
+
+
 def test_run_directory_follows_from_what_is_computed():
     base = load([])
     assert load([]).directory() == base.directory()
     assert base.directory().parts[-1] == "seed0"
     assert base.directory().parts[-2].startswith("s_ste-")
-    same = ["impl.dtype=bf16", "impl.micro_batch=4", "tier=smoke", "data.root=elsewhere"]
+    same = ["impl.compile=true", "impl.micro_batch=4", "tier=smoke", "data.root=elsewhere"]
     for override in same:
         assert load([override]).directory() == base.directory()
         assert load([override]).digest() == base.digest()
     for override in (
         "train.steps=50",
+        "train.dtype=bf16",
         "method.gamma=0.5",
         "model.n_layer=2",
         "data.vocab_size=999",

@@ -103,7 +103,7 @@ def test_the_directory_is_a_function_of_what_is_evaluated(trained, text):
         ["ppl=wikitext2", "revision=main"],
         [f"ppl='{text}'"],
         [f"ppl='{text}'", "block_size=8"],
-        ["impl.dtype=bf16"],
+        ["dtype=bf16"],
     ):
         directory = configure(run, *more).directory()
         assert directory not in seen, more

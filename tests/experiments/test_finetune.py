@@ -529,9 +529,9 @@ def test_products_are_chosen_for_the_longest_micro_batch(gpt2, monkeypatch):
     tuning(gpt2, "impl.matmul=dense", "impl.micro_batch=4")
     tuning(gpt2, "impl.micro_batch=99")
     assert asked == [(4 * 64, "dense"), (16 * 64, None)]
-    assert tuning(gpt2, "impl.dtype=bf16").method.sparse_layers[
-        "transformer.h.0.mlp.c_fc"
-    ].dtype is (torch.bfloat16)
+    low = tuning(gpt2, "recipe.dtype=bf16")
+    assert low.method.sparse_layers["transformer.h.0.mlp.c_fc"].dtype is torch.bfloat16
+    assert low.optimization.dtype is torch.bfloat16
 
 
 def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(gpt2):
@@ -607,14 +607,9 @@ def test_the_recipes_of_bert_leave_wnli_out(recipe, count):
 
 def test_the_settings_of_pre_training_on_a_gpu_serve_here():
     impl = finetune.load(["run=nowhere", "impl=gpu"]).impl
-    assert (impl.device, impl.dtype, impl.micro_batch) == ("cuda", "fp16", 8)
+    assert (impl.device, impl.micro_batch) == ("cuda", 8)
     impl = finetune.load(["run=nowhere"]).impl
-    assert (impl.device, impl.dtype, impl.micro_batch, impl.matmul) == (
-        "auto",
-        "fp32",
-        None,
-        "auto",
-    )
+    assert (impl.device, impl.micro_batch, impl.matmul) == ("auto", None, "auto")
 
 
 def test_a_value_for_all_tasks_replaces_those_that_differ():

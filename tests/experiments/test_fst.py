@@ -42,7 +42,7 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
             "train.steps=1",
             "train.warmup_steps=0",
             "train.grad_clip=0.01",
-            f"impl.dtype={dtype}",
+            f"train.dtype={dtype}",
             f"runs={tiny().runs / dtype}",
         )
         pretrain.run(config, quiet)

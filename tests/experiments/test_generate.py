@@ -21,8 +21,8 @@ def settings(**options):
 
 
 def config(run, prompt, dtype="fp32", **options):
-    own = settings(run=str(run.directory), prompt=prompt, **options)
-    return generate.GenerateConfig(own, ImplConfig(device="cpu", dtype=dtype, threads=1))
+    own = settings(run=str(run.directory), prompt=prompt, dtype=dtype, **options)
+    return generate.GenerateConfig(own, ImplConfig(device="cpu", threads=1))
 
 
 @pytest.fixture

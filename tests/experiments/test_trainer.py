@@ -114,13 +114,25 @@ def test_accumulation_gives_the_same_curve(tiny, tmp_path):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
     exact = tiny("method=sr_ste")
-    low = tiny("method=sr_ste", f"impl.dtype={dtype}", f"runs={tmp_path / dtype}")
+    low = tiny("method=sr_ste", f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
     for config in (exact, low):
         pretrain.run(config, quiet)
     a, b = losses(exact.directory()), losses(low.directory())
     # Rounding of the activations, 2^-9 relative in bf16, against losses of about 5.7.
     assert all(a[s] == pytest.approx(b[s], rel=2e-2) for s in a)
     assert a != b
+
+
+def test_another_dtype_after_a_finished_run_is_another_run(tiny):
+    """It changes every number of the run."""
+    first, other = tiny("method=sr_ste"), tiny("method=sr_ste", "train.dtype=bf16")
+    pretrain.run(first, quiet)
+    said = []
+    result = pretrain.run(other, said.append)
+    assert not any("done already" in line for line in said)
+    assert result["config"]["train"]["dtype"] == "bf16"
+    assert first.directory() != other.directory()
+    assert losses(first.directory()) != losses(other.directory())
 
 
 class Stop(Exception):
@@ -227,7 +239,7 @@ def test_without_a_scaler_a_nan_stops_the_run_and_keeps_the_last_good_state(
 
 
 def test_with_a_scaler_a_nan_is_skipped_and_counted(tiny, monkeypatch):
-    config = tiny("method=sr_ste", "impl.dtype=fp16")
+    config = tiny("method=sr_ste", "train.dtype=fp16")
     poison(monkeypatch, 7)
     result = pretrain.run(config, quiet)
     assert result["metrics"]["skipped_steps"] == 1
@@ -245,7 +257,7 @@ def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):
             config = tiny(
                 "method=sr_ste",
                 "method.alpha=0.1",
-                "impl.dtype=fp16",
+                "train.dtype=fp16",
                 f"train.grad_clip={clip}",
                 f"runs={tmp_path / f'{clip}-{scale}'}",
             )

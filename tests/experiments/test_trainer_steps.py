@@ -51,7 +51,7 @@ def build(tiny):
         torch.manual_seed(config.seed)
         model = GPT(config.model)
         method = Method(config.method_options)
-        method.convert(model, dtype=DTYPES[config.impl.dtype])
+        method.convert(model, dtype=DTYPES[config.train.dtype])
         return Trainer(
             model=model,
             method=method,
@@ -61,7 +61,6 @@ def build(tiny):
             identity=config.digest(),
             directory=config.directory(),
             world=World(0, 1, torch.device("cpu")),
-            dtype=config.impl.dtype,
             micro_batch=config.impl.micro_batch,
             checkpoint_every=config.impl.checkpoint_every,
             report=lambda message: None,
@@ -142,7 +141,7 @@ def test_the_method_sees_gradients_unscaled_and_clipped(build, clip):
         "train.warmup_steps=0",
         f"train.grad_clip={clip}",
         "impl.micro_batch=2",
-        "impl.dtype=fp16",
+        "train.dtype=fp16",
         kind=Recording,
     )
     twin = copy.deepcopy(trainer.model)
@@ -210,7 +209,7 @@ def test_a_skipped_step_changes_no_weight(build):
         "method.alpha=0.5",
         "train.steps=4",
         "train.warmup_steps=0",
-        "impl.dtype=fp16",
+        "train.dtype=fp16",
         kind=Watched,
         nan=(2,),
     )
@@ -221,10 +220,10 @@ def test_a_skipped_step_changes_no_weight(build):
 
 def test_only_skipped_steps_in_a_row_stop_the_run(build, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_SKIPPED_IN_A_ROW", 3)
-    spread = build("impl.dtype=fp16", nan=(1, 2, 4, 5))
+    spread = build("train.dtype=fp16", nan=(1, 2, 4, 5))
     spread.fit()
     assert (spread.step, spread.optimization.skipped) == (12, 4)
-    stuck = build("impl.dtype=fp16", f"runs={tmp_path / 'stuck'}", nan=range(4, 12))
+    stuck = build("train.dtype=fp16", f"runs={tmp_path / 'stuck'}", nan=range(4, 12))
     with pytest.raises(UserError, match="no finite gradient in 3 steps up to step 6"):
         stuck.fit()
 
@@ -291,7 +290,7 @@ def test_the_loss_scale_goes_on(build, tmp_path, monkeypatch):
         return scaler(device, init_scale=2.0**4, growth_interval=4, enabled=enabled)
 
     monkeypatch.setattr(torch.amp, "GradScaler", growing)
-    whole, resumed = whole_and_interrupted(build, tmp_path, "impl.dtype=fp16", nan=(1,), dies=5)
+    whole, resumed = whole_and_interrupted(build, tmp_path, "train.dtype=fp16", nan=(1,), dies=5)
     # A skipped step halves the scale and starts the count again: 2^3 at the checkpoint before
     # step 3, doubled by steps 5 and 9.
     assert whole.optimization.scaler.get_scale() == 2.0**5
@@ -324,20 +323,6 @@ def test_time_and_skipped_steps_add_up(build):
     )
     second.fit()
     assert 1e6 < second.seconds < 2e6
-
-
-@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32")])
-def test_the_precision_may_change_on_the_way(build, before, after):
-    """Only fp16 has a loss scale to restore."""
-    with pytest.raises(Stop):
-        build(f"impl.dtype={before}", dies=5).fit()
-    resumed = build(f"impl.dtype={after}")
-    resumed.resume()
-    assert resumed.step == 3
-    assert resumed.optimization.scaler.is_enabled() == (after == "fp16")
-    resumed.fit()
-    assert all(math.isfinite(loss) for loss in losses(resumed).values())
-    assert resumed.optimization.skipped == 0
 
 
 # ---------------------------------------------------------------- averaged weights, optimizers

@@ -116,7 +116,7 @@ def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorde
         ("num_fewshot", "num_fewshot=2", 2),
         ("limit", "limit=2", 2),
         ("fewshot_random_seed", "seed=5", 5),
-        ("mixed_precision_dtype", "impl.dtype=bf16", torch.bfloat16),
+        ("mixed_precision_dtype", "dtype=bf16", torch.bfloat16),
     ):
         config = evaluate.load(options(run, override))
         evaluate.run(config, quiet)

@@ -17,7 +17,8 @@ def make_result(config_hash="0" * 16, **changed):
         "schema": results.SCHEMA,
         "config_hash": config_hash,
         "config": {
-            "impl": {"dtype": "fp32", "compile": False, "micro_batch": None},
+            "train": {"dtype": "fp32"},
+            "impl": {"compile": False, "micro_batch": None},
             "model": {},
             "data": {},
             "method": {},

@@ -125,10 +125,12 @@ def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
     ],
 )
 def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, shown):
-    impl = {"dtype": "fp32", "compile": False, "micro_batch": None}
-    run = finished_run("dense", 0, 1.0, config={"impl": impl})
-    same = finished_run("S-STE", 0, 1.0, config={"impl": impl})
-    changed = finished_run("S-STE", 0, 1.0, config={"impl": impl | {key: other}})
+    config = {"train": {"dtype": "fp32"}, "impl": {"compile": False, "micro_batch": None}}
+    run = finished_run("dense", 0, 1.0, config=config)
+    same = finished_run("S-STE", 0, 1.0, config=config)
+    group = "train" if key == "dtype" else "impl"
+    other_config = config | {group: config[group] | {key: other}}
+    changed = finished_run("S-STE", 0, 1.0, config=other_config)
 
     def device(*runs):
         (line,) = [x for x in render(own_table([0]), "smoke", [*runs]).header if "Device" in x]
