@@ -19,7 +19,8 @@ from .base import Method, Report, refresh
 __all__ = ["Method", "Report", "available", "build", "refresh"]
 
 _NOT_METHODS = {
-    "base", "calibration", "compressed", "distillation", "fp8_gemms", "gemms", "slorb", "sparsegpt",
+    "base", "calibration", "compressed", "conversion", "distillation", "fp8_gemms", "gemms",
+    "slorb", "sparsegpt",
 }  # fmt: skip
 
 

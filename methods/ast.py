@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from common_kernels import masked_decay_, nm_mask
 
 from . import base, calibration, distillation, slorb, sr_ste, ste
+from .conversion import check_low_rank, weight_of
 
 METRICS = ("magnitude", "wanda")
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
@@ -181,14 +182,15 @@ class Method(distillation.Method):
         self.input_norms = {}
         return report
 
-    def check_layer(self, name: str, module: nn.Linear) -> None:
-        if module.in_features % 4:
+    def check_layer(self, name: str, module: nn.Module) -> None:
+        weight = weight_of(module)
+        if weight.shape[1] % 4:
             raise ValueError(
-                f"{name} has weight {list(module.weight.shape)}; 2:4 along its inputs needs a "
-                "multiple of 4 of them; change the width or exclude it"
+                f"weight {list(weight.shape)}; 2:4 along its inputs needs a multiple of 4 of them"
             )
         if self.config.slorb_k:
-            slorb.check(name, module.in_features, self.config.slorb_k)
+            slorb.check(weight.shape[1], self.config.slorb_k)
+            check_low_rank(module)
 
     def decay(self, step: int) -> float:
         """lambda at optimizer step `step`: a linear ramp from 0, then constant."""

@@ -27,8 +27,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,8 @@ from torch import Tensor, nn
 from common_kernels import check_nm, flip_rate, nm_mask
 from common_kernels.prepare import empty_blob
 
+from . import conversion
+from .conversion import Report, some_names, weight_of
 from .gemms import (
     DENSE,
     Fp8Formats,
@@ -47,17 +48,15 @@ from .gemms import (
     under_autocast,
 )
 
-# The FFN linears by the names of this project's models; every paper here leaves attention,
-# embeddings and heads dense.
-FFN_LINEARS = ("*mlp.*",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Options that every method takes.
 
     include, exclude: globs on module names (`transformer.h.0.mlp.c_fc`); a linear is converted
-        when an include glob matches and no exclude glob does.
+        when an include glob matches and no exclude glob does. `include` is a list of them or one
+        word: `ffn`, the feed-forward networks, or `all`, all linears of the transformer blocks, by
+        the names of conversion.py.
     total_steps: optimizer steps of the whole training; fractions are resolved against it.
     seed: of the method's own randomness (MVUE), apart from the seed of model and data.
     measure_every: optimizer steps between two measurements of the flip rate; 0 = never. What is
@@ -65,7 +64,7 @@ class Config:
         multiple.
     """
 
-    include: tuple[str, ...] = FFN_LINEARS
+    include: Any = "ffn"  # str | tuple[str, ...]; omegaconf knows no such union
     exclude: tuple[str, ...] = ()
     total_steps: int = 0
     seed: int = 0
@@ -74,36 +73,17 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
             globs = getattr(self, name)
-            if isinstance(globs, str) or not all(isinstance(g, str) for g in globs):
-                raise ValueError(f"{name} must be a list of globs on module names, got {globs!r}")
+            if name == "include" and isinstance(globs, str) and globs in conversion.PRESETS:
+                continue
+            if not isinstance(globs, list | tuple) or not all(isinstance(g, str) for g in globs):
+                words = f" or one of {', '.join(conversion.PRESETS)}" if name == "include" else ""
+                raise ValueError(
+                    f"{name} must be a list of globs on module names{words}, got {globs!r}"
+                )
             object.__setattr__(self, name, tuple(globs))
         for name in ("total_steps", "seed", "measure_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `convert` did.
-
-    names: the matched linears. dense: the other linears. others: matched modules of other kinds
-        that hold a matrix, as `name (Type)`; they stay as they are.
-    sparse_parameters, total_parameters: numbers in the matched weights and in the model.
-    """
-
-    names: tuple[str, ...]
-    dense: tuple[str, ...]
-    others: tuple[str, ...]
-    sparse_parameters: int
-    total_parameters: int
-
-    def __str__(self) -> str:
-        share = self.sparse_parameters / self.total_parameters
-        return (
-            f"{len(self.names)} linears, {self.sparse_parameters:,} of "
-            f"{self.total_parameters:,} parameters ({share:.0%}); "
-            f"{len(self.dense)} linears left dense"
-        )
 
 
 class SparseLinear(nn.Linear):
@@ -127,6 +107,7 @@ class SparseLinear(nn.Linear):
     packed_transposed: Tensor | None
     accelerated: Products
     key: Tensor
+    conv1d: type[nn.Module] | None = None  # the class of transformers that it had
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
@@ -263,10 +244,23 @@ class SparseLinear(nn.Linear):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._swap_layout(destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        self._swap_layout(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():
             self.reload()
+
+    def _swap_layout(self, state_dict: Any, prefix: str) -> None:
+        """Between the layout of a `Conv1D`, which a state dict keeps, and this one's."""
+        key = f"{prefix}weight"
+        if self.conv1d is not None and key in state_dict:
+            state_dict[key] = state_dict[key].t().contiguous()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)
@@ -291,6 +285,7 @@ class Method:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
+        self.report: Report | None = None
         self.micro_batch = 0
         self.flips_per_step = 0.0
         self.flips_per_refresh = 0.0
@@ -310,17 +305,20 @@ class Method:
             dtype: of the operands of the matrix products, when autocast will run them in another
                 one than the weights'; casting once per step then replaces casting per use.
         Raises:
-            ValueError: nothing matches, the model is converted already, a weight is shared with
-                another module, or a dimension does not fit 2:4. The model is then unchanged.
+            ValueError: nothing can be converted, one that `include` names in full cannot, or the
+                model is converted already. The model is then unchanged.
         """
-        chosen = self.matching_linears(model)
-        self._check(model, chosen)
-        report = Report(
+        if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
+            raise ValueError("the model is converted already; build a new method and model")
+        chosen, reasons = self._choose(model)
+        self._check(chosen)
+        self.report = Report(
             names=tuple(chosen),
-            dense=tuple(n for n in _linears(model) if n not in chosen),
-            others=tuple(self._others(model)),
+            dense=tuple(n for n in conversion.linears(model) if n not in chosen),
+            others=tuple(conversion.others(self._matching(model))),
             sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
             total_parameters=sum(p.numel() for p in model.parameters()),
+            reasons=reasons,
         )
         if self.Linear is not None:
             with torch.no_grad():
@@ -328,82 +326,77 @@ class Method:
                     if dist.is_initialized():
                         # DDP would do so later; scales measured now must be equal, too.
                         dist.broadcast(module.weight.detach(), src=0)
+                    conversion.adopt(module)
                     module.__class__ = self.Linear
                     assert isinstance(module, SparseLinear)
                     module.setup(name, self.config, dtype)
                     module.refresh_mask()
                     module.refresh()
         self.layers = chosen
-        return report
+        return self.report
 
     def matching_linears(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """The linears that the globs choose, by name."""
-        return {n: m for n, m in self._named(model) if isinstance(m, nn.Linear)}
+        """The linears that `convert` would take, by name."""
+        return self._choose(model)[0]
 
-    def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in model.named_modules():
-            included = any(fnmatchcase(name, glob) for glob in self.config.include)
-            if included and not any(fnmatchcase(name, glob) for glob in self.config.exclude):
-                yield name, module
+    def _matching(self, model: nn.Module) -> dict[str, nn.Module]:
+        return dict(conversion.named(model, self.config.include, self.config.exclude))
 
-    def _others(self, model: nn.Module) -> list[str]:
-        """Matched modules that are no linears and hold a matrix."""
-        return [
-            f"{name} ({type(module).__name__})"
-            for name, module in self._named(model)
-            if not isinstance(module, nn.Linear)
-            and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
-            and weight.ndim > 1
-        ]
-
-    def _check(self, model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-        if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
-            raise ValueError("the model is converted already; build a new method and model")
+    def _choose(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+        """The linears to convert, and of the others that match the reasons against it."""
+        matching = self._matching(model)
+        owners = conversion.owners_of_parameters(model)
+        chosen: dict[str, Any] = {}
+        reasons: dict[str, str] = {}
+        for name, module in matching.items():
+            if not conversion.is_linear(module):
+                continue
+            reason = conversion.unfit(name, module, owners)
+            if reason is None:
+                try:
+                    self.check_layer(name, module)
+                except ValueError as error:
+                    reason = str(error)
+            if reason is None:
+                conversion.check_fast_path(model, name)
+                chosen[name] = module
+            elif name in self.config.include and not isinstance(self.config.include, str):
+                raise ValueError(f"{name} cannot be converted ({reason}); exclude it")
+            else:
+                reasons[name] = reason
         if not chosen:
-            linears, others = _linears(model), self._others(model)
-            hint = (
-                f"; {some_names(others)} match, but only nn.Linear can be converted"
-                if others
-                else ""
-            )
-            raise ValueError(
-                f"no linear matches include={list(self.config.include)} "
-                f"exclude={list(self.config.exclude)}{hint}; the model's linears are: "
-                f"{some_names(linears) or 'none'}"
-            )
-        owners: dict[int, list[str]] = {}
-        for owner, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), []).append(owner)
-        for name, module in chosen.items():
-            if type(module) is not nn.Linear or "weight" not in module._parameters:
-                raise ValueError(
-                    f"{name} is a {type(module).__name__}, not a plain nn.Linear with a weight of "
-                    "its own, and would lose its own behaviour; exclude it"
-                )
-            sharing = [owner for owner in owners[id(module.weight)] if owner != name]
-            if sharing:
-                raise ValueError(
-                    f"{name} shares its weight with {', '.join(sharing)}, which would be pruned "
-                    "as well; exclude it"
-                )
-            parent = model.get_submodule(name.rpartition(".")[0])
-            fast = torch.backends.mha.get_fastpath_enabled()
-            if fast and isinstance(parent, nn.TransformerEncoderLayer):
-                raise ValueError(
-                    f"{name} sits in an nn.TransformerEncoderLayer, which in evaluation takes its "
-                    "weights to a kernel of its own and would show the dense model; call "
-                    "torch.backends.mha.set_fastpath_enabled(False) first"
-                )
-            self.check_layer(name, module)
+            self._refuse(model, matching, reasons)
+        return chosen, reasons
 
-    def check_layer(self, name: str, module: nn.Linear) -> None:
-        """Raise ValueError if this linear does not fit the method's pattern."""
-        out_features, in_features = module.weight.shape
+    def _refuse(
+        self, model: nn.Module, matching: dict[str, nn.Module], reasons: dict[str, str]
+    ) -> NoReturn:
+        include = self.config.include
+        asked = (
+            f"include={include if isinstance(include, str) else list(include)} "
+            f"exclude={list(self.config.exclude)}"
+        )
+        if reasons:
+            raise ValueError(
+                f"no linear that matches {asked} can be converted: {conversion.listed(reasons)}"
+            )
+        others = conversion.others(matching)
+        names = some_names(others)
+        hint = f"; {names} match, but only nn.Linear can be converted" if others else ""
+        raise ValueError(
+            f"no linear matches {asked}{hint}; the model's linears are: "
+            f"{some_names(conversion.linears(model)) or 'none'}"
+        )
+
+    def _check(self, chosen: dict[str, nn.Linear]) -> None:
+        """Raise ValueError if options do not fit the linears that were chosen."""
+
+    def check_layer(self, name: str, module: nn.Module) -> None:
+        """Raise ValueError, which says why, if this linear does not fit the method's pattern."""
+        out_features, in_features = weight_of(module).shape
         if out_features % 4 or in_features % 4:
             raise ValueError(
-                f"{name} has weight [{out_features}, {in_features}]; 2:4 needs both dims to "
-                "be multiples of 4; change the width or exclude it"
+                f"weight [{out_features}, {in_features}]; 2:4 needs both dims to be multiples of 4"
             )
 
     def accelerate(self, tokens: int, matmul: str | None = None) -> dict[str, Products]:
@@ -527,7 +520,7 @@ class Method:
             if isinstance(layer, SparseLinear):
                 yield layer.current_mask()
             else:
-                yield nm_mask(layer.weight.detach())
+                yield nm_mask(weight_of(layer).detach())
 
     def phase(self) -> str:
         """Name of the current phase of training."""
@@ -557,7 +550,7 @@ class Method:
         """
         entries = nonzeros = illegal = 0
         for name, layer in self.layers.items():  # one at a time: it may be made on demand
-            weight = layer.sparse_weight if isinstance(layer, SparseLinear) else layer.weight
+            weight = layer.sparse_weight if isinstance(layer, SparseLinear) else weight_of(layer)
             entries += weight.numel()
             nonzeros += int(torch.count_nonzero(weight))
             illegal += int(check_nm(weight, *self.pattern(name)))
@@ -576,6 +569,7 @@ class Method:
         """Turn the converted layers back into plain `nn.Linear`, in place, zeros written out."""
         for layer in self.sparse_layers.values():
             layer.restore()
+            conversion.release(layer)
         self.layers = {}
         return model
 
@@ -601,14 +595,6 @@ def refresh(model: nn.Module) -> None:
         if isinstance(module, SparseLinear):
             module.refresh_mask()
             module.reload()
-
-
-def _linears(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-
-
-def some_names(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def layer_seed(seed: int, name: str, step: int) -> int:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .conversion import weight_of
+
 
 @dataclass
 class Statistics:
@@ -62,8 +64,9 @@ def collect(
     statistics: dict[str, Statistics] = {}
     handles = []
     for name, layer in layers.items():
-        zeros = torch.zeros(layer.in_features, device=layer.weight.device)
-        square = zeros.new_zeros(layer.in_features, layer.in_features) if hessian else None
+        inputs = weight_of(layer).shape[1]
+        zeros = torch.zeros(inputs, device=layer.weight.device)
+        square = zeros.new_zeros(inputs, inputs) if hessian else None
         statistics[name] = Statistics(0, zeros, square)
         handles.append(layer.register_forward_pre_hook(_adder(statistics[name]), with_kwargs=True))
     try:

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from common_kernels import nm_mask, transposable_mask24
 
 from . import base
+from .conversion import weight_of
 from .gemms import DENSE, Products
 from .t_sr_ste import SwitchedLinear, SwitchedMethod, TransposableLinear
 
@@ -157,14 +158,11 @@ class Method(SwitchedMethod):
             )
         return super().convert(model, dtype)
 
-    def check_layer(self, name: str, module: nn.Linear) -> None:
+    def check_layer(self, name: str, module: nn.Module) -> None:
         if self.config.mode == "weight":
             super().check_layer(name, module)
-        elif module.in_features % 4:
-            raise ValueError(
-                f"{name} takes {module.in_features} inputs; 2:4 needs a multiple of 4; change the "
-                "width or exclude it"
-            )
+        elif (inputs := weight_of(module).shape[1]) % 4:
+            raise ValueError(f"{inputs} inputs; 2:4 needs a multiple of 4")
 
     def dense_at(self, step: int) -> bool:
         return step >= self.dense_start
@@ -233,7 +231,10 @@ def swap_linear_with_semi_sparse_linear(
         chosen.update(dict.fromkeys(names, cls))
     for name, cls in chosen.items():
         mode = "weight" if issubclass(cls, SemiSparseLinear) else "activation"
-        Method(Config(mode=mode)).check_layer(name, linears[name])
+        try:
+            Method(Config(mode=mode)).check_layer(name, linears[name])
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be swapped: {error}") from error
     for name, cls in chosen.items():
         linears[name].__class__ = cls
 

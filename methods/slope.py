@@ -28,12 +28,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import base
 from .compressed import CompressedLinear
+from .conversion import check_low_rank, weight_of
 
 # What the paper leaves dense: the first linear after the input (queries, keys and values of the
 # first block) and the heads, by their names in GPT-2, BERT, ViT and OPT or LLaMA.
@@ -42,6 +44,7 @@ FIRST_LINEARS = (
     "*layer.0.attention.self.*",
     "*blocks.0.attn.qkv",
     "*layers.0.self_attn.[qkv]_proj",
+    "*layers.0.attention.[qkv]_proj",
 )
 HEADS = ("*head", "*predictions.decoder", "*seq_relationship", "*classifier", "*qa_outputs")
 
@@ -61,7 +64,7 @@ class Config(base.Config):
     adapter_left_sparse: keep L^T in the layer's N:M, so that X [W^T | L] is one sparse product.
     """
 
-    include: tuple[str, ...] = ("*",)
+    include: Any = ("*",)
     exclude: tuple[str, ...] = FIRST_LINEARS + HEADS
     mask: str = "random"
     n: int = 2
@@ -129,8 +132,7 @@ class Method(base.Method):
         steps = self.config.total_steps
         return steps - max(1, round(self.config.adapter_fraction * steps))
 
-    def _check(self, model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-        super()._check(model, chosen)
+    def _check(self, chosen: dict[str, nn.Linear]) -> None:
         for entry in self.config.patterns:
             if not any(fnmatchcase(name, parse_pattern(entry)[0]) for name in chosen):
                 raise ValueError(f"patterns: {entry!r} matches none of {', '.join(chosen)}")
@@ -143,19 +145,16 @@ class Method(base.Method):
     def pattern(self, name: str) -> tuple[int, int]:
         return self.config.pattern(name)
 
-    def check_layer(self, name: str, module: nn.Linear) -> None:
-        (n, m), (out_features, in_features) = self.pattern(name), module.weight.shape
+    def check_layer(self, name: str, module: nn.Module) -> None:
+        (n, m), (out_features, in_features) = self.pattern(name), weight_of(module).shape
         shape = f"[{out_features}, {in_features}]"
         if out_features % m or in_features % m:
-            raise ValueError(
-                f"{name} has weight {shape}; {n}:{m} needs both dims to be multiples of {m}; "
-                "exclude it or give it another N:M in patterns"
-            )
-        if self.config.adapter_rank > min(out_features, in_features):
-            raise ValueError(
-                f"adapter_rank={self.config.adapter_rank} is above the smaller dim of {name}, "
-                f"{shape}; lower it or exclude {name}"
-            )
+            raise ValueError(f"weight {shape}; {n}:{m} needs both dims to be multiples of {m}")
+        rank = self.config.adapter_rank
+        if rank > min(out_features, in_features):
+            raise ValueError(f"adapter_rank={rank} is above the smaller dim of weight {shape}")
+        if rank:
+            check_low_rank(module)
 
     def on_step_begin(self, step: int) -> None:
         if self.config.adapter_rank and step >= self.adapter_start:

@@ -20,13 +20,10 @@ from torch import Tensor, nn
 INITS = ("mean", "sum", "xavier")
 
 
-def check(name: str, in_features: int, k: int) -> None:
-    """Raise ValueError if blocks of k do not divide the inputs of linear `name`."""
+def check(in_features: int, k: int) -> None:
+    """Raise ValueError if blocks of k do not divide the inputs of a linear."""
     if in_features % k:
-        raise ValueError(
-            f"slorb_k={k} does not divide the {in_features} inputs of {name}; choose another k or "
-            "exclude it"
-        )
+        raise ValueError(f"slorb_k={k} does not divide its {in_features} inputs; choose another k")
 
 
 def indicator(in_features: int, k: int) -> Tensor:

@@ -8,7 +8,6 @@ from torch import nn
 
 import methods
 from methods import base, dense, s_ste, sr_ste, ste
-from models.gpt2 import GPT, GPTConfig
 
 
 def mlp(width=8):
@@ -43,31 +42,6 @@ def test_converting_twice_is_an_error():
         method.convert(model)
     with pytest.raises(ValueError, match="converted already"):
         s_ste.Method(s_ste.Config()).convert(model)
-
-
-@pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
-def test_dims_that_do_not_fit_leave_the_model_alone(shape):
-    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(*shape))})
-    with pytest.raises(ValueError, match=r"mlp\.1 has weight.*multiples of 4"):
-        ste.Method(ste.Config()).convert(model)
-    assert all(type(m) is nn.Linear for m in model["mlp"])
-
-
-def test_a_subclass_of_linear_is_not_swallowed():
-    model = nn.MultiheadAttention(8, 2)
-    with pytest.raises(ValueError, match="NonDynamicallyQuantizableLinear"):
-        ste.Method(ste.Config(include=["*"])).convert(model)
-
-
-def test_tied_weights_are_refused():
-    """Pruning GPT-2's head would prune its embedding."""
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8))
-    types = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=r"^lm_head shares its weight with transformer\.wte"):
-        ste.Method(ste.Config(include=["*"])).convert(model)
-    assert [type(m) for m in model.modules()] == types
-    report = ste.Method(ste.Config(include=["*"], exclude=["lm_head"])).convert(model)
-    assert len(report.names) == 4
 
 
 def test_refresh_follows_weights_that_changed_outside():
@@ -272,7 +246,7 @@ def test_a_model_that_returns_no_scalar_loss_is_told_so():
 ])  # fmt: skip
 def test_a_linear_whose_weight_is_computed_is_refused(normalise):
     model = nn.Sequential(normalise(nn.Linear(8, 8)))
-    with pytest.raises(ValueError, match="exclude it"):
+    with pytest.raises(ValueError, match="no plain nn"):
         ste.Method(ste.Config(include=["*"])).convert(model)
 
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import methods
 from common_kernels import check24
 from methods import slorb
-from methods.base import FFN_LINEARS, SparseLinear
+from methods.base import SparseLinear
 from models.gpt2 import GPT, GPTConfig
 
 STEPS, SEQUENCES, BLOCK = 6, 8, 16
@@ -108,7 +108,7 @@ class Run:
 
 def build(name, model, **options):
     """The method, with calibration data if it asks for some."""
-    method = methods.build(name, include=FFN_LINEARS, total_steps=STEPS, **options)
+    method = methods.build(name, include="ffn", total_steps=STEPS, **options)
     if getattr(method, "calibration_sequences", 0):
         method.calibrate(model, [{"input": batch(99)[:, :-1]}])
     return method

@@ -256,7 +256,7 @@ def test_activation_mode_keeps_weights_dense_and_ends_with_plain_linears():
 
 def test_activation_mode_needs_a_width_of_four_on_the_input_side_alone():
     converted(nn.Linear(8, 6), mode="activation")
-    with pytest.raises(ValueError, match="takes 6 inputs"):
+    with pytest.raises(ValueError, match="6 inputs; 2:4 needs"):
         converted(nn.Linear(6, 8), mode="activation")
 
 

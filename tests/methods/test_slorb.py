@@ -179,7 +179,7 @@ def test_the_end_is_saved_and_comes_back_without_the_method(train_x):
 def test_a_block_that_does_not_divide_is_one_line_and_changes_nothing():
     layer = nn.Linear(20, 8)
     method = ast.Method(ast.Config(include=["*"], slorb_k=16, ramp_steps=0))
-    with pytest.raises(ValueError, match=r"slorb_k=16 does not divide the 20 inputs"):
+    with pytest.raises(ValueError, match=r"slorb_k=16 does not divide its 20 inputs"):
         method.convert(layer)
     assert type(layer) is nn.Linear
     with pytest.raises(ValueError, match="slorb_init=xavier draws X"):

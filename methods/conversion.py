@@ -1,0 +1,195 @@
+"""Which linears of a model can be converted, by which names, and what `convert` says of the others.
+
+A layer that cannot be converted is left dense with its reason where a preset or a glob with a
+wildcard matched it, and is an error where the user wrote its whole name.
+
+transformers' GPT-2 keeps its linears as `Conv1D`, with the weight as [in, out]. A converted one
+computes with [out, in], as every linear here; its state dict keeps the layout of transformers, and
+`finalize` makes a `Conv1D` of it again, so that `save_pretrained` writes what `from_pretrained`
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The feed-forward networks by the names of this project's models, of GPT-2, LLaMA and ViT of
+# transformers and timm; then of BERT and OPT. Every paper here but SLoPe's and AST's leaves the
+# rest dense.
+_FFN = (
+    "*mlp.*",
+    "*layer.[0-9]*.intermediate.dense",
+    "*layer.[0-9].output.dense",
+    "*layer.[0-9][0-9].output.dense",
+    "*layers.[0-9]*.fc[12]",
+)
+# What `include` takes as a word: the feed-forward networks, or all linears of the blocks.
+PRESETS = {"ffn": _FFN, "all": (*_FFN, "*attn.*", "*attention.*")}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` did.
+
+    names: the converted linears. dense: the other linears. reasons: of those among `dense` that
+        were matched, why they could not be converted. others: matched modules of other kinds that
+        hold a matrix, as `name (Type)`; they stay as they are.
+    sparse_parameters, total_parameters: numbers in the converted weights and in the model.
+    """
+
+    names: tuple[str, ...]
+    dense: tuple[str, ...]
+    others: tuple[str, ...]
+    sparse_parameters: int
+    total_parameters: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        share = self.sparse_parameters / self.total_parameters
+        refused = f", of which cannot be converted: {listed(self.reasons)}" if self.reasons else ""
+        return (
+            f"{len(self.names)} linears, {self.sparse_parameters:,} of "
+            f"{self.total_parameters:,} parameters ({share:.0%}); "
+            f"{len(self.dense)} linears left dense{refused}"
+        )
+
+
+def listed(reasons: dict[str, str]) -> str:
+    """Names with their reasons in one line, those with the same reason together."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(reason, []).append(name)
+    return "; ".join(f"{_first(names)} ({reason})" for reason, names in groups.items())
+
+
+def _first(names: list[str]) -> str:
+    first = names[0] or "the model itself"
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+
+
+def some_names(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def globs(include: str | tuple[str, ...]) -> tuple[str, ...]:
+    """`include` of a config, a preset spelt out."""
+    return PRESETS[include] if isinstance(include, str) else include
+
+
+def named(
+    model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that an include glob matches and no exclude glob does."""
+    wanted = globs(include)
+    for name, module in model.named_modules():
+        included = any(fnmatchcase(name, glob) for glob in wanted)
+        if included and not any(fnmatchcase(name, glob) for glob in exclude):
+            yield name, module
+
+
+def linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_linear(module)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is an `nn.Linear` of any kind, or transformers' `Conv1D`."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' `Conv1D`, by name and shape: nothing is imported."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        type(module).__name__ == "Conv1D"
+        and weight is not None
+        and weight.ndim == 2
+        and (bias is None or bias.shape == weight.shape[1:])
+    )
+
+
+def others(matching: dict[str, nn.Module]) -> list[str]:
+    """Modules that are no linears and hold a matrix."""
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in matching.items()
+        if not is_linear(module)
+        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and weight.ndim > 1
+    ]
+
+
+def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Names of the modules that hold a parameter, by its id."""
+    owners: dict[int, list[str]] = {}
+    for owner, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(owner)
+    return owners
+
+
+def unfit(name: str, module: nn.Module, owners: dict[int, list[str]]) -> str | None:
+    """Why no method can convert this linear; None if one may."""
+    own = module._parameters.get("weight")
+    if own is None or not (type(module) is nn.Linear or is_conv1d(module)):
+        return f"a {type(module).__name__}, no plain nn.Linear with a weight of its own"
+    if sharing := [owner for owner in owners[id(own)] if owner != name]:
+        return f"shares its weight with {', '.join(sharing)}"
+    return None
+
+
+def check_fast_path(model: nn.Module, name: str) -> None:
+    """Raise ValueError if this linear of torch's encoder layer would not be called."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    fast = torch.backends.mha.get_fastpath_enabled()
+    if fast and isinstance(parent, nn.TransformerEncoderLayer):
+        raise ValueError(
+            f"{name} sits in an nn.TransformerEncoderLayer, which in evaluation takes its "
+            "weights to a kernel of its own and would show the dense model; call "
+            "torch.backends.mha.set_fastpath_enabled(False) first"
+        )
+
+
+def check_low_rank(module: nn.Module) -> None:
+    """Raise ValueError if low-rank terms beside the weight would be lost at the end."""
+    if is_conv1d(module):
+        raise ValueError(
+            "a Conv1D, which cannot keep low-rank terms: load the model with "
+            "models.gpt2.from_hf or models.hf.CausalLM"
+        )
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight as [out, in]."""
+    weight: Any = layer.weight
+    return weight.t() if is_conv1d(layer) else weight
+
+
+@torch.no_grad()
+def transpose_(layer: nn.Module) -> None:
+    """Turn the weight of `layer` into the other layout; it stays the same Parameter."""
+    weight: Any = layer.weight
+    grad, weight.grad = weight.grad, None
+    weight.data = weight.data.t().contiguous()
+    weight.grad = None if grad is None else grad.t().contiguous()
+
+
+def adopt(layer: Any) -> None:
+    """Give a `Conv1D` the weight and the sizes of an `nn.Linear`, which it then can become."""
+    if is_conv1d(layer):
+        transpose_(layer)
+        layer.out_features, layer.in_features = layer.weight.shape
+        layer.conv1d = type(layer)
+
+
+def release(layer: Any) -> None:
+    """Turn a plain `nn.Linear` that was a `Conv1D` back into one."""
+    if "conv1d" in vars(layer):
+        transpose_(layer)
+        layer.__class__ = layer.conv1d
+        del layer.conv1d, layer.out_features, layer.in_features

@@ -1,0 +1,250 @@
+"""Which layers `convert` takes, what it says of the others, and transformers' Conv1D."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import methods
+from common_kernels import check24
+from experiments.config import load
+from methods import dense, slope, ste
+from models.bert import BertConfig, BertLM
+from models.gpt2 import GPT, GPTConfig
+from models.hf import CausalLM
+from models.vit import ViT, ViTConfig
+
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
+
+
+def convert(model, include, exclude=(), method=ste, **options):
+    return method.Method(method.Config(include=include, exclude=exclude, **options)).convert(model)
+
+
+# ---------------------------------------------------------------- what cannot be converted
+
+
+def bert_of_two_classes():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(num_labels=2, **TINY))
+
+
+def test_a_head_of_two_classes_is_left_dense():
+    model = bert_of_two_classes()
+    report = convert(model, ["*"])
+    assert len(report.names) == 2 * 6 + 1  # the pooler, too
+    assert report.dense == ("classifier",)
+    reason = "weight [2, 16]; 2:4 needs both dims to be multiples of 4"
+    assert report.reasons == {"classifier": reason}
+    assert str(report).endswith(f"; 1 linears left dense, of which cannot be converted: "
+                                f"classifier ({reason})")  # fmt: skip
+    assert type(model.classifier) is nn.Linear
+
+
+def test_attention_of_torch_keeps_its_own_linear():
+    model = nn.ModuleDict(
+        {"attn": nn.MultiheadAttention(8, 2), "attn_2": nn.MultiheadAttention(8, 2),
+         "fc": nn.Linear(8, 8)}
+    )  # fmt: skip
+    report = convert(model, ["*"])
+    assert report.names == ("fc",)
+    why = "a NonDynamicallyQuantizableLinear, no plain nn.Linear with a weight of its own"
+    assert report.reasons == {"attn.out_proj": why, "attn_2.out_proj": why}
+    assert str(report).endswith(f"attn.out_proj and 1 more ({why})")
+    with pytest.raises(ValueError, match=r"no linear that matches .* attn\.out_proj and 1 more"):
+        convert(nn.ModuleDict(dict(list(model.items())[:2])), ["*"])
+
+
+def test_tied_weights_are_left_alone():
+    """Pruning GPT-2's head would prune its embedding."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8))
+    report = convert(model, ["*"])
+    assert len(report.names) == 4
+    assert report.reasons == {"lm_head": "shares its weight with transformer.wte"}
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
+def test_a_layer_named_in_full_must_fit(shape):
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(*shape))})
+    message = r"mlp\.1 cannot be converted \(weight \[\d, \d\]; .*multiples of 4\); exclude it"
+    with pytest.raises(ValueError, match=message):
+        convert(model, ["mlp.0", "mlp.1"])
+    assert all(type(m) is nn.Linear for m in model["mlp"])
+    assert convert(model, ["mlp.?"]).reasons.keys() == {"mlp.1"}
+
+
+# ---------------------------------------------------------------- presets
+
+
+def transformers_models():
+    import transformers as hf
+
+    plain = {k: v for k, v in TINY.items() if k != "intermediate_size"}
+    tokens = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None}
+    return {
+        "gpt2": (hf.GPT2Model(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, **tokens)), 2, 4),
+        "bert": (bert_of_two_classes(), 2, 6),
+        "llama": (hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), 3, 7),
+        "opt": (hf.OPTForCausalLM(hf.OPTConfig(ffn_dim=32, word_embed_proj_dim=8, **plain)), 2, 6),
+        "vit": (
+            hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **TINY)), 2, 6
+        ),
+    }  # fmt: skip
+
+
+def other_models():
+    import timm
+
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16}
+    text = {"vocab_size": 32, "block_size": 8}
+    vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    return {
+        "timm": (timm.models.VisionTransformer(**vit), 2, 4),
+        "our gpt2": (GPT(GPTConfig(**shape, **text)), 2, 4),
+        "our bert": (BertLM(BertConfig(**shape, **text)), 2, 4),
+        "our vit": (
+            ViT(ViTConfig(depth=2, heads=2, width=16, image_size=8, patch_size=4, n_classes=4)),
+            2,
+            4,
+        ),
+    }
+
+
+@pytest.mark.parametrize("models", [transformers_models, other_models])
+def test_presets_take_the_linears_of_the_blocks_and_no_others(models):
+    for name, (model, ffn, everything) in models().items():
+        for preset, count in (("ffn", ffn), ("all", everything)):
+            method = ste.Method(ste.Config(include=preset))
+            chosen = method.matching_linears(model)
+            assert len(chosen) == 2 * count, (name, preset, list(chosen))
+            assert all(".0." in n or ".1." in n for n in chosen), name  # of a block
+            assert any("attention" in n or "attn" in n for n in chosen) == (preset == "all"), name
+
+
+def test_python_and_yaml_mean_the_same():
+    """What is no path or count of the run itself has one default."""
+    for name in methods.available():
+        composed = load([f"method={name}"]).method_options
+        default = importlib.import_module(f"methods.{name}").Config
+        for field in dataclasses.fields(default):
+            if field.name != "total_steps":
+                assert getattr(composed, field.name) == field.default, (name, field.name)
+
+
+def test_include_on_the_command_line():
+    def included(*overrides):
+        return load([*overrides]).method_options.include
+
+    assert included() == "ffn"
+    assert included("method.include=all") == "all"
+    assert included("method.include=[*mlp.*,a.b]") == ("*mlp.*", "a.b")
+    assert included("method=slope") == ("*",)
+    for bad in ("mlp", 5, None, [1]):
+        with pytest.raises(ValueError, match="list of globs on module names or one of ffn, all"):
+            ste.Config(include=bad)
+    with pytest.raises(ValueError, match=r"exclude must be a list of globs on module names, got"):
+        ste.Config(exclude="ffn")
+
+
+# ---------------------------------------------------------------- Conv1D of transformers
+
+
+def tokens():
+    return torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def step(model, method, loss):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    method.on_step_begin(0)
+    method.open_micro_batch()
+    value = loss()
+    value.backward()
+    method.on_gradients(0, optimizer)
+    optimizer.step()
+    method.on_step_end(0)
+    return value.detach()
+
+
+@pytest.mark.parametrize("name", ["s_ste", "slope", "t_sr_ste"])
+def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_path):
+    """... and leaves a checkpoint that plain transformers loads, bit for bit."""
+    from transformers import GPT2LMHeadModel
+
+    plain, twin = hf_model("gpt2"), CausalLM(hf_model("gpt2"))
+    attributes = vars(plain.transformer.h[0].mlp.c_fc).keys() | set()
+    built = [methods.build(name, include="all", total_steps=6, exclude=[]) for _ in range(2)]
+    report = built[0].convert(plain)
+    assert len(report.names) == 8
+    # The same names, and so the same random choices.
+    built[1].convert(twin.model)
+    x = tokens()
+    losses = [
+        step(plain, built[0], lambda: plain(input_ids=x, labels=x).loss),
+        step(twin, built[1], lambda: twin.model(input_ids=x, labels=x).loss),
+    ]
+    assert torch.equal(*losses)
+    for method, model in zip(built, (plain, twin), strict=True):
+        method.finalize(model)
+    for layer in report.names:
+        conv, linear = plain.get_submodule(layer), twin.model.get_submodule(layer)
+        assert type(conv).__name__ == "Conv1D"
+        assert vars(conv).keys() == attributes
+        assert torch.equal(conv.weight.t(), linear.weight)
+        assert int(check24(conv.weight.t())) == 0
+    plain.save_pretrained(tmp_path)
+    again = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x).logits, plain.eval()(x).logits)
+
+
+def test_the_state_of_a_converted_conv1d_keeps_the_layout_of_transformers(hf_model):
+    model, weights = hf_model("gpt2"), hf_model("gpt2").state_dict()
+    parameter = model.transformer.h[0].mlp.c_fc.weight
+    method = ste.Method(ste.Config())
+    method.convert(model)
+    assert model.transformer.h[0].mlp.c_fc.weight is parameter
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
+    other = hf_model("gpt2", seed=1)
+    ste.Method(ste.Config()).convert(other)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+
+
+def test_the_dense_baseline_measures_a_conv1d_along_its_inputs(hf_model):
+    model = hf_model("gpt2")
+    types = [type(m) for m in model.modules()]
+    method = dense.Method(dense.Config())
+    method.convert(model)
+    assert [type(m) for m in model.modules()] == types
+    with torch.no_grad():
+        for layer in method.layers.values():
+            layer.weight[2::4], layer.weight[3::4] = 0.0, 0.0
+    assert method.metrics()["illegal_groups"] == 0
+    method.finalize(model)
+    assert [type(m) for m in model.modules()] == types
+
+
+def test_low_rank_terms_beside_a_conv1d_are_refused(hf_model):
+    adapters = {"adapter_rank": 2, "total_steps": 9}
+    with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
+        convert(hf_model("gpt2"), "ffn", method=slope, **adapters)
+
+
+def test_calibration_before_the_conversion_of_a_conv1d(hf_model):
+    model = hf_model("gpt2")
+    method = methods.build("ast", metric="wanda", kl_weight=0.0, task_weight=1.0, total_steps=4)
+    method.calibrate(model, [{"input_ids": tokens()}])
+    assert method.input_norms["transformer.h.0.mlp.c_proj"].shape == (128,)
+    assert len(method.convert(model).names) == 4
