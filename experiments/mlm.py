@@ -36,13 +36,15 @@ class MLMConfig(DataConfig):
     """Text, and what is hidden of it.
 
     objective: `mlm`, by which a config is known for one of masked text. mask_probability: share of
-    a sequence's tokens that is predicted. next_sentence: a sample is two halves, of which the
+    a sequence's tokens that is predicted. max_predictions: at most so many; null = no limit.
+    next_sentence: a sample is two halves, of which the
     second comes from elsewhere in half of the cases, and the model is to tell. sequence_length:
     tokens of a sample, with [CLS] and [SEP]; null = as many as the model takes.
     """
 
     objective: str = "mlm"
     mask_probability: float = 0.15
+    max_predictions: int | None = None
     next_sentence: bool = False
     sequence_length: int | None = None
 
@@ -53,6 +55,10 @@ class MLMConfig(DataConfig):
         if not 0 < self.mask_probability < 1:
             raise UserError(
                 f"data.mask_probability={self.mask_probability}; it must lie between 0 and 1"
+            )
+        if self.max_predictions is not None and self.max_predictions < 1:
+            raise UserError(
+                f"data.max_predictions={self.max_predictions}; it must be at least 1, or null"
             )
         if self.sequence_length is not None and self.sequence_length < 8:
             raise UserError(f"data.sequence_length={self.sequence_length}; it must be at least 8")
@@ -124,7 +130,8 @@ class MaskedText:
             )
         self.corpus, self.pairs, self.tokens_per_sample = corpus, data.next_sentence, block
         self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
-        self.predictions = max(1, round(data.mask_probability * block))
+        most = data.max_predictions or block
+        self.predictions = min(most, max(1, round(data.mask_probability * block)))
         self.cls, self.sep, self.mask = ids[CLS], ids[SEP], ids[MASK]
         self.special = np.zeros(corpus.vocab_size, dtype=bool)
         self.special[list(ids.values())] = True

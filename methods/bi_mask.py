@@ -15,9 +15,10 @@ is that of SR-STE (arXiv 2102.04010). The model ends 2:4 sparse, as W * M.
 The paper describes the choice as the permutation with the most blocks that are N:M already; the
 authors' code counts the weights that are left, and so does this. In that code the decay is part of
 the layer's backward pass, so it is divided by the loss scale, clipped, and added once per
-micro-batch; here it is added once, as in `methods.sr_ste`. Its random permutations are those of
-numpy's global generator, so ranks differ; and its convolutions never count their iterations and
-search in every forward pass.
+micro-batch; here it is added once, as in `methods.sr_ste`. Its "every 100 iterations" are forward
+passes, so micro-batches, here optimizer steps. Its random permutations are those of numpy's global
+generator, so ranks differ; and its convolutions never count their iterations and search in every
+forward pass.
 """
 
 from __future__ import annotations

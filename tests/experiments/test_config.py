@@ -185,11 +185,39 @@ def test_the_numbers_of_the_other_recipes(name, tmp_path, hf_model):
     ) == RECIPES[name]  # fmt: skip
 
 
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_deit_s_own_recipe_is_offered_beside_that_of_fst(size):
+    """300 epochs of 1,251 x 1,024 images, AdamW at 5e-4 x batch / 512 (DeiT's released script)."""
+    ours, own = (
+        load([f"experiment=dense_deit_{size}", f"train={name}"]) for name in ("deit", "deit_adamw")
+    )
+    assert ours.train.optimizer == "lion" and (ours.model, ours.data) == (own.model, own.data)
+    train = own.train
+    assert (train.steps, train.batch_size, train.warmup_steps) == (300 * 1251, 1024, 5 * 1251)
+    assert (train.optimizer, train.betas, train.weight_decay) == ("adamw", (0.9, 0.999), 0.05)
+    rates = train.learning_rate, train.min_learning_rate, train.warmup_learning_rate
+    assert rates == (1e-3, 1e-5, 1e-6)
+    assert (train.schedule, train.grad_clip, train.ema) == ("cosine", 0.0, 0.99996)
+
+
+@pytest.mark.parametrize("method", ["dense", "slope"])
+@pytest.mark.parametrize(("phase", "tokens", "most"), [(1, 128, 20), (2, 512, 80)])
+def test_slope_s_bert_predicts_20_and_80_tokens(method, phase, tokens, most):
+    """Its code hides a fifth of a sequence's tokens, and no more than this."""
+    data = load([f"experiment={method}_bert_large_phase{phase}"]).data
+    assert (data.sequence_length, data.max_predictions) == (tokens, most)
+    assert data.mask_probability == 0.2 and data.mask_probability * tokens > most
+
+
 def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
     """Micro-step 250,000 of 300,000 is optimizer step 36,367; epoch 250 of 300 is 156,250."""
     bert, deit = (load([f"experiment=t_sr_ste_{name}"]) for name in ("cramming", "deit_base"))
     assert bert.build_method().dense_start == 36367
     assert bert.method_options.alpha == 6e-6 and bert.method_options.refresh_every == 40
+    # Bi-Mask searches every 100 of the 300,000 micro-steps, 3,000 times; here in optimizer steps.
+    masks = load(["experiment=bi_mask_cramming"])
+    searches = masks.train.steps / masks.method_options.permute_every
+    assert searches == pytest.approx(300_000 / 100, rel=0.05)
     assert deit.build_method().dense_start == 156_250
     assert deit.method_options.alpha == 1e-3 and deit.method_options.refresh_every == 10
 

@@ -100,6 +100,24 @@ def test_every_sample_has_the_same_number_of_targets(corpus, probability, length
     assert masked["input"].shape == (8, length)
 
 
+@pytest.mark.parametrize(
+    ("probability", "limit", "length", "count"),
+    [(0.2, 20, 128, 20), (0.2, 26, 128, 26), (0.2, 27, 128, 26), (0.15, 1, 32, 1)],
+)
+def test_no_more_tokens_are_predicted_than_the_limit(corpus, probability, limit, length, count):
+    own = source(
+        corpus, mask_probability=probability, max_predictions=limit, sequence_length=length
+    )
+    hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
+    assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_limit_that_predicts_nothing_is_refused(limit):
+    with pytest.raises(UserError, match=f"data.max_predictions={limit}; it must be at least 1"):
+        replace(CONFIG, max_predictions=limit)
+
+
 def test_statistics_of_the_masks(corpus):
     """4000 samples of 19 targets: binomial counts within 4 sigma."""
     own = source(corpus)
