@@ -17,5 +17,17 @@ check "$bin/mypy"
 check "$bin/lint-imports"
 [ ${#failed[@]} -eq 0 ] || echo "== failed so far: ${failed[*]}" >&2
 # One thread per worker: two workers with two threads each fight for two cores.
-OMP_NUM_THREADS=1 check "$python" -m pytest -n 2 --dist loadfile "$@"
+export OMP_NUM_THREADS=1
+tests() {
+    "$python" -m pytest -n 2 --dist loadfile "$@"
+}
+# The folders whose tests compare numbers run with the sums of another instruction set, too: a minute
+# or two. So do tests that the arguments name. Status 5: the arguments choose no test here.
+tests_under_avx2() {
+    ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 tests "$@" \
+        --ignore=tests/experiments --ignore=tests/reproduce --ignore=tests/test_readme.py ||
+        [ $? -eq 5 ]
+}
+check tests_under_avx2 "$@"
+check tests "$@"
 [ ${#failed[@]} -eq 0 ]

@@ -20,8 +20,8 @@ def python(*arguments, **options):
     )
 
 
-def losses(directory):
-    return {r["step"]: r["loss"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r}
+def losses(directory, key="loss"):
+    return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
 
 
 def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
@@ -92,7 +92,8 @@ def test_a_place_that_cannot_be_written_is_one_line(overrides, tmp_path):
 
 
 def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
-    arguments = [*overrides, "method=s_ste"]
+    """At a learning rate of 0: every step starts from equal weights, and no rounding grows."""
+    arguments = [*overrides, "method=s_ste", "train.learning_rate=0", "train.min_learning_rate=0"]
     one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
     two = [*arguments, "impl.micro_batch=1", f"runs={tmp_path / 'two'}"]
     done = python(*PRETRAIN, *one)
@@ -100,9 +101,10 @@ def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = python(*torchrun, *PRETRAIN, *two, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    single, double = (losses(load(a).directory()) for a in (one, two))
-    assert single.keys() == double.keys() and len(single) == 12
-    assert all(single[s] == pytest.approx(double[s], abs=1e-5) for s in single)
+    # A last bit of dY draws another sample in few groups; other random bits would in half of them.
+    for key, error in {"loss": {"abs": 1e-5}, "grad_norm": {"rel": 1e-2}}.items():
+        single, double = (losses(load(a).directory(), key) for a in (one, two))
+        assert len(single) == 12 and double == pytest.approx(single, **error)
 
 
 BAD_INPUT = {

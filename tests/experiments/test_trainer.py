@@ -14,6 +14,7 @@ from experiments.schedules import learning_rate
 from experiments.settings import TrainConfig
 from experiments.tracking import MetricsLog, read_metrics
 from experiments.trainer import micro_batch_size
+from methods import sr_ste
 
 
 def quiet(message):
@@ -102,19 +103,26 @@ def test_same_seed_same_losses_and_dense_starts_where_sparse_starts(tiny, tmp_pa
     assert losses(one.directory()) != losses(other.directory())
 
 
-def test_accumulation_gives_the_same_curve(tiny, tmp_path):
-    whole = tiny("method=s_ste")
-    cut = tiny("method=s_ste", "impl.micro_batch=1", f"runs={tmp_path / 'cut'}")
+# Every step starts from the same weights: where they move, a last bit chooses another mask, and
+# training amplifies it.
+STILL = ["train.learning_rate=0", "train.min_learning_rate=0"]
+
+
+def test_accumulation_gives_the_same_steps(tiny, tmp_path):
+    whole = tiny("method=s_ste", *STILL)
+    cut = tiny("method=s_ste", *STILL, "impl.micro_batch=1", f"runs={tmp_path / 'cut'}")
     for config in (whole, cut):
         pretrain.run(config, quiet)
-    a, b = losses(whole.directory()), losses(cut.directory())
-    assert all(a[s] == pytest.approx(b[s], abs=1e-5) for s in a)
+    # A last bit of dY draws another sample in few groups; other random bits would in half of them.
+    for key, error in {"loss": {"abs": 1e-5}, "grad_norm": {"rel": 1e-2}}.items():
+        a, b = losses(whole.directory(), key), losses(cut.directory(), key)
+        assert len(a) == 12 and b == pytest.approx(a, **error)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
-    exact = tiny("method=sr_ste")
-    low = tiny("method=sr_ste", f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
+    exact = tiny("method=sr_ste", *STILL)
+    low = tiny("method=sr_ste", *STILL, f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
     for config in (exact, low):
         pretrain.run(config, quiet)
     a, b = losses(exact.directory()), losses(low.directory())
@@ -251,12 +259,23 @@ def test_with_a_scaler_a_nan_is_skipped_and_counted(tiny, monkeypatch):
 
 def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):
     """fp16 scales the loss by 2^16; decay is added after unscaling, clipping on or off."""
+    on_gradients, decays = sr_ste.Method.on_gradients, []
+
+    def watched(self, step, optimizer=None):
+        layers = self.sparse_layers.values()
+        before = [layer.weight.grad.clone() for layer in layers]
+        on_gradients(self, step, optimizer)
+        for layer, gradient in zip(layers, before, strict=True):
+            expected = torch.where(layer.mask, 0.0, 0.1 * layer.weight)
+            decays.append((layer.weight.grad - gradient, expected))
+
+    monkeypatch.setattr(sr_ste.Method, "on_gradients", watched)
     for clip in ("0", "1.0"):
-        runs = []
         for scale in (1.0, 2.0**16):
             config = tiny(
                 "method=sr_ste",
                 "method.alpha=0.1",
+                "train.steps=2",
                 "train.dtype=fp16",
                 f"train.grad_clip={clip}",
                 f"runs={tmp_path / f'{clip}-{scale}'}",
@@ -269,9 +288,10 @@ def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(torch.amp, "GradScaler", scaler)
                 pretrain.run(config, quiet)
-            runs.append(losses(config.directory()))
-        # fp16 gradients below 6e-5 lose bits without a scale; the losses still agree closely.
-        assert all(runs[0][s] == pytest.approx(runs[1][s], abs=5e-3) for s in runs[0])
+    assert len(decays) == 2 * 2 * 2 * 2  # clip, scale, step, layer
+    for added, expected in decays:
+        # (gradient + decay) - gradient, in fp32, of gradients below 1.
+        torch.testing.assert_close(added, expected, rtol=1e-4, atol=2e-7)
 
 
 def test_metrics_of_a_cut_line_are_dropped(tmp_path):
