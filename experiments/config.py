@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 import methods
-from experiments.command_line import take_texts
+from experiments.command_line import help_text, take_texts
 from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
 from experiments.image_source import ImageSource
@@ -352,6 +352,7 @@ def driver(
     typed: Callable[..., Any] = freeze,
     after_stop: str = "goes on from the last checkpoint",
     texts: tuple[str, ...] = (),
+    groups: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
@@ -359,6 +360,8 @@ def driver(
         typed: makes the config of `main` out of the composed one, and of `texts` by their names.
         after_stop: what the same command does after an interrupt.
         texts: arguments that are taken as they are typed and never read by hydra.
+        groups: those of the config that `main` reads and `--help` shows; () = all, and what is in
+            none.
     """
 
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
@@ -379,6 +382,12 @@ def driver(
             os.environ["HYDRA_FULL_ERROR"] = "1"
             with exit_with_one_line(after_stop), one_line_errors(config_name):
                 sys.argv[1:], given = take_texts(sys.argv[1:], texts)
+                if {"-h", "--help"} & {*sys.argv[1:]}:
+                    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
+                    own = main.__globals__
+                    module, says = own["__spec__"].name, own["__doc__"]
+                    print(help_text(module, says, config_name, overrides, groups))
+                    return
                 hydra.main(
                     config_path="pkg://experiments.conf",
                     config_name=config_name,

@@ -305,7 +305,7 @@ def _data_files(source: str) -> tuple[str, list[str] | str]:
     return next(iter(by_builder.items()))
 
 
-@driver("pretrain", after_stop="begins it anew")
+@driver("pretrain", after_stop="begins it anew", groups=("data",))
 def main(config: RunConfig) -> None:
     if not isinstance(config.data, DataConfig):
         raise UserError(f"data={config.data.name} are images: only text is prepared")

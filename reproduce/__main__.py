@@ -17,13 +17,14 @@ from reproduce.spec import TIERS, Table
 
 RUNS = Path("runs")
 USAGE = """\
-python -m reproduce quickstart              every method against dense training, on a CPU
+python -m reproduce quickstart
+    every method against dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
-                                            Table 2 of every paper that has one, or of one;
-                                            likewise table1 to table8, table10, tableB2, figure4,
-                                            figure7
-python -m reproduce --list                  every table of every paper: tiers, what they need, what
-                                            has been run, and which are not covered"""
+    Table 2 of every paper that has one, or of one; likewise table1 to table8,
+    table10, tableB2, figure4, figure7
+python -m reproduce --list
+    every table of every paper: tiers, what they need, what has been run, and
+    which are not covered"""
 
 
 class UsageError(UserError):

@@ -1,8 +1,8 @@
-"""Benchmarks: `python -m experiments.bench ops|linear|block|train|memory|probe|report`.
+"""Benchmarks: `python -m experiments.bench linear --only ste`.
 
-No time is printed before everything that is to be timed has agreed with a plain formulation of it
-on the same shapes. All benchmarks of a device go into one record, from which `report` makes a table
-and a figure.
+No time is printed before everything that is to be timed has agreed with a plain
+formulation of it on the same shapes. All benchmarks of a device go into one
+record, from which `report` makes a table and a figure.
 """
 
 from __future__ import annotations
