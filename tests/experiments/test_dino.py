@@ -122,6 +122,7 @@ def test_torchao_s_study_has_the_published_defaults_of_dinov2(share):
     rates = train.learning_rate, train.min_learning_rate
     assert rates == (0.004 * math.sqrt(train.batch_size / 1024), 1e-6)
     assert (train.optimizer, train.betas, train.grad_clip) == ("adamw", (0.9, 0.999), 3.0)
+    assert train.dtype == "fp16"
     assert (train.weight_decay, train.weight_decay_end) == (0.04, 0.4)
     assert (own.layer_decay, own.patch_rate, own.frozen_fraction) == (0.9, 0.2, 0.01)
     assert (own.global_scale, own.local_scale) == ((0.32, 1.0), (0.05, 0.32))
