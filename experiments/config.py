@@ -37,7 +37,7 @@ from experiments.images import ImageConfig
 from experiments.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.mlm import MaskedText, MLMConfig
 from experiments.multicrop import MultiCrops
-from experiments.settings import ImplConfig, TrainConfig
+from experiments.settings import ImplConfig, TrainConfig, check_name
 from experiments.source import Source
 from experiments.text import CausalText
 from methods import distillation
@@ -228,6 +228,7 @@ def freeze(composed: Any) -> RunConfig:
     train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
     fields = [f.name for f in dataclasses.fields(_Top)]
     run = typed(_Top, "the config", {key: groups[key] for key in fields})
+    check_name("model.name", model_name)
     family = "hf" if "path" in model else model_name.partition("_")[0]
     if family not in FAMILIES:
         raise UserError(f"model.name={model_name}; choose one of {', '.join(FAMILIES)}")

@@ -24,8 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments import corpus_source
 from experiments.checkpoint import sha256
+from experiments.corpus_source import EMBEDDED
 from experiments.errors import UserError
+from experiments.settings import check_name
 from experiments.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 
 if TYPE_CHECKING:
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
-EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
 TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
 
 _FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
@@ -61,6 +63,7 @@ class DataConfig:
     text_column: str = "text"
 
     def __post_init__(self) -> None:
+        check_name("data.name", self.name)
         if self.tokenizer_kind == "hf":
             vocab_size = folder_tokenizer(self.tokenizer).n_vocab
             object.__setattr__(self, "vocab_size", vocab_size)
@@ -83,10 +86,17 @@ class DataConfig:
         del identity["root"], identity["source"]
         return identity | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
 
-    def known_fingerprint(self) -> str | None:
-        """Hash of the prepared corpus as its manifest gives it; None if there is none yet."""
-        prepared = (self.directory / "manifest.json").exists()
-        return fingerprint(read_manifest(self)) if prepared else None
+    def check_result(self, result: dict[str, Any], directory: Path) -> bool:
+        """Whether the finished run in `directory` is of these tokens, as far as can be said: where
+        they are not prepared here, their source alone is compared.
+
+        Raises:
+            UserError: the prepared tokens or the run are of another source.
+        """
+        if (self.directory / "manifest.json").exists():
+            return fingerprint(read_manifest(self)) == result["corpus_hash"]
+        corpus_source.check(self.source, self.text_column, result["corpus"]["source"], directory)
+        return True
 
     @property
     def tokenizer_kind(self) -> str:
@@ -232,7 +242,11 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
 
 
 def read_manifest(config: DataConfig) -> dict[str, Any]:
-    """The manifest of a prepared corpus; a UserError if there is none for this config."""
+    """The manifest of a prepared corpus.
+
+    Raises:
+        UserError: there is none for this config, or it is that of another source.
+    """
     path = config.directory / "manifest.json"
     if not path.is_file():
         remove = f"delete {path.parent} and " if path.parent.exists() else ""
@@ -248,6 +262,8 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
             f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; delete "
             f"{path.parent} and run `{config.prepare_command}`"
         )
+    made_from = manifest["source"]
+    corpus_source.check(config.source, config.text_column, made_from, config.directory)
     return manifest
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments import zero_shot
-from experiments.checkpoint import sha256
 from experiments.config import composed, digest, typed
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
+from experiments.hashes import file_hash
 from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
 from experiments.initial import HFConfig, weight_files
 from experiments.perplexity import Text
@@ -119,8 +119,8 @@ class EvaluateConfig(Settings):
 
     @cached_property
     def images_hash(self) -> str:
-        """Of the classes, names and contents of the validation images, and of the names and sizes
-        of all that are used; of a data set of the hub, the fingerprint of its images."""
+        """Of the classes, names and contents of the validation images, and the fingerprint of all
+        that are used; of a data set of the hub, this alone."""
         images = load_images(self.image_data, ("val",) if self.images == "val" else SPLITS)
         source = self.image_data.source
         if source == EMBEDDED or not Path(source).expanduser().is_dir():
@@ -128,7 +128,7 @@ class EvaluateConfig(Settings):
         found = hashlib.sha256(images.fingerprint.encode())
         for index in range(len(images.val.labels)):
             path = Path(images.val.where(index))
-            line = f"{path.parent.name}/{path.name} {sha256(path)}\n"
+            line = f"{path.parent.name}/{path.name} {file_hash(path)}\n"
             found.update(os.fsencode(line))
         return found.hexdigest()
 

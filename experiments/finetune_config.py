@@ -211,7 +211,7 @@ class FinetuneConfig:
         checkpoint, `<runs>/<its name>` stands for the run."""
         settings = self._settings()
         if isinstance(self.source, HFConfig):
-            home = self.runs / Path(self.source.path).name
+            home = self.runs / Path(self.source.path).resolve().name
             settings["source"] = self.open().config_hash
         else:
             home = self.source

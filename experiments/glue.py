@@ -13,7 +13,6 @@ accuracy is 68.4. FST's code gives accuracy and F1, Pearson and Spearman: all of
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import re
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.checkpoint import sha256
 from experiments.errors import UserError
+from experiments.hashes import file_hash
 from experiments.tokenizer import CLS, PAD, SEP, HFTokenizer
 
 if TYPE_CHECKING:
@@ -153,15 +152,8 @@ def fingerprint(paths: Sequence[Path]) -> str:
     """Hash of the content of files, 16 hex digits."""
     digest = hashlib.sha256()
     for path in paths:
-        status = path.stat()
-        digest.update(_file_hash(path, status.st_size, status.st_mtime_ns))
+        digest.update(bytes.fromhex(file_hash(path)))
     return digest.hexdigest()[:16]
-
-
-@functools.cache
-def _file_hash(path: Path, size: int, changed: int) -> bytes:
-    """Computed again only where size or time of change are others: it is asked for often."""
-    return bytes.fromhex(sha256(path))
 
 
 def _folder(task: str, data: str) -> Path:

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import io
 import itertools
+import math
 import os
 import struct
 import zlib
@@ -24,8 +25,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from experiments import hashes
 from experiments.errors import UserError
 from experiments.glue import load_dataset
+from experiments.settings import check_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,6 +81,7 @@ class ImageConfig:
     on_corrupt: str = "error"
 
     def __post_init__(self) -> None:
+        check_name("data.name", self.name)
         for name in ("mean", "std", "crop_scale"):  # omegaconf makes lists of them
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(value))
@@ -122,10 +126,18 @@ class ImageConfig:
         del identity["source"], identity["on_corrupt"]
         return identity
 
-    def known_fingerprint(self) -> str | None:
-        """Hash of the images, if they are on this machine outside the hub's cache."""
+    def check_result(self, result: dict[str, Any], directory: Path) -> bool:
+        """Whether the finished run in `directory` is of these images.
+
+        Those of its own source are trusted where they are gone from here, or the hub's.
+
+        Raises:
+            UserError: there are no such images.
+        """
         here = self.source == EMBEDDED or Path(self.source).expanduser().is_dir()
-        return load_images(self).fingerprint if here else None
+        if not here and self.source == result["config"]["data"]["source"]:
+            return True
+        return load_images(self).fingerprint == result["corpus_hash"]
 
 
 class CorruptImage(UserError):
@@ -150,7 +162,9 @@ class Split(Protocol):
 class Images:
     """The splits of a data set, of `SPLITS`. `classes`: names, in the order of the labels.
 
-    fingerprint: hash of the splits that were read.
+    fingerprint: hash of the splits that were read. Labels and sizes of all images count, of a
+    folder their names as well, and of small data sets every byte; of larger ones (above 256 MiB)
+    the content of 512 images of a split at equal distances.
     """
 
     directory: Path
@@ -252,8 +266,7 @@ class _Files:
     """Images in files, `<directory>/<class>/<name>`."""
 
     directory: Path
-    classes: tuple[str, ...]
-    names: np.ndarray  # bytes [N]; an array, which forked workers share, and not a list
+    names: np.ndarray  # with the class; bytes [N], an array, which forked workers share, not a list
     labels: np.ndarray
 
     def open(self, index: int) -> Image:
@@ -265,12 +278,11 @@ class _Files:
         return decode(content, path)
 
     def where(self, index: int) -> str:
-        name = os.fsdecode(bytes(self.names[index]))
-        return str(self.directory / self.classes[self.labels[index]] / name)
+        return str(self.directory / os.fsdecode(bytes(self.names[index])))
 
 
 def _folder(root: Path, wanted: Sequence[str]) -> Images:
-    digest = hashlib.sha256()
+    digests = []
     classes: dict[str, tuple[str, ...]] = {}
     splits: dict[str, Split] = {}
     for split in wanted:
@@ -290,16 +302,21 @@ def _folder(root: Path, wanted: Sequence[str]) -> Images:
                 f"{other}; {len(missing)} classes differ"
             )
     for split in wanted:
-        files: list[bytes] = []
+        files: list[tuple[str, int]] = []
         labels: list[int] = []
         for label, name in enumerate(classes[split]):
             found = _image_files(root / split / name)
-            lines = "".join(f"{split}/{name}/{f} {size}\n" for f, size in found)
-            digest.update(os.fsencode(lines))
-            files += [os.fsencode(f) for f, _ in found]
+            files += [(f"{name}/{file}", size) for file, size in found]
             labels += [label] * len(found)
-        splits[split] = _Files(root / split, classes[split], np.array(files), np.array(labels))
-    return Images(root, classes[wanted[0]], splits, digest.hexdigest())
+        digests.append(hashes.fingerprint(root / split, files))
+        paths = np.array([os.fsencode(name) for name, _ in files])
+        splits[split] = _Files(root / split, paths, np.array(labels))
+    return Images(root, classes[wanted[0]], splits, _joined(wanted, digests))
+
+
+def _joined(wanted: Sequence[str], digests: list[str]) -> str:
+    """One hash of those of the splits."""
+    return hashlib.sha256(" ".join([*wanted, *digests]).encode()).hexdigest()
 
 
 def _image_files(directory: Path) -> list[tuple[str, int]]:
@@ -327,9 +344,11 @@ class _Rows:
     name: str
 
     def open(self, index: int) -> Image:
+        return decode(self.content(index), self.where(index))
+
+    def content(self, index: int) -> bytes:
         cell = self.rows[index][self.column]
-        content = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
-        return decode(content, self.where(index))
+        return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
@@ -356,7 +375,7 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
             "class labels"
         )
     classes = tuple(features[label[0]].names)
-    digest = hashlib.sha256()
+    digests = []
     splits: dict[str, Split] = {}
     for split in wanted:
         name = names[split]
@@ -368,9 +387,16 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
                 f"data.source={source}, {name}: a label is none of 0 to {len(classes) - 1}; the "
                 "labels of hidden tests are kept back"
             )
-        digest.update(f"{name} {len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
-        splits[split] = _Rows(rows, image[0], labels, f"{hub_id}, {name}")
-    return Images(Path(hub_id), classes, splits, digest.hexdigest())
+        own = _Rows(rows, image[0], labels, f"{hub_id}, {name}")
+        digest = hashlib.sha256(f"{len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
+        whole = (rows.info.dataset_size or math.inf) <= hashes.LIMIT
+        count = len(rows) if whole else min(hashes.SAMPLED, len(rows))
+        for number in range(count):
+            content = own.content(number * len(rows) // count)
+            digest.update(hashlib.sha256(content).digest())
+        digests.append(digest.hexdigest())
+        splits[split] = own
+    return Images(Path(hub_id), classes, splits, _joined(wanted, digests))
 
 
 # What Pillow's readers of `FORMATS` raise at files that end early or hold nonsense.

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sysconfig
 import uuid
@@ -24,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import corpus_source
 from experiments.checkpoint import LOCK, exclusive
 from experiments.config import RunConfig, driver
-from experiments.data import EMBEDDED, SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
+from experiments.corpus_source import EMBEDDED, data_files
+from experiments.data import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError, writing
 from experiments.tokenizer import (
     SEP,
@@ -47,13 +50,6 @@ _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is tra
 _TESTS = {"test", "tests", "idle_test"}
 _THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
-_BUILDERS = {
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".jsonl.gz": "json",
-    ".json.gz": "json",  # C4's own form
-    ".txt": "text",
-}
 
 
 @dataclass(frozen=True)
@@ -74,18 +70,14 @@ def prepare(config: DataConfig) -> Path:
     """
     directory = config.directory
     if directory.exists():
-        made_from = read_manifest(config)["source"]["path"]
-        if made_from != config.source:
-            raise UserError(
-                f"{directory} was prepared from {made_from}, not from {config.source}: delete it, "
-                "or give this corpus another data.name"
-            )
+        read_manifest(config)  # of this very source
         return directory
     encoding: tiktoken.Encoding | HFTokenizer | None = None
     if config.tokenizer_kind == "gpt2":
         encoding = gpt2_encoding()  # fails before the long work
     elif config.tokenizer_kind == "hf":
         encoding = folder_tokenizer(config.tokenizer)
+    made_from = corpus_source.record(config.source, config.text_column)
     source = _stdlib() if config.source == EMBEDDED else _files(config.source, config.text_column)
     with _building(directory) as building, writing(directory):
         path = building / "tokenizer.json"
@@ -104,7 +96,7 @@ def prepare(config: DataConfig) -> Path:
         manifest = {
             "schema": SCHEMA,
             "name": config.name,
-            "source": {"path": config.source, **source.description},
+            "source": {**made_from, **source.description},
             "tokenizer": {
                 "kind": config.tokenizer_kind,
                 "vocab_size": encoding.n_vocab,
@@ -243,7 +235,7 @@ def _files(source: str, text_column: str) -> Source:
         raise UserError("reading data files needs the datasets library: pip install 'sparse24[hf]'")
     import datasets
 
-    builder, paths = _data_files(source)
+    builder, paths = data_files(source)
     cache = datasets.config.HF_DATASETS_CACHE
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
@@ -272,37 +264,17 @@ def _files(source: str, text_column: str) -> Source:
     def batches(split: str) -> Iterator[list[str]]:
         return (rows[text_column] for rows in by_split[split].iter(_BATCH))
 
+    # The hub's files are read as they are today: those of which commit is on record.
+    urls = "\n".join(table.info.download_checksums or ())
     return Source(
         batches,
         {split: len(rows) for split, rows in by_split.items()},
         {
+            "revisions": sorted(set(re.findall(r"^hf://.*?@([0-9a-f]{40})/", urls, re.M))),
             "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
             "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)",
         },
     )
-
-
-def _data_files(source: str) -> tuple[str, list[str] | str]:
-    """The `datasets` builder for a source, and its files in sorted order."""
-    if source.startswith("hf://"):
-        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
-        return next(by_suffix, "parquet"), source
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"data.source={source} does not exist")
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    by_builder: dict[str, list[str]] = {}
-    for file in files:
-        for suffix, builder in _BUILDERS.items():
-            if file.name.endswith(suffix):
-                by_builder.setdefault(builder, []).append(str(file))
-    if len(by_builder) != 1:
-        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
-        raise UserError(
-            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
-            f"found: {found}"
-        )
-    return next(iter(by_builder.items()))
 
 
 @driver("pretrain", after_stop="begins it anew", groups=("data",))

@@ -48,17 +48,22 @@ CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config on this very data, if it was run to the end.
+    """The result of this very config, if it was run to the end.
 
     Raises:
-        UserError: the result cannot be read.
+        UserError: the result cannot be read, or was made on other data than those of the config.
     """
-    result = results.read_finished(config.directory(), config.digest())
+    directory = config.directory()
+    result = results.read_finished(directory, config.digest())
     if result is None:
         return None
-    data = config.data.known_fingerprint()
-    other_data = data is not None and data != result["corpus_hash"]
-    return None if other_data or result.get("init") != config.init_weights() else result
+    if not config.data.check_result(result, directory):
+        raise UserError(
+            f"{directory} was made on other data (from {result['config']['data']['source']}, hash "
+            f"{result['corpus_hash'][:12]}) than those of data.source={config.data.source}: give "
+            f"these another data.name, or delete {directory}"
+        )
+    return None if result.get("init") != config.init_weights() else result
 
 
 def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:

@@ -5,6 +5,7 @@ speed.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,15 @@ UNUSED = {
     "sqrt": ("min_learning_rate", "cooldown_steps"),
     "triangle": ("min_learning_rate", "cooldown_steps", "warmup_steps", "warmup_learning_rate"),
 }
+
+
+def check_name(key: str, name: str) -> None:
+    """A ValueError unless a value that names a folder stays one plain part of its path."""
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
+        raise ValueError(
+            f"{key}={name!r} names a folder: begin it with a letter or a digit, then take letters, "
+            "digits and . _ + - alone, at most 100"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

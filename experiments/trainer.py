@@ -315,7 +315,7 @@ class Trainer:
         if state["data"] != self.source.fingerprint:
             raise UserError(
                 f"{self.checkpoints} was made on other data than those in "
-                f"{self.source.directory}; remove it or change `runs`"
+                f"{self.source.directory}; give these another data.name, or remove it"
             )
         self.optimization.load_state_dict(state)
         self.step = state["step"]

@@ -101,6 +101,11 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("method.gamma=2", "gamma=2.0; it must lie in"),
         ("model.n_head=3", "n_embd must be a multiple of n_head"),
         ("data.tokenizer=words", "tokenizer=words is neither gpt2, bpe nor wordpiece"),
+        ("data.name=../../x", "data.name='../../x' names a folder"),
+        ("data.name=/x", "data.name='/x' names a folder"),
+        ("data.name=''", "data.name='' names a folder"),
+        ("data.name=.", "data.name='.' names a folder"),
+        ("model.name=gpt2_/../../x", "model.name='gpt2_/../../x' names a folder"),
         ("data.source=texts", "data.source=texts is not the embedded corpus"),
     ],
 )
@@ -118,6 +123,12 @@ def test_bad_overrides_are_one_line(override, message):
 def test_the_dtype_that_was_a_key_of_impl_is_named(config_name, meant):
     with pytest.raises(UserError, match=f"^there is no impl.dtype here; {meant} may be meant$"):
         composed(config_name, lambda composed: composed, ["impl.dtype=bf16"])
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "''", ".", "..", "a/b"])
+def test_images_have_a_plain_name_as_well(name):
+    with pytest.raises(UserError, match=r"data\.name='.*' names a folder"):
+        load(["model=deit_nano", "data=imagenet", f"data.name={name}"])
 
 
 def test_run_directory_follows_from_what_is_computed():

@@ -21,7 +21,8 @@ def write_corpus(root, train=5000, val=1000, vocab_size=7000):
         np.arange(count).astype("<u2").tofile(path)
         splits[split] = {**file_record(path), "tokens": count}
     tokenizer = {"kind": "bpe", "vocab_size": vocab_size, "file": None}
-    manifest = {"schema": 1, "name": "count", "tokenizer": tokenizer, "splits": splits}
+    made_from = {"path": "unused"}
+    manifest = {"schema": 1, "source": made_from, "tokenizer": tokenizer, "splits": splits}
     (config.directory / "manifest.json").write_text(json.dumps(manifest))
     return config
 

@@ -96,17 +96,33 @@ def test_a_folder_in_imagenets_layout(folder):
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (12, 10), (35, 35, 35))
 
 
-def test_the_hash_of_a_folder_is_of_names_and_sizes(folder, tmp_path):
-    config = ImageConfig("pets", str(folder))
-    first = config.known_fingerprint()
+def test_the_hash_of_a_folder_is_of_names_sizes_and_content(folder, tmp_path):
+    def fingerprint(root):
+        return load_images(ImageConfig("pets", str(root))).fingerprint
+
+    first = fingerprint(folder)
     again = write_folder(tmp_path / "elsewhere")
-    assert ImageConfig("pets", str(again)).known_fingerprint() == first
+    assert fingerprint(again) == first
     (folder / "val" / "cat" / "cat_0.png").rename(folder / "val" / "cat" / "cat_9.png")
-    assert config.known_fingerprint() != first
-    with (again / "train" / "owl" / "owl_0.png").open("ab") as file:
-        file.write(b"\0")
-    assert ImageConfig("pets", str(again)).known_fingerprint() != first
-    assert ImageConfig("pets", "owner/not-here").known_fingerprint() is None
+    assert fingerprint(folder) != first
+    for change in (lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda c: c + b"\0"):
+        path = again / "train" / "owl" / "owl_0.png"
+        content = path.read_bytes()
+        path.write_bytes(change(content))
+        assert fingerprint(again) != first
+        path.write_bytes(content)
+        assert fingerprint(again) == first
+
+
+def test_the_hash_of_a_data_set_of_the_hub_is_of_its_images(hub):
+    def fingerprint(**splits):
+        hub(**splits)
+        return load_images(ImageConfig("pets", "some/pets")).fingerprint
+
+    first = fingerprint(train=[0, 1, 0], validation=[0, 1])
+    assert fingerprint(train=[0, 1, 0], validation=[0, 1]) == first
+    assert fingerprint(train=[0, 1, 1], validation=[0, 1]) != first
+    assert fingerprint(train=[0, 1, 0], validation=[0, 1], shade=6) != first
 
 
 def test_the_digits_hold_out_400_of_1797_by_class():
@@ -123,14 +139,15 @@ def test_the_digits_hold_out_400_of_1797_by_class():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """hub(train=labels, validation=labels) puts such a data set there; returns what it is asked."""
+    """hub(train=labels, validation=labels) puts such a data set there, `shade` being that of its
+    first image; returns what it is asked."""
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     )
 
-    def put(**splits):
-        made, level = {}, iter(range(1, 99))
+    def put(shade=1, **splits):
+        made, level = {}, iter(range(shade, 99))
         for name, labels in splits.items():
             pictures = [Image.new("L", (9, 9), next(level)) for _ in labels]
             rows = {"image": pictures, "label": labels}
@@ -184,8 +201,8 @@ def test_a_folder_with_validation_images_alone_can_be_evaluated(folder):
 
 def test_the_digits_and_the_hub_give_the_splits_that_are_asked_for(hub):
     hub(validation=[0, 1])
-    for name in ("digits", "some/pets"):
-        config = ImageConfig(name, name, image_size=8)
+    for name, source in (("digits", "digits"), ("pets", "some/pets")):
+        config = ImageConfig(name, source, image_size=8)
         assert load_images(config, ("val",)).splits.keys() == {"val"}
 
 

@@ -14,7 +14,8 @@ import yaml
 
 from experiments import prepare_data
 from experiments.checkpoint import exclusive
-from experiments.data import SPLITS, DataConfig, load_tokens
+from experiments.corpus_source import data_files
+from experiments.data import SPLITS, DataConfig, load_tokens, read_manifest
 from experiments.errors import UserError
 from experiments.prepare_data import prepare
 from experiments.tokenizer import (
@@ -250,7 +251,7 @@ def test_a_corpus_of_word_pieces(tmp_path, hub_cache):
 def test_the_hub_is_read_in_the_format_of_the_pattern():
     for pattern, builder in [("en/c4-*.json.gz", "json"), ("**/*.parquet", "parquet")]:
         source = f"hf://datasets/owner/name/{pattern}"
-        assert prepare_data._data_files(source) == (builder, source)
+        assert data_files(source) == (builder, source)
 
 
 def test_the_validation_part_is_that_of_nanogpt(tmp_path, hub_cache, byte_gpt2):
@@ -297,8 +298,28 @@ def test_a_prepared_corpus_is_kept_and_another_source_is_refused(tmp_path, hub_c
     before = path.stat().st_mtime_ns
     prepare(DataConfig("mini", str(folder), root))
     assert path.stat().st_mtime_ns == before
-    with pytest.raises(UserError, match=r"was prepared from .*source, not from elsewhere"):
+    with pytest.raises(UserError, match=r"elsewhere does not exist; .*mini-gpt2 was made"):
         prepare(DataConfig("mini", "elsewhere", root))
+
+
+def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cache, byte_gpt2):
+    folder, root = tmp_path / "source", str(tmp_path / "data")
+    folder.mkdir()
+    write_txt(folder, TEXTS)
+    path = prepare(DataConfig("mini", str(folder), root))
+    made_from = read_manifest(DataConfig("mini", str(folder), root))["source"]
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert (made_from["files"], made_from["bytes"]) == (30, size)
+    moved = folder.rename(tmp_path / "moved")
+    assert prepare(DataConfig("mini", str(moved), root)) == path
+    load_tokens(DataConfig("mini", str(folder), root), seed=0)  # complete without its source
+    file = moved / "sub" / "07.txt"
+    file.write_text(TEXTS[7].replace("document", "documenT"), encoding="utf-8")  # as many bytes
+    with pytest.raises(UserError, match=r"was made from .*source, not from .*moved: give this"):
+        load_tokens(DataConfig("mini", str(moved), root), seed=0)
+    moved.rename(folder)
+    with pytest.raises(UserError, match=r"was made from .*source as it was, which has changed"):
+        prepare(DataConfig("mini", str(folder), root))
 
 
 def test_a_changed_tokenizer_is_refused(tmp_path, hub_cache):

@@ -98,16 +98,50 @@ def test_half_written_files_of_a_killed_process_are_removed(tiny, killed):
     assert contents(checkpoints).keys() == before != set()
 
 
-def test_a_result_on_another_corpus_does_not_count(tiny, other_corpus):
+def of(corpus, name="text"):
+    """Overrides of the corpus in this root."""
+    return f"data.root={corpus}", f"data.source={corpus / name}"
+
+
+def test_a_run_on_another_corpus_is_refused_and_nothing_changes(tiny, other_corpus, corpus_dir):
     config = tiny("method=dense", "train.steps=2")
     pretrain.run(config, quiet)
-    assert pretrain.finished(config) is not None
-    other = tiny("method=dense", "train.steps=2", f"data.root={other_corpus}")
+    before = contents(config.directory())
+    other = tiny("method=dense", "train.steps=2", *of(other_corpus))
     assert other.directory() == config.directory()
-    assert pretrain.finished(other) is None
-    # Without the corpus at hand nothing can be said against the result.
-    gone = tiny("method=dense", "train.steps=2", "data.root=nowhere")
-    assert pretrain.finished(gone) is not None
+    for data, message in (
+        (of(other_corpus), f"was made on other data .*from {corpus_dir}/text.*another data.name"),
+        ([f"data.source={other_corpus / 'text'}"], "words-v300 was made from .*, not from .*other"),
+        ([f"data.source={corpus_dir}/txet"], "txet does not exist; .*words-v300 was made from"),
+        (["data.text_column=body"], "words-v300 was made from the column text, not from .*=body"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            pretrain.run(tiny("method=dense", "train.steps=2", *data), quiet)
+        assert "\n" not in str(caught.value)
+    assert contents(config.directory()) == before
+
+
+def test_a_run_whose_corpus_is_not_at_hand_is_done_unless_it_is_of_another_source(
+    tiny, other_corpus, corpus_dir
+):
+    def finished(*data):
+        return pretrain.finished(tiny("method=dense", "train.steps=2", "data.root=nowhere", *data))
+
+    pretrain.run(tiny("method=dense", "train.steps=2"), quiet)
+    assert finished() is not None
+    for folder, message in (
+        (other_corpus / "text", "seed0 was made from .*, not from .*other"),
+        (corpus_dir / "txet", "txet does not exist; .*seed0 was made from"),
+    ):
+        with pytest.raises(UserError, match=message):
+            finished(f"data.source={folder}")
+
+
+def test_a_corpus_on_which_nothing_was_trained_yet_is_that_of_its_source_alone(tiny, other_corpus):
+    config = tiny("method=dense", f"data.source={other_corpus / 'text'}")
+    with pytest.raises(UserError, match=r"words-v300 was made from .*, not from .*another data"):
+        pretrain.run(config, quiet)
+    assert not config.directory().exists()
 
 
 def test_a_damaged_result_is_one_line(tiny):
@@ -178,7 +212,7 @@ def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, kil
     config = tiny("method=ste")
     killed(config, 5)
     before = contents(config.directory())
-    other = tiny("method=ste", f"data.root={other_corpus}")
+    other = tiny("method=ste", *of(other_corpus))
     with pytest.raises(UserError, match="was made on other data than those in"):
         pretrain.run(other, quiet)
     assert contents(config.directory()) == before

@@ -1,6 +1,8 @@
 """Self-distillation goes on bit for bit, its centre, teacher and schedules included; corrupt images
 on the way."""
 
+from shutil import rmtree
+
 import numpy as np
 import pytest
 import torch
@@ -129,17 +131,20 @@ def test_skipped_images_are_counted_across_a_stop_and_over_all_ranks(folder, kin
     assert ranks[0].describe() == straight.describe()
 
 
-def test_a_run_that_met_a_corrupt_image_goes_on_without_it(folder, tmp_path):
-    def config(*more):
-        shape = ["model.width=16", "model.depth=1", "model.heads=2", "model.n_classes=2"]
-        short = ["train.steps=12", "train.batch_size=2", "train.warmup_steps=0"]
-        often = ["train.log_every=1", "train.eval_samples=4", "impl.checkpoint_every=1"]
-        data = ["data=imagenet", "data.name=two", f"data.source={folder}", "data.image_size=32",
-                "data.repeats=1"]  # fmt: skip
-        here = ["method=dense", "impl.device=cpu", "impl.threads=1", f"runs={tmp_path / 'runs'}"]
-        return load(["model=deit_nano", *shape, *short, *often, *data, *here, *more])
+def configure(folder, runs, *more):
+    """Twelve steps on the images of `folder`, by classes."""
+    shape = ["model.width=16", "model.depth=1", "model.heads=2", "model.n_classes=2"]
+    short = ["train.steps=12", "train.batch_size=2", "train.warmup_steps=0"]
+    often = ["train.log_every=1", "train.eval_samples=4", "impl.checkpoint_every=1"]
+    data = ["data=imagenet", "data.name=two", f"data.source={folder}", "data.image_size=32",
+            "data.repeats=1"]  # fmt: skip
+    here = ["method=dense", "impl.device=cpu", "impl.threads=1", f"runs={runs}"]
+    return load(["model=deit_nano", *shape, *short, *often, *data, *here, *more])
 
-    strict, lenient = config(), config("data.on_corrupt=skip")
+
+def test_a_run_that_met_a_corrupt_image_goes_on_without_it(folder, tmp_path):
+    runs = tmp_path / "runs"
+    strict, lenient = configure(folder, runs), configure(folder, runs, "data.on_corrupt=skip")
     assert strict.directory() == lenient.directory()
     with pytest.raises(UserError, match=r"set data\.on_corrupt=skip to go on without it"):
         pretrain.run(strict, print)
@@ -148,3 +153,55 @@ def test_a_run_that_met_a_corrupt_image_goes_on_without_it(folder, tmp_path):
     assert any(line.startswith("resumed at step") for line in said)
     assert result["config"]["data"]["on_corrupt"] == "skip"
     assert result["steps"] == 12 and result["corpus"]["skipped"] > 0
+
+
+def painted(root, shade):
+    """Two images a class, which two data sets of this kind tell apart by their colour alone."""
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(2):
+                image = Image.new("RGB", (10, 10), (shade, 10 * i, 0))
+                image.save(root / split / name / f"{i}.ppm")
+    return root
+
+
+def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path, monkeypatch):
+    one, other = painted(tmp_path / "one", 1), painted(tmp_path / "other", 2)
+
+    def contents():
+        return {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
+
+    def run(folder):
+        return pretrain.run(configure(folder, tmp_path / "runs"), print)
+
+    assert configure(one, "runs").directory() == configure(other, "runs").directory()
+    original = Trainer._train_step
+
+    def dying(self, batches):
+        if self.step == 3:
+            raise Stop
+        return original(self, batches)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Trainer, "_train_step", dying)
+        run(one)
+    before = contents()
+    with pytest.raises(UserError, match=r"checkpoints was made on other data .*data\.name"):
+        run(other)
+    assert contents() == before
+    result, before = run(one), contents()
+    assert result["corpus"]["sha256"] == result["corpus_hash"]
+    for folder, message in (
+        (other, f"was made on other data .from {one}, .*{other}: give these another data.name"),
+        (tmp_path / "onn", r"data\.source=.*onn is no folder"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            run(folder)
+        assert "\n" not in str(caught.value)
+    assert contents() == before
+    moved = one.rename(tmp_path / "moved")
+    assert run(moved)["corpus_hash"] == result["corpus_hash"]  # done already, by content
+    rmtree(moved)
+    assert pretrain.finished(configure(one, tmp_path / "runs")) is not None  # none to compare with
+    assert contents() == before

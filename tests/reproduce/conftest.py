@@ -23,7 +23,11 @@ def make_result(config_hash="0" * 16, **changed):
             "data": {},
             "method": {},
         },
-        "corpus": {"name": "tiny", "splits": {"train": split, "val": split | {"tokens": 50}}},
+        "corpus": {
+            "name": "tiny",
+            "source": {"path": "stdlib"},
+            "splits": {"train": split, "val": split | {"tokens": 50}},
+        },
         "steps": 10,
         "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
         "sparsity": {"density": 0.5, "illegal_groups": 0},

@@ -1,0 +1,88 @@
+"""The files that a corpus of text is made from, and whether they are still the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments import hashes
+from experiments.errors import UserError
+
+EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
+_HUB = "hf://"
+_BUILDERS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",  # C4's own form
+    ".txt": "text",
+}
+
+
+def data_files(source: str) -> tuple[str, list[str] | str]:
+    """The `datasets` builder for a source, and its files in sorted order."""
+    if source.startswith(_HUB):
+        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
+        return next(by_suffix, "parquet"), source
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"data.source={source} does not exist")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    by_builder: dict[str, list[str]] = {}
+    for file in files:
+        for suffix, builder in _BUILDERS.items():
+            if file.name.endswith(suffix):
+                by_builder.setdefault(builder, []).append(str(file))
+    if len(by_builder) != 1:
+        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
+        raise UserError(
+            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
+            f"found: {found}"
+        )
+    return next(iter(by_builder.items()))
+
+
+def record(source: str, text_column: str) -> dict[str, Any]:
+    """What a manifest says of a source: of local files their number, size and `fingerprint`."""
+    named = {"path": source, "text_column": text_column}
+    if source == EMBEDDED or source.startswith(_HUB):
+        return named
+    _, paths = data_files(source)
+    root = Path(source) if Path(source).is_dir() else Path(source).parent
+    files = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
+    return {
+        **named,
+        "files": len(files),
+        "bytes": sum(size for _, size in files),
+        "sha256": hashes.fingerprint(root, files),
+    }
+
+
+def check(source: str, text_column: str, made_from: dict[str, Any], made: Path) -> None:
+    """A UserError unless `made` was made from this source, of which it has `made_from` on record.
+
+    Local files may have moved, their content counts. Where they are gone, their path on record is
+    taken for them: a corpus is complete without them. A pattern of the hub is compared by its text.
+    """
+    remedy = f"give this text another data.name, or delete {made}"
+    if text_column != (column := made_from.get("text_column", text_column)):
+        raise UserError(
+            f"{made} was made from the column {column}, not from data.text_column={text_column}: "
+            f"{remedy}"
+        )
+    local = source != EMBEDDED and not source.startswith(_HUB)
+    exists, same_path = local and Path(source).exists(), source == made_from["path"]
+    if local and not exists and not same_path:
+        raise UserError(
+            f"data.source={source} does not exist; {made} was made from {made_from['path']}"
+        )
+    same = same_path
+    if exists and "sha256" in made_from:
+        same = record(source, text_column)["sha256"] == made_from["sha256"]
+    if not same:
+        how = (
+            f"from {source} as it was, which has changed"
+            if same_path
+            else f"from {made_from['path']}, not from {source}"
+        )
+        raise UserError(f"{made} was made {how}: {remedy}")
