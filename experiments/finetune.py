@@ -259,7 +259,8 @@ class Tuning:
         recipe, metrics = self.config.recipe, {}
         every = self.config.impl.checkpoint_every
         steps = self.train.steps // recipe.epochs  # of an epoch
-        log = MetricsLog(directory, self.lines, self.config.impl.loggers)
+        loggers, config = self.config.impl.loggers, self.config.as_dict()
+        log = MetricsLog(directory, self.lines, loggers, config)
         sequence = sum(len(s.ids) for s in self.problem.train) / len(self.problem.train)
         tokens = 0
         self.model.train()

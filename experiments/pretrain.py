@@ -101,6 +101,7 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 micro_batch=config.impl.micro_batch,
                 checkpoint_every=config.impl.checkpoint_every,
                 loggers=config.impl.loggers,
+                config=config.as_dict(),
                 report=report,
             )
             trainer.resume()

@@ -1,16 +1,22 @@
-"""Where a run's figures go: a JSONL file, which is the truth, and optional viewers."""
+"""Where a run's figures go: a JSONL file, which is the truth, and optional viewers.
+
+However often a run is stopped and goes on, it is one run at Weights & Biases, and one event file of
+TensorBoard.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
 from experiments.checkpoint import finite, write_atomic
 from experiments.errors import UserError, writing
+
+WANDB_ID = "wandb_id.txt"
 
 
 class MetricsLog:
@@ -18,15 +24,21 @@ class MetricsLog:
 
     lines: of the records so far. A checkpoint keeps them, and a resumed run begins with those of
         its checkpoint: whatever became of the file, none is missing and none is there twice.
+    config: of the run, for the viewers.
     """
 
-    def __init__(self, directory: Path, lines: list[str], viewers: tuple[str, ...]) -> None:
+    def __init__(
+        self, directory: Path, lines: list[str], viewers: tuple[str, ...], config: dict[str, Any]
+    ) -> None:
         self.path, self.lines = directory / "metrics.jsonl", [*lines]
         text = "".join(self.lines)
         write_atomic(self.path, lambda p: p.write_text(text, encoding="utf-8"))
         self._file = self.path.open("ab", buffering=0)
-        self._tensorboard = _tensorboard(directory) if "tensorboard" in viewers else None
-        self._wandb = _wandb(directory) if "wandb" in viewers else None
+        self._tensorboard = _tensorboard(directory, config) if "tensorboard" in viewers else None
+        self._wandb = _wandb(directory, config) if "wandb" in viewers else None
+        if self._tensorboard is not None:
+            for line in self.lines:
+                self._draw(json.loads(line))
 
     def write(self, record: dict[str, Any]) -> None:
         self.lines.append(json.dumps(finite(record)) + "\n")
@@ -34,12 +46,14 @@ class MetricsLog:
             left = self.lines[-1].encode()
             while left:  # of a disk that fills up it takes a part first
                 left = left[self._file.write(left) :]
-        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        if self._tensorboard is not None:
-            for name, value in numbers.items():
-                self._tensorboard.add_scalar(name, value, record["step"])
+        self._draw(record)
         if self._wandb is not None:
-            self._wandb.log(numbers, step=record["step"])
+            self._wandb.log(_numbers(record), step=record["step"])
+
+    def _draw(self, record: dict[str, Any]) -> None:
+        if self._tensorboard is not None:
+            for name, value in _numbers(record).items():
+                self._tensorboard.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
         """Make the records survive a power cut."""
@@ -80,17 +94,35 @@ def check_viewers(viewers: tuple[str, ...]) -> None:
             raise UserError(f"impl.loggers has {name}: run `pip install sparse24[logging]`")
 
 
-def _tensorboard(directory: Path) -> Any:
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+
+
+def _tensorboard(directory: Path, config: dict[str, Any]) -> Any:
+    """A new event file, which is to show the records so far as well, in the place of the old."""
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(directory))
+    for old in directory.glob("events.out.tfevents.*"):
+        old.unlink()
+    writer = SummaryWriter(str(directory))
+    writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
+    return writer
 
 
-def _wandb(directory: Path) -> Any:
+def _wandb(directory: Path, config: dict[str, Any]) -> Any:
+    """The run of this directory, which keeps its id: a directory that was removed and made again is
+    another run, whose records Weights & Biases would not take into the old one."""
     import wandb
 
-    path = directory.resolve()
-    # A function of the directory, so a resumed run goes on in its own chart, and no other one does.
-    id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    name = "-".join(path.parts[-3:])
-    return wandb.init(project="sparse24", id=id, name=name, resume="allow", dir=str(directory))
+    path = directory / WANDB_ID
+    if not path.exists():
+        write_atomic(path, lambda p: p.write_text(uuid.uuid4().hex[:16], encoding="utf-8"))
+    return wandb.init(
+        project="sparse24",
+        id=path.read_text(encoding="utf-8"),
+        name="-".join(directory.resolve().parts[-3:]),
+        config=config,
+        allow_val_change=True,  # `impl` may change from one start to the next
+        resume="allow",
+        dir=str(directory),
+    )

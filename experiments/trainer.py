@@ -65,6 +65,7 @@ class Trainer:
     Args:
         identity: hash of the run's config; a checkpoint of another config, or made on other data,
             is refused.
+        config: of the run, for the viewers of its log.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Trainer:
         micro_batch: int | None = None,
         checkpoint_every: int = 0,
         loggers: tuple[str, ...] = (),
+        config: dict[str, Any] | None = None,
         report: Callable[[str], None] = print,
     ) -> None:
         self.model, self.method, self.source = model, method, source
         self.train, self.seed = train, seed
         self.identity, self.directory, self.world = identity, directory, world
-        self.checkpoint_every, self.loggers, self.report = checkpoint_every, loggers, report
+        self.checkpoint_every, self.report = checkpoint_every, report
+        self.loggers, self.config = loggers, config or {}
         self.micro_batch = micro_batch_size(train, micro_batch, world.size)
         self.optimization = Optimization(
             model, method, train, world.device, compiled=compiled, ranks=world.size
@@ -111,7 +114,7 @@ class Trainer:
         """Train up to the last step, from where the state is."""
         main = self.world.is_main
         if main:
-            self.log = MetricsLog(self.directory, self.lines, self.loggers)
+            self.log = MetricsLog(self.directory, self.lines, self.loggers, self.config)
         first, seen = self.step, self.train.samples_before * self.source.tokens_per_sample
         batches = self.source.batches(self._requests())
         self.model.train()

@@ -298,7 +298,7 @@ def test_metrics_of_a_cut_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 0.9}\n{"step": 2, "lo')
     assert [r["step"] for r in read_metrics(path)] == [0, 1]
-    log = MetricsLog(tmp_path, ['{"step": 0, "loss": 1.0}\n'], viewers=())
+    log = MetricsLog(tmp_path, ['{"step": 0, "loss": 1.0}\n'], viewers=(), config={})
     log.write({"step": 1, "loss": 0.5})
     log.close()
     assert read_metrics(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
