@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import methods
 from common_kernels import compress_nm, expand_nm, unpack_mask
 from experiments.bench import dense_fp8
-from experiments.bench.timing import Call, Time
+from experiments.bench.timing import Call, Time, in_turns
 from experiments.errors import UserError
 from methods.compressed import CompressedLinear
 from methods.gemms import Products, sample_tokens
@@ -173,6 +174,21 @@ def compiling() -> Any:
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+
+
+def compare(
+    dense: Bench, built: Mapping[str, Bench], device: torch.device, repeats: int, buffers: int
+) -> dict[str, dict[str, Time]]:
+    """For each arm the times of its `calls`, beside that of the dense model; all in turns."""
+    calls = {"dense": dense.forward_backward}
+    names = {name: {part: f"{name}: {part}" for part in b.calls()} for name, b in built.items()}
+    for name, keys in names.items():
+        calls |= {keys[part]: call for part, call in built[name].calls().items()}
+    times = in_turns(calls, device, repeats, buffers)
+    return {
+        name: {"dense": times["dense"], **{part: times[key] for part, key in keys.items()}}
+        for name, keys in names.items()
+    }
 
 
 def parts(times: dict[str, Time]) -> dict[str, float]:

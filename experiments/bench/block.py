@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from experiments.bench import arms, linear
 from experiments.bench.arms import ARMS, Bench
 from experiments.bench.report import Report, Row
-from experiments.bench.timing import in_turns
+from experiments.bench.timing import Time
 from models.gpt2 import MLP, GPTConfig
 
 NAMES = ("dense", "dense fp8", "t_sr_ste", "s_ste", "s_ste, fp8", "slope")
@@ -51,16 +51,12 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                 linear.gate(name, (tokens, *widths), dtype, options.device, matmul)
             gate(name, built[name])
         report.note("correctness: green")
-        for name in names:
-            report.add(measure(name, built[name], dense, dtype, options))
+        compared = arms.compare(dense, built, options.device, options.repeats, BUFFERS)
+    for name, times in compared.items():
+        report.add(row(name, built[name], times, dtype))
 
 
-def measure(
-    name: str, built: Bench, dense: Bench, dtype: torch.dtype, options: argparse.Namespace
-) -> Row:
-    """One row: the block in turns with the dense one."""
-    calls = {"dense": dense.forward_backward, **built.calls()}
-    times = in_turns(calls, options.device, options.repeats, BUFFERS)
+def row(name: str, built: Bench, times: dict[str, Time], dtype: torch.dtype) -> Row:
     tokens, width = built.inputs[0].shape
     return Row(
         name, "fp8" if ARMS[name].fp8 else str(dtype).removeprefix("torch."),

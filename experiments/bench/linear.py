@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.bench import arms, dense_fp8
-from experiments.bench.arms import ARMS, Bench
+from experiments.bench.arms import ARMS, Bench, Converted
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, Time, in_turns
 from methods.gemms import DENSE
@@ -55,8 +55,13 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         report.note(f"correctness of {shape_name(shape)}: green")
     for shape in shapes:
         rates = dense_products(shape, dtype, options)
-        for name in names:
-            report.add(measure(name, shape, dtype, matmul, rates, options))
+        of = (shape, dtype, options.device, matmul, BUFFERS)
+        built = {name: build(name, *of) for name in names}
+        dense = build("dense", *of)
+        compared = arms.compare(dense, built, options.device, options.repeats, BUFFERS)
+        for name, times in compared.items():
+            report.add(row(name, shape, dtype, built[name].converted, rates, times))
+        del built, dense
     if not on_gpu:
         report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
 
@@ -107,11 +112,8 @@ def dense_products(
         "input": lambda i: dy[i] @ w[i],
         "weight": lambda i: dy[i].t() @ x[i],
     }
-    times = in_turns(calls, device, options.repeats, BUFFERS)
-    rates = {dtype: {name: time.ms for name, time in times.items()}}
     if device.type == "cuda":
-        e4m3 = dense_fp8.E4M3
-        x8, w8 = ([dense_fp8.quantize(t, e4m3)[:2] for t in ts] for ts in (x, w))
+        x8, w8 = ([dense_fp8.quantize(t, dense_fp8.E4M3)[:2] for t in ts] for ts in (x, w))
         dy8 = [dense_fp8.quantize(t, dense_fp8.E5M2)[:2] for t in dy]
         one = torch.ones((), device=device)
         operands: dict[str, tuple[Codes, Codes, int, int, bool]] = {
@@ -123,35 +125,33 @@ def dense_products(
         def scaled(a: Codes, b: Codes, p: int, q: int, fast: bool, i: int) -> torch.Tensor:
             return dense_fp8.product(a[i][p], b[i][q], (one, one), dtype, fast)
 
-        calls = {name: partial(scaled, *operand) for name, operand in operands.items()}
-        times = in_turns(calls, device, options.repeats, BUFFERS)
-        rates[e4m3] = {name: time.ms for name, time in times.items()}
+        calls |= {f"fp8 {name}": partial(scaled, *operand) for name, operand in operands.items()}
+    times = in_turns(calls, device, options.repeats, BUFFERS)
+    rates = {dtype: {name: times[name].ms for name in arms.PRODUCTS}}
+    if device.type == "cuda":
+        rates[dense_fp8.E4M3] = {name: times[f"fp8 {name}"].ms for name in arms.PRODUCTS}
     return rates
 
 
-def measure(
+def row(
     name: str,
     shape: Shape,
     dtype: torch.dtype,
-    matmul: str,
+    converted: Converted,
     rates: dict[torch.dtype, dict[str, float]],
-    options: argparse.Namespace,
+    times: dict[str, Time],
 ) -> Row:
-    """One row: the arm in turns with the dense linear."""
-    built = build(name, shape, dtype, options.device, matmul, BUFFERS)
-    dense = build("dense", shape, dtype, options.device, matmul, BUFFERS)
-    calls = {"dense": dense.forward_backward, **built.calls()}
-    times = in_turns(calls, options.device, options.repeats, BUFFERS)
-    fp8 = ARMS[name].fp8 and dense_fp8.E4M3 in rates
+    on_gpu = dense_fp8.E4M3 in rates
+    fp8 = ARMS[name].fp8 and on_gpu
     rate = rates[dense_fp8.E4M3 if fp8 else dtype]
-    products = next(iter(built.converted.sparse.values()), DENSE)
+    products = next(iter(converted.sparse.values()), DENSE)
     halves = {p: 0.5 if getattr(products, p) else 1.0 for p in arms.PRODUCTS}
     tokens, inputs, outputs = shape
-    target, met = judge(name, shape, times, options.device.type == "cuda")
+    target, met = judge(name, shape, times, on_gpu)
     size = dtype.itemsize
     return Row(
         name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
-        built.converted.used, times["whole"],
+        converted.used, times["whole"],
         peers={"dense": times["dense"].ms},
         limit_ms=sum(halves[p] * rate[p] for p in arms.PRODUCTS),
         # x, dy, w read twice, the three results written.

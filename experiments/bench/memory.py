@@ -45,14 +45,13 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     for label, job in train.jobs(options, report).items():
         for name in names:
             step = train.ready(name, job, options.device, matmul)
-            for _ in range(STEPS):
-                step.ordinary(0)
+            peak = train.peak(step)
             sizes = parts(step.converted, step.optimizer)
             figures = {f"{part} MiB": size / MIB for part, size in sizes.items()}
             report.add(
                 Row(
                     name, train.precision(options.device), label, step.converted.used,
-                    figures={**figures, **train.peak(options.device)},
+                    figures={**figures, **peak},
                 )
             )  # fmt: skip
             step.close()

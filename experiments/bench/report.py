@@ -25,7 +25,7 @@ import rich.markup
 import rich.table
 import torch
 
-from experiments.bench.timing import Time
+from experiments.bench.timing import Time, load_text
 from experiments.checkpoint import write_atomic, write_json
 from experiments.errors import UserError
 from experiments.results import cpu_name, git_state
@@ -39,8 +39,7 @@ class Row:
     """One line.
 
     backend: what did the work. time: None where only memory was measured.
-    peers: median milliseconds of others on the same work, measured in the same run (in
-        turns with this one, but for whole training steps).
+    peers: median milliseconds of others on the same work, measured in turns with this one.
     limit_ms: the time that bytes at the measured copy bandwidth, or operations at the measured
         rate of the dense product, would take. bytes, flops: of the work, for the roofline.
     figures: further numbers by a name that ends in their unit.
@@ -64,7 +63,7 @@ class Row:
 def flat(row: Row) -> dict[str, Any]:
     """The row as it stands in a record: times beside the rest, `share` of the limit added."""
     fields = asdict(row)
-    time = fields.pop("time") or dict.fromkeys(("ms", "p20", "p80", "clock"))
+    time = fields.pop("time") or dict.fromkeys(("ms", "p20", "p80", "clock", "mhz", "watts"))
     share = row.limit_ms / row.time.ms if row.time and row.limit_ms is not None else None
     return {**{key: fields.pop(key) for key in KEY}, **time, **fields, "share": share}
 
@@ -235,9 +234,10 @@ def print_table(benchmark: str, rows: list[dict[str, Any]]) -> None:
 
 EXPLANATION = """\
 Milliseconds: median, 20th and 80th percentile. *Times as fast as*: median of the peer, measured in
-the same run (in turns, but for whole training steps), over this median. *Limit*: bytes at the
-bandwidth of a copy, or operations at the rate of a dense product of the same shape, both measured
-in the same run (a sparse product counts half). *Share*: limit over median.
+turns with the row, over this median. *Limit*: bytes at the bandwidth of a copy, or operations at
+the rate of a dense product of the same shape, both measured in the same run (a sparse product
+counts half). *Share*: limit over median. Under a sustained load a GPU lowers its clock, for dense
+products more than for sparse ones; rows below "in bursts" were measured after idle time.
 """
 
 
@@ -248,6 +248,7 @@ def markdown(record: dict[str, Any]) -> str:
         parts.append(f"## {name}")
         for text in dict.fromkeys(map(versions, benchmark["rows"])):
             parts.append(text)
+        parts += loads(benchmark["rows"])
         heads, lines = columns_used(benchmark["rows"])
         rule = ["---" if head in (*KEY, *TEXTS) else "--:" for head in heads]
         table = [f"| {' | '.join(line)} |" for line in (heads, rule, *lines)]
@@ -262,6 +263,19 @@ def versions(row: dict[str, Any]) -> str:
     known = [f"{label} {row[key]}" for key, label in names.items() if row[key] is not None]
     revision = (row["revision"] or "unknown revision")[:12] + (" modified" * bool(row["modified"]))
     return ", ".join([*known, revision])
+
+
+def loads(rows: list[dict[str, Any]]) -> list[str]:
+    """How the GPU stood while the timed rows were measured; nothing of a CPU."""
+    timed = [row for row in rows if row["ms"] is not None and row["clock"] != "host"]
+    known = [row for row in timed if "mhz" in row]
+    lines = []
+    if known:
+        text = load_text((row["mhz"] for row in known), (row["watts"] for row in known))
+        lines.append(text[0].upper() + text[1:] + ".")
+    if len(known) < len(timed):
+        lines.append(f"In bursts, after idle time: {len(timed) - len(known)} of {len(rows)} rows.")
+    return lines
 
 
 # --- figure --------------------------------------------------------------------------------------

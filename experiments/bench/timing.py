@@ -1,10 +1,16 @@
-"""How long a call takes, on a CPU or a GPU."""
+"""How long a call takes, on a CPU or a GPU.
+
+Under a steady load a GPU comes to its power limit and lowers its clock, for dense products more
+than for sparse ones: after idle time both are faster than they stay. So on a GPU a comparison
+begins with work that is not timed, and what is timed follows without a pause.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +20,38 @@ import torch
 Call = Callable[[int], Any]
 
 GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution of the events
+SUSTAINED_S = 2.0  # so long the calls of a comparison run on a GPU before they are timed
+ENOUGH, LIMIT_S = 3, 4.0  # so many samples on a GPU at least, and no more after so many seconds
 
 
 @dataclass(frozen=True)
 class Time:
     """Median, 20th and 80th percentile in milliseconds, and the clock: `host`, `graph` (replays of
-    a CUDA graph) or `events` (calls from Python between two CUDA events)."""
+    a CUDA graph) or `events` (calls from Python between two CUDA events).
+
+    mhz, watts: SM clock and power of the GPU while the first call of the comparison ran, medians;
+        None if nothing reads them.
+    """
 
     ms: float
     p20: float
     p80: float
     clock: str
+    mhz: float | None = None
+    watts: float | None = None
 
 
-def quantiles(samples: list[float], clock: str = "host") -> Time:
+def quantiles(samples: list[float], clock: str = "host", *load: float) -> Time:
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    return Time(statistics.median(samples), fifths[0], fifths[-1], clock)
+    return Time(statistics.median(samples), fifths[0], fifths[-1], clock, *load)
+
+
+def read_load() -> tuple[float, float] | None:
+    """SM clock in MHz and power in W of the current GPU, None if nothing reads them here."""
+    try:
+        return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
+    except Exception:  # no pynvml, no driver, a card that does not tell: each has its own error
+        return None
 
 
 def in_turns(
@@ -42,29 +64,50 @@ def in_turns(
     """Times of `calls`, taken in turns, so that clocks and temperature are the same for all.
 
     Args:
-        repeats: samples of each call, after one that warms up.
+        repeats: samples of each call, after what warms up: a turn, on a GPU SUSTAINED_S of turns.
+            On a GPU long calls get fewer.
         buffers: numbers below it go to the calls in rotation. Together the buffers should be
             larger than the last cache.
         graphs: capture the calls in CUDA graphs where that works; no matter on a CPU.
     """
     if device.type == "cpu":
         clocks = {name: (host_clock(call, buffers), "host") for name, call in calls.items()}
+        sustained, limit = 0.0, math.inf
     else:
         clocks = {name: gpu_clock(call, buffers, graphs) for name, call in calls.items()}
+        sustained, limit = SUSTAINED_S, LIMIT_S
+    start = time.perf_counter()
+    while True:
+        for milliseconds, _ in clocks.values():
+            milliseconds(None)
+        if time.perf_counter() - start >= sustained:
+            break
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, (milliseconds, _) in clocks.items():
-            elapsed = milliseconds()
-            if turn:
-                samples[name].append(elapsed)
-    return {name: quantiles(samples[name], clocks[name][1]) for name in calls}
+    loads: list[tuple[float, float]] = []
+
+    def read() -> None:
+        load = read_load()
+        if load is not None:
+            loads.append(load)
+
+    start = time.perf_counter()
+    for turn in range(repeats):
+        if turn >= ENOUGH and time.perf_counter() - start > limit:
+            break
+        for number, (name, (milliseconds, _)) in enumerate(clocks.items()):
+            samples[name].append(milliseconds(None if number else read))
+    load = [statistics.median(column) for column in zip(*loads, strict=True)]
+    return {name: quantiles(samples[name], clocks[name][1], *load) for name in calls}
 
 
-def host_clock(call: Call, buffers: int) -> Callable[[], float]:
+Clock = Callable[[Callable[[], None] | None], float]
+
+
+def host_clock(call: Call, buffers: int) -> Clock:
     """The outputs live until the clock has stopped, so all of them pay for fresh memory."""
     turn = -1
 
-    def milliseconds() -> float:
+    def milliseconds(_: Callable[[], None] | None) -> float:
         nonlocal turn
         turn = (turn + 1) % buffers
         start = time.perf_counter()
@@ -76,8 +119,8 @@ def host_clock(call: Call, buffers: int) -> Callable[[], float]:
     return milliseconds
 
 
-def gpu_clock(call: Call, buffers: int, graphs: bool) -> tuple[Callable[[], float], str]:
-    """A clock for one call, and its kind."""
+def gpu_clock(call: Call, buffers: int, graphs: bool) -> tuple[Clock, str]:
+    """A clock for one call, and its kind. What the clock is given is called while the GPU works."""
     # What the allocator has cached for one stream does not serve another: only graphs need one.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -95,11 +138,27 @@ def gpu_clock(call: Call, buffers: int, graphs: bool) -> tuple[Callable[[], floa
 
     start = graph.replay if graph else run
 
-    def milliseconds() -> float:
+    def milliseconds(meanwhile: Callable[[], None] | None) -> float:
         with torch.cuda.stream(stream):
-            return elapsed_ms(start) / count
+            return elapsed_ms(start, meanwhile) / count
 
     return milliseconds, "graph" if graph else "events"
+
+
+def load_text(mhz: Iterable[float | None], watts: Iterable[float | None]) -> str:
+    """How the GPU stood while comparisons were measured, in words."""
+
+    def span(values: Iterable[float | None], unit: str) -> str:
+        known = sorted(value for value in values if value is not None)
+        if not known:
+            return "not read"
+        ends = dict.fromkeys(f"{value:,.0f}" for value in (known[0], known[-1]))
+        return f"{' to '.join(ends)} {unit}"
+
+    return (
+        f"sustained load, {SUSTAINED_S:g} s of the same calls before each comparison; SM clock "
+        f"{span(mhz, 'MHz')}, power {span(watts, 'W')}"
+    )
 
 
 def waits(call: Call) -> bool:
@@ -129,11 +188,13 @@ def captured(
     return graph
 
 
-def elapsed_ms(run: Callable[[], Any]) -> float:
-    """Of what `run` puts on the current stream."""
+def elapsed_ms(run: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> float:
+    """Of what `run` puts on the current stream; `meanwhile` is called while the GPU is at it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
     end.record()
+    if meanwhile is not None:
+        meanwhile()
     end.synchronize()
     return start.elapsed_time(end)

@@ -4,7 +4,7 @@ Gradients to zero, forward, backward, clipping, the hooks of the method, fused A
 bf16 autocast with fp32 weights, each transformer block compiled, and the loss. Only the linears of
 the FFNs are converted, in all arms. A step that chooses masks is a figure of its own where not all
 steps do, and so is the step with its parts in CUDA graphs: launched from Python, a model of this
-size may wait for the CPU.
+size may wait for the CPU. All methods are held at once and measured in turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from experiments.bench import arms, linear
 from experiments.bench.arms import Converted
 from experiments.bench.report import MIB, Report, Row
-from experiments.bench.timing import in_turns
+from experiments.bench.timing import Time, in_turns
+from experiments.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 
 NAMES = ("dense", "s_ste", "t_sr_ste", "slope")
@@ -99,6 +100,7 @@ class Step:
     def __init__(self, name: str, job: Job, device: torch.device, matmul: str) -> None:
         torch.manual_seed(0)
         self.device, self.name = device, name
+        self.others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         with device:
             self.model, self.forward, self.blocks = job.build()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -146,9 +148,10 @@ class Step:
     def searching(self, _: int) -> None:
         self.run(self.converted.searching)
 
-    def capture(self) -> Callable[[int], None]:
+    def capture(self, pool: Any) -> Callable[[int], None]:
         """An ordinary step of which all but the optimizer and clipping is replayed from graphs.
 
+        pool: of memory for what no graph keeps beyond its replay; the graphs may share it.
         UserError if the gradients of a replay are not those of the step itself.
         """
         method, graphs = self.converted.method, []
@@ -162,7 +165,7 @@ class Step:
         torch.cuda.synchronize()
         for part in parts:
             graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1]):
+            with torch.cuda.graph(graphs[-1], pool):
                 part()
         self.converted.before(0)
         graphs[0].replay()
@@ -192,30 +195,56 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     for shape, job in jobs(options, report).items():
         gate(names, job, options.device, matmul)
         report.note(f"correctness of the linears of {shape}: green")
-        dense_ms = None
-        for name in names:
-            step = ready(name, job, options.device, matmul)
-            calls = {"step": step.ordinary}
-            if step.converted.searching:
-                calls["step, masks chosen"] = step.searching
-            times = in_turns(calls, options.device, options.repeats, graphs=False)
-            time, figures = times.pop("step"), peak(options.device)
-            dense_ms = time.ms if name == "dense" else dense_ms
-            if options.device.type == "cuda":
-                graphed = {"step in CUDA graphs": step.capture()}
-                times |= in_turns(graphed, options.device, options.repeats, graphs=False)
-            report.add(
-                Row(
-                    name, precision(options.device), shape, step.converted.used, time,
-                    peers={} if dense_ms is None else {"dense": dense_ms},
-                    figures={
-                        f"{job.unit}/s": 1e3 * job.items / time.ms,
-                        **{f"{part} ms": t.ms for part, t in times.items()},
-                        **figures,
-                    },
-                )
-            )  # fmt: skip
-            step.close()
+        try:
+            measure(shape, job, names, matmul, options, report)
+        except torch.cuda.OutOfMemoryError as error:
+            raise UserError(
+                f"{shape}: {', '.join(names)} together do not fit this GPU's memory; choose fewer "
+                "with --only"
+            ) from error
+
+
+def measure(
+    shape: str,
+    job: Job,
+    names: list[str],
+    matmul: str,
+    options: argparse.Namespace,
+    report: Report,
+) -> None:
+    """The rows of a job."""
+    on_gpu = options.device.type == "cuda"
+    steps, peaks, calls = {}, {}, {}
+    for name in names:
+        steps[name] = step = ready(name, job, options.device, matmul)
+        peaks[name] = peak(step)
+        report.note(f"{name}: {'compiled and ' if on_gpu else ''}warm")
+        calls[name] = step.ordinary
+        if step.converted.searching:
+            calls[f"{name}, masks chosen"] = step.searching
+    times = in_turns(calls, options.device, options.repeats, graphs=False)
+    replays: dict[str, Time] = {}
+    if on_gpu:
+        pool = torch.cuda.graph_pool_handle()
+        captured = {name: step.capture(pool) for name, step in steps.items()}
+        replays = in_turns(captured, options.device, options.repeats, graphs=False)
+    for name, step in steps.items():
+        figures = {
+            "step, masks chosen ms": times.get(f"{name}, masks chosen"),
+            "step in CUDA graphs ms": replays.get(name),
+        }
+        report.add(
+            Row(
+                name, precision(options.device), shape, step.converted.used, times[name],
+                peers={"dense": times["dense"].ms} if "dense" in times else {},
+                figures={
+                    f"{job.unit}/s": 1e3 * job.items / times[name].ms,
+                    **{part: time.ms for part, time in figures.items() if time is not None},
+                    **peaks[name],
+                },
+            )
+        )  # fmt: skip
+        step.close()
 
 
 def jobs(options: argparse.Namespace, report: Report) -> dict[str, Job]:
@@ -252,8 +281,6 @@ def ready(name: str, job: Job, device: torch.device, matmul: str) -> Step:
         compile_checked(step)
     for _ in range(WARM_UP):
         step.ordinary(0)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     return step
 
 
@@ -265,8 +292,14 @@ def compile_checked(step: Step) -> None:
         arms.check_same(step.name, step.gradients(), want)
 
 
-def peak(device: torch.device) -> dict[str, float]:
-    """Peak of what torch allocated since `ready`, as a figure; nothing on a CPU."""
-    if device.type == "cpu":
+def peak(step: Step) -> dict[str, float]:
+    """Peak of what torch allocated for this step beside what was there before it was built, over
+    steps of each kind, as a figure; nothing on a CPU."""
+    if step.device.type == "cpu":
         return {}
-    return {"peak MiB": torch.cuda.max_memory_allocated() / MIB}
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step.ordinary(0)
+    if step.converted.searching:
+        step.searching(0)
+    return {"peak MiB": (torch.cuda.max_memory_allocated() - step.others) / MIB}
