@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.bench.timing import load_text
 from reproduce.cells import Cell, Numbers, offered, ours, paper, published_cell, value
 from reproduce.engine import Run
 from reproduce.spec import BENCH, Column, Row, Table, Variant
@@ -183,7 +184,23 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
         mixed = "NOT THE SAME FOR ALL RUNS: " if len(distinct) > 1 else ""
         if distinct:
             lines.append(f"{name}: {mixed}{'; '.join(distinct)}.")
+    if table.driver == BENCH and runs:
+        used = dict.fromkeys(run.result["backend"] for run in runs)
+        lines.append(f"Products: {'; '.join(used)}.")
+        lines += _load(runs)
     return lines
+
+
+def _load(runs: list[Run]) -> list[str]:
+    """How a GPU stood while it was measured."""
+    if runs[0].result["config"]["sustained_s"] is None:
+        return []
+    metrics = [run.result["metrics"].items() for run in runs]
+    mhz, watts = (
+        [value for found in metrics for name, value in found if name.endswith(unit)]
+        for unit in ("sm_mhz", "watts")
+    )
+    return [f"Clocks: {load_text(mhz, watts)}."]
 
 
 def _unit(table: Table, variants: list[Variant], rows: list[Row], column: Column) -> str:

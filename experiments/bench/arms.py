@@ -180,7 +180,7 @@ def compare(
     dense: Bench, built: Mapping[str, Bench], device: torch.device, repeats: int, buffers: int
 ) -> dict[str, dict[str, Time]]:
     """For each arm the times of its `calls`, beside that of the dense model; all in turns."""
-    calls = {"dense": dense.forward_backward}
+    calls: dict[str, Call] = {"dense": dense.forward_backward}
     names = {name: {part: f"{name}: {part}" for part in b.calls()} for name, b in built.items()}
     for name, keys in names.items():
         calls |= {keys[part]: call for part, call in built[name].calls().items()}

@@ -74,7 +74,7 @@ def in_turns(
         clocks = {name: (host_clock(call, buffers), "host") for name, call in calls.items()}
         sustained, limit = 0.0, math.inf
     else:
-        clocks = {name: gpu_clock(call, buffers, graphs) for name, call in calls.items()}
+        clocks = gpu_clocks(calls, buffers, graphs)
         sustained, limit = SUSTAINED_S, LIMIT_S
     start = time.perf_counter()
     while True:
@@ -119,18 +119,35 @@ def host_clock(call: Call, buffers: int) -> Clock:
     return milliseconds
 
 
-def gpu_clock(call: Call, buffers: int, graphs: bool) -> tuple[Clock, str]:
-    """A clock for one call, and its kind. What the clock is given is called while the GPU works."""
+def gpu_clocks(
+    calls: Mapping[str, Call], buffers: int, graphs: bool
+) -> dict[str, tuple[Clock, str]]:
+    """For each call a clock and its kind. What a clock is given is called while the GPU works.
+
+    The graphs share their memory, for none reads what another has written there: what calls leave
+    behind for one another was allocated before.
+    """
     # What the allocator has cached for one stream does not serve another: only graphs need one.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
+    clocks, pool = {}, None
+    for name, call in calls.items():
+        pool = pool or (torch.cuda.graph_pool_handle() if graphs else None)
+        clocks[name] = gpu_clock(call, buffers, stream, pool)
+        if clocks[name][1] == "events":
+            pool = None  # a capture that failed may still hold it
+    return clocks
+
+
+def gpu_clock(call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any) -> tuple[Clock, str]:
+    """As `gpu_clocks`, for one call; without a pool it is not captured."""
     with torch.cuda.stream(stream):
         for i in range(buffers):  # compiles, plans and allocates
             call(i)
         estimate = elapsed_ms(lambda: call(0))
         count = buffers * max(1, min(32, round(GRAPH_MS / max(estimate, 1e-3) / buffers)))
-        capture = graphs and not waits(call)
-        graph = captured(call, count, buffers, stream) if capture else None
+        capture = pool is not None and not waits(call)
+        graph = captured(call, count, buffers, stream, pool) if capture else None
 
     def run() -> None:
         for i in range(count):
@@ -174,12 +191,12 @@ def waits(call: Call) -> bool:
 
 
 def captured(
-    call: Call, count: int, buffers: int, stream: torch.cuda.Stream
+    call: Call, count: int, buffers: int, stream: torch.cuda.Stream, pool: Any
 ) -> torch.cuda.CUDAGraph | None:
     """A graph of `count` calls; None if a call cannot be captured for another reason."""
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool, stream):
             for i in range(count):
                 call(i % buffers)
     except RuntimeError:

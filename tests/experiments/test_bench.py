@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.bench import ops, packers, report
+from experiments.bench import ops, packers, report, timing
 from experiments.bench.__main__ import main
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
@@ -140,12 +140,66 @@ def test_calls_take_turns_and_buffers_rotate():
     assert times.keys() == {"a", "b"} and times["a"].clock == "host"
 
 
+def test_on_a_gpu_a_comparison_begins_under_load(monkeypatch):
+    """With the GPU's clocks mocked: turns of all calls for SUSTAINED_S, then samples in turns, as
+    many as asked for or, of long calls, as fit LIMIT_S; clock and power are read once a turn."""
+    now, seen = 0.0, []
+    loads = iter([(1500.0, 690.0), (1400.0, 700.0), (1450.0, 650.0), (1.0, 1.0)])
+
+    def gpu_clocks(calls, buffers, graphs):
+        def clock(name, ms):
+            def milliseconds(meanwhile):
+                nonlocal now
+                now += ms / 1e3
+                seen.append((name, meanwhile is not None))
+                if meanwhile:
+                    meanwhile()
+                return ms
+
+            return milliseconds, "graph"
+
+        return {name: clock(name, ms) for name, ms in calls.items()}
+
+    monkeypatch.setattr(timing, "gpu_clocks", gpu_clocks)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing, "read_load", lambda: next(loads))
+    cuda = torch.device("cuda")
+    times = in_turns({"dense": 600.0, "sparse": 400.0}, cuda, repeats=3)
+    assert (
+        seen == [("dense", False), ("sparse", False)] * 2 + [("dense", True), ("sparse", False)] * 3
+    )
+    assert times["sparse"] == Time(400.0, 400.0, 400.0, "graph", 1450.0, 690.0)
+    seen.clear()
+    monkeypatch.setattr(timing, "read_load", lambda: None)
+    times = in_turns({"dense": 1500.0}, cuda, repeats=7)
+    assert len(seen) == 2 + timing.ENOUGH  # 4.5 s: no fourth sample begins after 4 s
+    assert times["dense"].mhz is None
+
+
+def test_clock_and_power_are_not_read_without_a_gpu():
+    if not torch.cuda.is_available():
+        assert timing.read_load() is None
+    assert timing.load_text([None], [None]).endswith("SM clock not read, power not read")
+    text = timing.load_text([1400.0, None, 1980.0], [700.0, 700.0])
+    assert text.endswith("SM clock 1,400 to 1,980 MHz, power 700 W")
+
+
 @on_gpu
 def test_calls_are_captured_unless_they_wait():
     x = torch.ones(1024, device="cuda")
     calls = {"add": lambda i: x + i, "wait": lambda i: x.sum().item()}
     times = in_turns(calls, torch.device("cuda"), repeats=2, buffers=2)
     assert (times["add"].clock, times["wait"].clock) == ("graph", "events")
+
+
+@on_gpu
+def test_graphs_share_memory_and_nothing_else():
+    device = torch.device("cuda")
+    x, kept = torch.ones(1024, device=device), torch.zeros(2, 1024, device=device)
+    calls = {f"{n}": lambda i, n=n: kept[n].copy_((x + n) * 2) for n in range(2)}
+    times = in_turns(calls, device, repeats=2)
+    assert {time.clock for time in times.values()} == {"graph"}
+    assert kept[0].eq(2).all() and kept[1].eq(4).all()
 
 
 @on_gpu
@@ -247,6 +301,20 @@ def test_report_makes_table_and_figure(tmp_path, capsys):
     assert main(["report", str(out)]) == 0
     assert "## linear" in (tmp_path / "h200.md").read_text()
     assert (tmp_path / "h200_roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_says_under_which_load(tmp_path):
+    """A row that an older record has was measured in bursts."""
+    new = report.flat(Row("a", "b", "c", "d", Time(2.0, 1.5, 2.5, "graph", 1450.0, 690.0)))
+    old = {key: value for key, value in new.items() if key not in ("mhz", "watts")}
+    host = report.flat(Row("a", "b", "c", "d", Time(2.0, 1.5, 2.5, "host")))
+    (line,) = report.loads([new, host])
+    assert line == (
+        "Sustained load, 2 s of the same calls before each comparison; SM clock 1,450 MHz, power "
+        "690 W."
+    )
+    assert report.loads([new, old]) == [line, "In bursts, after idle time: 1 of 2 rows."]
+    assert report.loads([host]) == []
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import methods
 from experiments.bench import arms, block, dense_fp8, linear, memory, train
 from experiments.bench.__main__ import main
 from experiments.bench.arms import ARMS
-from experiments.bench.timing import Time
+from experiments.bench.timing import Time, in_turns
 from experiments.errors import UserError
 
 CPU = torch.device("cpu")
@@ -88,6 +88,24 @@ def test_block_and_train(tmp_path):
     assert rows["dense"]["figures"]["tokens/s"] == pytest.approx(16e3 / rows["dense"]["ms"])
     assert rows["t_sr_ste"]["figures"].keys() == {"tokens/s", "step, masks chosen ms"}
     assert rows["t_sr_ste"]["peers"] == {"dense": rows["dense"]["ms"]}
+
+
+@pytest.mark.parametrize("benchmark", ["linear", "block", "train"])
+def test_all_arms_are_measured_in_turns(benchmark, tmp_path, monkeypatch):
+    module, asked = {"linear": arms, "block": arms, "train": train}[benchmark], []
+
+    def spy(calls, *rest, **options):
+        asked.append(list(calls))
+        return in_turns(calls, *rest, **options)
+
+    monkeypatch.setattr(module, "in_turns", spy)
+    run(benchmark, tmp_path, "--only", "dense", "t_sr_ste", "slope")
+    (calls,) = asked
+    if benchmark == "train":
+        assert calls == ["dense", "t_sr_ste", "t_sr_ste, masks chosen", "slope"]
+    else:
+        wanted = ["dense", *(f"{name}: whole" for name in ("dense", "t_sr_ste", "slope"))]
+        assert [name for name in calls if name == "dense" or "whole" in name] == wanted
 
 
 def test_memory_counts_the_parts():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.errors import UserError
-from reproduce import bench
+from reproduce import bench, speed
 from reproduce.bench import Config, load
 
 
@@ -36,7 +36,7 @@ def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch):
     metrics = result["metrics"]
     assert metrics["speedup"] == metrics["dense_ms"] / metrics["sparse_ms"]
     assert bench.finished(config)["metrics"] == metrics
-    monkeypatch.setattr(bench, "linear", None)  # would fail: nothing is measured again
+    monkeypatch.setattr(bench, "speed", None)  # would fail: nothing is measured again
     assert bench.run(config)["metrics"] == metrics
     monkeypatch.setattr(bench.results, "cpu_name", lambda: "another machine")
     assert bench.finished(config) is None
@@ -49,7 +49,7 @@ def test_a_gpu_is_asked_for_in_vain():
 
 
 def test_wrong_products_stop_the_measurement(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.arms, "relative_error", lambda value, truth: 1.0)
+    monkeypatch.setattr(speed.arms, "relative_error", lambda value, truth: 1.0)
     config = quick(what="linear", runs=str(tmp_path))
     with pytest.raises(UserError, match="no time is reported"):
         bench.run(config)
@@ -78,7 +78,7 @@ def test_moments_are_in_fp32_whatever_the_weights_are_in(monkeypatch):
     config = quick(what="decoder", method="slope", width=64)
     linears, norms = 12 * 64**2, 2 * 64
     dense, slope = (
-        bench.training_bytes(bench.bench(config, name, bench.gpt2(config), ("*",)))
+        speed.training_bytes(speed.bench(config, name, speed.gpt2(config), ("*",)))
         for name in ("dense", "slope")
     )
     assert dense == 12 * (linears + norms)

@@ -1,0 +1,329 @@
+"""What the cells of speed and memory tables are measured on.
+
+Models and clocks are those of `experiments.bench`: dense and sparse in turns, on a GPU under a
+sustained load, after the sparse products have agreed with plain formulas on the same shapes. Every
+function of `MEASURES` takes the config and what is told of progress, and returns metrics and what
+ran the products.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import methods
+from experiments.bench import arms, linear
+from experiments.bench.arms import ARMS, Bench, Converted
+from experiments.bench.memory import parts
+from experiments.bench.timing import Call, Time, in_turns
+from experiments.errors import UserError
+from models.gpt2 import MLP, Block, GPTConfig
+from reproduce import sam
+
+if TYPE_CHECKING:
+    from reproduce.bench import Config
+
+BUFFERS = 2
+Metrics = dict[str, float | None]  # None: this device does not tell
+Told = Callable[[str], None]
+
+
+def of_linear(config: Config, _: Told) -> tuple[Metrics, str]:
+    """Forward and backward of one linear. `prune_ms`: choosing masks and packing alone."""
+    shape = (config.tokens, config.width, config.ffn)
+    gate(config, (config.width, config.ffn))
+    of = (shape, config.dtype, config.on, matmul(config), BUFFERS)
+    dense, sparse = linear.build("dense", *of), linear.build(config.method, *of)
+    calls = {
+        "dense": dense.forward_backward,
+        "sparse": sparse.whole,
+        "prune": lambda _: sparse.hooks(sparse.converted.searching),
+    }
+    times = in_turns(calls, config.on, config.repeats, BUFFERS)
+    metrics: Metrics = {f"{name}_ms": time.ms for name, time in times.items()}
+    metrics["speedup"] = times["dense"].ms / times["sparse"].ms
+    return metrics | clock_and_power(times), sparse.converted.used
+
+
+MICRO_STEPS = 64  # in an iteration of the authors' logs
+
+
+def of_gpt2(config: Config, _: Told) -> tuple[Metrics, str]:
+    """A feed-forward network and a block, trained and at inference.
+
+    `<part>_speedup` is that of forward and backward alone, as in FST's logs, where masks are chosen
+    and weights packed in the first iteration only; `<part>_step_speedup` has the hooks of a step
+    with one micro-batch in it, and of the search its share.
+    """
+    shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
+    for widths in ((config.width, config.ffn), (config.ffn, config.width)):
+        gate(config, widths)
+    metrics: Metrics = {}
+    used = ""
+    built = {"ffn": lambda: Named(mlp=MLP(shape)), "block": lambda: Block(shape)}
+    for part, build in built.items():
+        dense = bench(config, "dense", build, ("*mlp.*",))
+        sparse = bench(config, config.method, build, ("*mlp.*",))
+        found = compare(config, dense, sparse, {"inference": sparse})
+        times, used = milliseconds(found, sparse), sparse.converted.used
+        metrics |= clock_and_power(found, f"{part}_")
+        metrics |= {
+            f"{part}_dense_ms": MICRO_STEPS * times["dense"],
+            f"{part}_sparse_ms": MICRO_STEPS * times["products"],
+            f"{part}_speedup": times["dense"] / times["products"],
+            f"{part}_step_speedup": times["dense"] / times["step"],
+            f"{part}_inference_speedup": times["dense inference"] / times["inference"],
+        }
+    return metrics, used
+
+
+def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
+    """A decoder layer: speed of training and inference, and what they hold, over dense.
+
+    Memory is that of what stays: weights, gradients, the moments of AdamW in fp32, masks, packed
+    and dense operands; at inference the weights as they are stored. Activations are not in it.
+    """
+    include = ("*",) if config.method == "slope" else ("*mlp.*",)
+    build = llama(config) if config.kv_heads else gpt2(config)
+    for widths in ((config.width, config.ffn), (config.ffn, config.width)):
+        gate(config, widths)
+    dense = bench(config, "dense", build, include)
+    sparse = bench(config, config.method, build, include)
+    trained = {} if config.method == "t_sr_ste" else {"": sparse}  # FST: its model ends dense
+    suffixes = {percent: f"_{percent:g}".replace(".", "_") for percent in config.ranks}
+    for percent, suffix in suffixes.items() if trained else ():
+        rank = max(1, round(config.width * percent / 100))
+        options = {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
+        trained[suffix] = bench(config, config.method, build, include, **options)
+    found = compare(config, dense, sparse, {f"inference{s}": arm for s, arm in trained.items()})
+    times = milliseconds(found, sparse)
+    metrics: Metrics = {
+        "train_speedup": times["dense"] / times["step"],
+        "train_memory": training_bytes(sparse) / training_bytes(dense),
+        **clock_and_power(found),
+    }
+    for suffix in ("", *suffixes.values()):
+        speedup = memory = 1.0
+        if suffix in trained:
+            speedup = times["dense inference"] / times[f"inference{suffix}"]
+            memory = stored_bytes(trained[suffix]) / stored_bytes(dense)
+        metrics[f"inference_speedup{suffix}"] = speedup
+        metrics[f"inference_memory{suffix}"] = memory
+    return metrics, sparse.converted.used
+
+
+def of_sam(config: Config, report: Told) -> tuple[Metrics, str]:
+    """Forward and backward of SAM's encoder with the hooks of a step; on a GPU compiled and in a
+    CUDA graph, `launched` neither."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    on_gpu = config.on.type == "cuda"
+    changed: dict[str, Any] = {"img_size": config.image}
+    if config.width:
+        changed |= {"embed_dim": config.width, "num_heads": config.heads}
+    tokens = config.batch * (config.image // 16) ** 2
+    with config.on:
+        images = torch.randn(config.batch, 3, config.image, config.image, dtype=config.dtype)
+    images.requires_grad_()
+    built: dict[str, sam.Arm] = {}
+    for label, name in {"dense": "dense", "sparse": config.method}.items():
+        before = allocated(config.on)
+        torch.manual_seed(config.seed)
+        with config.on:
+            model: Any = sam.encoder(config.model, **changed).to(config.dtype)
+        mlp = model.blocks[0].mlp
+        for layer in (mlp.fc1, mlp.fc2):
+            gate(config, (layer.in_features, layer.out_features), tokens)
+        converted = convert(name, model, ("*mlp.*",), config, tokens)
+        with torch.no_grad():
+            gradient = torch.randn_like(model(images))
+        built[label] = sam.Arm(name, converted, images, gradient)
+        built[label].bytes = allocated(config.on) - before
+    calls: dict[str, Call] = {label: arm.step for label, arm in built.items()}
+    metrics: Metrics = {"launched_speedup": None}
+    # The only fused kernel that gives the gradient of a bias; torch may prefer others on some GPUs.
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        for label in built:
+            metrics |= {f"{label}_launched_ms": None, f"{label}_gb": None}
+        if on_gpu:
+            times = in_turns(calls, config.on, config.repeats, graphs=False)
+            metrics |= {f"{label}_launched_ms": time.ms for label, time in times.items()}
+            metrics["launched_speedup"] = times["dense"].ms / times["sparse"].ms
+            report(f"launched: dense {times['dense'].ms:.1f} ms, 2:4 {times['sparse'].ms:.1f} ms")
+            for label, arm in built.items():
+                start = time.monotonic()
+                arm.compile()
+                report(f"{label}: compiled in {time.monotonic() - start:.0f} s")
+            for label, arm in built.items():
+                others = sum(a.bytes for a in built.values() if a is not arm)
+                metrics[f"{label}_gb"] = arm.peak(others) / 1e9
+        times = in_turns(calls, config.on, config.repeats)
+        for arm in built.values():
+            arm.clear()
+    metrics |= {f"{label}_ms": time.ms for label, time in times.items()}
+    metrics["speedup"] = times["dense"].ms / times["sparse"].ms
+    clocks = {time.clock for time in times.values()}
+    how = {"graph": "in a CUDA graph", "events": "launched from Python", "host": "not compiled"}
+    told = " and ".join(how[clock] for clock in sorted(clocks))
+    return metrics | clock_and_power(times), f"{built['sparse'].converted.used}, {told}"
+
+
+MEASURES = {"linear": of_linear, "gpt2": of_gpt2, "decoder": of_decoder, "sam": of_sam}
+
+
+# --- what is built -------------------------------------------------------------------------------
+
+
+class Named(nn.ModuleDict):
+    """Modules one after the other under names that globs can match."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.values():
+            x = module(x)
+        return x
+
+
+class Hidden(nn.Module):
+    """A transformers model without embeddings: hidden states to hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
+def gpt2(config: Config) -> Callable[[], nn.Module]:
+    shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
+    return lambda: Block(shape)
+
+
+def llama(config: Config) -> Callable[[], nn.Module]:
+    try:
+        from transformers import LlamaConfig, LlamaModel
+    except ImportError as error:
+        raise UserError("a LLaMA layer needs transformers: pip install 'sparse24[hf]'") from error
+    shape = LlamaConfig(
+        hidden_size=config.width,
+        intermediate_size=config.ffn,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        num_hidden_layers=1,
+        vocab_size=8,
+    )
+    return lambda: Hidden(LlamaModel(shape))
+
+
+def matmul(config: Config) -> str:
+    return "auto" if config.on.type == "cuda" else "dense"
+
+
+def gate(config: Config, widths: tuple[int, int], tokens: int | None = None) -> None:
+    """UserError if the products of a linear of these widths are wrong under the method."""
+    shape = (tokens or config.tokens, *widths)
+    linear.gate(config.method, shape, config.dtype, config.on, matmul(config))
+
+
+def convert(
+    name: str,
+    model: nn.Module,
+    include: tuple[str, ...],
+    config: Config,
+    tokens: int,
+    **options: Any,
+) -> Converted:
+    """`experiments.bench.arms.convert`, with further options of the method."""
+    arm = ARMS[name]
+    chosen: dict[str, Any] = {**arm.options, **options, "include": include, "measure_every": 0}
+    if arm.method == "slope":
+        chosen["exclude"] = ()
+    method = methods.build(arm.method, **chosen)
+    method.convert(model, config.dtype)
+    sparse = {} if arm.method == "dense" else method.accelerate(tokens, matmul(config))
+    used = {arms.used_by(products) for products in sparse.values()} or {"dense"}
+    return Converted(model, method, "; ".join(sorted(used)), sparse)
+
+
+def bench(
+    config: Config,
+    name: str,
+    build: Callable[[], nn.Module],
+    include: tuple[str, ...],
+    **options: Any,
+) -> Bench:
+    torch.manual_seed(config.seed)
+    size = (BUFFERS, config.batch, config.length, config.width)
+    with config.on:
+        model = build().to(config.dtype)
+        xs, dys = (list(torch.randn(size, dtype=config.dtype)) for _ in range(2))
+    return Bench(convert(name, model, include, config, config.tokens, **options), xs, dys)
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def compare(
+    config: Config, dense: Bench, sparse: Bench, inference: dict[str, Bench]
+) -> dict[str, Time]:
+    """Training of the dense model and of the sparse one, whole and in parts, and a forward pass of
+    the dense model (`dense inference`) and of those in `inference`, in evaluation mode."""
+
+    def forward(arm: Bench) -> Call:
+        arm.converted.before(0)
+        model = arm.converted.model
+
+        def call(i: int) -> Tensor:
+            model.eval()
+            with torch.no_grad():
+                y = model(arm.inputs[i])
+            model.train()
+            return y
+
+        return call
+
+    calls = {"dense": dense.forward_backward, **sparse.calls()}
+    if inference:
+        calls["dense inference"] = forward(dense)
+    calls |= {name: forward(arm) for name, arm in inference.items()}
+    return in_turns(calls, config.on, config.repeats, BUFFERS)
+
+
+def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
+    """Those of `compare`, and of a whole sparse `step` with its share of the search for masks."""
+    times = {name: time.ms for name, time in found.items()}
+    search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
+    times["step"] = times["whole"] + max(0.0, search) / sparse.converted.method.mask_period
+    return times
+
+
+def clock_and_power(times: dict[str, Time], prefix: str = "") -> Metrics:
+    """Clock and power of the GPU during a comparison."""
+    first = next(iter(times.values()))
+    return {f"{prefix}sm_mhz": first.mhz, f"{prefix}watts": first.watts}
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def training_bytes(arm: Bench) -> int:
+    """Weights, gradients, two moments in fp32, and what the converted layers keep beside them."""
+    trained = [p for p in arm.converted.model.parameters() if p.requires_grad]
+    gradients = sum(p.nbytes for p in trained)
+    moments = 2 * 4 * sum(p.numel() for p in trained)
+    return sum(parts(arm.converted).values()) + gradients + moments
+
+
+def stored_bytes(arm: Bench) -> int:
+    """Of the model after training: its parameters, and the row masks of SLoPe's layers."""
+    model = arm.converted.model
+    masks = [b for name, b in model.named_buffers() if name.endswith(("row_mask", "left_mask"))]
+    return sum(t.nbytes for t in [*model.parameters(), *masks])
