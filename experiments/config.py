@@ -354,7 +354,8 @@ def driver(
     after_stop: str = "goes on from the last checkpoint",
     texts: tuple[str, ...] = (),
     groups: tuple[str, ...] = (),
-) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    after_sweep: Callable[[list[Any]], None] | None = None,
+) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
     Args:
@@ -363,19 +364,22 @@ def driver(
         texts: arguments that are taken as they are typed and never read by hydra.
         groups: those of the config that `main` reads and `--help` shows; () = all, and what is in
             none.
+        after_sweep: called with what `main` returned for each run of a sweep that ended well.
     """
 
-    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
+    def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
             import hydra
+
+            returned: list[Any] = []
 
             def task(composed: Any) -> None:
                 with exit_with_one_line(after_stop):
                     with one_line_errors():
                         config = typed(composed, **given)
                     try:
-                        main(config)
+                        returned.append(main(config))
                     except ValueError as error:  # our own, not one of the arguments
                         raise RuntimeError(str(error)) from error
 
@@ -394,6 +398,8 @@ def driver(
                     config_name=config_name,
                     version_base="1.3",
                 )(task)()
+                if after_sweep is not None and len(returned) > 1:
+                    after_sweep(returned)
 
         return command
 

@@ -290,11 +290,30 @@ def _silent(message: str) -> None:
     """Ranks other than 0 report nothing."""
 
 
-@driver("pretrain")
-def main(config: RunConfig) -> None:
-    run(config)
+def compare_converted(done: list[dict[str, Any]]) -> None:
+    """Say which methods of a sweep, given their results, converted different linears of a model."""
+    models: dict[str, dict[str, list[str]]] = {}
+    for result in done:
+        config = result["config"]
+        if config["method"]["name"] != "dense":  # which converts none
+            models.setdefault(config["model"]["name"], {})[config["method"]["name"]] = result[
+                "converted"
+            ]
+    for model, converted in models.items():
+        if len({frozenset(names) for names in converted.values()}) > 1:
+            counts = ", ".join(f"{name} {len(names)}" for name, names in converted.items())
+            print(
+                f"these methods convert different linears of {model} ({counts}); "
+                "method.include=ffn makes them alike"
+            )
+
+
+@driver("pretrain", after_sweep=compare_converted)
+def main(config: RunConfig) -> dict[str, Any]:
+    result = run(config)
     if config.dino is not None:
         print("its features are measured by `python -m experiments.dino` with the same overrides")
+    return result
 
 
 if __name__ == "__main__":

@@ -25,18 +25,22 @@ def losses(directory, key="loss"):
 
 
 def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
-    done = python(*PRETRAIN, "-m", "method=ste,s_ste", "seed=0,1", "train.steps=2", *overrides[:5],
+    """... and says that two of its methods convert different linears."""
+    done = python(*PRETRAIN, "-m", "method=ste,slope", "seed=0,1", "train.steps=2", *overrides[:5],
                   *[o for o in overrides[5:] if not o.startswith("train.steps")])  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = sorted((tmp_path / "runs").glob("*/*/*/result.json"))
     shorter = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=2"]
     expected = [
         load([*shorter, f"method={method}", f"seed={seed}"]).directory() / "result.json"
-        for method in ("s_ste", "ste")
+        for method in ("slope", "ste")
         for seed in (0, 1)
     ]
     assert results == sorted(expected)
     assert len(results) == 4
+    said = [line for line in done.stdout.splitlines() if "different linears" in line]
+    (line,) = said
+    assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")
 
 
 @pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
