@@ -108,6 +108,7 @@ class SparseLinear(nn.Linear):
     accelerated: Products
     key: Tensor
     conv1d: type[nn.Module] | None = None  # the class of transformers that it had
+    pattern: tuple[int, int] = (2, 4)  # n non-zeros in m consecutive inputs
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
@@ -171,6 +172,15 @@ class SparseLinear(nn.Linear):
     def fp8(self) -> Fp8Formats | None:
         """Formats of simulated FP8 products; None for the dtype of the run."""
         return None
+
+    @property
+    def phase(self) -> str:
+        """Name of the phase that the layer is in, for `print(model)`."""
+        return "sparse"
+
+    def extra_repr(self) -> str:
+        method, (n, m) = type(self.config).__module__.rpartition(".")[2], self.pattern
+        return f"{super().extra_repr()}, method={method}, pattern={n}:{m}, phase={self.phase}"
 
     def effective_weight(self) -> Tensor:
         """The sparse weight [out, in] in the master's dtype: what evaluation and export use."""
@@ -290,6 +300,8 @@ class Method:
         self.flips_per_step = 0.0
         self.flips_per_refresh = 0.0
         self._masks_before: list[Tensor] | None = None
+        self._begun: int | None = None
+        self._versions: dict[int, int] = {}
 
     # ------------------------------------------------------------------ conversion
 
@@ -454,11 +466,13 @@ class Method:
 
     def on_step_begin(self, step: int) -> None:
         """Before the first micro-batch of optimizer step `step`."""
+        self._check_ended(step)
         self.micro_batch = 0
         for name, layer in self.sparse_layers.items():
             layer.key[0].fill_(layer_seed(self.config.seed, name, step))
         if self._measures(step):
             self._masks_before = [mask.clone() for mask in self._masks()]
+        self._remember(step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The model's own loss on one micro-batch: `model(**batch)` returns (logits, loss) or an
@@ -489,6 +503,7 @@ class Method:
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         """After `optimizer.step()`: masks that are due and all derived operands."""
+        self._check_begun(step)
         due = self._chooses(step)
         for layer in self.sparse_layers.values():
             if due:
@@ -502,6 +517,37 @@ class Method:
             self.flips_per_refresh = changed / max(1, sum(m.numel() for m in self._masks_before))
             self.flips_per_step = self.flips_per_refresh / self.mask_period
             self._masks_before = None
+        self._remember(None)
+
+    def _remember(self, begun: int | None) -> None:
+        """From here on, a change of the weights is that of an optimizer step.
+
+        begun: the step that has begun and not ended, if any.
+        """
+        self._begun, self._versions = begun, {id(p): p._version for p in self._trained()}
+
+    def _moved(self) -> bool:
+        return any(self._versions.get(id(p), p._version) != p._version for p in self._trained())
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        for layer in self.layers.values():
+            yield from (p for p in layer.parameters() if p.requires_grad)
+
+    def _check_ended(self, step: int) -> None:
+        """A step that was left out, because its gradient was not finite, say, changed no weight
+        and need not be ended."""
+        if self._begun is not None and self._begun < step and self._moved():
+            raise RuntimeError(
+                f"the weights changed in step {self._begun} and on_step_end({self._begun}) was not "
+                "called: masks and operands are stale; call it after every optimizer.step()"
+            )
+
+    def _check_begun(self, step: int) -> None:
+        if self._begun is None and self._moved():
+            raise RuntimeError(
+                f"on_step_end({step}) without on_step_begin({step}): phases and random bits stand "
+                "still; call it before the first micro-batch of every step"
+            )
 
     def _chooses(self, step: int) -> bool:
         """Whether masks are chosen at the end of this step."""
@@ -547,7 +593,15 @@ class Method:
         flip_rate: the same per optimizer step, divided by the steps between two choices.
         density: share of non-zeros in the weights in use. illegal_groups: groups of m along the
             input dim with more than n non-zeros, n:m being the layer's pattern.
+
+        Raises:
+            ValueError: nothing is converted, or no longer.
         """
+        if not self.layers:
+            raise ValueError(
+                "there are no converted layers to measure: call metrics() after convert(model) and "
+                "before finalize(model)"
+            )
         entries = nonzeros = illegal = 0
         for name, layer in self.layers.items():  # one at a time: it may be made on demand
             weight = layer.sparse_weight if isinstance(layer, SparseLinear) else weight_of(layer)
@@ -581,6 +635,7 @@ class Method:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begun, self._versions = None, {}
         self.flips_per_step = state["flips_per_step"]
         self.flips_per_refresh = state["flips_per_refresh"]
 

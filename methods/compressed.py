@@ -254,6 +254,10 @@ class CompressedLinear(base.SparseLinear):
             x, self.values, *adapters, self.bias, *masks, *blobs, self.pattern, self.adapting
         )
 
+    @property
+    def phase(self) -> str:
+        return "adapters" if self.adapting else "sparse"
+
     def restore(self) -> None:
         """Turn this module into a plain `nn.Linear`, or with trained adapters into a
         `SparsePlusLowRank`, true zeros written out."""

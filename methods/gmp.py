@@ -110,6 +110,7 @@ class Method(distillation.Method):
             for layer in self.layers.values():
                 assert isinstance(layer, one_shot.Linear)
                 layer.prune(prune_towards24(layer.weight, layer.mask, share))
+            self._remember(step)  # those are no changes of an optimizer
 
     def phase(self) -> str:
         if self.pruned == 0.0:

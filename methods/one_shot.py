@@ -84,6 +84,12 @@ class Linear(ste.Linear):
         super().setup(name, config, dtype)
         self.mask.fill_(True)
 
+    @property
+    def phase(self) -> str:
+        kept = int(self.mask.count_nonzero())  # gradual methods take entries bit by bit
+        whole = self.mask.numel()
+        return "dense" if kept == whole else "sparse" if 2 * kept <= whole else "pruning"
+
     def sparse_products(self) -> Products:
         return DENSE
 

@@ -157,9 +157,11 @@ class Method(base.Method):
             check_low_rank(module)
 
     def on_step_begin(self, step: int) -> None:
+        self._check_ended(step)
         if self.config.adapter_rank and step >= self.adapter_start:
             for layer in self._layers():
                 layer.adapting = True  # for good: what they learnt is part of the function
+        self._remember(step)
 
     def open_micro_batch(self) -> None:
         """No random bits are drawn."""
@@ -187,6 +189,7 @@ class Method(base.Method):
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
+        self._check_begun(step)
         # The row masks do not change, so there are no flips to measure.
         period = self.config.column_refresh
         due = period and (step + 1) % period == 0
@@ -194,6 +197,7 @@ class Method(base.Method):
             if due:
                 layer.refresh_mask()
             layer.pack()
+        self._remember(None)
 
     def _layers(self) -> Iterator[CompressedLinear]:
         for layer in self.layers.values():

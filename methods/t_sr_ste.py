@@ -54,6 +54,10 @@ class SwitchedLinear(ste.Linear):
         self.is_dense = False
 
     @property
+    def phase(self) -> str:
+        return "dense" if self.is_dense else "sparse"
+
+    @property
     def products(self) -> Products:
         return DENSE if self.is_dense else self.accelerated
 

@@ -447,6 +447,7 @@ def test_flips_are_even_and_obey_the_triangle_inequality():
     first = previous = layer.mask.clone()
     before = 0
     for step in range(5):
+        method.on_step_begin(step)
         with torch.no_grad():
             layer.weight.add_(0.05 * torch.randn_like(layer.weight))
         method.on_step_end(step)

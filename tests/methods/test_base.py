@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import methods
@@ -266,3 +267,127 @@ def test_the_fast_path_of_torchs_encoder_layer_would_show_the_dense_model():
             assert torch.equal(method.finalize(model)(x), before)
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+# ---------------------------------------------------------------- what a user is told
+
+
+def test_a_printed_model_shows_method_pattern_and_phase():
+    model = mlp()
+    methods.build("s_ste").convert(model)
+    assert repr(model["mlp"][0]) == (
+        "Linear(in_features=8, out_features=16, bias=True, method=s_ste, pattern=2:4, phase=sparse)"
+    )
+    arms = {
+        "slope": ({"n": 1, "adapter_rank": 2, "adapter_fraction": 1.0}, "1:4, phase=adapters"),
+        "t_sr_ste": ({"dense_fraction": 1.0}, "2:4, phase=dense"),
+        "gmp": ({"begin_fraction": 0.0, "end_fraction": 0.01}, "2:4, phase=sparse"),
+    }
+    for name, (options, shown) in arms.items():
+        model = mlp()
+        method = methods.build(name, include="ffn", total_steps=2, **options)
+        method.convert(model)
+        method.on_step_begin(1)
+        assert f"method={name}, pattern={shown})" in repr(model)
+        assert repr(method.finalize(model)["head"]) == repr(mlp()["head"])
+
+
+@pytest.mark.parametrize("name", ["dense", "s_ste", "slope"])
+def test_metrics_are_of_converted_layers(name):
+    model, method = mlp(), methods.build(name)
+    with pytest.raises(ValueError, match=r"call metrics\(\) after convert"):
+        method.metrics()
+    method.convert(model)
+    assert method.metrics()["density"] > 0
+    method.finalize(model)
+    with pytest.raises(ValueError, match=r"before finalize"):
+        method.metrics()
+
+
+LOOPS = [
+    pytest.param(name, options, id=name)
+    for name, options in {
+        "s_ste": {},
+        "slope": {},
+        "t_sr_ste": {"dense_fraction": 0.0},
+        "gmp": {"begin_fraction": 0.0, "prune_every": 1},
+        "dense": {},
+    }.items()
+]
+
+
+class Loop:
+    """A training loop, of which a test leaves out what it wants."""
+
+    def __init__(self, name, options):
+        torch.manual_seed(0)
+        self.model = mlp()
+        self.method = methods.build(name, include="ffn", total_steps=9, **options)
+        self.method.convert(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def forward(self):
+        self.method.open_micro_batch()
+        return self.model["mlp"](torch.ones(4, 8)).square().mean()
+
+    def update(self, step):
+        self.forward().backward()
+        self.method.on_gradients(step, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("name", "options"), LOOPS)
+def test_a_loop_without_on_step_end_is_told_at_its_second_step(name, options):
+    loop = Loop(name, options)
+    loop.method.on_step_begin(0)
+    loop.update(0)
+    with pytest.raises(RuntimeError, match=r"step 0 and on_step_end\(0\) was not called"):
+        loop.method.on_step_begin(1)
+
+
+@pytest.mark.parametrize(("name", "options"), LOOPS)
+def test_a_loop_without_on_step_begin_is_told_at_its_second_step(name, options):
+    loop = Loop(name, options)
+    loop.update(0)
+    loop.method.on_step_end(0)
+    loop.update(1)
+    with pytest.raises(RuntimeError, match=r"on_step_end\(1\) without on_step_begin\(1\)"):
+        loop.method.on_step_end(1)
+
+
+@pytest.mark.parametrize(("name", "options"), LOOPS)
+def test_loops_that_are_right_are_told_nothing(name, options):
+    loop = Loop(name, options)
+    model, method, optimizer = loop.model, loop.method, loop.optimizer
+    state = copy.deepcopy((model.state_dict(), method.state_dict()))
+    for step in range(6):
+        method.on_step_begin(step)
+        if step == 1:
+            continue  # a loss that was not finite: nothing is updated, and nothing ended
+        if step == 2:
+            method.on_step_begin(step)  # the same step again
+        for _ in range(2):  # accumulation, with activations computed anew
+            torch.utils.checkpoint.checkpoint(loop.forward, use_reentrant=False).backward()
+        if step == 3:
+            optimizer.zero_grad()  # a GradScaler leaves the update out
+        else:
+            method.on_gradients(step, optimizer)
+            optimizer.step()
+        if step == 4:
+            model, method, optimizer = copy.deepcopy((model, method, optimizer))
+            loop.model, loop.method, loop.optimizer = model, method, optimizer
+        method.on_step_end(step)
+        model.eval()
+        with torch.no_grad():
+            loop.forward()
+        model.train()
+        if step == 5:  # what was begun and not ended is forgotten
+            method.on_step_begin(6)
+            model.load_state_dict(state[0])
+            method.load_state_dict(state[1])
+            method.on_step_begin(7)
+    average = copy.deepcopy(model.state_dict())
+    model.load_state_dict({k: v * 1 for k, v in average.items()})  # averages, say, for a while
+    method.on_step_end(7)
+    method.on_step_end(7)

@@ -146,6 +146,7 @@ def test_number_of_non_zeros_of_the_twice_pruned_weight(n, m):
         untouched = (counts <= n).repeat_interleave(m, 0)
         assert torch.equal(twice[untouched], layer.weight[untouched])
         assert torch.equal(twice_pruned(twice, n, m), twice)  # idempotent
+        method.on_step_begin(step)
         drift(layer, generator)
         method.on_step_end(step)
 
