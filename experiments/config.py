@@ -37,7 +37,7 @@ from experiments.images import ImageConfig
 from experiments.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.mlm import MaskedText, MLMConfig
 from experiments.multicrop import MultiCrops
-from experiments.settings import ImplConfig, TrainConfig, check_name
+from experiments.settings import ImplConfig, TrainConfig, check_name, fit_warmup
 from experiments.source import Source
 from experiments.text import CausalText
 from methods import distillation
@@ -64,6 +64,7 @@ class RunConfig:
 
     init: directory of a finished run whose weights this one starts from, or of a checkpoint of
         transformers. dino: set where the model teaches itself (`experiments.dino`).
+    notes: sentences on what was changed so that the parts fit together.
     """
 
     seed: int
@@ -78,6 +79,7 @@ class RunConfig:
     train: TrainConfig
     impl: ImplConfig
     dino: DinoConfig | None = None
+    notes: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
@@ -225,7 +227,8 @@ def freeze(composed: Any) -> RunConfig:
     schema = importlib.import_module(f"methods.{method_name}").Config
     if "dino" in groups and not model_name.startswith("vit"):
         raise UserError(f"self-distillation is for a ViT, not for {model_name}; see model=vit_nano")
-    train = typed(TrainConfig, "train", groups["train"])  # first: other groups refer to it
+    settings, changed = fit_warmup(groups["train"])
+    train = typed(TrainConfig, "train", settings)  # first: other groups refer to it
     fields = [f.name for f in dataclasses.fields(_Top)]
     run = typed(_Top, "the config", {key: groups[key] for key in fields})
     check_name("model.name", model_name)
@@ -255,6 +258,7 @@ def freeze(composed: Any) -> RunConfig:
         train=train,
         impl=typed(ImplConfig, "impl", groups["impl"]),
         dino=typed(DinoConfig, "dino", groups["dino"]) if "dino" in groups else None,
+        notes=changed,
     )
     _check_together(config)
     return config

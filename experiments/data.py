@@ -168,6 +168,10 @@ class Corpus:
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
         return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
 
+    def eval_size(self, block: int) -> int:
+        """Windows of `block` tokens in the validation split."""
+        return (len(self.tokens["val"]) - 1) // block
+
     def eval_batches(
         self, n_sequences: int | None, batch_size: int, block: int
     ) -> Iterator[dict[str, Tensor]]:
@@ -176,7 +180,7 @@ class Corpus:
         They depend on `n_sequences` and `block` alone; None takes every window that fits. The last
         batch can be smaller, so an average over batches is to be weighted by their sizes.
         """
-        available = (len(self.tokens["val"]) - 1) // block
+        available = self.eval_size(block)
         count = available if n_sequences is None else n_sequences
         if not 1 <= count <= available:
             raise UserError(

@@ -265,7 +265,7 @@ class Tuning:
         tokens = 0
         self.model.train()
         with (
-            Progress(self.train.steps, self.step, enabled=True) as progress,
+            Progress(self.train.steps, self.step, "tokens", enabled=True) as progress,
             deferred_stop() as stop,
         ):
             for epoch in range(self.step // steps + 1, recipe.epochs + 1):

@@ -112,6 +112,8 @@ class ImageSource:
         UserError: the data set cannot be used, or does not fit the model.
     """
 
+    unit = "images"
+
     def __init__(
         self,
         config: ImageConfig,
@@ -159,6 +161,10 @@ class ImageSource:
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         return read_ahead(self._train_batch, requests, self.workers, self.skipped)
+
+    @property
+    def eval_size(self) -> int:
+        return len(self.images.val.labels)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` validation images, evenly spaced over the split, which is sorted by class."""

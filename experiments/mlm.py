@@ -109,6 +109,8 @@ class MaskedText:
             does not fit the model.
     """
 
+    unit = "tokens"
+
     def __init__(self, corpus: Corpus, data: MLMConfig, model: BertConfig) -> None:
         block = data.sequence_length or model.block_size
         if block > model.block_size:
@@ -142,6 +144,10 @@ class MaskedText:
             windows = self.corpus.batch("train", step, samples, self.window)["input"]
             key = (self.corpus.seed, _TRAIN_MASKS)
             yield self._batch("train", windows.numpy(), self._words(key, step, np.array(samples)))
+
+    @property
+    def eval_size(self) -> int:
+        return self.corpus.eval_size(self.window)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         windows = self.corpus.eval_batches(count, batch_size, self.window)

@@ -82,6 +82,8 @@ class MultiCrops:
         UserError: the data set cannot be used, or does not fit the model.
     """
 
+    unit = "images"
+
     def __init__(
         self,
         data: ImageConfig,
@@ -113,6 +115,10 @@ class MultiCrops:
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         return read_ahead(self._train_batch, requests, self.workers, self.skipped)
+
+    @property
+    def eval_size(self) -> int:
+        return len(self.images.val.labels)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """Crops of `count` validation images, evenly spaced over the split."""

@@ -110,7 +110,21 @@ def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, A
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
+            for note in notes(config, source):
+                report(note)
             return _train(config, trainer, converted, init, report)
+
+
+def notes(config: RunConfig, source: Source) -> list[str]:
+    """What was changed so that the run could be made, in sentences for its report and result."""
+    said = list(config.notes)
+    asked, there = config.train.eval_samples, source.eval_size
+    if asked > there:
+        said.append(
+            f"train.eval_samples={asked}, but there are {there} held-out samples: all of them are "
+            "used; losses compare only with those of runs on the same samples"
+        )
+    return said
 
 
 def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Source]:
@@ -128,7 +142,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
     @functools.cache
     def open_source() -> Source:
         source = here.main_first(lambda: config.open_source(model))
-        source.eval_batches(config.train.eval_samples, 1)  # are there enough?
+        source.eval_batches(1, 1)  # is there anything to evaluate on?
         return source
 
     try:
@@ -185,10 +199,11 @@ def _train(
         "tokens": samples * trainer.source.tokens_per_sample,
         "metrics": {
             **means,
-            "eval_samples": config.train.eval_samples,
+            "eval_samples": trainer.eval_samples,
             "flip_rate": last["flip_rate"],
             "skipped_steps": trainer.optimization.skipped,
         },
+        "notes": notes(config, trainer.source),
         "sparsity": legality.total(legality.measure(plain, patterns)),
         "converted": list(names),
         "backend": backend.resolve(here.device),

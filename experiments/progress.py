@@ -11,10 +11,13 @@ _SECONDS_PER_LINE = 10.0
 
 
 class Progress:
-    """Shows step, loss, tokens per second and the time left; silent unless `enabled`."""
+    """Shows step, loss, speed and the time left; silent unless `enabled`.
 
-    def __init__(self, steps: int, first: int, enabled: bool) -> None:
-        self.steps, self.first = steps, first
+    unit: what the speed is told in, `tokens` or `images` per second.
+    """
+
+    def __init__(self, steps: int, first: int, unit: str, enabled: bool) -> None:
+        self.steps, self.first, self.unit = steps, first, unit
         self.start = time.perf_counter()
         self.next_line = _SECONDS_PER_LINE
         self.bar: rich.progress.Progress | None = None
@@ -22,10 +25,11 @@ class Progress:
         if enabled and sys.stderr.isatty():
             self.bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
-                rich.progress.BarColumn(),
+                rich.progress.BarColumn(bar_width=None),
                 rich.progress.TextColumn("{task.description}"),
                 rich.progress.TimeRemainingColumn(),
                 console=rich.console.Console(stderr=True),
+                expand=True,
             )
             self.task = self.bar.add_task("", total=steps, completed=first)
 
@@ -38,12 +42,12 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def update(self, done: int, tokens: int, loss: float) -> None:
-        """`done` steps are complete, and `tokens` were seen since the first of this process."""
+    def update(self, done: int, count: int, loss: float) -> None:
+        """`done` steps are complete; `count` units were seen since the first of this process."""
         if not self.enabled:
             return
         seconds = time.perf_counter() - self.start
-        text = f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s"
+        text = f"loss {loss:.4f}, {count / seconds:,.0f} {self.unit}/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=done, description=text)
         elif seconds >= self.next_line or done == self.steps:

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -152,6 +153,22 @@ class TrainConfig:
     def samples_before(self) -> np.ndarray:
         """[steps + 1] int64: samples seen before each step, and in the end."""
         return np.concatenate([[0], np.cumsum(self.batch_sizes)])
+
+
+def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of `train` with a warm-up that fits its steps, and a sentence if it did not.
+
+    The recipe's own length of a run is not known here; a tenth of the steps is usual.
+    """
+    steps, warmup, cooldown = (train.get(f"{k}steps", 0) for k in ("", "warmup_", "cooldown_"))
+    if not all(type(value) is int and value >= 0 for value in (steps, warmup, cooldown)):
+        return train, ()
+    room = steps - cooldown
+    if warmup <= room or room < 0:
+        return train, ()
+    fits = min(room, steps // 10)
+    note = f"train.warmup_steps={warmup} does not fit train.steps={steps}: it is {fits} here"
+    return {**train, "warmup_steps": fits}, (note,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,14 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Hash of the data. A checkpoint or a result of other data is not used."""
 
+    @property
+    def unit(self) -> str:
+        """What the speed of a training is told in: `tokens`, or `images`, the samples."""
+
+    @property
+    def eval_size(self) -> int:
+        """Evaluation samples that there are."""
+
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.
 
@@ -46,7 +54,7 @@ class Source(Protocol):
         """
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        """The fixed `count` evaluation samples; they do not depend on `batch_size`."""
+        """The fixed `count` evaluation samples, at most `eval_size`, whatever `batch_size` is."""
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """(sums over the counted targets by metric, their number) of one evaluation batch.

@@ -22,6 +22,7 @@ class CausalText:
 
     corpus: Corpus
     block: int
+    unit = "tokens"
 
     @property
     def directory(self) -> Path:
@@ -34,6 +35,10 @@ class CausalText:
     @property
     def tokens_per_sample(self) -> int:
         return self.block
+
+    @property
+    def eval_size(self) -> int:
+        return self.corpus.eval_size(self.block)
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         for step, samples in requests:

@@ -88,6 +88,7 @@ class Trainer:
     ) -> None:
         self.model, self.method, self.source = model, method, source
         self.train, self.seed = train, seed
+        self.eval_samples = min(train.eval_samples, source.eval_size)
         self.identity, self.directory, self.world = identity, directory, world
         self.checkpoint_every, self.report = checkpoint_every, report
         self.loggers, self.config = loggers, config or {}
@@ -115,10 +116,13 @@ class Trainer:
         main = self.world.is_main
         if main:
             self.log = MetricsLog(self.directory, self.lines, self.loggers, self.config)
-        first, seen = self.step, self.train.samples_before * self.source.tokens_per_sample
+        unit = self.source.unit
+        size = self.source.tokens_per_sample if unit == "tokens" else 1
+        first, seen = self.step, self.train.samples_before * size
         batches = self.source.batches(self._requests())
         self.model.train()
-        with Progress(self.train.steps, self.step, enabled=main) as progress, self._stop() as stop:
+        bar = Progress(self.train.steps, self.step, unit, enabled=main)
+        with bar as progress, self._stop() as stop:
             durations: list[float] = []
             while self.step < self.train.steps:
                 if self.step % self.train.eval_every == 0:
@@ -131,8 +135,8 @@ class Trainer:
                     record = self._record(norm, durations)
                     durations = []
                     self._log(record)
-                    tokens = int(seen[self.step + 1] - seen[first])
-                    progress.update(self.step + 1, tokens, record["loss"])
+                    count = int(seen[self.step + 1] - seen[first])
+                    progress.update(self.step + 1, count, record["loss"])
                 self.step += 1
                 every = self.checkpoint_every
                 if every and (stop.kind is not None or self.step % every == 0):
@@ -231,7 +235,7 @@ class Trainer:
         self.model.eval()
         totals: dict[str, Tensor] = {}
         count = 0
-        for batch in self.source.eval_batches(self.train.eval_samples, min(self.micro_batch, 64)):
+        for batch in self.source.eval_batches(self.eval_samples, min(self.micro_batch, 64)):
             on_device = self.optimization.to_device(batch)
             with self.optimization.autocast():
                 output, loss = self.model(**on_device)
