@@ -123,7 +123,8 @@ def _values(column: Column, runs: list[Run], measures: dict[str, Measure]) -> di
 def paper(
     table: Table, tier: str, variant: Variant, row: Row, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
-    """The published value, and our difference to it in the full tier: the paper's setting.
+    """The published value, and our difference to it in the full tier: the paper's setting. The
+    smoke tier trains and times something else, beside which no published value is shown.
 
     Speed is not compared like that: it was measured on another device.
     """
@@ -131,6 +132,8 @@ def paper(
     if cell is None:
         named = published_name(table, variant, row, column) or row.published
         return Cell("not available" if named else "extra row of ours"), Cell("-")
+    if tier == "smoke":
+        return Cell("another workload"), Cell("-")
     published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
     mean = own.numbers.get("mean")
     taken = tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable

@@ -18,7 +18,11 @@ from reproduce.engine import Run, write_text
 from reproduce.render import Rendered, csv_text
 from reproduce.spec import Figure, Table
 
-NAMES = {"val_loss": "validation loss", "flip_rate": "flip rate per step", "loss": "training loss"}
+NAMES = {
+    "val_loss": "validation loss, nats",
+    "flip_rate": "flip rate, share of the mask per step",
+    "loss": "training loss, nats",
+}
 
 # Okabe and Ito's colours, told apart by colour-blind readers; the baseline, first, is black.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
@@ -64,7 +68,8 @@ def draw(table: Table, tier: str, runs: list[Run], rendered: Rendered, path: Pat
     if path.exists() and record.exists() and record.read_text(encoding="utf-8") == text:
         return True
     record.unlink(missing_ok=True)  # written last: it vouches for the picture
-    write_atomic(path, lambda p: _plot(figure, data, title, p))
+    names = {label: axis(label, unit) for label, unit in rendered.units.items()} | NAMES
+    write_atomic(path, lambda p: _plot(figure, data, title, names, p))
     write_text(record, text)
     return True
 
@@ -116,7 +121,13 @@ def values(table: Table, rendered: Rendered) -> list[Value]:
     return found
 
 
-def _plot(figure: Figure, data: list[Any], title: str, path: Path) -> None:
+def axis(label: str, unit: str) -> str:
+    """A column's label on an axis, with its unit."""
+    told = "x dense" if unit == "x" else unit
+    return f"{label} ({told})" if told else label
+
+
+def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -131,14 +142,15 @@ def _plot(figure: Figure, data: list[Any], title: str, path: Path) -> None:
         if figure.kind == "curves":
             _curves(axes, quantity, shown)
         else:
-            _values(axes, quantity, shown, lines=figure.kind == "lines")
+            _values(axes, shown, lines=figure.kind == "lines")
+        axes.set_ylabel(names.get(quantity, quantity), fontsize=9)
         axes.tick_params(labelsize=8, which="both")
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
     legend: dict[str, Any] = {}
     for axes in panels:
-        handles, names = axes.get_legend_handles_labels()
-        legend |= dict(zip(names, handles, strict=True))
+        handles, labelled = axes.get_legend_handles_labels()
+        legend |= dict(zip(labelled, handles, strict=True))
     canvas.legend(
         list(legend.values()),
         list(legend),
@@ -174,10 +186,9 @@ def _curves(axes: Any, quantity: str, data: list[Point]) -> None:
     if quantity == "flip_rate":
         axes.set_yscale("log", nonpositive="mask")
     axes.set_xlabel("optimizer step", fontsize=9)
-    axes.set_ylabel(NAMES.get(quantity, quantity), fontsize=9)
 
 
-def _values(axes: Any, quantity: str, data: list[Value], lines: bool) -> None:
+def _values(axes: Any, data: list[Value], lines: bool) -> None:
     labels = list(dict.fromkeys(entry.method for entry in data))
     place = {label: float(number) for number, label in enumerate(labels)}
     for number, source in enumerate(("paper", "ours")):
@@ -195,4 +206,3 @@ def _values(axes: Any, quantity: str, data: list[Value], lines: bool) -> None:
     upright = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 6}
     style: Any = upright if len(labels) > 12 else steep
     axes.set_xticks(list(place.values()), labels, rotation_mode="anchor", **style)
-    axes.set_ylabel(quantity, fontsize=9)

@@ -14,7 +14,8 @@ FILE = Path(__file__).with_name("published.json")
 class Published:
     """One confirmed cell. value: None where the source shows that there is none (out of memory,
     say). evidence: `primary`, or `second-hand` (somebody's notes, or read off a plot). confidence:
-    `high` or `medium`."""
+    `high` or `medium`. doubt: why the value itself, though printed like that, is hard to believe.
+    """
 
     value: float | None
     unit: str
@@ -22,10 +23,12 @@ class Published:
     source: str
     note: str = ""
     confidence: str = "high"
+    doubt: str = ""
 
     def text(self, spec: str) -> str:
         """As printed; `spec` is a Python format."""
-        label = "" if self.evidence == "primary" else f" ({self.evidence})"
+        labels = [self.evidence] * (self.evidence != "primary") + ["doubtful"] * bool(self.doubt)
+        label = f" ({', '.join(labels)})" if labels else ""
         if self.value is None:
             return f"none: {self.note}{label}"
         return in_unit(f"{self.value:{spec}}", self.unit) + label
@@ -33,6 +36,8 @@ class Published:
     @property
     def reservation(self) -> str:
         """Why to read it with care, and where it was read; empty if there is nothing to say."""
+        if self.doubt:
+            return f"as printed in {self.source}, but {self.doubt}"
         if (self.evidence, self.confidence) == ("primary", "high"):
             return ""
         kind = "of medium confidence" if self.evidence == "primary" else self.evidence
@@ -55,6 +60,7 @@ def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
             content["sources"][cell["source"]],
             cell.get("note", ""),
             cell.get("confidence", "high"),
+            cell.get("doubt", ""),
         )
         for cell in content["cells"]
     }

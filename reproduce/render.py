@@ -17,10 +17,12 @@ from reproduce.spec import BENCH, Column, Row, Table, Variant
 
 @dataclass(frozen=True)
 class Rendered:
-    """A table as text. `header` are the lines above it, `cells` its rows of printed cells."""
+    """A table as text. `header` are the lines above it, `cells` its rows of printed cells; `units`
+    are those of the table's columns, which need not be columns of the text."""
 
     title: str
     header: list[str]
+    units: dict[str, str]
     columns: list[str]
     cells: list[list[str]]
     summary: list[Numbers]
@@ -117,6 +119,7 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
     return Rendered(
         title=table.title,
         header=_header(table, tier, runs),
+        units=units,
         columns=columns,
         cells=cells,
         summary=summary,
@@ -150,7 +153,8 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
             lines.append("This tier is not the paper's setting: no difference to it is taken.")
         elif chosen.incomparable:
             lines.append(f"No difference to the paper is taken: {chosen.incomparable}.")
-        lines += _reservations(table, tier)
+        if tier != "smoke":  # which shows no published value
+            lines += _reservations(table, tier)
         not_run: dict[str, list[str]] = {}
         for row in table.rows_of(tier):
             not_run.setdefault(row.not_run, []).append(row.label)
@@ -212,7 +216,8 @@ def _unit(table: Table, variants: list[Variant], rows: list[Row], column: Column
 
 
 def _reservations(table: Table, tier: str) -> list[str]:
-    """Of the published values that are not read off the paper itself: which, and from where."""
+    """Of the published values that are not read off the paper itself, or hard to believe: which,
+    from where and why."""
     found: dict[str, list[str]] = {}
     for variant in table.variants_of(tier):
         for row in table.rows_of(tier):

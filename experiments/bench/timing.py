@@ -21,7 +21,7 @@ Call = Callable[[int], Any]
 
 GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution of the events
 SUSTAINED_S = 2.0  # so long the calls of a comparison run on a GPU before they are timed
-ENOUGH, LIMIT_S = 3, 4.0  # so many samples on a GPU at least, and no more after so many seconds
+ENOUGH, LIMIT_S = 3, 2.5  # so many samples on a GPU at least, and no more after so many seconds
 
 
 @dataclass(frozen=True)

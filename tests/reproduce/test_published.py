@@ -1,6 +1,7 @@
 """The papers' values: what is confirmed, by whom, and what is not."""
 
 import json
+from math import comb
 
 from reproduce.cells import published_name
 from reproduce.published import FILE, look_up
@@ -46,6 +47,28 @@ def test_the_file_is_well_formed():
         assert entry["work"] == "related" or isinstance(entry["value"], int | float | None)
         assert entry["value"] is not None or entry["note"]
         assert content["sources"][entry["source"]]
+
+
+def test_values_that_are_hard_to_believe_say_so():
+    lemma = look_up("slope", "Lemma (double-pruning)", "2:8", "extra zeros")
+    assert "5.84 %" in lemma.reservation and lemma.text(".2f") == "3.39 % (doubtful)"
+    exact = sum(comb(8, b) / 4**b * (3 / 4) ** (8 - b) * max(0, b - 2) for b in range(9)) / 8
+    assert round(100 * exact, 2) == 5.84
+    mrpc = look_up(
+        "slope", "Appendix table B.2 (per-task GLUE, BERT-Large)",
+        "Dense phase=1,2 rank=0 first12=- last12=-", "MRPC",
+    )  # fmt: skip
+    assert "279 of its 408" in mrpc.reservation
+    assert round(100 * 2 * 279 / (279 + 408), 1) == mrpc.value
+    one_shot = "Table 1 (raw-WikiText2 perplexity, 2:4)"
+    for method in ("SparseGPT", "Wanda"):
+        for model in ("OPT-125M", "OPT-350M", "OPT-1.3B"):
+            cell = look_up("ast", one_shot, f"{method} (training-free)", model)
+            assert "exchanged" in cell.reservation
+        assert not look_up("ast", one_shot, f"{method} (training-free)", "GPT2-124M").doubt
+    for row, column in (("OPT-13B", "inference r=0"), ("Mistral-v0.3-7B", "inference r=6.25%")):
+        cell = look_up("slope", "Table 2 (end-to-end memory ratio)", f"{row} / SLoPe", column)
+        assert "misprint" in cell.reservation
 
 
 def test_confirmed_values():

@@ -9,7 +9,8 @@ import pytest
 from experiments.errors import UserError
 from reproduce import published
 from reproduce.cells import value
-from reproduce.figure import curves, draw, values
+from reproduce.figure import axis, curves, draw, values
+from reproduce.reading import read_tables
 from reproduce.render import csv_text, render
 from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
 
@@ -177,9 +178,26 @@ def test_paper_and_ours(beside, runs):
 
 def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
     rendered = render(beside, "smoke", runs)
-    assert body(rendered)[-1] == ("| loss | S-STE | 2.00 (second-hand) | 2.50 ± 1.32 | - | smoke |")
+    assert body(rendered)[-1] == "| loss | S-STE | another workload | 2.50 ± 1.32 | - | smoke |"
     assert "This tier is not the paper's setting: no difference to it is taken." in rendered.header
     assert "The paper: Big thing." in rendered.header
+
+
+def test_a_smoke_figure_shows_no_published_value(beside, runs, tmp_path):
+    beside.figure = Figure("bars", ["loss"])
+    for tier, sources in {"full": {"paper", "ours"}, "smoke": {"ours"}}.items():
+        rendered = render(beside, tier, runs)
+        assert {value.source for value in values(beside, rendered)} == sources
+        assert ("loss: paper" in csv_text(rendered.summary)) is (tier == "full")
+        assert any("second-hand" in line for line in rendered.header) is (tier == "full")
+
+
+def test_every_axis_of_a_bar_or_a_line_has_its_unit():
+    assert axis("time", "ms") == "time (ms)" and axis("training", "x") == "training (x dense)"
+    for table in read_tables():
+        if table.figure.kind in ("bars", "lines"):
+            units = render(table, "full", []).units
+            assert all(units[label] for label in table.figure.columns), table.name
 
 
 def test_what_is_no_full_comparison_says_why(beside, runs):
@@ -196,6 +214,11 @@ def test_published_values_are_noted_with_their_source_unless_they_are_sure(besid
     assert sure.reservation == ""
     unsure = dataclasses.replace(sure, confidence="medium", note="a damaged copy")
     assert unsure.reservation == "of medium confidence, from the paper: a damaged copy"
+    odd = dataclasses.replace(sure, doubt="nobody believes it")
+    assert odd.reservation == "as printed in the paper, but nobody believes it"
+    assert odd.text(".1f") == "2.0 (doubtful)"
+    second = dataclasses.replace(odd, evidence="second-hand")
+    assert second.text(".1f") == "2.0 (second-hand, doubtful)"
 
 
 def test_a_row_that_is_not_run_shows_the_paper_alone(beside, runs):
