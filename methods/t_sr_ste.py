@@ -148,13 +148,16 @@ class Config(sr_ste.Config):
         keep fewer than two entries in a row or column.
     mvue: sample dY for dW: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
-    dense_fraction: share of `total_steps`, the last ones, that is dense.
+    dense_fraction: share of `total_steps` that is dense.
+    dense_phase: where these steps lie: at the `end`, or at the `start`, with which the paper
+        compares (section 4.3); then the model ends 2:4 sparse.
     """
 
     refresh_every: int = 40
     algorithm: str = "exact"
     mvue: str = "exact"
     dense_fraction: float = 1 / 6
+    dense_phase: str = "end"
 
     alpha_on_gradients: ClassVar[float] = 6e-5
 
@@ -164,6 +167,7 @@ class Config(sr_ste.Config):
             raise ValueError(f"refresh_every={self.refresh_every}; it must be at least 1")
         base.check_choice("algorithm", self.algorithm, ALGORITHMS)
         base.check_choice("mvue", self.mvue, ("exact", "sequential", "off"))
+        base.check_choice("dense_phase", self.dense_phase, ("end", "start"))
         if not 0.0 <= self.dense_fraction <= 1.0:
             raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
 
@@ -189,7 +193,11 @@ class Method(SwitchedMethod, sr_ste.Method):
         super().__init__(config)
         self.mask_period = config.refresh_every
         steps, fraction = config.total_steps, config.dense_fraction
-        self.dense_start = steps - round(fraction * steps) if fraction else math.inf
+        dense = round(fraction * steps)
+        self.dense_start: float = steps - dense if fraction else math.inf
+        self.dense_stop = math.inf
+        if config.dense_phase == "start" and dense < steps:
+            self.dense_start, self.dense_stop = 0, dense
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.dense_fraction and not self.config.total_steps:
@@ -200,11 +208,11 @@ class Method(SwitchedMethod, sr_ste.Method):
         return super().convert(model, dtype)
 
     def dense_at(self, step: int) -> bool:
-        return step >= self.dense_start
+        return self.dense_start <= step < self.dense_stop
 
     @property
     def ends_dense(self) -> bool:
-        return self.dense_start < self.config.total_steps
+        return bool(self.config.total_steps) and self.dense_at(self.config.total_steps)
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not self.dense_at(step):

@@ -22,6 +22,11 @@ python -m reproduce quickstart
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
     Table 2 of every paper that has one, or of one; likewise table1 to table8,
     table10, tableB2, figure4, figure7
+python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
+    the many small runs that claims are judged by, on all GPUs; the blocks are
+    in reproduce/blocks
+python -m reproduce claims
+    the papers' claims with their verdicts, from the runs of the blocks
 python -m reproduce --list
     every table of every paper: tiers, what they need, what has been run, and
     which are not covered"""
@@ -108,6 +113,35 @@ def make(table: Table, tier: str, runs: Path) -> bool:
     return not missing
 
 
+def run(arguments: list[str], runs: Path) -> bool:
+    """`run BLOCK [minutes=N] [per_gpu=N]`; whether all runs of the block are done.
+
+    Raises:
+        UsageError: arguments that mean nothing.
+    """
+    if not arguments:
+        raise UsageError("run what? Name a block: python -m reproduce run BLOCK")
+    name, *options = arguments
+    given: dict[str, float] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        try:
+            given[key] = {"minutes": float, "per_gpu": int}[key](value)
+        except (KeyError, ValueError):
+            raise UsageError(f"cannot use {option!r}; use minutes=N and per_gpu=N") from None
+        if not 0 < given[key] < 1e6:
+            raise UsageError(f"{option}: it must be positive")
+    from reproduce.blocks import read_block
+    from reproduce.runner import run_block
+
+    def report(message: str) -> None:
+        print(message, flush=True)
+
+    return run_block(
+        read_block(name), runs, given.get("minutes"), int(given.get("per_gpu", 1)), report
+    )
+
+
 def attempt(table: Table, tier: str, runs: Path) -> bool:
     """`make`; what stops it stops no other table."""
     try:
@@ -124,6 +158,13 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
         if not arguments or arguments in (["--help"], ["-h"]):
             print(USAGE, file=sys.stdout if arguments else sys.stderr)
             return 0 if arguments else 2
+        if arguments[0] == "run":
+            return 0 if run(arguments[1:], runs) else 1
+        if arguments == ["claims"]:
+            from reproduce import claims
+
+            claims.main(runs)
+            return 0
         tables = read_tables(folder)
         if arguments == ["--list"]:
             for line in coverage.lines(tables, runs, coverage.items()):

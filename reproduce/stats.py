@@ -30,3 +30,37 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> t
     quantile = float(stdtrit(n - 1, 0.5 + confidence / 2))
     half = quantile * std(differences) / math.sqrt(n)
     return mean(differences) - half, mean(differences) + half
+
+
+def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both") -> float:
+    """p-value of Student's t test that the mean of paired differences is `center`.
+
+    side: `both`; `above` against the alternative that the mean is above it, `below` likewise.
+    Differences that are all equal have no spread: then 0 or 1. nan from fewer than two.
+    """
+    from scipy.special import stdtr
+
+    n = len(differences)
+    if n < 2:
+        return math.nan
+    distance, spread = mean(differences) - center, std(differences) / math.sqrt(n)
+    without_spread = math.copysign(math.inf, distance) if distance else 0.0
+    t = distance / spread if spread else without_spread
+    below = float(stdtr(n - 1, t))
+    return {"below": below, "above": 1 - below, "both": 2 * min(below, 1 - below)}[side]
+
+
+def equivalence_p_value(differences: Sequence[float], margin: float) -> float:
+    """p-value of two one-sided tests (TOST): small where the mean lies within +-margin."""
+    above = p_value(differences, -margin, "above")
+    return max(above, p_value(differences, margin, "below"))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values adjusted by Holm's step-down procedure, in their own order."""
+    adjusted, highest = [math.nan] * len(p_values), 0.0
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    for rank, i in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = highest
+    return adjusted

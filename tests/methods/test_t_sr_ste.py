@@ -200,9 +200,9 @@ def test_dense_start(steps, fraction, start):
     assert dense_steps == expected
 
 
-def finished(fraction, steps=12):
+def finished(fraction, steps=12, **options):
     layer, method = converted(
-        alpha=0.1, total_steps=steps, dense_fraction=fraction, refresh_every=3
+        alpha=0.1, total_steps=steps, dense_fraction=fraction, refresh_every=3, **options
     )
     phases = []
     for step in range(steps):
@@ -221,6 +221,15 @@ def test_the_end_is_dense():
     method.finalize(layer)
     assert type(layer) is nn.Linear
     assert torch.equal(layer.weight, weight) and bool(weight.all())
+
+
+def test_a_dense_start_ends_sparse():
+    layer, method, phases = finished(0.25, dense_phase="start")
+    assert phases == ["dense"] * 3 + ["sparse"] * 9
+    assert not method.ends_dense
+    assert method.metrics()["density"] == 0.5
+    method.finalize(layer)
+    assert check24(layer.weight) == 0 and bool((layer.weight == 0).any())
 
 
 def test_without_a_dense_phase_the_end_is_sparse_along_both_dims():
