@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-import yaml
 
 from experiments import prepare_data
 from experiments.checkpoint import exclusive
+from experiments.config import load
 from experiments.corpus_source import data_files
 from experiments.data import SPLITS, DataConfig, load_tokens, read_manifest
 from experiments.errors import UserError
@@ -30,7 +30,6 @@ from experiments.tokenizer import (
 )
 from models.gpt2 import GPTConfig
 
-CONF = Path(prepare_data.__file__).parent / "conf"
 TEXTS = [f"document {i}: naïve café \U0001f600\n" for i in range(30)]
 
 
@@ -452,10 +451,8 @@ def test_an_unreachable_hub_names_the_way_out(tmp_path, hub_cache):
 
 @pytest.fixture(scope="module")
 def stdlib(tmp_path_factory):
-    options = yaml.safe_load((CONF / "data" / "stdlib.yaml").read_text())
-    return load_tokens(
-        DataConfig(**{**options, "root": str(tmp_path_factory.mktemp("data"))}), seed=0
-    )
+    root = tmp_path_factory.mktemp("data")
+    return load_tokens(load(["data=stdlib", f"data.root={root}"]).data, seed=0)
 
 
 def test_stdlib_is_the_source_of_this_python(stdlib):
@@ -497,8 +494,7 @@ def test_a_python_without_its_source_is_refused(tmp_path, monkeypatch):
 
 
 def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):
-    nano = yaml.safe_load((CONF / "model" / "gpt2_nano.yaml").read_text())
-    assert stdlib.vocab_size == nano["vocab_size"] == 2048
+    assert stdlib.vocab_size == load(["model=gpt2_nano"]).model.vocab_size == 2048
     assert max(int(tokens.max()) for tokens in stdlib.tokens.values()) == 2047
 
 
@@ -506,14 +502,13 @@ def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):
 
 
 def test_openwebtext_is_prepared_with_the_vocabulary_of_gpt2():
-    config = DataConfig(**yaml.safe_load((CONF / "data" / "openwebtext.yaml").read_text()))
+    config = load(["data=openwebtext"]).data
     assert (config.tokenizer, config.vocab_size) == ("gpt2", 50257)
     assert config.directory == Path("data/openwebtext-gpt2")
 
 
 @pytest.mark.parametrize("size", ["nano", "124M", "350M", "774M", "1558M"])
 def test_the_model_files_are_the_sizes(size):
-    path = CONF / "model" / f"gpt2_{size.lower()}.yaml"
-    options = yaml.safe_load(path.read_text())
-    assert options.pop("name") == "gpt2"
-    assert GPTConfig(**options) == GPTConfig.of_size(size)
+    config = load([f"model=gpt2_{size.lower()}"])
+    assert config.model_name == "gpt2"
+    assert config.model == GPTConfig.of_size(size)
