@@ -23,8 +23,8 @@ SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
 LONGEST = 200_000  # bytes; what is longer is tables of numbers, mostly
 
 # The wheels of one platform, whatever this machine is: only their text is read.
-_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_24_x86_64")
-_PLATFORMS += ("manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
+_GLIBC = ("2_28", "2_27", "2_24", "2_17")
+_PLATFORMS = (*(f"manylinux_{v}_x86_64" for v in _GLIBC), "manylinux2014_x86_64", "any")
 _PINNED = re.compile(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
 
 
