@@ -26,9 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 import methods
+from experiments import memory
 from experiments.command_line import help_text, take_texts
 from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
@@ -37,7 +39,7 @@ from experiments.images import ImageConfig
 from experiments.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.mlm import MaskedText, MLMConfig
 from experiments.multicrop import MultiCrops
-from experiments.settings import ImplConfig, TrainConfig, check_name, fit_warmup
+from experiments.settings import ImplConfig, TrainConfig, check_name, check_seed, fit_warmup
 from experiments.source import Source
 from experiments.text import CausalText
 from methods import distillation
@@ -167,11 +169,35 @@ class RunConfig:
 
 
 def build_model(shape: ModelConfig) -> nn.Module:
-    """A plain model of this shape: random weights, or those of the checkpoint that it names."""
+    """A plain model of this shape: random weights, or those of the checkpoint that it names.
+
+    Raises:
+        UserError: its weights are larger than the memory.
+    """
     if isinstance(shape, HFConfig):
         return shape.build()
-    kind = {GPTConfig: GPT, BertConfig: BertLM, ViTConfig: ViT}[type(shape)]
+    kind: Any = {GPTConfig: GPT, BertConfig: BertLM, ViTConfig: ViT}[type(shape)]
+    memory.require(
+        f"the weights of a {kind.__name__} of this shape",
+        4 * _parameters(kind, shape),
+        torch.device("cpu"),
+        "choose a smaller model.*",
+    )
     return kind(shape)
+
+
+def _parameters(kind: type[nn.Module], shape: Any) -> float:
+    """How many parameters a model of this shape would have, by those of one and of two layers."""
+    depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
+    counts = []
+    for layers in (1, 2):
+        try:
+            with torch.device("meta"):
+                model = kind(dataclasses.replace(shape, **{depth: layers}))
+        except RuntimeError:  # more numbers in one matrix than torch can count
+            return 2.0**63
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    return counts[0] + (getattr(shape, depth) - 1) * (counts[1] - counts[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +208,7 @@ class _Top:
     init: str | None
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed}; it must not be negative")
+        check_seed(self.seed)
 
 
 def digest(value: dict[str, Any]) -> str:
@@ -211,11 +236,8 @@ def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] |
 
 def freeze(composed: Any) -> RunConfig:
     """The typed form of a composed `DictConfig`."""
-    from omegaconf import OmegaConf
-
-    groups = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(groups, dict)
-
+    fields = [f.name for f in dataclasses.fields(_Top)]
+    groups = plain(composed, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
         if "name" not in values:
@@ -229,7 +251,6 @@ def freeze(composed: Any) -> RunConfig:
         raise UserError(f"self-distillation is for a ViT, not for {model_name}; see model=vit_nano")
     settings, changed = fit_warmup(groups["train"])
     train = typed(TrainConfig, "train", settings)  # first: other groups refer to it
-    fields = [f.name for f in dataclasses.fields(_Top)]
     run = typed(_Top, "the config", {key: groups[key] for key in fields})
     check_name("model.name", model_name)
     family = "hf" if "path" in model else model_name.partition("_")[0]
@@ -262,6 +283,20 @@ def freeze(composed: Any) -> RunConfig:
     )
     _check_together(config)
     return config
+
+
+def plain(composed: Any, *needed: str) -> dict[str, Any]:
+    """A composed `DictConfig` as plain values.
+
+    Raises:
+        UserError: one of the keys that are `needed` is gone.
+    """
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    if missing := [key for key in needed if key not in values]:
+        raise UserError(f"the config has no {missing[0]}: leave ~{missing[0]} out")
+    return values
 
 
 def _check_together(config: RunConfig) -> None:
@@ -342,6 +377,7 @@ def _similar(key: str, config_name: str | None) -> str:
     last = {name.rpartition(".")[2] for name in known}
     meant = difflib.get_close_matches(key.rpartition(".")[2], last, 1, 0.7)
     found = [name for name in known if meant and name.rpartition(".")[2] == meant[0]]
+    found = [name for name in found if name != key]  # another choice of a group has it
     return f"; {' or '.join(found)} may be meant" if found else ""
 
 
@@ -412,8 +448,8 @@ def driver(
 
 @contextmanager
 def exit_with_one_line(after_stop: str) -> Iterator[None]:
-    """End the process with one line on a `UserError` or a file that cannot be written (status 1),
-    on an interrupt (130) or when it is told to terminate (143).
+    """End the process with one line on a `UserError`, a file that cannot be written or want of
+    memory (status 1), on an interrupt (130) or when it is told to terminate (143).
     """
     raise_on_sigterm()
     try:
@@ -425,6 +461,13 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
             raise
         # A full disk, say, comes without a name.
         sys.exit(f"error: {error.filename or 'a file'}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        if not memory.is_exhausted(error):
+            raise
+        reason = str(error).strip().splitlines() or ["MemoryError"]
+        sys.exit(
+            f"error: out of memory ({reason[0]}); set a smaller impl.micro_batch, batch or model"
+        )
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         print(f"{what}; the same command {after_stop}", file=sys.stderr)

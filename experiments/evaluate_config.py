@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments import zero_shot
-from experiments.config import composed, digest, typed
+from experiments.config import composed, digest, plain, typed
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.hashes import file_hash
 from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
 from experiments.initial import HFConfig, weight_files
 from experiments.perplexity import Text
-from experiments.settings import DTYPES, ImplConfig
+from experiments.settings import DTYPES, ImplConfig, check_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,9 @@ class EvaluateConfig(Settings):
             raise ValueError("images need a ViT, which only a run holds: give run=DIR")
         if self.data.source is not None and self.images is None:
             raise ValueError("data.source is the place of images; add images=val")
+        check_seed(self.seed, 32)  # numpy's own generator takes no larger one
+        if self.block_size is not None and self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size}; a window needs at least 2 tokens")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot={self.num_fewshot}; it must not be negative")
         if self.limit is not None and self.limit < 1:
@@ -197,9 +200,7 @@ def load(overrides: list[str] | None = None) -> EvaluateConfig:
 
 def freeze(composed: Any) -> EvaluateConfig:
     """The typed form of a composed `DictConfig`."""
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(composed, resolve=True)
     groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
+    values = plain(composed, *groups)
     parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}
     return EvaluateConfig(**vars(typed(Settings, "the config", values)), **parts)

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experiments import checkpoint, legality
-from experiments.config import digest, driver, typed
+from experiments.config import digest, driver, plain, typed
 from experiments.errors import UserError, writing
 from experiments.export_tokenizer import tokenizer_of
 from experiments.finished import WEIGHTS_OF, FinishedRun
@@ -335,9 +335,7 @@ dim along which the groups of m run (the inputs of the linear).
 
 def freeze(composed: Any) -> ExportConfig:
     """The typed form of a composed `DictConfig`."""
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(composed, resolve=True)
+    values = plain(composed)
     if values.get("run") is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
     return typed(ExportConfig, "the config", values)

@@ -30,7 +30,7 @@ from typing import Any
 
 from experiments import pretrain
 from experiments.checkpoint import write_atomic, write_json
-from experiments.config import RunConfig, driver, freeze
+from experiments.config import RunConfig, driver, freeze, plain
 from experiments.distributed import world
 from experiments.errors import UserError
 from experiments.tracking import read_metrics
@@ -280,11 +280,7 @@ def _draw(outcomes: list[Outcome], mus: list[float], search: Search, path: Path)
 
 def freeze_search(composed: Any) -> Search:
     """The typed form of a composed `find_decay.yaml`."""
-    from omegaconf import OmegaConf
-
-    config, groups = freeze(composed), OmegaConf.to_container(composed)
-    assert isinstance(groups, dict)
-    values = groups["candidates"]
+    config, values = freeze(composed), plain(composed, "candidates")["candidates"]
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
         raise UserError(f"candidates={values}; it must be a list of numbers, like [6e-5,2e-4]")
     return Search(config, tuple(map(float, values)))

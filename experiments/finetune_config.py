@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from experiments import glue, squad
-from experiments.config import composed, digest, typed
+from experiments.config import composed, digest, plain, typed
 from experiments.errors import UserError
 from experiments.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.initial import HFConfig, weight_files
-from experiments.settings import DTYPES, ImplConfig, TrainConfig
+from experiments.settings import DTYPES, ImplConfig, TrainConfig, check_seed
 from experiments.tokenizer import folder_tokenizer
 from methods import Method, dense
 
@@ -246,8 +246,7 @@ class _Top:
     weights: str
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed}; it must not be negative")
+        check_seed(self.seed)
         known = {"task": (*TASKS, GLUE), "mode": MODES, "weights": WEIGHTS_OF}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
@@ -273,10 +272,8 @@ def load(overrides: list[str] | None = None) -> FinetuneConfig:
 
 def freeze(composed: Any) -> FinetuneConfig:
     """The typed form of a composed `DictConfig`."""
-    from omegaconf import OmegaConf
-
-    groups: Any = OmegaConf.to_container(composed, resolve=True)
     fields = [f.name for f in dataclasses.fields(_Top)]
+    groups = plain(composed, "data", "impl", "model", "recipe", *fields)
     top = typed(_Top, "the config", {key: groups[key] for key in fields})
     path, data = groups["model"]["path"], typed(_Data, "data", groups["data"])
     if (top.run is None) == (path is None):

@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from experiments import export, semi_structured
-from experiments.config import driver, typed
+from experiments.config import driver, plain, typed
 from experiments.distributed import world
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
 from experiments.optimization import DTYPES
 from experiments.pretrain import process_settings
-from experiments.settings import ImplConfig
+from experiments.settings import ImplConfig, check_seed
 from models.gpt2 import GPT
 from models.hf import CausalLM
 
@@ -87,8 +87,7 @@ class Settings:
             raise ValueError(f"top_k={self.top_k}; it must be at least 1, or null for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must lie in (0, 1], or be null for all")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed}; it must lie in [0, 2**63)")
+        check_seed(self.seed)
         if not self.temperature and (self.top_k, self.top_p) != (None, None):
             raise ValueError(
                 "top_k and top_p choose among random tokens, and temperature=0 takes the most "
@@ -270,9 +269,7 @@ def freeze(
     composed: Any, prompt: str | None = None, prompt_file: str | None = None
 ) -> GenerateConfig:
     """The typed form of a composed `DictConfig`, with a prompt as the command line has it."""
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(composed, resolve=True)
+    values = plain(composed, "run", "impl", "prompt", "prompt_file")
     if values["run"] is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
     impl = typed(ImplConfig, "impl", values.pop("impl"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments import memory
 from experiments.errors import UserError
 from experiments.schedules import learning_rate, weight_decay
 from experiments.settings import TrainConfig
@@ -43,16 +44,16 @@ def make_optimizer(method: Method, model: nn.Module, train: TrainConfig) -> torc
     """The optimizer that `train` names, over the groups that the model makes of its parameters.
 
     Raises:
-        UserError: the method has an update rule of its own, and another one is asked for.
+        UserError: the method has AdamW's rule or a form of it, and another one is asked for.
     """
     groups = model.param_groups(train.weight_decay)  # type: ignore[operator]
     if train.optimizer == "adamw":
         options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "fused": True}
         return method.optimizer(groups, lr=train.learning_rate, **options)
-    if type(method).optimizer is not Method.optimizer:
+    if method.needs_adamw:
         raise UserError(
-            f"train.optimizer={train.optimizer}, but this method has an update rule of its own, a "
-            "form of AdamW; set train.optimizer=adamw"
+            f"train.optimizer={train.optimizer}, but the update rule of this method is a form of "
+            "AdamW; set train.optimizer=adamw"
         )
     from timm.optim import Lamb, Lion
 
@@ -62,6 +63,13 @@ def make_optimizer(method: Method, model: nn.Module, train: TrainConfig) -> torc
     return Lamb(
         groups, lr=train.learning_rate, betas=train.betas, eps=train.eps, max_grad_norm=None
     )
+
+
+def _training_bytes(model: nn.Module, optimizer: str) -> int:
+    """What a step needs at least, beside activations."""
+    copies = 3 if optimizer == "lion" else 4  # weights, gradients, and one or two moments
+    parameters = sum(p.nbytes * (copies if p.requires_grad else 1) for p in model.parameters())
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())
 
 
 class Optimization:
@@ -88,6 +96,12 @@ class Optimization:
     ) -> None:
         self.model, self.method, self.train = model, method, train
         self.device, self.dtype, self.rate = device, DTYPES[train.dtype], rate
+        memory.require(
+            "weights, gradients and moments",
+            _training_bytes(model, train.optimizer),
+            device,
+            "choose a smaller model",
+        )
         self.optimizer = make_optimizer(method, model, train)
         # By position: loading a checkpoint makes new groups.
         decayed = model.param_groups(1.0)  # type: ignore[operator]

@@ -12,6 +12,11 @@ from typing import Any
 
 import numpy as np
 
+# More is a slip of the pen: the sizes of the batches alone would fill the memory.
+_LARGEST = {"steps": 10**8, "batch_size": 10**8, "ramp_micro_steps": 10**8}
+_THREADS = 1024
+_HIGHEST = 1e6  # a rate; beyond, its product with a decay factor may overflow fp32
+
 OPTIMIZERS = ("adamw", "lamb", "lion")
 DTYPES = ("fp32", "bf16", "fp16")
 SCHEDULES = ("cosine", "linear", "sqrt", "triangle")
@@ -29,6 +34,12 @@ def check_name(key: str, name: str) -> None:
             f"{key}={name!r} names a folder: begin it with a letter or a digit, then take letters, "
             "digits and . _ + - alone, at most 100"
         )
+
+
+def check_seed(seed: int, bits: int = 63) -> None:
+    """A ValueError for a seed that the random generators do not take."""
+    if not 0 <= seed < 2**bits:
+        raise ValueError(f"seed={seed}; it must lie in [0, 2**{bits})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +87,16 @@ class TrainConfig:
         for name in ("steps", "batch_size", "log_every", "eval_every", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
+        for name, largest in _LARGEST.items():
+            if (getattr(self, name) or 0) > largest:
+                raise ValueError(f"train.{name}={getattr(self, name)}; at most {largest:,}")
         rates = ("learning_rate", "min_learning_rate", "warmup_learning_rate", "eps")
-        for name in (*rates, "weight_decay", "grad_clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"train.{name}={getattr(self, name)}; it must not be negative")
+        for name in (*rates, "weight_decay", "weight_decay_end", "grad_clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"train.{name}={value}; it must be a finite number, 0 or above")
+        if self.learning_rate > _HIGHEST:
+            raise ValueError(f"train.learning_rate={self.learning_rate}; at most {_HIGHEST:g}")
         for name in ("min_learning_rate", "warmup_learning_rate"):
             if getattr(self, name) > self.learning_rate:
                 raise ValueError(
@@ -207,8 +224,14 @@ class ImplConfig:
         unknown = set(self.loggers) - {"tensorboard", "wandb"}
         if unknown:
             raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
-        for name in ("checkpoint_every", "threads", "workers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"impl.{name}={getattr(self, name)}; it must not be negative")
+        if self.checkpoint_every < 0:
+            raise ValueError(
+                f"impl.checkpoint_every={self.checkpoint_every}; it must not be negative"
+            )
+        for name in ("threads", "workers"):
+            if not 0 <= getattr(self, name) <= _THREADS:
+                raise ValueError(
+                    f"impl.{name}={getattr(self, name)}; it must lie in [0, {_THREADS}]"
+                )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")

@@ -20,7 +20,6 @@ are boolean and the paper's route is the default. The paper gives lambda(t) = al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +77,9 @@ class Config(distillation.Config):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value}; it must not be negative")
-        if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha={self.alpha}; the decay factor must not be negative")
+        if not 0 <= self.alpha <= sr_ste.LARGEST:
+            largest = f"{sr_ste.LARGEST:g}"
+            raise ValueError(f"alpha={self.alpha}; the decay factor must lie in [0, {largest}]")
         if not 0 <= self.ramp_fraction <= 1:
             raise ValueError(f"ramp_fraction={self.ramp_fraction}; it must lie in [0, 1]")
         if self.slorb_k and self.slorb_init == "xavier" and not self.slorb_train_x:
@@ -205,8 +205,12 @@ class Method(distillation.Method):
             length = round(config.ramp_fraction * config.total_steps)
         return config.alpha * min(1.0, step / length) if length else config.alpha
 
+    @property
+    def needs_adamw(self) -> bool:
+        return self.config.decay_route == "decoupled_first_moment"
+
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        if self.config.decay_route != "decoupled_first_moment":
+        if not self.needs_adamw:
             return super().optimizer(groups, **options)
         options.pop("fused", None)  # a matter of speed alone
         return AdamW(groups, **options)

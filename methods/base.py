@@ -447,6 +447,12 @@ class Method:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
         return 2, 4
 
+    @property
+    def needs_adamw(self) -> bool:
+        """Whether it trains with AdamW alone: by an update rule of its own, or by AdamW's moments.
+        `optimizer` makes it."""
+        return False
+
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
         """The optimizer that drivers use: AdamW, unless the method has an update rule of its own.
 

@@ -33,6 +33,8 @@ from common_kernels import nm_mask, philox4x32
 
 from . import base, sr_ste, ste
 
+MOST = 10_000  # permutations, all held at once; the authors take 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(sr_ste.Config):
@@ -46,9 +48,10 @@ class Config(sr_ste.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("permute_every", "candidates"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.permute_every < 1:
+            raise ValueError(f"permute_every={self.permute_every}; it must be at least 1")
+        if not 1 <= self.candidates <= MOST:
+            raise ValueError(f"candidates={self.candidates}; it must lie in [1, {MOST}]")
 
 
 class Linear(ste.Linear):

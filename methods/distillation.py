@@ -126,8 +126,8 @@ class Config(base.Config):
                 raise ValueError(f"{name}={weight}; it must not be negative")
         if not any(weights.values()):
             raise ValueError(f"{', '.join(weights)} are all 0; there is nothing to train on")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}; it must be above 0")
+        if not 1e-3 <= self.temperature <= 1e3:
+            raise ValueError(f"temperature={self.temperature}; it must lie in [0.001, 1000]")
         base.check_choice("divergence", self.divergence, DIVERGENCES)
         base.check_choice("layer_loss", self.layer_loss, LAYER_LOSSES)
 

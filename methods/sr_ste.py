@@ -15,7 +15,6 @@ does: w <- w - lr * alpha * w on pruned entries. The model ends 2:4 sparse.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +29,7 @@ from . import base, ste
 # pruned weights it takes 0.5 % in 300,000 steps at 1.5e-4. With 1 a pruned weight loses 1.5e-4 of
 # itself in a step there; by SR-STE's own SGD, of rate 0.1 and momentum 0.9, it is 2e-4.
 ALPHA_ON_WEIGHTS = 1.0
+LARGEST = 1e6  # a factor; beyond, its product with a learning rate may overflow fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Config(base.Config):
             on_weights = self.decay_on == "weights"
             alpha = ALPHA_ON_WEIGHTS if on_weights else self.alpha_on_gradients
             object.__setattr__(self, "alpha", alpha)
-        elif not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha={self.alpha}; the decay factor must not be negative")
+        elif not 0 <= self.alpha <= LARGEST:
+            raise ValueError(f"alpha={self.alpha}; the decay factor must lie in [0, {LARGEST:g}]")
 
 
 class Method(base.Method):

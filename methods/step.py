@@ -83,6 +83,10 @@ class Method(SwitchedMethod):
             )
         return super().convert(model, dtype)
 
+    @property
+    def needs_adamw(self) -> bool:
+        return True
+
     def dense_at(self, step: int) -> bool:
         return self.start is None or step < self.start
 

@@ -4,12 +4,16 @@ import dataclasses
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import experiments
 import methods
-from experiments.config import ImplConfig, TrainConfig, composed, load
+from experiments import memory, pretrain
+from experiments.config import ImplConfig, TrainConfig, composed, exit_with_one_line, load
 from experiments.errors import UserError
+from experiments.optimization import Optimization
 
 CONF = Path(experiments.__file__).parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*_gpt2_*.yaml"))
@@ -95,6 +99,19 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("train.warmup_steps=-1", "train.warmup_steps=-1 does not fit train.steps=200"),
         ("train.dtype=fp8", "train.dtype=fp8; choose one of fp32, bf16, fp16"),
         ("impl.dtype=bf16", "there is no impl.dtype here; train.dtype may be meant"),
+        ("seed=-1", "seed=-1; it must lie in [0, 2**63)"),
+        ("seed=18446744073709551616", "it must lie in [0, 2**63)"),
+        ("impl.threads=99999999999", "impl.threads=99999999999; it must lie in [0, 1024]"),
+        ("impl.workers=99999999999", "impl.workers=99999999999; it must lie in [0, 1024]"),
+        ("train.steps=1000000000000000", "at most 100,000,000"),
+        ("train.batch_size=10000000000000000000000", "at most 100,000,000"),
+        ("train.weight_decay_end=-1", "train.weight_decay_end=-1.0; it must be a finite number"),
+        ("train.weight_decay_end=nan", "train.weight_decay_end=nan; it must be a finite number"),
+        ("train.learning_rate=inf", "train.learning_rate=inf; it must be a finite number"),
+        ("train.learning_rate=1e300", "train.learning_rate=1e+300; at most 1e+06"),
+        ("~method", "the config has no method: leave ~method out"),
+        ("~impl", "the config has no impl: leave ~impl out"),
+        ("~seed", "'seed' not found"),
         ("impl.device=tpu", "impl.device=tpu; choose one of auto, cpu, cuda"),
         ("impl.loggers=[csv]", "choose of tensorboard, wandb"),
         ("impl.micro_batch=0", "impl.micro_batch=0"),
@@ -245,3 +262,106 @@ def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
 def test_a_key_that_does_not_exist_is_answered_with_one_that_does(override, message):
     with pytest.raises(UserError, match=message):
         load([override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=bi_mask", "method.candidates=1000000000"], "it must lie in [1, 10000]"),
+        (["method=ast", "method.temperature=1e300"], "it must lie in [0.001, 1000]"),
+        (["method=ast", "method.temperature=1e-300"], "it must lie in [0.001, 1000]"),
+        (["method=ast", "method.alpha=1e300"], "lie in [0, 1e+06]"),
+        (["method=sr_ste", "method.alpha=1e300"], "the decay factor must lie in [0, 1e+06]"),
+        (
+            ["train.ramp_batch=1", "train.ramp_micro_steps=1000000000000"],
+            "train.ramp_micro_steps=1000000000000; at most 100,000,000",
+        ),
+        (["model=vit_nano", "model.n_layer=2"], "there is no model.n_layer here"),
+    ],
+)
+def test_values_beyond_all_bounds_are_one_line(overrides, message):
+    with pytest.raises(UserError) as caught:
+        load(overrides)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert "may be meant" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["n_embd=4000000", "n_embd=40000000000", "n_layer=1000000000", "vocab_size=100000000000"],
+)
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(override):
+    config = load([f"model.{override}"])
+    before = torch.get_rng_state()
+    message = r"GPT of this shape need [\d,.]+ GiB of memory, this machine has [\d,.]+ GiB; choose"
+    with pytest.raises(UserError, match=message):
+        config.build_model()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("choice", [[], ["model=bert_nano"], ["model=deit_nano"]])
+def test_the_weights_are_counted_by_one_and_two_layers(choice, monkeypatch):
+    config = load(choice)
+    model = config.build_model()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(memory, "total", lambda device: weights)
+    config.build_model()
+    monkeypatch.setattr(memory, "total", lambda device: weights - 1)
+    with pytest.raises(UserError, match="of this shape need"):
+        config.build_model()
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 4), ("lion", 3)])
+def test_a_training_larger_than_the_memory_is_refused(optimizer, copies, monkeypatch):
+    config = load(["method=dense", f"train.optimizer={optimizer}"])
+    model, method = config.build_model(), config.build_method()
+    method.convert(model)
+    tensors = [*model.parameters()] * copies + [*model.buffers()]
+    needed = sum(tensor.nbytes for tensor in tensors)
+    device = torch.device("cpu")
+    monkeypatch.setattr(memory, "total", lambda device: needed)
+    Optimization(model, method, config.train, device)
+    monkeypatch.setattr(memory, "total", lambda device: needed - 1)
+    with pytest.raises(UserError, match=r"gradients and moments need 0\.0 GiB"):
+        Optimization(model, method, config.train, device)
+
+
+def test_want_of_memory_is_one_line(capsys):
+    for error in (MemoryError(), np_error(), torch_error()):
+        with pytest.raises(SystemExit) as stop, exit_with_one_line("begins it anew"):
+            raise error
+        text = str(stop.value.code)
+        assert text.startswith("error: out of memory (") and "\n" not in text
+    with pytest.raises(RuntimeError), exit_with_one_line("begins it anew"):
+        raise RuntimeError("of the work itself")
+
+
+def np_error():
+    with pytest.raises(MemoryError) as caught:
+        np.empty(2**60, np.uint8)
+    return caught.value
+
+
+def torch_error():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "lamb"])
+@pytest.mark.parametrize(
+    ("method", "works"),
+    [
+        (["method=step"], False),
+        (["method=ast"], False),
+        (["method=ast", "method.decay_route=gradient"], True),
+        (["method=ast", "method.decay_route=decoupled"], True),
+    ],
+)
+def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny, optimizer, method, works):
+    config = tiny(*method, f"train.optimizer={optimizer}", "train.steps=2")
+    if works:
+        assert pretrain.run(config, lambda message: None)["steps"] == 2
+        return
+    with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
+        pretrain.run(config, lambda message: None)

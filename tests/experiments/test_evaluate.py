@@ -317,6 +317,8 @@ def test_images_need_a_vit(trained):
         (["model.path=a", "images=val"], "images need a ViT, which only a run holds"),
         (["run=a", "limit=0"], "limit=0; it must be at least 1"),
         (["run=a", "num_fewshot=-1"], "num_fewshot=-1; it must not be negative"),
+        (["run=a", "block_size=0"], "block_size=0; a window needs at least 2 tokens"),
+        (["run=a", "seed=4294967296"], r"seed=4294967296; it must lie in \[0, 2\*\*32\)"),
         (["run=a", "+perplexity=b"], "the config has no key perplexity"),
         (["run=a", "+model.name=b"], "model has no key name"),
         (["run=a", "block_size=many"], "block_size"),

@@ -642,7 +642,8 @@ def test_a_value_for_all_tasks_replaces_those_that_differ():
         (["impl.checkpoints=3"], r"checkpoints"),
         (["model.path=somewhere"], r"give either run=DIR, .* or model\.path=FOLDER"),
         (["run=null"], r"give either run=DIR"),
-        (["seed=-1"], r"seed=-1; it must not be negative"),
+        (["seed=-1"], r"seed=-1; it must lie in \[0, 2\*\*63\)"),
+        (["~recipe"], "the config has no recipe: leave ~recipe out"),
     ],
 )
 def test_a_wrong_setting_is_one_line(overrides, message):

@@ -343,7 +343,7 @@ def test_a_compiled_model_follows_into_the_dense_phase():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": -1.0}, r"alpha=-1\.0; the decay factor must not be negative"),
+        ({"alpha": -1.0}, r"alpha=-1\.0; the decay factor must lie in"),
         ({"refresh_every": 0}, "refresh_every=0; it must be at least 1"),
         ({"algorithm": "best"}, "algorithm='best'; choose one of exact, greedy, two_approx"),
         ({"mvue": "yes"}, "mvue='yes'; choose one of exact, sequential, off"),
