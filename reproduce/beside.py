@@ -1,0 +1,142 @@
+"""What the measured speed tables say of the papers' statements: `python -m reproduce.beside`.
+
+Writes the table between the marks in README.md from the CSVs of `measured/h200`; nothing of it is
+written by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.checkpoint import write_atomic
+
+HERE = Path(__file__).parent
+MEASURED, README = HERE / "measured" / "h200", HERE / "README.md"
+BEGIN, END = "<!-- beside: written by python -m reproduce.beside -->\n", "<!-- end -->\n"
+EQUAL = 0.01  # of two speeds, beside the noise of the timing
+
+Cell = tuple[str, str, str]  # table, row, column
+
+
+@dataclass(frozen=True)
+class Gain:
+    """That something is faster or smaller than dense. paper: where its value stands, if not in the
+    row of ours."""
+
+    text: str
+    cell: Cell
+    paper: Cell | None = None
+    smaller: bool = False
+
+    def line(self) -> list[str]:
+        paper, ours = read(self.paper or self.cell, "paper"), read(self.cell, "mean")
+        if paper is None or ours is None:
+            return [self.text, number(paper), number(ours), "not measured"]
+        gains = [1 - v if self.smaller else v - 1 for v in (paper, ours)]
+        verdict = "holds" if gains[1] >= gains[0] / 2 else "less than half of the gain"
+        verdict = verdict if gains[1] > 0 else "**no gain**"
+        return [self.text, number(paper), number(ours), verdict]
+
+
+@dataclass(frozen=True)
+class Order:
+    """That the first is faster than the second."""
+
+    text: str
+    cells: tuple[Cell, Cell]
+
+    def line(self) -> list[str]:
+        paper, ours = ([read(cell, kind) for cell in self.cells] for kind in ("paper", "mean"))
+        texts = [self.text, *(" / ".join(map(number, values)) for values in (paper, ours))]
+        first, second = ours
+        if first is None or second is None:
+            return [*texts, "not measured"]
+        if abs(first / second - 1) < EQUAL:
+            return [*texts, "**no difference**"]
+        return [*texts, "holds" if first > second else "**the other way round**"]
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def read(cell: Cell, kind: str) -> float | None:
+    """The `paper`'s or the `mean` of our value in a measured table; None if it is not there."""
+    table, method, column = cell
+    path = MEASURED / f"{table}-full.csv"
+    if not path.exists():
+        return None
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["method"] == method and row.get(f"{column}: {kind}"):
+                return float(row[f"{column}: {kind}"])
+    return None
+
+
+def fst(shape: str, column: str) -> Gain:
+    part = column.removesuffix(" speedup")
+    return Gain(f"FST, Figure 7: {part}, {shape}", ("fst_figure7", shape, column))
+
+
+def sste(column: str) -> Gain:
+    table, quoted = "sste_table10", "as quoted, shape unknown"
+    text = f"S-STE, Table 10: {column}; ours at d=4096, their shape is unknown"
+    return Gain(text, (table, "d=4096", column), (table, quoted, column))
+
+
+def faster_than_fst(model: str) -> Order:
+    cells = (f"{model} / {method}" for method in ("SLoPe", "FST"))
+    first, second = (("slope_table1", row, "training") for row in cells)
+    return Order(f"SLoPe, Table 1: {model} trains faster with SLoPe than with FST", (first, second))
+
+
+def slope(number: int, model: str, column: str) -> Gain:
+    what = {1: "speed", 2: "memory"}[number]
+    cell = (f"slope_table{number}", f"{model} / SLoPe", column)
+    return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", cell, smaller=number == 2)
+
+
+STATEMENTS: tuple[Gain | Order, ...] = (
+    fst("N=4 n=2048 d=768 h=12", "FFN speedup"),
+    fst("N=8 n=2048 d=2048 h=32", "FFN speedup"),
+    fst("N=4 n=2048 d=9216 h=72", "FFN speedup"),
+    fst("N=4 n=2048 d=768 h=12", "block speedup"),
+    fst("N=8 n=2048 d=2048 h=32", "block speedup"),
+    fst("N=4 n=2048 d=9216 h=72", "block speedup"),
+    sste("FFN, pre-training"),
+    sste("FFN, inference"),
+    *map(faster_than_fst, ("OPT-66B", "OPT-30B", "OPT-13B", "OPT-6.6B", "OPT-2.6B", "LLaMA-3-8B")),
+    slope(1, "OPT-66B", "training"),
+    slope(1, "OPT-2.6B", "training"),
+    *(slope(1, model, column) for model in ("OPT-66B", "OPT-2.6B", "LLaMA-3-8B")
+      for column in ("inference", "inference, r=1.56%", "inference, r=6.25%")),
+    slope(2, "OPT-66B", "training"),
+    slope(2, "OPT-66B", "inference"),
+    Gain("torchao, Table 2: SAM's image encoder, forward and backward",
+         ("torchao_table2", "2:4 MLP weights", "speed-up")),
+    *(Gain(f"torchao, Table 3: linear {shape}", ("torchao_table3", shape, "speedup"))
+      for shape in ("(13008,1024,4096)", "(13008,4096,1024)")),
+)  # fmt: skip
+
+
+def table() -> str:
+    heads = ["statement", "paper", "one H200", ""]
+    rows = [heads, ["---", "--:", "--:", "---"], *(s.line() for s in STATEMENTS)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    written = f"{before}{BEGIN}{table()}{END}{after}"
+    write_atomic(README, lambda p: p.write_text(written, encoding="utf-8"))
+    print(f"written to {README}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
