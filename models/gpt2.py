@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -204,11 +205,25 @@ def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def from_hf(hf_model: GPT2LMHeadModel) -> GPT:
+def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
     """Our GPT with a copy of the weights of transformers' `GPT2LMHeadModel`, in its dtype.
 
-    Raises a ValueError naming every setting of its config that this model does not have.
+    In `transformers.Trainer` it works as `models.hf.ForTrainer(from_hf(...))`.
+
+    Args:
+        source: the model, or the local folder of its checkpoint, with safetensors.
+    Raises:
+        ValueError: naming every setting of its config that this model does not have, or what is
+            wrong with the folder.
     """
+    if isinstance(source, str | Path):
+        from transformers import GPT2LMHeadModel
+
+        from models.hf import read_checkpoint
+
+        hf_model = read_checkpoint(GPT2LMHeadModel, source)
+    else:
+        hf_model = source
     hf = hf_model.config
     required = {
         "model_type": "gpt2",

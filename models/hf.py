@@ -9,6 +9,8 @@ their own form in `save_pretrained`. No remote code is run and no pickle is load
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,33 +58,18 @@ class CausalLM(nn.Module):
             ValueError: it is not a model of one of `FAMILIES` in safetensors, or is made for
                 shorter sequences than `block_size`.
         """
-        from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        try:
+        with _one_line(folder):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if config.model_type not in FAMILIES:
                 raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
             dropout = {name: getattr(config, name) for name in _DROPOUT if hasattr(config, name)}
             for name in dropout:
                 setattr(config, name, 0.0)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"no causal language model in {folder}: {reason}") from error
-        model, loading = loaded
-        if loading["missing_keys"]:
-            missing = sorted(loading["missing_keys"])
-            raise ValueError(
-                f"no causal language model in {folder}: its files lack {missing[0]} and "
-                f"{len(missing) - 1} more, which would be random"
-            )
+        model = read_checkpoint(
+            AutoModelForCausalLM, folder, config=config, trust_remote_code=False
+        )
         longest = config.max_position_embeddings
         if block_size is not None and block_size > longest:
             raise ValueError(f"block_size={block_size}, but {folder} takes at most {longest}")
@@ -133,6 +120,80 @@ class CausalLM(nn.Module):
             self.model.save_pretrained(folder, state_dict=state)
         finally:
             config.update(zeros)
+
+
+class ForTrainer(nn.Module):
+    """A causal language model of this project in the form that `transformers.Trainer` takes.
+
+    It is held as `model`; `models.gpt2.to_hf(trained.model)` makes one of transformers of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_state_dict_post_hook(_unshare)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
+        """Token ids [B, T] -> transformers' `CausalLMOutput` with the logits [B, T, V] and, given
+        labels, the loss.
+
+        `labels` [B, T] are the ids themselves, which are shifted here; -100 is ignored. What is
+        padded must follow the text, where it changes nothing: a ValueError tells of other masks.
+        """
+        from transformers.modeling_outputs import CausalLMOutput
+
+        if attention_mask is not None and bool(attention_mask.diff(dim=1).gt(0).any()):
+            raise ValueError("tokens follow a hidden one; pad on the right, and mask nothing else")
+        target = None
+        if labels is not None:
+            target = F.pad(labels[:, 1:], (0, 1), value=-1)
+            target = target.masked_fill(target == -100, -1)
+        logits, loss = self.model(input_ids, target)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def _unshare(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """Tied tensors as copies of their own: safetensors takes no two names for one storage."""
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        if tensor.data_ptr() in seen:
+            state[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+
+
+@contextmanager
+def _one_line(folder: str | Path) -> Iterator[None]:
+    """Errors of transformers while it reads `folder` as a ValueError in one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no causal language model in {folder}: {reason}") from error
+
+
+def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:
+    """`kind.from_pretrained` of a local folder with safetensors, all of whose weights are there.
+
+    Raises:
+        ValueError: there is no such folder or model in it, or weights are missing, which
+            transformers would fill with random numbers.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"no causal language model in {folder}: there is no such folder")
+    with _one_line(folder):
+        loaded, loading = kind.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **options
+        )
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(
+            f"no causal language model in {folder}: its files lack {missing[0]} and "
+            f"{len(missing) - 1} more, which would be random"
+        )
+    return loaded
 
 
 @torch.no_grad()

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import (
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -18,6 +20,8 @@ from transformers import (
 import methods
 from common_kernels import check24
 from experiments.hf_trainer import STATE, MethodCallback
+from models.gpt2 import from_hf, to_hf
+from models.hf import ForTrainer
 
 STEPS, MICRO, ACCUMULATION, TOKENS = 6, 4, 2, 16
 TINY = {
@@ -228,6 +232,144 @@ def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
         weight = loaded.get_submodule(layer).weight
         assert int(check24(weight)) == 0
         assert 0 < int(weight.count_nonzero()) <= weight.numel() // 2
+
+
+@every_arm
+def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninterrupted):
+    """That of the first phase; what `from_pretrained` does not find it would make up."""
+    folder = uninterrupted(name).directory / "checkpoint-3"
+    trainer, _ = trainer_for(name, folder.parent / "again")
+    model = trainer.model
+    model.load_state_dict(load_file(folder / "model.safetensors"))  # strict
+    (callback,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "method"))
+    callback._load(folder / STATE, trainer.args)
+    loaded, found = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = sequences()[0]["input_ids"][None]
+    with torch.no_grad():
+        ours, theirs = model.eval()(ids).logits, loaded.eval()(ids).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_adapters_are_added_to_the_weights_of_a_checkpoint(uninterrupted):
+    whole = uninterrupted("slope")
+    loaded = LlamaForCausalLM.from_pretrained(whole.directory / f"checkpoint-{STEPS}").eval()
+    ids = sequences()[0]["input_ids"][None]
+    with torch.no_grad():
+        ours, theirs = whole.trainer.model.eval()(ids).logits, loaded(ids).logits
+    # W + L R / r at once and one after the other.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
+    class Falling(Ordered):
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_loss": abs(self.state.global_step - 4.0)}
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
+            return metrics
+
+    model, method = build("t_sr_ste")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=MICRO,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_steps=1, eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        greater_is_better=False, save_strategy="steps",
+    )  # fmt: skip
+    callback = MethodCallback(method, model, arguments)
+    data = sequences()
+    Falling(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback]).train()
+    best = torch.load(tmp_path / "checkpoint-4" / STATE, weights_only=True)
+    assert method.state_dict()["dense"] == best["dense"]
+    for name, layer in method.sparse_layers.items():
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, best["layers"][name][key]), (name, key)
+
+
+def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
+    """Its weight is [in, out] in every file and [out, in] in the products."""
+    data = sequences()
+
+    def train(folder, resume=None):
+        model = hf_model("gpt2", vocab_size=32).train()
+        method = methods.build("s_ste", include="all", total_steps=STEPS)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=3,
+            resume_from_checkpoint=resume,
+        )  # fmt: skip
+        callbacks = [MethodCallback(method, model, arguments)]
+        trainer = Ordered(model, arguments, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, method
+
+    whole, method = train(tmp_path / "whole")
+    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
+    expected = whole.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
+    twin = copy.deepcopy(whole)  # which saves its own weights
+    with torch.no_grad():
+        twin.transformer.h[0].mlp.c_fc.bias.add_(1.0)
+    for model in (whole, twin):
+        model.save_pretrained(tmp_path / "end")
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
+        ids = data[0]["input_ids"][None]
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    trained = whole.eval()(ids).logits
+    # Conv1D takes the bias into its product.
+    ended = method.finalize(whole)(ids).logits
+    torch.testing.assert_close(ended, trained, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_is_converted_already(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    model, method = build("s_ste")
+    report = method.convert(model)
+    layers = dict(method.layers)
+    assert MethodCallback(method, model, arguments).report is report
+    assert method.layers == layers
+    other, _ = build("s_ste")
+    with pytest.raises(ValueError, match="has converted another model"):
+        MethodCallback(method, other, arguments)
+    with pytest.raises(ValueError, match="the model is converted already"):
+        MethodCallback(build("s_ste")[1], model, arguments)
+
+
+@pytest.mark.parametrize("name", ["s_ste", "slope"])
+def test_our_own_gpt2_from_a_folder(name, hf_model, tmp_path):
+    """Trained, resumed, and written for transformers again."""
+    hf_model("gpt2", vocab_size=32).save_pretrained(tmp_path / "start")
+    data = sequences()
+
+    def train(folder, resume=None):
+        model = ForTrainer(from_hf(tmp_path / "start"))
+        method = methods.build(name, include="all", exclude=[], total_steps=STEPS)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=3, logging_steps=1,
+            resume_from_checkpoint=resume,
+        )  # fmt: skip
+        callbacks = [MethodCallback(method, model, arguments)]
+        trainer = Ordered(
+            model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, method
+
+    whole, method = train(tmp_path / "whole")
+    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
+    assert records(again) == records(whole)
+    assert len(method.layers) == 8
+    method.finalize(whole.model)
+    evaluated = whole.evaluate()["eval_loss"]
+    to_hf(whole.model.model).save_pretrained(tmp_path / "end")
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
+    ids = torch.stack([row["input_ids"] for row in data[:4]])
+    with torch.no_grad():
+        expected = float(loaded(ids, labels=ids).loss)
+    assert evaluated == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_would_go_wrong_silently_is_refused(tmp_path):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from methods import ste
-from models.hf import FAMILIES, CausalLM
+from models.gpt2 import from_hf
+from models.hf import FAMILIES, CausalLM, ForTrainer
 
 PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7, "mistral": 7}
 
@@ -195,3 +196,38 @@ def test_plain_linears_are_left_alone(hf_model):
     assert list(CausalLM(plain).model.modules()) == before
     assert not CausalLM(plain).conv1d
     assert sum(isinstance(m, nn.Linear) for m in before) == 2 * 7 + 1
+
+
+def test_our_gpt2_as_the_trainer_of_transformers_takes_it(checkpoint):
+    plain, folder = checkpoint("gpt2")
+    model = ForTrainer(from_hf(folder)).eval()
+    ids, mask = tokens(), torch.ones(3, 32, dtype=torch.int64)
+    labels = ids.clone()
+    mask[0, 20:], labels[0, 20:], labels[1, :4] = 0, -100, -100
+    found = model(input_ids=ids, attention_mask=mask, labels=labels)
+    expected = plain(input_ids=ids, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    assert model(ids).loss is None
+    with pytest.raises(ValueError, match="pad on the right"):
+        model(input_ids=ids, attention_mask=mask.flip(1))
+    state = model.state_dict()
+    assert len({tensor.data_ptr() for tensor in state.values()}) == len(state)
+    model.load_state_dict(state)
+    assert model.model.lm_head.weight is model.model.transformer.wte.weight
+
+
+def test_a_folder_without_a_whole_gpt2_is_refused(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    with pytest.raises(ValueError, match="there is no such folder"):
+        from_hf("openai-community/gpt2")
+    with pytest.raises(ValueError, match="no causal language model in"):
+        from_hf(tmp_path)
+    _, folder = checkpoint("gpt2")
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    save_file({k: v for k, v in whole.items() if "h.1" not in k}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"files lack transformer\.h\.1\..* and 11 more"):
+        from_hf(str(folder))
+    with pytest.raises(ValueError, match="no causal language model in"):
+        from_hf(checkpoint("opt")[1])
