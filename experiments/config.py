@@ -455,7 +455,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
     except OSError as error:
         if error.errno is None:
             raise

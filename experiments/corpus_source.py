@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
 
 def _is_local(source: str) -> bool:
     return source not in (EMBEDDED, PACKAGES) and not source.startswith(_HUB)
+
+
+def not_utf8(paths: list[str]) -> str | None:
+    """Which of some text files is the first that is not UTF-8, and at which byte; None if all are.
+
+    They are read 1 MiB at a time: one may be larger than the memory.
+    """
+    for path in paths:
+        decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+        with Path(path).open("rb") as file:
+            while True:
+                part = file.read(2**20)
+                held = len(decoder.getstate()[0])  # the start of a character, from the last part
+                try:
+                    decoder.decode(part, final=not part)
+                except UnicodeDecodeError as error:
+                    byte = error.object[error.start]
+                    return f"{path} is not UTF-8: byte {before - held + error.start} is {byte:#04x}"
+                before += len(part)
+                if not part:
+                    break
+    return None
 
 
 def record(source: str, text_column: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from experiments.errors import UserError
 from experiments.finished import FinishedRun
 from experiments.images import ImageConfig
 from experiments.probes import probe
+from experiments.progress import say
 from models.vit import ViT
 
 
@@ -35,7 +36,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     return result if result is not None and "linear_top1" in result["metrics"] else None
 
 
-def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Train as `pretrain.run` does, then probe; returns the content of `result.json`.
 
     Raises:

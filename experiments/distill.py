@@ -21,11 +21,12 @@ from experiments import export, pretrain
 from experiments.config import RunConfig, driver
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
+from experiments.progress import say
 
 EXPORT = export.FOLDER  # in the run directory
 
 
-def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Train as `pretrain.run` does, then export; returns the content of `result.json`.
 
     Raises:

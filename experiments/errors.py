@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """What is wrong, with which value, and what to do."""
+    """What is wrong, with which value, and what to do, in one line.
+
+    choices: what there is to choose from, a line each, where that is more than a line holds.
+    """
+
+    def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.choices = choices
 
 
 @contextmanager

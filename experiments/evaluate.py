@@ -37,6 +37,7 @@ from experiments.optimization import DTYPES
 from experiments.perplexity import perplexity, windows
 from experiments.pretrain import process_settings
 from experiments.probes import probe
+from experiments.progress import say
 from experiments.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
 from models.gpt2 import GPT
 from models.hf import CausalLM
@@ -63,7 +64,7 @@ def finished(config: EvaluateConfig) -> dict[str, Any] | None:
     return result if same else None
 
 
-def run(config: EvaluateConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Evaluate, or do nothing if it is done; returns the content of `result.json`.
 
     Raises:
@@ -94,7 +95,7 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
         _check_classes(config, load_images(config.image_data, ("val",)))
     rows = legality.measure(model, patterns)
     report(f"WEIGHTS: {_described(config)}")
-    report(legality.table(rows, dense=config.kind == "dense"))
+    report(legality.text(rows, dense=config.kind == "dense"))
     with checkpoint.exclusive(config.directory()):
         done = finished(config)  # by another process, since it was asked above
         if done is not None:

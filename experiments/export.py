@@ -46,6 +46,7 @@ from experiments.export_tokenizer import tokenizer_of
 from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.images import ImageConfig
 from experiments.initial import weight_files
+from experiments.progress import say
 from methods import slorb
 from methods.compressed import SparsePlusLowRank
 from models.gpt2 import GPT
@@ -76,7 +77,7 @@ def export(
     run: FinishedRun,
     weights: str = "sparse",
     to: Path | None = None,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = say,
 ) -> Path:
     """Write the folder, unless it is there, whole and of these very weights; returns its path.
 

@@ -33,6 +33,7 @@ from experiments.checkpoint import write_atomic, write_json
 from experiments.config import RunConfig, driver, freeze, plain
 from experiments.distributed import world
 from experiments.errors import UserError
+from experiments.progress import say
 from experiments.tracking import read_metrics
 from methods import base, dense, sr_ste, t_sr_ste
 
@@ -127,7 +128,7 @@ class Outcome:
         return self.flip_rate / dense.flip_rate
 
 
-def find(search: Search, report: Callable[[str], None] = print) -> dict[str, Any]:
+def find(search: Search, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Run what is missing, write and report the comparison; returns the content of `decay.json`.
 
     Raises:

@@ -44,7 +44,7 @@ from experiments.optimization import (
     set_generators,
 )
 from experiments.pretrain import process_settings
-from experiments.progress import Progress
+from experiments.progress import Progress, say
 from experiments.settings import TrainConfig
 from experiments.source import Batch
 from experiments.tokenizer import check_vocabulary
@@ -74,7 +74,7 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     return result if result["pretrained"]["weights_hash"] == config.weights_hash() else None
 
 
-def run(config: FinetuneConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Fine-tune, or do nothing if it is done; returns the content of `result.json`.
 
     Raises:

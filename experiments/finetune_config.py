@@ -181,6 +181,8 @@ class FinetuneConfig:
             return None
         if self.task == SQUAD:
             return glue.fingerprint(squad.files(self.data))
+        if self.task == GLUE:
+            glue.check_present(list(self.recipes), self.data)
         return glue.fingerprint([path for t in self.recipes for path in glue.files(t, self.data)])
 
     def weights_hash(self) -> str:

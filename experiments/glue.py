@@ -148,6 +148,21 @@ def files(task: str, data: str) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+def check_present(tasks: Sequence[str], data: str) -> None:
+    """A UserError that tells the tasks that are in a folder from those that are not, if any."""
+    present = [task for task in tasks if (Path(data) / TASKS[task].folder).is_dir()]
+    if absent := [f"{t} ({TASKS[t].folder})" for t in tasks if t not in present]:
+        remedy = (
+            f"set recipe.tasks=[{','.join(present)}] to run those that are there"
+            if present
+            else "it must have GLUE's own layout"
+        )
+        raise UserError(
+            f"data.source={data} lacks the folders of {len(absent)} of {len(tasks)} tasks: "
+            f"{', '.join(absent)}; {remedy}"
+        )
+
+
 def fingerprint(paths: Sequence[Path]) -> str:
     """Hash of the content of files, 16 hex digits."""
     digest = hashlib.sha256()

@@ -34,6 +34,7 @@ from models.vit import ViT
 # In the directory of a finished run: plain weights as the method ends, those of the averaged copy,
 # and what the method's layers held before they became plain.
 WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
+MOST_LISTED = 50  # finished runs
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 _TOKENIZER_FILES = (
     *TOKENIZERS,
@@ -198,6 +199,12 @@ def read_result(directory: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if below := runs_below(directory):
+            raise UserError(
+                f"{directory} holds no finished run itself, but {len(below)} below; give the path "
+                "of one of them:",
+                below[:MOST_LISTED] + ["..."] * (len(below) > MOST_LISTED),
+            ) from error
         raise UserError(
             f"{directory} holds no finished run ({RESULT} is missing); run it to its end first"
         ) from error
@@ -207,6 +214,23 @@ def read_result(directory: Path) -> dict[str, Any]:
     if not isinstance(parts, dict) or not {"model", "data", "method"} <= parts.keys():
         raise UserError(f"{path} is not the result of a training, whose config it lacks")
     return result
+
+
+def runs_below(directory: Path) -> list[str]:
+    """A line on each finished training in a folder of runs, or of a model's or a method's: its path
+    there, method, seed and loss."""
+    lines = []
+    depths = ("*", "*/*", "*/*/*")
+    for path in sorted(path for depth in depths for path in directory.glob(f"{depth}/{RESULT}")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            method, seed = result["config"]["method"]["name"], result["seed"]
+            loss = result["metrics"]["val_loss"]
+        except (OSError, ValueError, KeyError, TypeError):  # of an evaluation, say, or damaged
+            continue
+        inside = path.parent.relative_to(directory)
+        lines.append(f"{inside}  {method}, seed {seed}, val_loss {loss:.4f}")
+    return lines
 
 
 def source_hash(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,17 +75,40 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
 
 def table(rows: Sequence[Row], dense: bool = False) -> str:
     """A Markdown table of the rows, their sum last; of `dense` weights without patterns."""
+    names, *lines = _cells(rows, dense)
+    ruled = [names, ["---"] * len(names), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
+
+
+def text(rows: Sequence[Row], dense: bool = False) -> str:
+    """The same in columns as wide as the terminal, or 80; long names go on in a second line."""
+    import rich.console
+    import rich.table
+
+    names, *lines = _cells(rows, dense)
+    drawn = rich.table.Table(box=None, pad_edge=False)
+    drawn.add_column(names[0], overflow="fold")
+    for name in names[1:]:
+        drawn.add_column(name, justify="right", no_wrap=True)
+    for cells in lines:
+        drawn.add_row(*cells)
+    console = rich.console.Console(file=io.StringIO(), color_system=None)
+    with console.capture() as capture:
+        console.print(drawn)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _cells(rows: Sequence[Row], dense: bool) -> list[list[str]]:
+    """The heads of the columns, a line for each row, and their sum."""
     summed = total(rows)
-    names = ["linear", "shape", "density"] + ([] if dense else ["pattern", "illegal groups"])
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines = [["linear", "shape", "density"] + ([] if dense else ["N:M", "illegal groups"])]
     for row in rows:
         cells = [row.name, f"{row.shape[0]} x {row.shape[1]}", f"{row.density:.4f}"]
         if not dense:
             n, m = row.pattern
             cells += [f"{n}:{m}", f"{row.illegal_groups} of {row.groups}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     last = [f"all {len(rows)}", "", f"{summed['density']:.4f}"]
     if not dense:
         last += ["", f"{summed['illegal_groups']} of {summed['groups']}"]
-    lines.append(f"| {' | '.join(last)} |")
-    return "\n".join(lines)
+    return [*lines, last]

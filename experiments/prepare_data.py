@@ -28,7 +28,7 @@ import numpy as np
 from experiments import corpus_source, package_text
 from experiments.checkpoint import LOCK, exclusive
 from experiments.config import RunConfig, driver
-from experiments.corpus_source import EMBEDDED, PACKAGES, data_files
+from experiments.corpus_source import EMBEDDED, PACKAGES, data_files, not_utf8
 from experiments.data import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError, writing
 from experiments.tokenizer import (
@@ -260,6 +260,11 @@ def _files(source: str, text_column: str) -> Source:
     except UserError:
         raise
     except Exception as error:  # of many libraries: network, file system, Parquet, JSON
+        if builder == "text" and isinstance(paths, list) and (found := not_utf8(paths)):
+            raise UserError(
+                f"{found}; save it as UTF-8 (`iconv -f latin1 -t utf-8`, if it is Latin-1), or "
+                "take it out of the folder"
+            ) from error
         raise UserError(
             f"could not read data.source={source} ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}); pass data.source=FOLDER with .parquet, .jsonl or .txt "

@@ -37,6 +37,7 @@ from experiments.distributed import World, world
 from experiments.errors import UserError
 from experiments.initial import AVERAGED, LATENT, WEIGHTS
 from experiments.optimization import DTYPES
+from experiments.progress import say
 from experiments.settings import ImplConfig
 from experiments.source import Source
 from experiments.tracking import check_viewers, read_metrics
@@ -66,7 +67,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     return None if result.get("init") != config.init_weights() else result
 
 
-def run(config: RunConfig, report: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Train, or go on, or do nothing if it is done; returns the content of `result.json`.
 
     Raises:

@@ -1,13 +1,34 @@
-"""Progress of a training run: a live bar on a terminal, a line every ten seconds elsewhere."""
+"""What a driver says, and the progress of a training: a live bar on a terminal, elsewhere a line
+every ten seconds."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
+from typing import Any
 
 import rich.progress
 
 _SECONDS_PER_LINE = 10.0
+
+
+def say(message: str) -> None:
+    """Print a message, on a terminal with its lines broken at words to fit. What is piped is left
+    as it is, unless COLUMNS is set."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    for line in message.split("\n"):
+        fits = not width or len(line) <= width
+        print(line if fits else textwrap.fill(line, width, **_AT_SPACES))
+
+
+# Paths stay whole, to be copied.
+_AT_SPACES: Any = {
+    "subsequent_indent": "  ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 
 
 class Progress:

@@ -27,7 +27,7 @@ from experiments.optimization import (
     generators,
     set_generators,
 )
-from experiments.progress import Progress
+from experiments.progress import Progress, say
 from experiments.schedules import learning_rate
 from experiments.settings import TrainConfig
 from experiments.source import Batch, Request, Source
@@ -84,7 +84,7 @@ class Trainer:
         checkpoint_every: int = 0,
         loggers: tuple[str, ...] = (),
         config: dict[str, Any] | None = None,
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None] = say,
     ) -> None:
         self.model, self.method, self.source = model, method, source
         self.train, self.seed = train, seed

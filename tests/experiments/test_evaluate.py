@@ -5,18 +5,21 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments import evaluate, export, pretrain, probes
+from experiments import evaluate, export, legality, pretrain, probes
 from experiments.config import load
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
 from experiments.image_source import ImageSource
 from experiments.images import ImageConfig
+from experiments.legality import Row
 from experiments.perplexity import perplexity, windows
+from experiments.progress import say
 from models.vit import ViT, ViTConfig
 
 CPU = ["impl.device=cpu", "impl.threads=1"]
@@ -75,7 +78,9 @@ def test_perplexity_and_legality_of_a_run(trained, text):
         for name, shape in (("c_fc", [64, 16]), ("c_proj", [16, 64]))
     ]
     assert said[0].startswith(f"WEIGHTS: sparse, as the method of {trained.directory} ended")
-    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.5000 | 2:4 | 0 of 256 |" in said[1]
+    cells = [line.split("  ") for line in said[1].splitlines()]
+    row = ["transformer.h.0.mlp.c_fc", "64 x 16", "0.5000", "2:4", "0 of 256"]
+    assert row in [[cell.strip() for cell in line if cell] for line in cells]
     assert f"ppl {result['metrics']['ppl']:.4f}" in said[2].splitlines()
     stored = json.loads((config.directory() / "result.json").read_text())
     assert stored == json.loads(json.dumps(result))
@@ -348,6 +353,45 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
             evaluate.run(configure(*overrides), quiet)
         assert "\n" not in str(caught.value)
     assert sorted(trained.directory.rglob("*")) == before
+
+
+def test_a_folder_of_runs_lists_them(trained, monkeypatch, capsys):
+    """What lies in the run itself, an evaluation of it say, is not among them."""
+    runs = trained.directory.parents[2]
+    (trained.directory.parent / "seed9").mkdir(exist_ok=True)
+    (trained.directory.parent / "seed9/result.json").write_text("[]")
+    inside = trained.directory.relative_to(runs)
+    line = f"ste, seed 0, val_loss {trained.result['metrics']['val_loss']:.4f}"
+    for folder, path in ((runs, inside), (runs / inside.parts[0], Path(*inside.parts[1:]))):
+        monkeypatch.setattr(sys, "argv", ["evaluate", f"run={folder}"])
+        with pytest.raises(SystemExit) as caught:
+            evaluate.main()
+        assert caught.value.code == (
+            f"error: {folder} holds no finished run itself, but 1 below; give the path of one of "
+            f"them:\n  {path}  {line}"
+        )
+
+
+def test_lines_fit_80_columns(monkeypatch, capsys):
+    """Those of LLaMA's largest linears, and sentences with paths that are longer than a line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "model.model.layers.31.mlp.gate_proj"
+    rows = [Row(name, (28672, 8192), (2, 4), 28672 * 4096, 28672 * 2048, 0),
+            Row(f"language_{name}.of_a_long_name", (8, 8), (2, 4), 32, 16, 0)]  # fmt: skip
+    for dense in (False, True):
+        say(legality.text(rows, dense))
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80 and lines[1].split()[0] == name
+    say(f"sparse, as the method of {'x' * 90} ended, and so on and on and on\nnext")
+    assert capsys.readouterr().out.splitlines() == [
+        "sparse, as the method of",
+        f"  {'x' * 90}",
+        "  ended, and so on and on and on",
+        "next",
+    ]
+    monkeypatch.delenv("COLUMNS")
+    say("a word " * 40)  # piped
+    assert capsys.readouterr().out == "a word " * 40 + "\n"
 
 
 def test_an_interrupt_says_what_the_same_command_does(monkeypatch, capsys):

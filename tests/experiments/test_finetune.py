@@ -351,6 +351,22 @@ def test_bad_data_of_the_last_task_are_found_before_the_first_is_trained(gpt2, t
     assert not (gpt2 / "finetune").exists()
 
 
+def test_tasks_that_are_absent_are_told_from_those_that_are_there(gpt2, tmp_path):
+    folder = Path(shutil.copytree(GLUE, tmp_path / "glue"))
+    for name in ("WNLI", "MNLI"):
+        shutil.rmtree(folder / name)
+    own = config(gpt2, "glue", f"data.source={folder}")
+    with pytest.raises(UserError) as caught:
+        finetune.run(own, quiet)
+    assert str(caught.value) == (
+        f"data.source={folder} lacks the folders of 2 of 9 tasks: mnli (MNLI), wnli (WNLI); set "
+        "recipe.tasks=[cola,sst2,mrpc,stsb,qqp,qnli,rte] to run those that are there"
+    )
+    assert not (gpt2 / "finetune").exists()
+    with pytest.raises(UserError, match=r"2 of 2 tasks: .*; it must have GLUE's own layout"):
+        finetune.run(config(gpt2, "glue", f"data.source={folder}", "recipe.tasks=[wnli,mnli]"))
+
+
 def test_squad_through_the_whole_loop(gpt2):
     more = ["recipe.max_length=20", "recipe.stride=4", "recipe.epochs=2"]
     result = finetune.run(config(gpt2, "squad", *more), quiet)

@@ -440,6 +440,26 @@ def test_unusable_sources_are_refused(tmp_path, hub_cache, files, message):
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "byte"),
+    [
+        (b"caf\xe9 au lait", "byte 3 is 0xe9"),
+        (b"\xff\xfea\x00", "byte 0 is 0xff"),
+        ("é".encode() * 2**19 + b"\xc3", f"byte {2**20} is 0xc3"),
+        (b"a" + "é".encode() * 2**19 + b"\x80", f"byte {2**20 + 1} is 0x80"),  # a cut character
+    ],
+)
+def test_a_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, hub_cache, content, byte):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_txt(folder, TEXTS[:3])
+    (folder / "sub" / "latin.txt").write_bytes(content)
+    message = rf"^{folder}/sub/latin\.txt is not UTF-8: {byte}; save it as UTF-8 .* or take it out"
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
+    assert not (tmp_path / "data").exists()
+
+
 def test_an_unreachable_hub_names_the_way_out(tmp_path, hub_cache):
     source = "hf://datasets/Skylion007/openwebtext/**/*.parquet"
     with pytest.raises(UserError, match=r"could not read data\.source=hf://.*data\.source=FOLDER"):
