@@ -384,14 +384,12 @@ class Method:
         self, model: nn.Module, matching: dict[str, nn.Module], reasons: dict[str, str]
     ) -> NoReturn:
         include = self.config.include
-        asked = (
-            f"include={include if isinstance(include, str) else list(include)} "
-            f"exclude={list(self.config.exclude)}"
-        )
+        asked = f"include={include if isinstance(include, str) else list(include)}"
         if reasons:
             raise ValueError(
                 f"no linear that matches {asked} can be converted: {conversion.listed(reasons)}"
             )
+        asked = f"{asked} exclude={list(self.config.exclude)}"
         others = conversion.others(matching)
         names = some_names(others)
         hint = f"; {names} match, but only nn.Linear can be converted" if others else ""

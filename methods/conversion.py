@@ -54,10 +54,14 @@ class Report:
         share = self.sparse_parameters / self.total_parameters
         refused = f", of which cannot be converted: {listed(self.reasons)}" if self.reasons else ""
         return (
-            f"{len(self.names)} linears, {self.sparse_parameters:,} of "
+            f"{_counted(self.names)}, {self.sparse_parameters:,} of "
             f"{self.total_parameters:,} parameters ({share:.0%}); "
-            f"{len(self.dense)} linears left dense{refused}"
+            f"{_counted(self.dense)} left dense{refused}"
         )
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    return "1 linear" if len(names) == 1 else f"{len(names)} linears"
 
 
 def listed(reasons: dict[str, str]) -> str:

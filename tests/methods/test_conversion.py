@@ -45,7 +45,7 @@ def test_a_head_of_two_classes_is_left_dense():
     assert report.dense == ("classifier",)
     reason = "weight [2, 16]; 2:4 needs both dims to be multiples of 4"
     assert report.reasons == {"classifier": reason}
-    assert str(report).endswith(f"; 1 linears left dense, of which cannot be converted: "
+    assert str(report).endswith(f"; 1 linear left dense, of which cannot be converted: "
                                 f"classifier ({reason})")  # fmt: skip
     assert type(model.classifier) is nn.Linear
 
