@@ -329,7 +329,7 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
 def main(config: RunConfig) -> dict[str, Any]:
     result = run(config)
     if config.dino is not None:
-        print("its features are measured by `python -m experiments.dino` with the same overrides")
+        say("its features are measured by `python -m experiments.dino` with the same overrides")
     return result
 
 
