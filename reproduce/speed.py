@@ -73,7 +73,7 @@ def of_gpt2(config: Config, _: Told) -> tuple[Metrics, str]:
         calls |= {f"{part} {name}": call for name, call in named}
     found = in_turns(calls, config.on, config.repeats, BUFFERS)
     metrics = clock_and_power(found)
-    for part, (dense, sparse) in pairs.items():
+    for part, (_dense, sparse) in pairs.items():
         own = {n.removeprefix(f"{part} "): t for n, t in found.items() if n.startswith(part)}
         times = milliseconds(own, sparse)
         metrics |= {
@@ -308,7 +308,7 @@ def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict
 
 
 def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
-    """Those of `to_compare`, and of a whole sparse `step` with its share of the search for masks."""
+    """Those of `to_compare`, and of a whole sparse `step` with its share of the mask search."""
     times = {name: time.ms for name, time in found.items()}
     search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
     times["step"] = times["whole"] + max(0.0, search) / sparse.converted.method.mask_period
