@@ -309,6 +309,11 @@ def _check_together(config: RunConfig) -> None:
             f"method={config.method} distils from the model as it was, but model="
             f"{config.model_name} has {kind} here; set method.kl_weight=0 method.task_weight=1"
         )
+    if config.train.fp8_samples is not None and not config.build_method().quantizes:
+        raise UserError(
+            f"train.fp8_samples={config.train.fp8_samples}, but method={config.method} has no FP8 "
+            "products here; set train.fp8_samples=null"
+        )
     if config.dino is not None and config.train.ema:
         raise UserError("train.ema with self-distillation: its teacher is the average; set it to 0")
 

@@ -64,9 +64,7 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     Raises:
         UserError: there are no such data, or the result cannot be read.
     """
-    own = {"tasks": dict} if config.task == GLUE else {"pretrained": {"weights_hash": str}}
-    shape = {"metrics": dict, **own}
-    result = results.read_finished(config.directory(), config.digest(), shape)
+    result = results.read_finished(config.directory(), config.digest())
     if result is None:
         return None
     if config.task == GLUE:

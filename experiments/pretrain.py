@@ -45,7 +45,6 @@ from experiments.trainer import Trainer, micro_batch_size
 from methods import Method, Report
 from models.dino import DINO
 
-_SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
 CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
@@ -56,7 +55,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         UserError: the result cannot be read, or was made on other data than those of the config.
     """
     directory = config.directory()
-    result = results.read_finished(directory, config.digest(), _SHAPE)
+    result = results.read_finished(directory, config.digest())
     if result is None:
         return None
     if not config.data.check_result(result, directory):
@@ -82,7 +81,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             if here.is_main:  # left where it was killed after its result
                 shutil.rmtree(config.directory() / "checkpoints", ignore_errors=True)
             return done
-        micro_batch_size(config.train, config.impl.micro_batch, here.size)
+        _micro_batch_size(config, config.build_method(), here)
         check_viewers(config.impl.loggers)
         init = config.init_weights()
         model, method, converted, source = _prepare(config, here)
@@ -129,6 +128,10 @@ def notes(config: RunConfig, source: Source) -> list[str]:
     return said
 
 
+def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
+    return micro_batch_size(config.train, config.impl.micro_batch, here.size, method.quantizes)
+
+
 def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Source]:
     """The converted model on its device, and its data.
 
@@ -157,7 +160,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
             method.calibrate(model, on_device)
         converted = method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
-        size = micro_batch_size(config.train, config.impl.micro_batch, here.size)
+        size = _micro_batch_size(config, method, here)
         matmul = config.impl.matmul  # auto leaves the word to the environment
         method.accelerate(size * source.tokens_per_sample, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
@@ -329,7 +332,7 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
 def main(config: RunConfig) -> dict[str, Any]:
     result = run(config)
     if config.dino is not None:
-        say("its features are measured by `python -m experiments.dino` with the same overrides")
+        print("its features are measured by `python -m experiments.dino` with the same overrides")
     return result
 
 

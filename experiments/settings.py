@@ -58,6 +58,8 @@ class TrainConfig:
     ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
         this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
     dtype: of autocast, `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
+    fp8_samples: samples over which a method takes its FP8 scales: they are a micro-batch of a rank;
+        null = the batch of a step, in one piece.
     """
 
     steps: int
@@ -78,6 +80,7 @@ class TrainConfig:
     ramp_batch: int | None = None
     ramp_micro_steps: int | None = None
     dtype: str = "fp32"
+    fp8_samples: int | None = None
     log_every: int = 10
     eval_every: int = 50
     eval_samples: int = 64
@@ -90,6 +93,8 @@ class TrainConfig:
         for name, largest in _LARGEST.items():
             if (getattr(self, name) or 0) > largest:
                 raise ValueError(f"train.{name}={getattr(self, name)}; at most {largest:,}")
+        if self.fp8_samples is not None and self.fp8_samples < 1:
+            raise ValueError(f"train.fp8_samples={self.fp8_samples}; it must be at least 1")
         rates = ("learning_rate", "min_learning_rate", "warmup_learning_rate", "eps")
         for name in (*rates, "weight_decay", "weight_decay_end", "grad_clip"):
             value = getattr(self, name)
@@ -193,8 +198,8 @@ class ImplConfig:
     """How fast it runs, and where.
 
     device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
-    (`Method.accelerate`); with a method's FP8 it decides between simulated and real products, which
-    round differently. micro_batch: samples per rank and forward pass; null = all of a step.
+    (`Method.accelerate`). micro_batch: samples per rank and forward pass; null = all of a step, or
+    with FP8 `train.fp8_samples`.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
     workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.

@@ -35,11 +35,17 @@ from experiments.tracking import MetricsLog
 from methods import Method, refresh
 
 
-def micro_batch_size(train: TrainConfig, micro_batch: int | None, ranks: int) -> int:
+def micro_batch_size(
+    train: TrainConfig, micro_batch: int | None, ranks: int, quantizes: bool = False
+) -> int:
     """Samples per rank and micro-batch.
 
+    Args:
+        quantizes: the method takes its FP8 scales over a micro-batch (`Method.quantizes`), whose
+            size is then `train.fp8_samples`, or the whole batch.
     Raises:
-        UserError: the ranks or the micro-batch do not divide the batch, from its first size on.
+        UserError: the ranks or the micro-batch do not divide the batch, from its first size on, or
+            are not what FP8 scales are taken over.
     """
     name = "batch_size" if train.ramp_batch is None else "ramp_batch"
     unit = train.ramp_batch or train.batch_size
@@ -48,10 +54,22 @@ def micro_batch_size(train: TrainConfig, micro_batch: int | None, ranks: int) ->
             f"train.{name}={unit} cannot be shared by {ranks} processes; choose an "
             "nproc_per_node that divides it"
         )
-    size = micro_batch if micro_batch is not None else unit // ranks
+    size, setting = unit // ranks, "impl.micro_batch"
+    if micro_batch is not None:
+        size = micro_batch
+    elif quantizes and train.fp8_samples is not None:
+        size, setting = train.fp8_samples, "train.fp8_samples"
+    if quantizes and size != (train.fp8_samples or train.batch_size):
+        over, remedy = f"the batch of a step, {train.batch_size}", f"train.fp8_samples={size}"
+        if train.fp8_samples is not None:
+            over, remedy = f"train.fp8_samples={train.fp8_samples}", "impl.micro_batch=null"
+        raise UserError(
+            f"a micro-batch has {size} samples here, but FP8 scales, on which the result depends, "
+            f"are taken over {over}; set {remedy}"
+        )
     if unit % (size * ranks):
         raise UserError(
-            f"train.{name}={unit} is no multiple of impl.micro_batch={size} x {ranks} "
+            f"train.{name}={unit} is no multiple of {setting}={size} x {ranks} "
             "processes; change one of them"
         )
     return size
@@ -92,7 +110,7 @@ class Trainer:
         self.identity, self.directory, self.world = identity, directory, world
         self.checkpoint_every, self.report = checkpoint_every, report
         self.loggers, self.config = loggers, config or {}
-        self.micro_batch = micro_batch_size(train, micro_batch, world.size)
+        self.micro_batch = micro_batch_size(train, micro_batch, world.size, method.quantizes)
         self.optimization = Optimization(
             model, method, train, world.device, compiled=compiled, ranks=world.size
         )

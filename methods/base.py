@@ -25,7 +25,7 @@ in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass onl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -40,7 +40,6 @@ from . import conversion
 from .conversion import Report, some_names, weight_of
 from .gemms import (
     DENSE,
-    Fp8Formats,
     Products,
     choose_products,
     forward_product,
@@ -82,11 +81,8 @@ class Config:
                 )
             object.__setattr__(self, name, tuple(globs))
         for name in ("total_steps", "seed", "measure_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={value!r}; it must be a whole number")
-            if value < 0:
-                raise ValueError(f"{name}={value}; it must not be negative")
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
 
 
 class SparseLinear(nn.Linear):
@@ -172,11 +168,6 @@ class SparseLinear(nn.Linear):
         return None
 
     @property
-    def fp8(self) -> Fp8Formats | None:
-        """Formats of simulated FP8 products; None for the dtype of the run."""
-        return None
-
-    @property
     def phase(self) -> str:
         """Name of the phase that the layer is in, for `print(model)`."""
         return "sparse"
@@ -228,17 +219,15 @@ class SparseLinear(nn.Linear):
         if not self.training and not torch.is_grad_enabled():
             operand = self.packed if products.forward else self.sparse_weight.to(x.dtype)
             return forward_product(x, operand, self.bias, products)
-        dtype = torch.float32 if self.fp8 else x.dtype
         return sparse_linear(
             x,
             self.weight,
-            self.packed if products.forward else self.forward_operand().to(dtype),
-            self._operand_of_dgrad(products, dtype),
+            self.packed if products.forward else self.forward_operand().to(x.dtype),
+            self._operand_of_dgrad(products, x.dtype),
             self.bias,
             # A copy: the next micro-batch changes the key, this one's backward needs its own.
             self.key.clone(),
             self.mvue,
-            self.fp8,
             products,
         )
 
@@ -415,20 +404,28 @@ class Method:
     def accelerate(self, tokens: int, matmul: str | None = None) -> dict[str, Products]:
         """Run the products that have a 2:4 operand sparse; after `convert`. Says which do.
 
-        Without this call all products are dense ones with masked operands.
+        Without this call all products are dense ones with masked operands, and FP8 is simulated. In
+        a process group every rank must call it: what rank 0 chooses holds for all.
 
         Args:
             tokens: in a micro-batch on this device, for which the products are measured.
             matmul: `auto` takes what was measured to be faster, product by product;
                 `cusparselt` takes the sparse one wherever there is a 2:4 operand; `dense` none.
-                None: the environment variable SPARSE24_MATMUL, else auto.
+                None: the environment variable SPARSE24_MATMUL, else auto. It is about speed: what
+                is in FP8 units' arithmetic (`Products.fp8`) follows from method and device alone.
         Raises:
             ValueError: an unknown name, or nothing is converted yet.
             RuntimeError: cusparselt on a device, or for a shape or dtype, that it cannot serve.
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
-        chosen = {
+        chosen = _of_rank_0(lambda: self._chosen(tokens, matmul))
+        for name, products in chosen.items():
+            self.sparse_layers[name].accelerate(products)
+        return chosen
+
+    def _chosen(self, tokens: int, matmul: str | None) -> dict[str, Products]:
+        return {
             name: choose_products(
                 layer.sparse_products(),
                 (layer.out_features, layer.in_features),
@@ -440,9 +437,12 @@ class Method:
             )
             for name, layer in self.sparse_layers.items()
         }
-        for name, products in chosen.items():
-            self.sparse_layers[name].accelerate(products)
-        return chosen
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether operands are quantised with a scale over a micro-batch: then its size changes the
+        result."""
+        return False
 
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
@@ -657,6 +657,22 @@ def refresh(model: nn.Module) -> None:
         if isinstance(module, SparseLinear):
             module.refresh_mask()
             module.reload()
+
+
+def _of_rank_0(choose: Callable[[], Any]) -> Any:
+    """What `choose` gives, or raises, on rank 0."""
+    if not dist.is_initialized():
+        return choose()
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [choose()]
+        except (ValueError, RuntimeError) as error:  # the others wait for it
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def layer_seed(seed: int, name: str, step: int) -> int:

@@ -14,9 +14,7 @@ pays for nothing but its three products. dW flows unchanged to the dense master 
 Each product is dense, with its operand masked, or, where the operand is 2:4 along the summed dim,
 a sparse one of cuSPARSELt with the operand in packed form (`Products`).
 
-FP8 as in S-STE (section 5) quantises each operand of each product with one scale per tensor. Here
-it is simulated, the products being taken in fp32: that is about numerics and saves no time.
-fp8_gemms.py has the products that run on a GPU's FP8 units.
+fp8_gemms.py has the three products in FP8.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common_kernels import fake_fp8, mvue24
+from common_kernels import mvue24
 from common_kernels.matmul import Problem, blob_linear, blob_matmul, is_faster, unavailable
 from common_kernels.prepare import MULTIPLE, TOKENS, sample_pack24
 
@@ -37,33 +35,11 @@ MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 
 @dataclass(frozen=True)
-class Fp8Formats:
-    """FP8 format of each kind of operand, `e4m3` or `e5m2`."""
-
-    forward: str  # X and W in the forward product
-    gradient: str  # dY in both backward products
-    dgrad: str  # W in dX
-    wgrad: str  # X in dW
-
-
-FP8 = {
-    "off": None,
-    # S-STE: both operands of a product share a format, so the backward pass is all e5m2.
-    "paper": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e5m2", wgrad="e5m2"),
-    # The usual recipe of FP8 training: only gradients need the range of e5m2.
-    "hybrid": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
-    # What an H200 multiplies: dense products with e5m2 in one operand at most, sparse ones with
-    # both operands in one format.
-    "hopper": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e5m2"),
-}
-
-
-@dataclass(frozen=True)
 class Products:
     """Which of the three products run on 2:4 operands in packed form.
 
     forward: the forward operand is the blob of Wf. input: the backward operand is the blob of Wb^T.
-    weight: the sample of dY is packed. All others are dense. fp8: they run on FP8 units.
+    weight: the sample of dY is packed. All others are dense. fp8: on FP8 units (fp8_gemms.py).
     """
 
     forward: bool = False
@@ -86,6 +62,9 @@ def choose_products(
 ) -> Products:
     """Which products shall run sparse, of those that `sparse` says have a 2:4 operand.
 
+    With `sparse.fp8` they run on FP8 units wherever these are, whatever `matmul` says, for that is
+    another arithmetic and no matter of speed.
+
     Args and errors: as for `base.Method.accelerate`; shape (out, in), bias, dtype and device of one
     layer.
     """
@@ -94,7 +73,7 @@ def choose_products(
         raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
     if tokens < 1:
         raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
-    if matmul == "dense" or sparse == DENSE:
+    if sparse == DENSE or (matmul == "dense" and not sparse.fp8):
         return DENSE
     rows, columns = shape
     forward = backward = result = out_dtype = dtype
@@ -115,6 +94,8 @@ def choose_products(
         return sparse
     if device.type != "cuda":
         return DENSE  # an emulated product is slower
+    if matmul == "dense":
+        return Products(fp8=True)
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
@@ -132,24 +113,13 @@ def choose_products(
 
 class _SparseLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, forward_operand, backward_operand, bias, key, mvue, fp8, products):
-        ctx.mvue, ctx.fp8, ctx.products = mvue, fp8, products
+    def forward(ctx, x, weight, forward_operand, backward_operand, bias, key, mvue, products):
+        ctx.mvue, ctx.products = mvue, products
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         if backward_operand is None:
             backward_operand = forward_operand
-        if fp8 is None:
-            ctx.save_for_backward(x, backward_operand, key)
-            return forward_product(x, forward_operand, bias, products)
-        with torch.autocast(x.device.type, enabled=False):
-            x_forward = fake_fp8(x.float(), fp8.forward)
-            # With one format for both passes X is quantised once.
-            x_saved = x_forward if fp8.wgrad == fp8.forward else x
-            ctx.save_for_backward(x_saved, backward_operand, key)
-            bias = None if bias is None else bias.float()
-            y = F.linear(x_forward, forward_operand, bias)
-            # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop
-            # this function's backward pass without a word.
-            return y if y.dtype == x.dtype else y.to(x.dtype)
+        ctx.save_for_backward(x, backward_operand, key)
+        return forward_product(x, forward_operand, bias, products)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -159,29 +129,23 @@ class _SparseLinear(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, grad_y):
         x, backward_operand, key = ctx.saved_tensors
-        fp8 = ctx.fp8
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            dy_dgrad = dy if fp8 is None else fake_fp8(dy.float(), fp8.gradient)
             if ctx.products.input:
-                grad_x = blob_linear(backward_operand, dy_dgrad)
+                grad_x = blob_linear(backward_operand, dy)
             else:
-                grad_x = (dy_dgrad @ backward_operand).to(grad_y.dtype)
+                grad_x = dy @ backward_operand
             grad_x = grad_x.reshape(x.shape)
         if ctx.needs_input_grad[1] and ctx.products.weight:
             sample = sample_pack24(dy, key, groups_of(dy))
             grad_weight = blob_matmul(sample, x2d).to(ctx.weight_dtype)
         elif ctx.needs_input_grad[1]:
             sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
-            if fp8 is not None:
-                sample = fake_fp8(sample.float(), fp8.gradient)
-                if fp8.wgrad != fp8.forward:
-                    x2d = fake_fp8(x2d.float(), fp8.wgrad)
             grad_weight = (sample.t() @ x2d).to(ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, None, grad_bias, *(None,) * 4
+        return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
 
 
 def forward_product(
@@ -238,22 +202,20 @@ def sparse_linear(
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None = None,
-    fp8: Fp8Formats | None = None,
     products: Products = DENSE,
 ) -> Tensor:
     """`x` [..., in] times the forward operand, with the backward pass of the module docstring.
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        forward_operand, backward_operand: [out, in], in x's dtype (fp32 when `fp8` is set), or
-            blobs as `products` says; None for the latter means the former.
+        forward_operand, backward_operand: [out, in], in x's dtype, or blobs as `products` says;
+            None for the latter means the former.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch).
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        fp8: formats of the simulated FP8 products, or None.
         products: which products are sparse; that of dW needs mvue=`exact`.
     """
     return _SparseLinear.apply(
-        x, weight, forward_operand, backward_operand, bias, key, mvue, fp8, products
+        x, weight, forward_operand, backward_operand, bias, key, mvue, products
     )

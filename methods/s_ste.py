@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common_kernels import fake_fp8, mvue24, soft_threshold24
+from common_kernels import mvue24, quantize_fp8, soft_threshold24
 from common_kernels.fp8.naive import FORMATS
 from common_kernels.prepare import empty_blob, prune_pack24_
 from common_kernels.prepare.fp8 import project_quantize24_
 
 from . import base
-from .fp8_gemms import fp8_linear
-from .gemms import DENSE, FP8, Fp8Formats, Products, forward_product, under_autocast
+from .fp8_gemms import FP8, Fp8Formats, fp8_linear
+from .gemms import DENSE, Products, forward_product, under_autocast
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
@@ -52,8 +52,8 @@ class Config(base.Config):
         or `off`.
     mvue_weight: sample the weight along `out` for dX, the arm that Table 3 warns of.
     fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 for dY alone) or `hopper` (the
-        paper's with W in e4m3 for dX). Simulated, unless `Method.accelerate` finds FP8 units:
-        fp8_gemms.py.
+        paper's with W in e4m3 for dX). The first two are always simulated; `hopper` runs on FP8
+        units where `Method.accelerate` finds them, and is simulated elsewhere: fp8_gemms.py.
     """
 
     beta: str = "mse"
@@ -85,7 +85,9 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
 
 class Linear(base.SparseLinear):
     """State beyond the base class: `scale` (beta, fp32, saved); with FP8 or `mvue_weight` the
-    operands of the products, derived and not saved."""
+    operands of the products, derived and not saved: `operand_forward` and `operand_backward`
+    [out, in], in FP8 the codes with `code_scales` (fp32 [2]). On FP8 units the codes lie in
+    `packed` and `packed_transposed`."""
 
     config: Config
     scale: Tensor
@@ -99,6 +101,7 @@ class Linear(base.SparseLinear):
 
     @property
     def fp8(self) -> Fp8Formats | None:
+        """Formats of FP8 products; None for the dtype of the run."""
         return FP8[self.config.fp8]
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
@@ -106,16 +109,30 @@ class Linear(base.SparseLinear):
         weight = self.weight.detach()
         projected = soft_threshold24(weight, config.gamma)
         self.register_buffer("scale", projection_scale(weight, projected, config.beta))
-        own = torch.empty_like(weight, dtype=torch.float32 if self.fp8 else self.dtype)
-        forward = own.clone() if self.fp8 else None
-        self.register_buffer("operand_forward", forward, persistent=False)
-        backward = own.clone() if self.fp8 or config.mvue_weight else None
-        self.register_buffer("operand_backward", backward, persistent=False)
+        for operand in ("operand_forward", "operand_backward"):
+            self.register_buffer(operand, None, persistent=False)
+        self._hold_operands()
+
+    def _hold_operands(self) -> None:
+        """Those of products that are not on FP8 units."""
+        if self.fp8:
+            forward, dgrad = FORMATS[self.fp8.forward], FORMATS[self.fp8.dgrad]
+            self.operand_forward = torch.empty_like(self.weight, dtype=forward)
+            self.operand_backward = torch.empty_like(self.weight, dtype=dgrad)
+            self._hold_scales()
+        elif self.config.mvue_weight and self.operand_backward is None:
+            self.operand_backward = torch.empty_like(self.weight, dtype=self.dtype)
+
+    def _hold_scales(self) -> None:
+        ones = torch.ones(2, device=self.weight.device)
+        self.register_buffer("code_scales", ones, persistent=False)
+
+    def projected(self) -> Tensor:
+        """beta * S(W) in fp32."""
+        return self.scale * soft_threshold24(self.weight.detach(), self.config.gamma).float()
 
     def effective_weight(self) -> Tensor:
-        weight = self.weight.detach()
-        projected = soft_threshold24(weight, self.config.gamma)
-        return (self.scale * projected.float()).to(weight.dtype)
+        return self.projected().to(self.weight.dtype)
 
     def refresh(self) -> None:
         if self.config.beta == "mse_dynamic":
@@ -123,29 +140,32 @@ class Linear(base.SparseLinear):
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
         super().refresh()
-        if self.operand_forward is not None and self.operand_backward is not None:
-            assert self.fp8
-            sparse = self.effective_weight().float()
-            self.operand_forward.copy_(fake_fp8(sparse, self.fp8.forward))
-            self.operand_backward.copy_(fake_fp8(sparse, self.fp8.dgrad))
-        elif self.operand_backward is not None and not self.products.fp8:
+        if self.fp8 and not self.products.fp8:
+            projected = self.projected()
+            self._quantize(0, self.operand_forward, projected, self.fp8.forward)
+            self._quantize(1, self.operand_backward, projected, self.fp8.dgrad)
+        elif self.operand_backward is not None:
             self.operand_backward.copy_(self.sparse_weight)
+
+    def _quantize(self, place: int, operand: Tensor | None, weight: Tensor, fmt: str) -> None:
+        assert operand is not None
+        codes, scale = quantize_fp8(weight, fmt)
+        operand.copy_(codes)
+        self.code_scales[place].copy_(scale)
 
     def sparse_products(self) -> Products:
         sparse = replace(super().sparse_products(), forward=True)
         if not self.fp8:
             return sparse
-        if self.config.gamma or self.config.mvue_weight:
+        if not self.fp8.on_units or self.config.gamma or self.config.mvue_weight:
             return DENSE  # simulated only
-        same = self.fp8.gradient == self.fp8.wgrad
-        return replace(sparse, weight=sparse.weight and same, fp8=True)
+        return replace(sparse, fp8=True)
 
     def allocate(self) -> None:
         if not self.products.fp8:
-            if self.fp8 and self.operand_forward is None:  # simulated again
+            if self.fp8:
                 self.packed = self.packed_transposed = None
-                self.operand_forward = torch.empty_like(self.weight, dtype=torch.float32)
-                self.operand_backward = torch.empty_like(self.operand_forward)
+            self._hold_operands()
             super().allocate()
             return
         assert self.fp8
@@ -158,24 +178,26 @@ class Linear(base.SparseLinear):
             codes = torch.empty(rows, columns, dtype=forward, device=device)
         transposed = torch.empty(columns, rows, dtype=dgrad, device=device)
         self.packed, self.packed_transposed = codes, transposed
-        if dgrad is not torch.float8_e4m3fn:  # no dense product takes it: fp8_gemms.py
-            self.operand_backward = torch.empty_like(transposed, dtype=torch.bfloat16)
-        self.register_buffer("code_scales", torch.ones(2, device=device), persistent=False)
+        self._hold_scales()
         self.refresh()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if not self.products.fp8:
+        if not self.fp8:
             return super().forward(x)
         x = under_autocast(x)
         if not self.training and not torch.is_grad_enabled():
             return forward_product(x, self.sparse_weight.to(x.dtype), self.bias, DENSE)
-        assert self.fp8 and self.packed is not None and self.packed_transposed is not None
+        if self.products.fp8:
+            forward, backward = self.packed, self.packed_transposed
+        else:
+            forward, backward = self.operand_forward, self.operand_backward
+        assert forward is not None and backward is not None
         return fp8_linear(
             x,
             self.weight,
-            self.packed,
-            self.packed_transposed if self.operand_backward is None else self.operand_backward,
+            forward,
+            backward,
             self.code_scales,
             self.bias,
             self.key.clone(),
@@ -183,6 +205,12 @@ class Linear(base.SparseLinear):
             self.fp8,
             self.products,
         )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        if self.fp8:  # a cast would take codes and their scales for numbers
+            self.allocate()
+        return self
 
     def pack(self) -> None:
         assert self.packed is not None
@@ -196,8 +224,6 @@ class Linear(base.SparseLinear):
                 self.weight.detach(),
                 self.scale,
             )
-            if self.operand_backward is not None:
-                self.operand_backward.copy_(self.packed_transposed)
         elif self.config.gamma:
             prune_pack24_(self.packed, self.effective_weight(), "magnitude", dense=self.operand)
         else:
@@ -208,12 +234,10 @@ class Linear(base.SparseLinear):
         """Draw dX's weight anew. Micro-batches share it: it belongs to the step."""
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
-            sample = fake_fp8(sample.float(), self.fp8.dgrad)
+            self._quantize(1, self.operand_backward, sample, self.fp8.dgrad)
+            return
         assert self.operand_backward is not None
         self.operand_backward.copy_(sample)
-
-    def forward_operand(self) -> Tensor:
-        return self.sparse_weight if self.operand_forward is None else self.operand_forward
 
     def backward_operand(self) -> Tensor | None:
         return self.operand_backward
@@ -222,6 +246,10 @@ class Linear(base.SparseLinear):
 class Method(base.Method):
     Config = Config
     Linear = Linear
+
+    @property
+    def quantizes(self) -> bool:
+        return self.config.fp8 != "off"
 
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:

@@ -132,8 +132,7 @@ def load(overrides: list[str]) -> Config:
 
 
 def finished(config: Config) -> dict[str, Any] | None:
-    shape = {"metrics": dict, "environment": dict}
-    return results.read_finished(config.directory(), config.digest(), shape)
+    return results.read_finished(config.directory(), config.digest())
 
 
 def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]:

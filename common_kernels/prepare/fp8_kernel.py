@@ -290,7 +290,9 @@ def rescale_kernel(
     y, out, scale, other, bias, size, columns,
     FACTOR: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    factor = tl.div_rn(tl.full([], FACTOR, tl.float32), tl.load(scale) * tl.load(other))
+    # One after the other: the product of two scales may overflow.
+    factor = tl.div_rn(tl.full([], FACTOR, tl.float32), tl.load(scale))
+    factor = tl.div_rn(factor, tl.load(other))
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     result = tl.load(y + at, mask=inside, other=0).to(tl.float32) * factor

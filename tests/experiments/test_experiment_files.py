@@ -31,6 +31,7 @@ SHORT = [
     "train.dtype=fp32",
     "impl.compile=false",
     "impl.micro_batch=null",
+    "train.fp8_samples=null",
     "impl.workers=0",
     "impl.threads=1",
 ]

@@ -37,10 +37,11 @@ def test_learning_rate_of_the_published_recipe():
     assert learning_rate(train, 300_000) == pytest.approx(1e-5)
 
 
-def test_micro_batches():
-    def batch(size, **ramp):
-        return TrainConfig(steps=9, batch_size=size, learning_rate=1.0, **ramp)
+def batch(size, **more):
+    return TrainConfig(steps=9, batch_size=size, learning_rate=1.0, **more)
 
+
+def test_micro_batches():
     assert micro_batch_size(batch(512), 8, 8) == 8
     assert micro_batch_size(batch(16), None, 2) == 8
     with pytest.raises(UserError, match="cannot be shared by 3 processes"):
@@ -52,6 +53,36 @@ def test_micro_batches():
     assert micro_batch_size(ramp, None, 2) == 1
     with pytest.raises(UserError, match=r"train\.ramp_batch=2 cannot be shared by 4"):
         micro_batch_size(ramp, None, 4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batch", "ranks", "expected"),
+    [
+        (None, None, 1, 16),
+        (None, 16, 1, 16),
+        (4, None, 1, 4),
+        (4, None, 2, 4),
+        (4, 4, 2, 4),
+        (None, None, 2, "has 8 samples here, .* the batch of a step, 16; set train.fp8_samples=8$"),
+        (None, 1, 1, "has 1 samples here, .* set train.fp8_samples=1$"),
+        (4, 2, 1, "has 2 samples here, .* train.fp8_samples=4; set impl.micro_batch=null$"),
+        (6, None, 1, "train.batch_size=16 is no multiple of train.fp8_samples=6 x 1"),
+    ],
+)
+def test_fp8_scales_are_taken_over_what_train_says(samples, micro_batch, ranks, expected):
+    train = batch(16, fp8_samples=samples)
+    if isinstance(expected, int):
+        assert micro_batch_size(train, micro_batch, ranks, quantizes=True) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            micro_batch_size(train, micro_batch, ranks, quantizes=True)
+
+
+def test_micro_batches_do_not_change_fp8_in_silence(tiny):
+    with pytest.raises(UserError, match=r"set train\.fp8_samples=1$"):
+        pretrain.run(tiny("method=s_ste", "method.fp8=paper", "impl.micro_batch=1"), quiet)
+    with pytest.raises(UserError, match=r"train\.fp8_samples=1, but method=s_ste has no FP8"):
+        tiny("method=s_ste", "train.fp8_samples=1")
 
 
 def test_a_run_writes_what_it_says(tiny):

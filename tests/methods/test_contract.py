@@ -344,7 +344,7 @@ def _two_ranks(rank, meeting_point, results):
     share = slice(rank * half, (rank + 1) * half)
     found = {}
     for case in CASES:
-        run = Run(*_without_fp8(*case.values), seed=rank)  # the ranks start from rank 0's weights
+        run = Run(*case.values, seed=rank)  # the ranks start from rank 0's weights
         runner = DistributedDataParallel(run.model, broadcast_buffers=False)
         found[case.id] = []
         for step in range(STEPS):
@@ -374,11 +374,12 @@ def steps_of_two_ranks(tmp_path_factory):
 
 @every_method
 def test_two_ranks_equal_one(name, options, steps_of_two_ranks, request):
-    """MVUE included: rank r samples with the numbers of its own tokens in the global batch."""
-    single = Run(*_without_fp8(name, options))
+    """MVUE included: rank r samples with the numbers of its own tokens in the global batch. And
+    FP8, where the one process cuts its batch as the ranks do."""
+    single, parts = Run(name, options), 2 if "fp8" in options else 1
     steps = steps_of_two_ranks[request.node.callspec.id]
     first, started = steps[0][0][0], single.model.state_dict()
     assert all(torch.equal(value, first[key]) for key, value in started.items())
     for step, (state, loss, gradients) in enumerate(steps):
         single.load(state)
-        assert_same_step(loss, gradients, single.step(step), single)
+        assert_same_step(loss, gradients, single.step(step, parts), single)

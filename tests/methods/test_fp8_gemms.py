@@ -1,0 +1,194 @@
+"""The three GEMMs in FP8: which values they multiply, in which precision, what they keep, and who
+runs them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import methods
+from common_kernels import fake_fp8, mvue24, quantize_fp8
+from methods import gemms
+from methods.fp8_gemms import FP8, fp8_linear
+from methods.gemms import DENSE, Products, choose_products
+
+KEY = torch.tensor([7, 0])
+
+
+def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(tokens, n, generator=g).to(dtype) for n in (inputs, outputs))
+    weight, bias = torch.randn(outputs, inputs, generator=g), torch.randn(outputs, generator=g)
+    return x.requires_grad_(), weight.requires_grad_(), bias, dy
+
+
+def products(recipe, x, weight, bias, dy, mvue=None):
+    """y, dx, dw of the simulation."""
+    formats = FP8[recipe]
+    parts = [quantize_fp8(weight.detach(), fmt) for fmt in (formats.forward, formats.dgrad)]
+    codes, scales = zip(*parts, strict=True)
+    y = fp8_linear(x, weight, *codes, torch.stack(scales), bias, KEY, mvue, formats, DENSE)
+    return y, *torch.autograd.grad(y, (x, weight), dy)
+
+
+def expected(recipe, x, weight, bias, dy):
+    """The definition, in fp32: plain products of what quantising and back gives."""
+    dgrad = {"paper": "e5m2", "hybrid": "e4m3", "hopper": "e4m3"}[recipe]
+    wgrad = {"paper": "e5m2", "hybrid": "e4m3", "hopper": "e5m2"}[recipe]
+    x, w, dy8 = x.detach().float(), weight.detach(), fake_fp8(dy.float(), "e5m2")
+    y = fake_fp8(x, "e4m3") @ fake_fp8(w, "e4m3").t()
+    return y + bias, dy8 @ fake_fp8(w, dgrad), dy8.t() @ fake_fp8(x, wgrad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", ["paper", "hybrid", "hopper"])
+def test_products_use_the_formats_of_the_recipe_and_round_once(recipe, dtype):
+    given = operands(dtype=dtype)
+    y, dx, dw = products(recipe, *given)
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, torch.float32)
+    for got, want in zip((y, dx, dw), expected(recipe, *given), strict=True):
+        # Half a unit of the result's own type, beside sums of at most 24 products in fp32.
+        unit = torch.finfo(got.dtype).eps / 2
+        torch.testing.assert_close(got.float(), want, rtol=unit, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["paper", "hopper"])
+def test_sampling_comes_before_fp8(recipe):
+    """MVUE needs the gradient's own magnitudes; its result is what is quantised: with a scale of
+    its own, or with half of dY's."""
+    x, weight, bias, dy = operands()
+    # The largest entry of the sample is then half of this group's sum, 1.5 times that of dY.
+    dy.clamp_(-2, 2)[:4, 0] = torch.tensor([3.0, 2.0, 2.0, 2.0])
+    *_, dw = products(recipe, x, weight, bias, dy, mvue="exact")
+    sample = mvue24(dy, 7, dim=0)
+    quantised = {"paper": fake_fp8(sample, "e5m2")}
+    scale = quantize_fp8(dy, "e5m2")[1] / 2
+    quantised["hopper"] = (sample * scale).to(torch.float8_e5m2).float() / scale
+    assert not torch.equal(quantised["paper"], quantised["hopper"])
+    want = quantised[recipe].t() @ fake_fp8(x.detach(), "e5m2")
+    torch.testing.assert_close(dw, want, rtol=0, atol=1e-5)
+
+
+def test_what_is_kept_of_an_activation_is_a_byte_a_number():
+    x, weight, bias, dy = operands(dtype=torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        products("paper", x, weight, bias, dy)
+    assert {t.element_size() for t in kept if t.numel() == x.numel()} == {1}
+
+
+def test_scales_beyond_each_other_do_not_overflow():
+    """The gradient of a last layer may be tiny, and its scale huge."""
+    x, weight, bias, dy = operands()
+    _, dx, dw = products("paper", x, weight, bias, 1e-30 * dy)
+    _, dx_one, dw_one = products("paper", x, weight, bias, dy)
+    torch.testing.assert_close(1e30 * dx, dx_one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(1e30 * dw, dw_one, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- who runs them
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device with FP8 units, on which every sparse product is the faster one."""
+    monkeypatch.setattr(gemms, "unavailable", lambda *_: None)
+    monkeypatch.setattr(gemms, "is_faster", lambda *_: True)
+    monkeypatch.delenv(gemms.MATMUL_VARIABLE, raising=False)
+    return torch.device("cuda")
+
+
+def chosen(device, matmul, **options):
+    layer = nn.Linear(64, 128)
+    method = methods.build("s_ste", include=["*"], **options)
+    method.convert(layer, dtype=torch.bfloat16)
+    return choose_products(
+        layer.sparse_products(), (128, 64), True, torch.bfloat16, device, 256, matmul
+    )
+
+
+@pytest.mark.parametrize("matmul", gemms.MATMULS)
+def test_simulated_recipes_never_run_on_fp8_units(gpu, matmul):
+    for recipe in ("paper", "hybrid"):
+        assert chosen(gpu, matmul, fp8=recipe) == DENSE
+    assert not chosen(gpu, matmul).fp8
+
+
+@pytest.mark.parametrize("matmul", gemms.MATMULS)
+def test_hopper_runs_on_fp8_units_wherever_there_are_any(gpu, matmul, monkeypatch):
+    """`matmul` says which of its products run sparse: that is about speed."""
+    sparse = matmul != "dense"
+    want = Products(forward=sparse, weight=sparse, fp8=True)
+    assert chosen(gpu, matmul, fp8="hopper") == want
+    if matmul == "auto":
+        monkeypatch.setattr(gemms, "is_faster", lambda *_: False)
+        assert chosen(gpu, matmul, fp8="hopper") == Products(fp8=True)
+    monkeypatch.setattr(gemms, "unavailable", lambda *_: "no FP8 units")
+    if matmul != "cusparselt":
+        assert chosen(gpu, matmul, fp8="hopper") == DENSE  # simulated
+
+
+@pytest.mark.parametrize("mvue", ["exact", "off"])
+def test_hopper_s_dense_products_are_those_of_the_simulation(mvue):
+    """On a CPU both multiply in fp32; what FP8 units give of Y and dX is rounded to bf16."""
+    torch.manual_seed(0)
+    simulated, real = nn.Linear(64, 128), nn.Linear(64, 128)
+    real.load_state_dict(simulated.state_dict())
+    x, dy, seen = torch.randn(24, 64), torch.randn(24, 128), []
+    for layer, on in ((simulated, DENSE), (real, Products(fp8=True))):
+        method = methods.build("s_ste", include=["*"], fp8="hopper", mvue=mvue)
+        method.convert(layer)
+        layer.accelerate(on)
+        method.on_step_begin(0)
+        method.open_micro_batch()
+        own = x.clone().requires_grad_()
+        y = layer(own)
+        y.backward(dy)
+        seen.append((y.detach(), own.grad, layer.weight.grad, layer.bias.grad))
+    names = ("y", "dx", "dw", "db")
+    for name, a, b in zip(names, *seen, strict=True):
+        unit = torch.finfo(torch.bfloat16).eps / 2 if name in ("y", "dx") else 0.0
+        torch.testing.assert_close(b, a, rtol=unit, atol=1e-4, msg=name)
+
+
+def _choose_differently(rank, meeting_point, queue):
+    """Two ranks of which each finds other products to be faster."""
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
+    methods.base.choose_products = lambda *_: Products(forward=rank == 0, weight=rank == 1)
+    layer = nn.Linear(64, 128)
+    method = methods.build("s_ste", include=["*"])
+    method.convert(layer, dtype=torch.bfloat16)
+    agreed = method.accelerate(256)
+
+    def refuse(*_):
+        raise RuntimeError(f"rank {rank} cannot")
+
+    methods.base.choose_products = refuse
+    try:
+        method.accelerate(256)
+    except RuntimeError as error:
+        refused = str(error)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, (agreed, layer.products, refused))
+    if rank == 0:
+        queue.put(everyone)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_run_what_rank_0_chose(tmp_path):
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_choose_differently, ((tmp_path / "store").as_uri(), queue), nprocs=2)
+    products = Products(forward=True)
+    assert queue.get() == [({"": products}, products, "rank 0 cannot")] * 2
+
+
+def test_a_cast_of_the_model_leaves_codes_and_scales_right():
+    """fp16 holds no scale of a small weight."""
+    layer = nn.Linear(64, 128)
+    nn.init.normal_(layer.weight, std=1e-3)
+    methods.build("s_ste", include=["*"], fp8="paper").convert(layer)
+    layer.half()
+    want = fake_fp8(layer.projected(), "e5m2")
+    assert torch.equal(layer.operand_backward.float() / layer.code_scales[1], want)
