@@ -411,7 +411,7 @@ def test_a_swap_that_does_not_fit_changes_nothing():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6), nn.LayerNorm(6))
     for config, message in (
         ({"0": SemiSparseLinear, "head": SemiSparseLinear}, r"'head' names no nn\.Linear.*0, 1"),
-        ({"0": SemiSparseLinear, "1": SemiSparseLinear}, r"1 has weight \[6, 8\]"),
+        ({"0": SemiSparseLinear, "1": SemiSparseLinear}, r"1 cannot be swapped: weight \[6, 8\]"),
         ({"0": SemiSparseLinear, "2": SemiSparseLinear}, r"'2' names no nn\.Linear"),
         ({"0": nn.Bilinear}, "Bilinear is no semi-sparse linear"),
     ):
