@@ -25,6 +25,27 @@ def group_dim(x: torch.Tensor, m: int, dim: int) -> int:
     return dim
 
 
+def one_device(**operands: torch.Tensor | None) -> torch.device:
+    """The device of all operands; None is none. ValueError if they lie on several.
+
+    Beside a real tensor one on `meta` would make every result uninitialised memory.
+    """
+    devices = {name: x.device for name, x in operands.items() if x is not None}
+    (first, device), *others = devices.items()
+    for name, other in others:
+        if other != device:
+            raise ValueError(
+                f"{first} is on {device} and {name} on {other}: move them to one device"
+            )
+    return device
+
+
+def integer(value: object, name: str) -> None:
+    """TypeError unless `value` is a Python integer, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {value!r}")
+
+
 def same_shape(a: torch.Tensor, b: torch.Tensor, names: str) -> None:
     """ValueError unless the two tensors have one shape; `names` says which they are."""
     if a.shape != b.shape:

@@ -82,8 +82,18 @@ class CustomOp:
     @torch._disable_dynamo
     def _autograd(self, keyset: DispatchKeySet, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            self._refuse_to_write(args)
             return _Node.apply(*args, self, keyset)
         return self._below_autograd(keyset, args)
+
+    def _refuse_to_write(self, args: tuple[Any, ...]) -> None:
+        for tensor in (args[i] for i in self.mutated):
+            if tensor is not None and tensor.requires_grad:
+                kind = "a leaf" if tensor.is_leaf else "a tensor"
+                raise RuntimeError(
+                    f"{self.name} writes into {kind} that requires grad, and has no gradient; call "
+                    "it under torch.no_grad()"
+                )
 
     def _below_autograd(self, keyset: DispatchKeySet, args: tuple[Any, ...]) -> Any:
         # No guard against autograd on the direct path: gradients are off, or none is asked for.

@@ -63,6 +63,17 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
+def lacks(value: Any, shape: Any, key: str = "") -> str | None:
+    """The first key, dotted, at which a value from JSON is not what `shape` says, a type or a dict
+    of shapes; None if there is none. "" is the value itself."""
+    if not isinstance(shape, dict):
+        return None if isinstance(value, shape) else key
+    if not isinstance(value, dict):
+        return key
+    parts = (lacks(value.get(k), part, f"{key}.{k}".strip(".")) for k, part in shape.items())
+    return next((found for found in parts if found is not None), None)
+
+
 def finite(value: Any) -> Any:
     """`value` with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):

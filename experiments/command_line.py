@@ -19,10 +19,11 @@ sweeps over `key=1,2`, --cfg job prints the config, --hydra-help lists more."""
 
 
 def take_texts(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments without those that are plain text, and these by their names.
+    """The arguments without those that are plain text, flags first, and these by their names.
 
     `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give everything that follows, as it is: quotation
-    marks, brackets, equals signs and line breaks are no grammar there.
+    marks, brackets, equals signs and line breaks are no grammar there. Of `a=1 -m b=2`, hydra's
+    parser would not take what follows the flag.
 
     Raises:
         UserError: a text that is missing, given twice, or not UTF-8.
@@ -45,7 +46,11 @@ def take_texts(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str
         except UnicodeEncodeError as error:
             raise UserError(f"{name} is not UTF-8 (character {error.start + 1})") from error
         texts[name] = text
-    return rest, texts
+    return sorted(rest, key=_is_override), texts
+
+
+def _is_override(argument: str) -> bool:
+    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
 
 
 # ------------------------------------------------------------------ --help

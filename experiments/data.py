@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from experiments import corpus_source
-from experiments.checkpoint import sha256
+from experiments.checkpoint import lacks, sha256
 from experiments.corpus_source import EMBEDDED, PACKAGES
 from experiments.errors import UserError
 from experiments.package_text import requirements_hash
@@ -39,6 +39,13 @@ SCHEMA = 1
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
 TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
+
+_FILE = {"file": str, "bytes": int, "sha256": str, "sha256_ends": str}
+_MANIFEST = {
+    "source": {"path": str},
+    "splits": {split: {**_FILE, "tokens": int} for split in SPLITS},
+    "tokenizer": {"kind": str, "vocab_size": int, "end_of_text": int, "file": str | None},
+}
 
 _FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
 _END = 2**20
@@ -242,7 +249,7 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
     """
     if record["kind"] == "gpt2":
         return gpt2_encoding()
-    path = folder / record["file"]
+    path = folder / str(record["file"])
     if not path.is_file() or sha256(path) != record["sha256"]:
         state = "was changed" if path.is_file() else "is missing"
         raise UserError(f"{path}, the tokenizer, {state}; put the one there that was trained with")
@@ -265,12 +272,17 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); delete {path.parent}") from error
+    anew = f"delete {path.parent} and run `{config.prepare_command}`"
+    found = lacks(manifest, {"schema": int})
+    if found is None and manifest["schema"] == SCHEMA:
+        found = lacks(manifest, _MANIFEST)
+    if found is not None:
+        raise UserError(f"{path} is damaged (no {found or 'manifest'} in it); {anew}")
     if manifest["schema"] != SCHEMA:
         raise UserError(
-            f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; delete "
-            f"{path.parent} and run `{config.prepare_command}`"
+            f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; {anew}"
         )
     made_from = manifest["source"]
     corpus_source.check(config.source, config.text_column, made_from, config.directory)

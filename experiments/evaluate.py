@@ -60,8 +60,9 @@ def finished(config: EvaluateConfig) -> dict[str, Any] | None:
         "config_hash": config.digest(),
         "files": config.files,
     }
-    same = isinstance(result, dict) and expected == {key: result.get(key) for key in expected}
-    return result if same else None
+    if checkpoint.lacks(result, {"metrics": dict, "sparsity": dict, "weights": str}) is not None:
+        return None
+    return result if expected == {key: result.get(key) for key in expected} else None
 
 
 def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:

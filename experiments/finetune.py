@@ -64,7 +64,9 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     Raises:
         UserError: there are no such data, or the result cannot be read.
     """
-    result = results.read_finished(config.directory(), config.digest())
+    own = {"tasks": dict} if config.task == GLUE else {"pretrained": {"weights_hash": str}}
+    shape = {"metrics": dict, **own}
+    result = results.read_finished(config.directory(), config.digest(), shape)
     if result is None:
         return None
     if config.task == GLUE:

@@ -86,8 +86,12 @@ class FinishedRun:
     @cached_property
     def trained_with(self) -> methods.Method:
         """Its method, not attached to a model."""
+        if self.method not in methods.available():
+            raise UserError(f"{self.directory / FILE}: there is no method {self.method}")
         options = {k: v for k, v in self.config["method"].items() if k != "name"}
-        return methods.build(self.method, **options)
+        module = importlib.import_module(f"methods.{self.method}")
+        place = f"{self.directory / FILE}: method"
+        return module.Method(typed(module.Config, place, options))
 
     @property
     def longest(self) -> int | None:

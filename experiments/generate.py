@@ -46,6 +46,7 @@ from experiments.errors import UserError
 from experiments.finished import FinishedRun
 from experiments.optimization import DTYPES
 from experiments.pretrain import process_settings
+from experiments.progress import say
 from experiments.settings import ImplConfig, check_seed
 from models.gpt2 import GPT
 from models.hf import CausalLM
@@ -218,18 +219,18 @@ def compare(model: CausalLM, ids: Tensor, settings: Settings, encoding: Encoding
     """Print to standard error how fast dense and 2:4 products give tokens, and whether the same
     ones."""
     dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
-    print(f"dense products: {dense_rate:.1f} tokens/s", file=sys.stderr)
+    say(f"dense products: {dense_rate:.1f} tokens/s", sys.stderr)
     try:
         names = semi_structured.to_semi_structured(model)
     except UserError as reason:
-        print(f"2:4 products: not run, {reason}", file=sys.stderr)
+        say(f"2:4 products: not run, {reason}", sys.stderr)
         return
     sparse, rate = timed(model, ids, settings, encoding.n_vocab)
     equal = int((dense[0] == sparse[0]).long().cumprod(0).sum())
-    print(
+    say(
         f"2:4 products in {len(names)} linears: {rate:.1f} tokens/s, {rate / dense_rate:.2f} of "
-        f"dense;\nthe first {equal} of {settings.tokens} tokens are the same",
-        file=sys.stderr,
+        f"dense; the first {equal} of {settings.tokens} tokens are the same",
+        sys.stderr,
     )
     if equal < settings.tokens:  # sums in another order can turn a close choice
         text = "".join(text_of(encoding, ids[0].tolist(), sparse[0].tolist()))

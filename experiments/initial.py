@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from experiments.checkpoint import sha256
+from experiments.checkpoint import lacks, sha256
 from experiments.errors import UserError
 from experiments.results import FILE as RESULT
+from experiments.results import TRAINING
 from experiments.tokenizer import FILES as TOKENIZERS
 from methods import compressed, slorb
 from models import bert, gpt2, vit
@@ -213,6 +214,8 @@ def read_result(directory: Path) -> dict[str, Any]:
     parts = result.get("config") if isinstance(result, dict) and "config_hash" in result else None
     if not isinstance(parts, dict) or not {"model", "data", "method"} <= parts.keys():
         raise UserError(f"{path} is not the result of a training, whose config it lacks")
+    if (found := lacks(result, TRAINING)) is not None:
+        raise UserError(f"{path} is damaged (no {found} in it); remove it and run again")
     return result
 
 

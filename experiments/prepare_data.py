@@ -31,6 +31,7 @@ from experiments.config import RunConfig, driver
 from experiments.corpus_source import EMBEDDED, PACKAGES, data_files, not_utf8
 from experiments.data import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
 from experiments.errors import UserError, writing
+from experiments.progress import say
 from experiments.tokenizer import (
     SEP,
     SPECIAL,
@@ -305,7 +306,7 @@ def main(config: RunConfig) -> None:
     directory = prepare(config.data)
     splits = read_manifest(config.data)["splits"].items()
     sizes = ", ".join(f"{record['tokens']:,} {split} tokens" for split, record in splits)
-    print(f"{directory}: {sizes}")
+    say(f"{directory}: {sizes}")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from experiments.trainer import Trainer, micro_batch_size
 from methods import Method, Report
 from models.dino import DINO
 
+_SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
 CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
@@ -55,7 +56,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         UserError: the result cannot be read, or was made on other data than those of the config.
     """
     directory = config.directory()
-    result = results.read_finished(directory, config.digest())
+    result = results.read_finished(directory, config.digest(), _SHAPE)
     if result is None:
         return None
     if not config.data.check_result(result, directory):
@@ -332,7 +333,7 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
 def main(config: RunConfig) -> dict[str, Any]:
     result = run(config)
     if config.dino is not None:
-        print("its features are measured by `python -m experiments.dino` with the same overrides")
+        say("its features are measured by `python -m experiments.dino` with the same overrides")
     return result
 
 

@@ -7,20 +7,20 @@ import shutil
 import sys
 import textwrap
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import rich.progress
 
 _SECONDS_PER_LINE = 10.0
 
 
-def say(message: str) -> None:
+def say(message: str, file: TextIO | None = None) -> None:
     """Print a message, on a terminal with its lines broken at words to fit. What is piped is left
-    as it is, unless COLUMNS is set."""
+    as it is, unless COLUMNS is set. file: standard output, unless it is another."""
     width = shutil.get_terminal_size((0, 0)).columns
     for line in message.split("\n"):
         fits = not width or len(line) <= width
-        print(line if fits else textwrap.fill(line, width, **_AT_SPACES))
+        print(line if fits else textwrap.fill(line, width, **_AT_SPACES), file=file)
 
 
 # Paths stay whole, to be copied.

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
-from experiments.checkpoint import write_json
+from experiments.checkpoint import lacks, write_json
 from experiments.errors import UserError
 
 SCHEMA = 1
 FILE = "result.json"
+
+# What those who go on from a training read of its result (checkpoint.lacks).
+TRAINING: dict[str, Any] = {
+    "config_hash": str,
+    "config": {"model": {"name": str}, "data": {"source": str}, "method": {"name": str}},
+    "converted": list,
+}
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -27,21 +34,32 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_finished(directory: Path, config_hash: str) -> dict[str, Any] | None:
+def read_finished(
+    directory: Path, config_hash: str, shape: dict[str, Any]
+) -> dict[str, Any] | None:
     """The result there, if it is that of this config and of this schema.
 
+    shape: what it must hold (`checkpoint.lacks`).
+
     Raises:
-        UserError: it cannot be read.
+        UserError: it cannot be read, or lacks something.
     """
     path = directory / FILE
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        same = (result["schema"], result["config_hash"]) == (SCHEMA, config_hash)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove it and run again") from error
-    return result if same else None
+    found = lacks(result, {"schema": int, "config_hash": str})
+    if found is None:
+        if (result["schema"], result["config_hash"]) != (SCHEMA, config_hash):
+            return None
+        found = lacks(result, shape)
+    if found is not None:
+        what = f"no {found}" if found else "no result"
+        raise UserError(f"{path} is damaged ({what} in it); remove it and run again")
+    return result
 
 
 def environment() -> dict[str, Any]:

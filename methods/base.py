@@ -81,8 +81,11 @@ class Config:
                 )
             object.__setattr__(self, name, tuple(globs))
         for name in ("total_steps", "seed", "measure_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r}; it must be a whole number")
+            if value < 0:
+                raise ValueError(f"{name}={value}; it must not be negative")
 
 
 class SparseLinear(nn.Linear):

@@ -69,9 +69,9 @@ def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
     candidates = (~nm_mask(magnitude)).flatten().nonzero().squeeze(1)
     order = magnitude.flatten()[candidates].argsort(stable=True)
     removed = candidates[order[: round(share * len(candidates))]]
-    pruned = mask.clone()
-    pruned.view(-1)[removed] = False
-    return pruned
+    pruned = mask.flatten().clone()
+    pruned[removed] = False
+    return pruned.view(mask.shape)
 
 
 class Method(distillation.Method):

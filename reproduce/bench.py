@@ -132,7 +132,8 @@ def load(overrides: list[str]) -> Config:
 
 
 def finished(config: Config) -> dict[str, Any] | None:
-    return results.read_finished(config.directory(), config.digest())
+    shape = {"metrics": dict, "environment": dict}
+    return results.read_finished(config.directory(), config.digest(), shape)
 
 
 def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]:

@@ -18,10 +18,12 @@ from experiments.errors import UserError
 from experiments.tracking import read_metrics
 from reproduce.jobs import Job
 from reproduce.reading import build
+from reproduce.spec import TRAINING
 
 BLOCKS = Path(__file__).parent / "blocks"
 EVIDENCE = Path(__file__).parent / "evidence"
 POINTS = 100  # of a kept training curve
+RECORD = {"block", "arm", "seed", "overrides", "config_hash", "metrics"}  # no record lacks them
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Block:
     seeds: list[int]
     driver: str = "pretrain"
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.driver not in TRAINING:
+            raise ValueError(f"driver={self.driver}; choose one of {', '.join(TRAINING)}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"two seeds are the same: {self.seeds}")
+        files: dict[str, str] = {}
+        for arm in self.arms:
+            if (other := files.setdefault(_file_name(arm), arm)) != arm:
+                raise ValueError(f"arms {other!r} and {arm!r} would have the same file; rename one")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed: every stop leaves whole seeds."""
@@ -57,16 +69,26 @@ class BlockRun:
 
     def file(self, folder: Path) -> Path:
         """Where its record is kept below a folder of evidence."""
-        arm = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.arm)
-        return folder / self.block / f"{arm}-seed{self.seed}.json"
+        return folder / self.block / f"{_file_name(self.arm)}-seed{self.seed}.json"
+
+    def digest(self) -> str:
+        """The hash that its config is known by.
+
+        Raises:
+            UserError: its overrides do not fit together.
+        """
+        try:
+            return self.job.config.digest()
+        except UserError as error:
+            raise UserError(f"block {self.block}, {self.job}: {error}") from error
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
         """The kept figures of this very config, from the first folder that has them."""
         for folder in folders:
             path = self.file(folder)
             if path.is_file():
-                record = json.loads(path.read_text(encoding="utf-8"))
-                if record["config_hash"] == self.job.config.digest():
+                record = read_record(path)
+                if record["config_hash"] == self.digest():
                     return record
         return None
 
@@ -95,6 +117,26 @@ class BlockRun:
         return record
 
 
+def _file_name(arm: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The figures that `BlockRun.keep` wrote.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        missing = RECORD - record.keys()
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it") from error
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}; remove it")
+    return record
+
+
 def curves(log: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """By quantity, [step, value] of the log of a run: every evaluation, and at most `POINTS` of
     what is logged in training (the loss there is a mean over the steps since the last record)."""
@@ -110,7 +152,7 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
     """The block of `<name>.yaml`.
 
     Raises:
-        UserError: there is none, or it has other keys than `Block`.
+        UserError: there is none, it has other keys than `Block`, or values that do not fit.
     """
     import yaml
 
@@ -120,6 +162,8 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
         raise UserError(f"no block {name!r}; there is {known}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no keys")
         return build(Block, {"name": name, **content}, "the file")
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments import stats
 from experiments.errors import UserError
-from reproduce import stats
 from reproduce.engine import Run
 from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, Column, Measure, Row, Table, Variant

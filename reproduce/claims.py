@@ -6,15 +6,16 @@ runs that they judge.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError
-from reproduce.blocks import EVIDENCE
+from experiments.stats import equivalence_p_value, holm, mean, p_value, paired_interval
+from reproduce.blocks import BLOCKS, EVIDENCE, read_block, read_record
 from reproduce.reading import build
-from reproduce.stats import equivalence_p_value, holm, mean, p_value, paired_interval
 
 FILE = Path(__file__).with_name("claims.yaml")
 EXPECTED = ("lower", "higher", "equal")
@@ -62,18 +63,23 @@ class Claim:
 
 @dataclass(frozen=True)
 class Claims:
-    """All claims with the rules that they share."""
+    """All claims with the rules that they share. seeds: the least number that a test needs."""
 
     margin: Margin
     level: float
     seeds: int
     claims: list[Claim]
 
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"seeds={self.seeds}; one pair has no spread, so it must be 2 or more")
+
 
 @dataclass(frozen=True)
 class Judged:
     """A contrast with what came out: the mean paired difference, its 95 % interval, the number of
-    seeds, the margin (of `equal`), Holm's p-values for what is expected and for its contrary."""
+    seeds, the margin (of `equal`), Holm's p-values for what is expected and for its contrary.
+    why: it was not tested."""
 
     contrast: Contrast
     n: int
@@ -83,6 +89,7 @@ class Judged:
     p_expected: float = float("nan")
     p_contrary: float = float("nan")
     verdict: str = NOT_TESTED
+    why: str = ""
 
 
 Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, arm) -> seed -> record
@@ -102,23 +109,43 @@ def read_claims(path: Path = FILE) -> Claims:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def read_records(*folders: Path) -> Values:
-    """All kept records, those of the first folder before the others'."""
+def read_records(*folders: Path, blocks: Path = BLOCKS) -> Values:
+    """The kept records, those of the first folder before the others', without the `outdated`."""
     values: Values = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*/*.json")):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            arm = values.setdefault((record["block"], record["arm"]), {})
-            arm.setdefault(record["seed"], record)
+    for _, record in _records(folders, blocks, wanted=True):
+        arm = values.setdefault((record["block"], record["arm"]), {})
+        arm.setdefault(record["seed"], record)
     return values
 
 
+def outdated(*folders: Path, blocks: Path = BLOCKS) -> list[Path]:
+    """Records of what no block has any more: its arm is gone, or has other overrides now."""
+    return [path for path, _ in _records(folders, blocks, wanted=False)]
+
+
+def _records(
+    folders: Iterable[Path], blocks: Path, wanted: bool
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    asked: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*/*.json")):
+            record = read_record(path)
+            name = record["block"]
+            if name not in asked:
+                there = (blocks / f"{name}.yaml").is_file()
+                runs = read_block(name, blocks).runs(Path()) if there else ()
+                asked[name] = {(run.arm, run.seed): run.job.overrides for run in runs}
+            overrides = asked[name].get((record["arm"], record["seed"]))
+            if (overrides == record["overrides"]) is wanted:
+                yield path, record
+
+
 def value(record: dict[str, Any], metric: str) -> float:
-    """The number at a dotted path."""
+    """The number at a dotted path; nan where there is none, as when a training diverged."""
     found: Any = record
     for key in metric.split("."):
-        found = found[key]
-    return float(found)
+        found = found.get(key) if isinstance(found, dict) else None
+    return math.nan if found is None else float(found)
 
 
 def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:
@@ -129,52 +156,55 @@ def differences(values: Values, block: str, arm: str, against: str, metric: str)
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
-    """The contrasts of a claim with their verdicts; one with too few seeds is not tested."""
-    found = []
-    for contrast in claim.contrasts:
-        c = contrast
-        paired = differences(values, c.block, c.arm, c.against, c.metric)
-        if len(paired) < claims.seeds:
-            found.append(Judged(contrast, len(paired)))
-            continue
-        margin = None
-        if c.expect == "equal":
-            rule = claims.margin
-            gaps = differences(values, c.block, rule.upper, rule.lower, c.metric)
-            if len(gaps) < claims.seeds:
-                found.append(Judged(contrast, len(paired)))
-                continue
-            margin = rule.share * abs(mean(gaps))
-            expected = equivalence_p_value(paired, margin)
-            outside = min(p_value(paired, margin, "above"), p_value(paired, -margin, "below"))
-            contrary = min(1.0, 2 * outside)
-        else:
-            both = p_value(paired)
-            as_expected = (mean(paired) < 0) == (c.expect == "lower")
-            expected, contrary = (both, 1.0) if as_expected else (1.0, both)
-        found.append(
-            Judged(
-                contrast, len(paired), mean(paired), paired_interval(paired), margin, expected,
-                contrary,
-            )
-        )  # fmt: skip
-    return _with_verdicts(found, claims.level)
+    """The contrasts of a claim with their verdicts."""
+    return _with_verdicts([_compared(claims, c, values) for c in claim.contrasts], claims.level)
+
+
+def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
+    """A contrast by itself, without a verdict; one that cannot be tested says why."""
+    c, rule = contrast, claims.margin
+    paired = differences(values, c.block, c.arm, c.against, c.metric)
+    if why := _untestable(claims, c.arm, c.against, c.metric, paired):
+        return Judged(contrast, len(paired), why=why)
+    margin = None
+    if c.expect == "equal":
+        gaps = differences(values, c.block, rule.upper, rule.lower, c.metric)
+        if why := _untestable(claims, rule.upper, rule.lower, c.metric, gaps):
+            return Judged(contrast, len(paired), why=f"no margin: {why}")
+        margin = rule.share * abs(mean(gaps))
+        expected = equivalence_p_value(paired, margin)
+        beyond = min(p_value(paired, margin, "above"), p_value(paired, -margin, "below"))
+        contrary = min(1.0, 2 * beyond)  # it may lie beyond either end
+    else:
+        both = p_value(paired)
+        as_expected = (mean(paired) < 0) == (c.expect == "lower")
+        expected, contrary = (both, 1.0) if as_expected else (1.0, both)
+    interval = paired_interval(paired)
+    return Judged(contrast, len(paired), mean(paired), interval, margin, expected, contrary)
+
+
+def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: list[float]) -> str:
+    """Why pairs cannot be tested, or nothing. One without a number is not left out: the others
+    would be those that went well."""
+    if len(paired) < claims.seeds:
+        return f"{len(paired)} of {claims.seeds} seeds of {arm} and {against}"
+    if not all(map(math.isfinite, paired)):
+        return f"{arm} or {against} has no finite {metric} at one of the seeds"
+    return ""
 
 
 def _with_verdicts(found: list[Judged], level: float) -> list[Judged]:
-    tested = [j for j in found if j.p_expected == j.p_expected]  # not nan
+    tested = [j for j in found if not j.why]
     expected = iter(holm([j.p_expected for j in tested]))
     contrary = iter(holm([j.p_contrary for j in tested]))
     judged = []
     for j in found:
-        if j.p_expected != j.p_expected:
+        if j.why:
             judged.append(j)
             continue
         p, q = next(expected), next(contrary)
         verdict = CONFIRMED if p < level else REFUTED if q < level else INCONCLUSIVE
-        judged.append(
-            Judged(j.contrast, j.n, j.effect, j.interval, j.margin, p, q, verdict),
-        )
+        judged.append(replace(j, p_expected=p, p_contrary=q, verdict=verdict))
     return judged
 
 
@@ -199,7 +229,7 @@ def lines(claims: Claims, values: Values) -> list[str]:
             c = j.contrast
             name = f"   {c.arm} - {c.against} ({c.metric.rpartition('.')[2]}, block {c.block})"
             if j.verdict == NOT_TESTED:
-                text.append(f"{name}: not tested, {j.n} of {claims.seeds} seeds")
+                text.append(f"{name}: not tested, {j.why}")
                 continue
             low, high = j.interval
             margin = "" if j.margin is None else f" within {j.margin:.4f}"
@@ -214,5 +244,8 @@ def lines(claims: Claims, values: Values) -> list[str]:
 
 def main(runs: Path) -> None:
     """Print the verdicts from the committed records and one's own."""
-    for line in lines(read_claims(), read_records(EVIDENCE, runs / "evidence")):
+    folders = EVIDENCE, runs / "evidence"
+    for line in lines(read_claims(), read_records(*folders)):
         print(line)
+    if old := outdated(*folders):
+        print(f"left out: {len(old)} records of arms that no block has in this form, as {old[0]}")

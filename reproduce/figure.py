@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments import stats
 from experiments.checkpoint import write_atomic
-from reproduce import stats
 from reproduce.engine import Run, write_text
 from reproduce.render import Rendered, csv_text
 from reproduce.spec import Figure, Table

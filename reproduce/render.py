@@ -199,11 +199,8 @@ def _load(runs: list[Run]) -> list[str]:
     """How a GPU stood while it was measured."""
     if runs[0].result["config"]["sustained_s"] is None:
         return []
-    metrics = [run.result["metrics"].items() for run in runs]
-    mhz, watts = (
-        [value for found in metrics for name, value in found if name.endswith(unit)]
-        for unit in ("sm_mhz", "watts")
-    )
+    metrics = [run.result["metrics"] for run in runs]
+    mhz, watts = ([found[name] for found in metrics] for name in ("sm_mhz", "watts"))
     return [f"Clocks: {load_text(mhz, watts)}."]
 
 

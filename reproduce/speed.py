@@ -62,23 +62,31 @@ def of_gpt2(config: Config, _: Told) -> tuple[Metrics, str]:
     shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
     for widths in ((config.width, config.ffn), (config.ffn, config.width)):
         gate(config, widths)
-    metrics: Metrics = {}
-    used = ""
     built = {"ffn": lambda: Named(mlp=MLP(shape)), "block": lambda: Block(shape)}
+    pairs: dict[str, tuple[Bench, Bench]] = {}
+    calls: dict[str, Call] = {}
     for part, build in built.items():
-        dense = bench(config, "dense", build, ("*mlp.*",))
-        sparse = bench(config, config.method, build, ("*mlp.*",))
-        found = compare(config, dense, sparse, {"inference": sparse})
-        times, used = milliseconds(found, sparse), sparse.converted.used
-        metrics |= clock_and_power(found, f"{part}_")
+        dense, sparse = (bench(config, n, build, ("*mlp.*",)) for n in ("dense", config.method))
+        pairs[part] = dense, sparse
+        inference = {} if ends_dense(config) else {"inference": sparse}
+        named = to_compare(dense, sparse, inference).items()
+        calls |= {f"{part} {name}": call for name, call in named}
+    found = in_turns(calls, config.on, config.repeats, BUFFERS)
+    metrics = clock_and_power(found)
+    for part, (_dense, sparse) in pairs.items():
+        own = {n.removeprefix(f"{part} "): t for n, t in found.items() if n.startswith(part)}
+        times = milliseconds(own, sparse)
         metrics |= {
             f"{part}_dense_ms": MICRO_STEPS * times["dense"],
             f"{part}_sparse_ms": MICRO_STEPS * times["products"],
             f"{part}_speedup": times["dense"] / times["products"],
             f"{part}_step_speedup": times["dense"] / times["step"],
-            f"{part}_inference_speedup": times["dense inference"] / times["inference"],
+            f"{part}_inference_speedup": 1.0,
         }
-    return metrics, used
+        if not ends_dense(config):
+            speedup = times["dense inference"] / times["inference"]
+            metrics[f"{part}_inference_speedup"] = speedup
+    return metrics, sparse.converted.used
 
 
 def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
@@ -93,13 +101,14 @@ def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
         gate(config, widths)
     dense = bench(config, "dense", build, include)
     sparse = bench(config, config.method, build, include)
-    trained = {} if config.method == "t_sr_ste" else {"": sparse}  # FST: its model ends dense
+    trained = {} if ends_dense(config) else {"": sparse}
     suffixes = {percent: f"_{percent:g}".replace(".", "_") for percent in config.ranks}
     for percent, suffix in suffixes.items() if trained else ():
         rank = max(1, round(config.width * percent / 100))
         options = {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
         trained[suffix] = bench(config, config.method, build, include, **options)
-    found = compare(config, dense, sparse, {f"inference{s}": arm for s, arm in trained.items()})
+    calls = to_compare(dense, sparse, {f"inference{s}": arm for s, arm in trained.items()})
+    found = in_turns(calls, config.on, config.repeats, BUFFERS)
     times = milliseconds(found, sparse)
     metrics: Metrics = {
         "train_speedup": times["dense"] / times["step"],
@@ -270,9 +279,12 @@ def bench(
 # --- what is measured ----------------------------------------------------------------------------
 
 
-def compare(
-    config: Config, dense: Bench, sparse: Bench, inference: dict[str, Bench]
-) -> dict[str, Time]:
+def ends_dense(config: Config) -> bool:
+    """Whether the method, FST, leaves a dense model: inference is then that of a dense one."""
+    return config.method == "t_sr_ste"
+
+
+def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict[str, Call]:
     """Training of the dense model and of the sparse one, whole and in parts, and a forward pass of
     the dense model (`dense inference`) and of those in `inference`, in evaluation mode."""
 
@@ -292,22 +304,21 @@ def compare(
     calls = {"dense": dense.forward_backward, **sparse.calls()}
     if inference:
         calls["dense inference"] = forward(dense)
-    calls |= {name: forward(arm) for name, arm in inference.items()}
-    return in_turns(calls, config.on, config.repeats, BUFFERS)
+    return calls | {name: forward(arm) for name, arm in inference.items()}
 
 
 def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
-    """Those of `compare`, and of a whole sparse `step` with its share of the search for masks."""
+    """Those of `to_compare`, and of a whole sparse `step` with its share of the mask search."""
     times = {name: time.ms for name, time in found.items()}
     search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
     times["step"] = times["whole"] + max(0.0, search) / sparse.converted.method.mask_period
     return times
 
 
-def clock_and_power(times: dict[str, Time], prefix: str = "") -> Metrics:
+def clock_and_power(times: dict[str, Time]) -> Metrics:
     """Clock and power of the GPU during a comparison."""
     first = next(iter(times.values()))
-    return {f"{prefix}sm_mhz": first.mhz, f"{prefix}watts": first.watts}
+    return {"sm_mhz": first.mhz, "watts": first.watts}
 
 
 def allocated(device: torch.device) -> int:

@@ -76,7 +76,8 @@ def compress_nm(
     _check_pattern(n, m)
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
-    return torch.ops.sparse24.compress_nm(x, bits, n, m, backends.resolve(x.device, backend))
+    name = backends.resolve(checks.one_device(x=x, bits=bits), backend)
+    return torch.ops.sparse24.compress_nm(x, bits, n, m, name)
 
 
 @custom_op("sparse24::compress_nm", mutates_args=())
@@ -104,9 +105,8 @@ def expand_nm(
     _check_pattern(n, m)
     checks.group_dim(values, n, -1)
     _check_bits(bits, naive.expanded_shape(values, n, m))
-    return torch.ops.sparse24.expand_nm(
-        values, bits, n, m, backends.resolve(values.device, backend)
-    )
+    name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
+    return torch.ops.sparse24.expand_nm(values, bits, n, m, name)
 
 
 @custom_op("sparse24::expand_nm", mutates_args=())
@@ -142,7 +142,7 @@ def double_prune_bits(
     checks.group_dim(values, n, -1)
     checks.group_dim(values, m, 0)
     _check_bits(bits, naive.expanded_shape(values, n, m))
-    name = backends.resolve(values.device, backend)
+    name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
     return torch.ops.sparse24.double_prune_bits(values, bits, n, m, name)
 
 

@@ -18,7 +18,8 @@ def masked_decay_(
 ) -> torch.Tensor:
     """In place: grad += alpha * weight where mask is False; elsewhere grad keeps its bits.
 
-    Three tensors of one shape, any strides; computed in fp32 and rounded once. Returns grad.
+    Three tensors of one shape, any strides; computed in fp32 and rounded once. Returns grad. As in
+    torch's in-place operators, grad may not require grad itself unless gradients are off.
     """
     checks.float_tensor(grad, "grad")
     checks.float_tensor(weight, "weight")
@@ -26,7 +27,7 @@ def masked_decay_(
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     checks.same_shape(grad, weight, "grad and weight")
     checks.same_shape(grad, mask, "grad and mask")
-    name = backends.resolve(grad.device, backend)
+    name = backends.resolve(checks.one_device(grad=grad, weight=weight, mask=mask), backend)
     torch.ops.sparse24.masked_decay_(grad, weight, mask, alpha, name)
     return grad
 

@@ -45,7 +45,7 @@ def glu_kernel(x, out, count, run, GELU: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(at, mask=inside, other=0).to(tl.float32)
     gate = tl.load(at + run, mask=inside, other=0).to(tl.float32)
     s, _ = sigmoid(gate, GELU)
-    tl.store(out + place, cast(value * gate * s, out.dtype.element_ty), mask=inside)
+    tl.store(out + place, cast(value * (gate * s), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def glu_backward_kernel(x, dy, dx, count, run, GELU: tl.constexpr, BLOCK: tl.con
     s, slope = sigmoid(gate, GELU)
     dtype: tl.constexpr = dx.dtype.element_ty
     tl.store(dx + at, cast(upstream * (gate * s), dtype), mask=inside)
-    tl.store(dx + at + run, cast(upstream * value * (s + gate * slope), dtype), mask=inside)
+    tl.store(dx + at + run, cast(upstream * (value * (s + gate * slope)), dtype), mask=inside)
 
 
 @triton.jit

@@ -16,7 +16,8 @@ def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
     out = half_like(x)
     for piece, result in pieces(x, out):
         value, gate = (half.float() for half in piece.unbind(1))
-        result.copy_(value * gate * sigmoid(gate, activation)[0])
+        # The gate's product first: value * gate may overflow where the activation is zero.
+        result.copy_(value * (gate * sigmoid(gate, activation)[0]))
     return out
 
 
@@ -27,7 +28,7 @@ def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Te
         s, slope = sigmoid(gate, activation)
         dvalue, dgate = result.unbind(1)
         dvalue.copy_(upstream.float() * (gate * s))
-        dgate.copy_(upstream.float() * value * (s + gate * slope))
+        dgate.copy_(upstream.float() * (value * (s + gate * slope)))
     return dx
 
 

@@ -39,7 +39,7 @@ def lowrank_addmm(
         raise ValueError(f"r must have shape ({rank}, {out}), not {tuple(r.shape)}")
     if bias is not None and bias.shape != (out,):
         raise ValueError(f"bias must have shape ({out},), not {tuple(bias.shape)}")
-    name = backends.resolve(y1.device, backend)
+    name = backends.resolve(checks.one_device(**tensors), backend)
     return torch.ops.sparse24.lowrank_addmm(y1, y2, r, bias, scale, name)
 
 

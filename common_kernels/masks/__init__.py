@@ -123,7 +123,8 @@ def check24(x: torch.Tensor, dim: int = -1, *, backend: str | None = None) -> to
 def flip_rate(old: torch.Tensor, new: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Fraction of mask bits that differ (FST, section 4.1): a 0-dim fp32 tensor, 0 if empty."""
     checks.same_shape(old, new, "old and new")
-    flips = torch.ops.sparse24.flips(old, new, backends.resolve(old.device, backend))
+    name = backends.resolve(checks.one_device(old=old, new=new), backend)
+    flips = torch.ops.sparse24.flips(old, new, name)
     return flips / max(old.numel(), 1)
 
 

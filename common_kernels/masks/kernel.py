@@ -27,6 +27,7 @@ from common_kernels.masks import naive
 
 LARGEST_M = 32  # a thread holds a whole group
 CHECKED = 8192  # entries in a program that only reads
+LARGE = tl.constexpr(naive.LARGE)
 TILES = 128  # 4x4 tiles in a program of two warps, two to a thread
 
 
@@ -202,10 +203,20 @@ def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pair_sums(row):
-    """Sums of the six pairs of a row's magnitudes, in the order of naive.PAIRS; NaN as Inf."""
+def pair_sums(row, unit):
+    """Sums of the six pairs of a row's magnitudes times `unit`, in the order of naive.PAIRS; NaN as
+    Inf."""
     a0, a1, a2, a3 = finite(row[0]), finite(row[1]), finite(row[2]), finite(row[3])
+    a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit
     return a0 + a1, a0 + a2, a0 + a3, a1 + a2, a1 + a3, a2 + a3
+
+
+@triton.jit
+def largest(row):
+    """The largest magnitude of a row, as fp32 bits."""
+    a0, a1 = magnitude(row[0].to(tl.float32)), magnitude(row[1].to(tl.float32))
+    a2, a3 = magnitude(row[2].to(tl.float32)), magnitude(row[3].to(tl.float32))
+    return tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
 
 
 @triton.jit
@@ -221,7 +232,10 @@ def best_place(r0, r1, r2, r3):
     Takes four rows of four entries; returns 36 * upper half + lower half, the position of a pattern
     in the order of ties.
     """
-    s0, s1, s2, s3 = pair_sums(r0), pair_sums(r1), pair_sums(r2), pair_sums(r3)
+    top = tl.maximum(tl.maximum(largest(r0), largest(r1)), tl.maximum(largest(r2), largest(r3)))
+    unit = tl.where(top >= LARGE, 0.125, 1.0)
+    s0, s1 = pair_sums(r0, unit), pair_sums(r1, unit)
+    s2, s3 = pair_sums(r2, unit), pair_sums(r3, unit)
 
     # All (i, 5-i).
     upper, lower = s0[0] + s1[5], s2[5] + s3[0]

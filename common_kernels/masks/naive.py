@@ -24,6 +24,10 @@ TWIN_RUNS = (
 )
 
 
+# 2^125 as bits: eight magnitudes below it have a finite sum in fp32.
+LARGE = 0x7E000000
+
+
 def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
     """|x| as integers that rank as |x| does, with NaN above Inf above every finite number."""
     if x.dtype == torch.float32:
@@ -112,7 +116,8 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
 def exact(tiles: torch.Tensor, kept: torch.Tensor) -> Callable[..., None]:
     """The pattern with the largest sum of kept magnitudes, in fp32, added up as (row 0 + row 1) +
     (row 2 + row 3): the best upper half plus the best lower half that fits it. Ties go to the first
-    pattern. NaN counts as Inf, which keeps the scores comparable and the mask legal.
+    pattern. NaN counts as Inf, which keeps the scores comparable and the mask legal. A tile with an
+    entry of 2^125 or more is measured in eighths, so that no sum of finite entries is Inf.
 
     Row patterns are numbers of PAIRS; 5-i is the complement of i. What fits below an upper half
     (i, j) depends on its column sums alone, so the 36 halves on each side fall into 19 classes:
@@ -163,6 +168,8 @@ def exact(tiles: torch.Tensor, kept: torch.Tensor) -> Callable[..., None]:
     def work(tiles: torch.Tensor, kept: torch.Tensor) -> None:
         planes.copy_(tiles.permute(1, 3, 0, 2))
         torch.minimum(bits.bitwise_and_(absolute), infinity, out=bits)
+        if device.type != "cpu" or int(bits.max()) >= LARGE:
+            a.mul_(torch.where(bits.amax((0, 1)) >= LARGE, 0.125, 1.0))
         for x, y, out in additions:
             torch.add(x, y, out=out)
         torch.maximum(one, other, out=best_twins)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import backend as backends
+from common_kernels import checks
 from common_kernels.library import custom_op
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cusparselt import Problem
@@ -85,6 +86,7 @@ def matmul24(
         )
     if bias is not None and bias.shape != (packed.shape[0],):
         raise ValueError(f"bias must have shape ({packed.shape[0]},), not {tuple(bias.shape)}")
+    checks.one_device(matrix=packed.values, x=x, bias=bias)
     name = chosen(packed, backend)
     x2d = x.detach().reshape(-1, x.shape[-1])
     if name == "cusparselt":
@@ -137,6 +139,7 @@ def blob_linear(
     x is row-major, of the blob's dtype; out_dtype is that, or bf16, fp16 or fp32 for FP8. Tokens
     are filled up with zero rows to what the library takes.
     """
+    checks.one_device(blob=blob, x=x, bias=bias)
     tokens = x.shape[0]
     x = fill_up(x, -tokens % _multiple(x)).contiguous()
     y = torch.ops.sparse24.blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
@@ -152,6 +155,7 @@ def blob_matmul(
     transposed: x is given as [n, columns], which is the only form that FP8 takes. Columns beyond
     those of x count as zeros of A: x is filled up with rows of zeros.
     """
+    checks.one_device(blob=blob, x=x)
     if not transposed:
         rows, columns = x.shape[0], columns_of(blob)
         if rows > columns:

@@ -38,16 +38,19 @@ def mvue24(
     dim = checks.group_dim(x, 4, dim)
     name = backends.resolve(x.device, backend)
     return torch.ops.sparse24.mvue24(
-        x, _scalar(seed, "seed"), _scalar(offset, "offset"), design, dim, name
+        x, _scalar(seed, "seed", x), _scalar(offset, "offset", x), design, dim, name
     )
 
 
-def _scalar(value: int | torch.Tensor, name: str) -> torch.Tensor:
+def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dtype != torch.int64 or value.ndim:
             kind = f"{value.dtype} of shape {tuple(value.shape)}"
             raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {kind}")
+        if value.device.type != "cpu":  # as in torch, a number on the CPU goes with any device
+            checks.one_device(x=x, **{name: value})
         return value
+    checks.integer(value, name)
     return torch.tensor(value, dtype=torch.int64)
 
 

@@ -50,6 +50,7 @@ class Packed24:
     buffer: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        checks.one_device(values=self.values, meta=self.meta)
         rows, columns = self.shape
         word = check_form(self.shape, self.values.dtype, self.layout).word
         meta_shape = (rows, naive.row_bytes(columns) // word.itemsize)
@@ -123,7 +124,7 @@ def pack24(
     checks.same_shape(x, mask, "x and mask")
     shape = (x.shape[0], x.shape[1])
     check_form(shape, x.dtype, layout)
-    name = backends.resolve(x.device, backend)
+    name = backends.resolve(checks.one_device(x=x, mask=mask), backend)
     buffer = torch.ops.sparse24.pack24(x, mask, layout, name)
     return _split(buffer, shape, x.dtype, layout)
 

@@ -6,7 +6,9 @@ here is what the operators on dense tensors and `pack24` would give, to the bit;
 just that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from common_kernels.mvue import mvue24
 from common_kernels.pack import naive
 from common_kernels.soft_threshold import soft_threshold24
 
+Out = TypeVar("Out", Tensor, Tensor | None)
 SOURCES = ("magnitude", "soft", "mask")
 MULTIPLE = 64
 TOKENS = 16  # a sample of dY is summed over a multiple of this
@@ -56,8 +59,8 @@ def prune_pack24_(
     source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (bool, at most two of
         four, unchecked), `soft` packs soft_threshold24(w).
     scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to blob's dtype.
-    dense: [rows, columns] of blob's dtype, contiguous; receives the pruned matrix as well, +0 where
-        nothing is kept.
+    dense: [rows, columns] of blob's dtype; receives the pruned matrix as well, +0 where nothing is
+        kept.
     """
     checks.float_tensor(w, "w")
     if source not in SOURCES:
@@ -65,14 +68,12 @@ def prune_pack24_(
     if (mask is not None) != (source == "mask"):
         raise ValueError("give a mask with source='mask', and only then")
     _check(blob, w, mask)
-    if dense is not None and (
-        dense.shape != w.shape or dense.dtype != blob.dtype or not dense.is_contiguous()
-    ):
+    if dense is not None and (dense.shape != w.shape or dense.dtype != blob.dtype):
         raise ValueError(
-            f"dense must be a contiguous {blob.dtype} {tuple(w.shape)}, not {dense.dtype} "
-            f"{tuple(dense.shape)}"
+            f"dense must be {blob.dtype} {tuple(w.shape)}, not {dense.dtype} {tuple(dense.shape)}"
         )
-    name = backends.resolve(w.device, backend)
+    device = checks.one_device(blob=blob, w=w, mask=mask, scale=scale, dense=dense)
+    name = backends.resolve(device, backend)
     torch.ops.sparse24.prune_pack24_(blob, w, source, mask, scale, dense, name)
 
 
@@ -89,7 +90,9 @@ def _prune_pack24_(
     if backend == "triton":
         from common_kernels.pack import kernel
 
-        kernel.pack(w, mask, source, blob.dtype, scale, blob, dense)
+        mask = None if mask is None else mask.contiguous()
+        with row_major(dense) as out:
+            kernel.pack(w.contiguous(), mask, source, blob.dtype, scale, blob, out)
         return
     if source == "soft":
         # What is below the threshold is zero, and counts as pruned for the positions no less.
@@ -126,7 +129,8 @@ def pack_both24_(
     checks.float_tensor(w, "w")
     _check(blob, w, mask)
     _check(transposed, w.t(), None)
-    name = backends.resolve(w.device, backend)
+    device = checks.one_device(blob=blob, transposed=transposed, w=w, mask=mask)
+    name = backends.resolve(device, backend)
     torch.ops.sparse24.pack_both24_(blob, transposed, w, mask, name)
 
 
@@ -137,7 +141,8 @@ def _pack_both24_(
     if backend == "triton":
         from common_kernels.pack import kernel
 
-        kernel.pack_both(w, mask, blob.dtype, (blob, transposed))
+        mask = None if mask is None else mask.contiguous()
+        kernel.pack_both(w.contiguous(), mask, blob.dtype, (blob, transposed))
         return
     kept = transposable_mask24(w) if mask is None else mask
     pruned = torch.where(kept, w, 0.0).to(blob.dtype)
@@ -171,7 +176,14 @@ def pack_compressed24_(
     rows, columns = values.shape[0], 2 * values.shape[1]
     _check_blob(blob, rows, columns)
     _check_blob(transposed, columns, rows)
-    name = backends.resolve(values.device, backend)
+    device = checks.one_device(
+        blob=blob,
+        transposed=transposed,
+        values=values,
+        row_mask=row_mask,
+        column_mask=column_mask,
+    )
+    name = backends.resolve(device, backend)
     torch.ops.sparse24.pack_compressed24_(blob, transposed, values, row_mask, column_mask, name)
 
 
@@ -221,7 +233,7 @@ def sample_pack24(
     if key.shape != (2,) or key.dtype != torch.int64:
         raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
     dy = fill_up(dy, -dy.shape[0] % TOKENS).contiguous()
-    name = backends.resolve(dy.device, backend)
+    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
     return torch.ops.sparse24.sample_pack24(dy, key, stride, dtype or dy.dtype, name)
 
 
@@ -232,7 +244,7 @@ def _sample_pack24(
     if backend == "triton":
         from common_kernels.pack import kernel
 
-        return kernel.pack_sample(dy, key, dtype, stride)
+        return kernel.pack_sample(dy, key.contiguous(), dtype, stride)
     sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
     return naive_blob(sample.to(dtype), sample != 0)
 
@@ -276,6 +288,17 @@ def fill_up(x: Tensor, rows: int) -> Tensor:
     bytes_alone = x.element_size() == 1  # FP8 cannot be padded as such
     padded = F.pad(x.view(torch.uint8) if bytes_alone else x, (0, 0, 0, rows))
     return padded.view(x.dtype)
+
+
+@contextmanager
+def row_major(out: Out) -> Iterator[Out]:
+    """`out` for a kernel that writes row by row, or where it is laid out otherwise something that
+    is copied to it afterwards."""
+    if out is None or out.is_contiguous():
+        yield out
+    else:
+        yield (written := torch.empty(out.shape, dtype=out.dtype, device=out.device))
+        out.copy_(written)
 
 
 def _write(blob: Tensor, pruned: Tensor, kept: Tensor) -> None:

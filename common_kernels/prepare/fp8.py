@@ -13,7 +13,7 @@ from common_kernels.fp8 import naive as fp8
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
 from common_kernels.mvue import mvue24
-from common_kernels.prepare import MULTIPLE, fill_up, naive_blob
+from common_kernels.prepare import MULTIPLE, fill_up, naive_blob, row_major
 from common_kernels.soft_threshold import soft_threshold24
 
 NAMES = {dtype: name for name, dtype in fp8.FORMATS.items()}
@@ -82,7 +82,10 @@ def project_quantize24_(
         scales: fp32 [2], receives those of P and of P^T. beta: fp32 [].
     """
     checks.float_tensor(w, "w")
-    name = backends.resolve(w.device, backend)
+    device = checks.one_device(
+        w=w, beta=beta, blob=blob, codes=codes, transposed=transposed, scales=scales
+    )
+    name = backends.resolve(device, backend)
     torch.ops.sparse24.project_quantize24_(blob, codes, transposed, scales, w, beta, name)
 
 
@@ -100,7 +103,8 @@ def _project_quantize24_(
     if backend == "triton" and not backends.interpreted():
         from common_kernels.prepare import fp8_kernel
 
-        fp8_kernel.project_quantize24_(blob, codes, transposed, scales, w, beta)
+        with row_major(codes) as own, row_major(transposed) as other:
+            fp8_kernel.project_quantize24_(blob, own, other, scales, w.contiguous(), beta)
         return
     projected = soft_threshold24(w).float() * beta
     target = codes if blob is None else blob
@@ -134,7 +138,7 @@ def quantize_and_sample(
     checks.float_tensor(dy, "dy")
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
-    name = backends.resolve(dy.device, backend)
+    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
     return torch.ops.sparse24.quantize_and_sample(dy, key, stride, fmt, name)
 
 
@@ -145,7 +149,7 @@ def _quantize_and_sample(
     if backend == "triton" and dy.numel():
         from common_kernels.prepare import fp8_kernel
 
-        return fp8_kernel.quantize_and_sample(dy.contiguous(), key, stride, fmt)
+        return fp8_kernel.quantize_and_sample(dy.contiguous(), key.contiguous(), stride, fmt)
     codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt)
     sample = mvue24(fill_up(dy, -len(dy) % MULTIPLE).float(), key[0], key[1] * stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
@@ -178,7 +182,8 @@ def rescale(
     """y [rows, columns] * factor / (scale * other) + bias [columns] in `dtype` (y's), computed in
     fp32 and rounded once. scale, other: fp32 []."""
     checks.float_tensor(y, "y")
-    name = backends.resolve(y.device, backend)
+    device = checks.one_device(y=y, scale=scale, other=other, bias=bias)
+    name = backends.resolve(device, backend)
     return torch.ops.sparse24.rescale(y, scale, other, factor, bias, dtype or y.dtype, name)
 
 
@@ -196,6 +201,7 @@ def _rescale(
         from common_kernels.prepare import fp8_kernel
 
         out = torch.empty_like(y, dtype=dtype)
+        bias = None if bias is None else bias.contiguous()
         fp8_kernel.rescale(y, out, scale, other, factor, bias)
         return out
     result = y.float() * (factor / scale / other)
@@ -215,6 +221,7 @@ def scaled_linear(
     cuBLAS takes e5m2 in at most one of them; n, k and m are multiples of 16 there (n is filled up).
     On a CPU the product is that of the codes in fp32.
     """
+    checks.one_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
             y = x.float() @ w.float().t() / (x_scale * w_scale)

@@ -15,8 +15,8 @@ def soft_threshold24(
 
     t = (1 - gamma) * t2 + gamma * t3, where t2 <= t3 are the second and third smallest magnitudes
     of the group, so at most two entries survive; gamma = 0 is the paper's choice (gamma: its Table
-    1). Result in x's shape, dtype and strides. NaN and Inf propagate. No gradient is defined: the
-    caller owns its straight-through rule.
+    1). Result in x's shape, dtype and strides; its zeros are +0.0. NaN and Inf propagate. No
+    gradient is defined: the caller owns its straight-through rule.
     """
     checks.float_tensor(x)
     if not 0 <= gamma <= 1:

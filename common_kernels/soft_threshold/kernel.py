@@ -5,7 +5,15 @@ import triton
 import triton.language as tl
 
 from common_kernels import chunks
-from common_kernels.launch import BLOCK, keep24, launch, load_groups, magnitude, store_groups
+from common_kernels.launch import (
+    BLOCK,
+    cast,
+    keep24,
+    launch,
+    load_groups,
+    magnitude,
+    store_groups,
+)
 
 
 def soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -29,6 +37,9 @@ def soft_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     a0, a1, a2, a3 = load_groups(x, start, count, lanes, BLOCK, NEIGHBOURS)
     y0, y1, y2, y3 = shrink(a0, a1, a2, a3, gamma, GAMMA)
+    if GAMMA:  # a result of another scale than x's, which the cast may round to -0.0
+        y0, y1 = unsigned_zeros(y0, x.dtype.element_ty), unsigned_zeros(y1, x.dtype.element_ty)
+        y2, y3 = unsigned_zeros(y2, x.dtype.element_ty), unsigned_zeros(y3, x.dtype.element_ty)
     store_groups(out, y0, y1, y2, y3, start, count, lanes, BLOCK, NEIGHBOURS)
 
 
@@ -62,5 +73,12 @@ def threshold(m0, m1, m2, m3, gamma, GAMMA: tl.constexpr):
 
 @triton.jit
 def less(a, t):
+    """No zero of it is -0.0."""
     inner = tl.maximum(a, -t, propagate_nan=tl.PropagateNan.ALL)
-    return a - tl.minimum(inner, t, propagate_nan=tl.PropagateNan.ALL)
+    return a - tl.minimum(inner, t, propagate_nan=tl.PropagateNan.ALL) + 0.0
+
+
+@triton.jit
+def unsigned_zeros(y, dtype: tl.constexpr):
+    """y rounded to `dtype`, in fp32, without -0.0."""
+    return cast(y, dtype).to(tl.float32) + 0.0

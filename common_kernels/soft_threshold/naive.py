@@ -39,7 +39,7 @@ def shrink_lanes(x: torch.Tensor, out: torch.Tensor, gamma: float) -> torch.Tens
     if gamma:
         t = torch.lerp(t, third, gamma)
     t = t.unsqueeze(1)
-    out.copy_(x - torch.clamp(x, -t, t))
+    out.copy_(x - torch.clamp(x, -t, t)).add_(0.0)  # no zero is -0.0
     return t
 
 
@@ -81,7 +81,7 @@ def shrink_neighbours(x: torch.Tensor, out: torch.Tensor, gamma: float) -> Calla
         torch.bitwise_left_shift(pairs.bitwise_and_(even), odd, out=shifted)
         torch.bitwise_or(pairs, shifted, out=pairs)
         torch.neg(t, out=negative)
-        values.sub_(torch.clamp(values, negative, t, out=clamped))
+        values.sub_(torch.clamp(values, negative, t, out=clamped)).add_(0.0)
         for half, target in zip(halves, targets, strict=True):
             target.copy_(half)
         legalise(x, out, t)

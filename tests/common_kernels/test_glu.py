@@ -52,6 +52,21 @@ def close(got, want, scale):
 
 @every_function
 @every_backend
+@every_dtype
+def test_a_gate_that_is_closed_closes(name, backend, dtype):
+    """value * gate overflows where the activation is zero: 0 * Inf would be NaN."""
+    big = min(1e20, torch.finfo(dtype).max)
+    x = torch.tensor([[big, -big], [-big, -big]], dtype=dtype, device=DEVICE, requires_grad=True)
+    y = FUNCTIONS[name][0](x, backend=backend)
+    value, gate = x.detach().chunk(2, -1)
+    want = value * FUNCTIONS[name][1](gate)
+    assert torch.equal(y, want) and torch.equal(y.signbit(), want.signbit())
+    y.sum().backward()
+    assert not x.grad.any()
+
+
+@every_function
+@every_backend
 @every_layout
 @every_dtype
 @every_shape

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from common_kernels import check24, nm_mask, soft_threshold24
+from common_kernels.backend import HAS_TRITON
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 
@@ -87,6 +89,21 @@ def test_non_finite_values_propagate_and_stay_legal(pieces):
         ):
             assert ((got != 0).sum(1) <= 2).all()
             assert torch.equal((~got.isfinite()).any(1), (~x.isfinite()).any(1))
+
+
+@pytest.mark.parametrize("backend", ["naive", *(["triton"] if HAS_TRITON else [])])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_have_one_sign(dtype, backend, pieces):
+    """Of signed zeros, of what lies below the threshold, and of what a cast rounds away."""
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        tiny *= 1 << 20  # Triton's interpreter reads these wrongly
+    values = [0.0, -0.0, 1.0, -1.0, -tiny, 2 * tiny]
+    x = torch.tensor(list(itertools.product(values, repeat=4)), dtype=dtype).to(DEVICE)
+    for gamma in (0.0, 0.3):
+        for source in (x, x.t().contiguous().t()):
+            got = soft_threshold24(source, gamma, backend=backend)
+            assert not (got.signbit() & (got == 0)).any()
 
 
 def test_errors_and_empty_tensors():

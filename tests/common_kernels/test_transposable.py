@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from common_kernels import transposable_mask24
+from common_kernels.backend import HAS_TRITON
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 INF, NAN = float("inf"), float("nan")
 ALGORITHMS = ["exact", "greedy", "two_approx"]
@@ -31,6 +34,24 @@ def assert_24_both_ways(mask: torch.Tensor, exactly: bool = True):
 
 def test_there_are_90_patterns():
     assert len(all_patterns()) == 90
+
+
+@pytest.mark.parametrize("backend", ["naive", *(["triton"] if HAS_TRITON else [])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_near_the_largest_number_do_not_overflow(dtype, backend, pieces, generator):
+    """The masks of large tiles, some of them beside small ones, are those of numbers below 1."""
+    small = torch.rand(32, 64, generator=generator)
+    small[8:16] = small[8:16].round(decimals=1)  # ties
+    top = 1 - torch.finfo(dtype).eps / 2
+    small[::8, ::8] = top
+    small = small.clamp_max(top).to(dtype).to(DEVICE)
+    w = small.clone()
+    w[:, 16:] = (w[:, 16:] * 2.0**127) * 2
+    assert w.max() == torch.finfo(dtype).max
+    got = transposable_mask24(w, backend=backend)
+    assert torch.equal(got, transposable_mask24(small, backend=backend))
+    w[:4, 60] = torch.tensor([1, INF, 1, 1])  # a sum of finite numbers does not equal it
+    assert transposable_mask24(w, backend=backend)[1, 60]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

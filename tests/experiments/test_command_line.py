@@ -81,6 +81,8 @@ def test_comments_of_nested_and_inherited_options(tmp_path):
 
 
 def test_texts_are_taken_out_as_they_are():
-    rest, texts = take_texts(["a=1", "--x", "--y=2", "y=3=4", "-m", "y", "--help"], ["x", "y"])
+    rest, texts = take_texts(
+        ["a=1", "--x", "--y=2", "y=3=4", "-m", "~b", "--cfg", "job"], ["x", "y"]
+    )
     assert texts == {"x": "--y=2", "y": "3=4"}
-    assert rest == ["a=1", "-m", "y", "--help"]
+    assert rest == ["-m", "--cfg", "job", "a=1", "~b"]  # hydra's parser wants its flags first

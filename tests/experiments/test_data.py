@@ -20,7 +20,7 @@ def write_corpus(root, train=5000, val=1000, vocab_size=7000):
         path = config.directory / f"{split}.bin"
         np.arange(count).astype("<u2").tofile(path)
         splits[split] = {**file_record(path), "tokens": count}
-    tokenizer = {"kind": "bpe", "vocab_size": vocab_size, "file": None}
+    tokenizer = {"kind": "bpe", "vocab_size": vocab_size, "end_of_text": 0, "file": None}
     made_from = {"path": "unused"}
     manifest = {"schema": 1, "source": made_from, "tokenizer": tokenizer, "splits": splits}
     (config.directory / "manifest.json").write_text(json.dumps(manifest))
@@ -175,6 +175,34 @@ def test_another_schema_is_refused(config):
     path = config.directory / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
     with pytest.raises(UserError, match="schema 99, this version reads 1"):
+        load_tokens(config, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "lacks"),
+    [
+        (b"[]", "no manifest in it"),
+        (b"{}", "no schema in it"),
+        (b'{"schema": 1}', "no source in it"),
+        (b'{"schema": 1, "source": {"path": "unused"}, "splits": []}', "no splits"),
+        (b"\xff\xfe", "is not JSON"),
+    ],
+)
+def test_a_damaged_manifest_is_one_line(config, content, lacks):
+    path = config.directory / "manifest.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"manifest.*{lacks}.*; delete") as caught:
+        load_tokens(config, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["kind", "vocab_size", "end_of_text"])
+def test_a_manifest_without_a_key_is_one_line(config, key):
+    path = config.directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["tokenizer"][key]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"is damaged \(no tokenizer\.{key} in it\); delete"):
         load_tokens(config, seed=0)
 
 

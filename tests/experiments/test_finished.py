@@ -151,6 +151,20 @@ def test_no_finished_run(tmp_path, finished):
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(UserError, match=r"result\.json is not JSON"):
         FinishedRun.open(tmp_path)
+    whole = {"name": "x", "source": "x"}
+    config = {"model": whole, "data": whole, "method": whole}
+    for wrong, message in (
+        ({"config": config}, "no converted in it"),
+        ({"config": config, "converted": {}}, "no converted in it"),
+        ({"config": config | {"model": []}, "converted": []}, r"no config\.model in it"),
+        ({"config": config | {"method": {}}, "converted": []}, r"no config\.method\.name in it"),
+    ):
+        (tmp_path / "result.json").write_text(json.dumps({"config_hash": "0", **wrong}))
+        with pytest.raises(UserError, match=rf"result\.json is damaged \({message}\)"):
+            FinishedRun.open(tmp_path)
+    (tmp_path / "result.json").write_text("[]")
+    with pytest.raises(UserError, match=r"result\.json is not the result of a training"):
+        FinishedRun.open(tmp_path)
     run = finished("method=dense")
     changed = json.loads((run.directory / "config.json").read_text())["model"] | {"n_embd": 32}
     run.result["config"]["model"] = changed
@@ -283,3 +297,14 @@ def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
         with pytest.raises(UserError, match=message) as caught:
             load([*OURS["gpt2"], *overrides, f"init={tmp_path / folder}"]).build_model()
         assert "\n" not in str(caught.value)
+
+
+def test_a_method_of_another_revision_is_one_line(finished):
+    for change, message in (
+        ({"gone": 1}, r"result\.json: method has no key gone; it takes"),
+        ({"name": "gone"}, r"result\.json: there is no method gone"),
+    ):
+        run = finished("method=dense")
+        run.result["config"]["method"] = run.config["method"] | change
+        with pytest.raises(UserError, match=message):
+            _ = run.trained_with

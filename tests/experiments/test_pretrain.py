@@ -1,5 +1,6 @@
 """The run directory: whose it is, what is refused, and what a refusal leaves alone."""
 
+import json
 import os
 import random
 import signal
@@ -150,6 +151,11 @@ def test_a_damaged_result_is_one_line(tiny):
     for content in ("", "[]", "{}", '{"schema": 1'):
         (config.directory() / "result.json").write_text(content)
         with pytest.raises(UserError, match=r"result\.json is damaged .*remove it and run again"):
+            pretrain.run(config, quiet)
+    right = {"schema": 1, "config_hash": config.digest()}
+    for wrong in ({}, {"config": []}, {"config": {"model": 1}}):
+        (config.directory() / "result.json").write_text(json.dumps({**right, **wrong}))
+        with pytest.raises(UserError, match=r"result\.json is damaged \(no config.* in it\)"):
             pretrain.run(config, quiet)
 
 

@@ -147,6 +147,24 @@ def test_packed_products_are_the_dense_ones(name, options, products, master):
     assert not any(isinstance(m, SparseLinear) for m in model.modules())
 
 
+@every_arm
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_a_weight_that_is_a_transposed_view(name, options, products, backend, monkeypatch):
+    """Operands are derived and packed from it on either backend."""
+    monkeypatch.setenv("SPARSE24_BACKEND", backend)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128))
+    packed = copy.deepcopy(plain)
+    packed[0].weight = nn.Parameter(plain[0].weight.detach().t().contiguous().t())
+    for model in (plain, packed):
+        method = methods.build(name, **{"include": ("*",), "exclude": (), **options})
+        method.convert(model.to(DEVICE), BF16)
+        if model is packed:
+            method.accelerate(TOKENS, "cusparselt")
+        one_step(model, method, optimizer_of(model, method), 0)
+    same(packed[0].weight, plain[0].weight)
+
+
 @pytest.mark.parametrize("mvue", ["exact", "off"])
 def test_fp8_products_are_those_of_the_simulation(mvue):
     """To the rounding of their results to bf16."""

@@ -122,6 +122,13 @@ def step_to(method, layer, values, step):
     return method.metrics()
 
 
+@pytest.mark.parametrize("name", ["seed", "total_steps", "measure_every"])
+@pytest.mark.parametrize("bad", [1.0, True, "1"])
+def test_seeds_and_numbers_of_steps_are_whole_numbers(name, bad):
+    with pytest.raises(ValueError, match=rf"^{name}={bad!r}; it must be a whole number$"):
+        methods.build("ste", **{name: bad})
+
+
 @pytest.mark.parametrize("module", [dense, ste, s_ste])
 def test_flip_rate_by_hand(module):
     layer = one_group([4.0, 3.0, 2.0, 1.0])

@@ -135,10 +135,10 @@ def test_python_and_yaml_mean_the_same():
     """What is no path or count of the run itself has one default."""
     for name in methods.available():
         composed = load([f"method={name}"]).method_options
-        default = importlib.import_module(f"methods.{name}").Config
+        default = importlib.import_module(f"methods.{name}").Config()
         for field in dataclasses.fields(default):
             if field.name != "total_steps":
-                assert getattr(composed, field.name) == field.default, (name, field.name)
+                assert getattr(composed, field.name) == getattr(default, field.name), name
 
 
 def test_include_on_the_command_line():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from experiments.bench.timing import in_turns
 from experiments.errors import UserError
 from reproduce import bench, speed
 from reproduce.bench import Config, load
@@ -91,3 +92,24 @@ def test_fst_ends_dense(tmp_path):
     for name in ("speedup", "memory", "speedup_1_56", "memory_1_56"):
         assert found[f"inference_{name}"] == 1.0
     assert found["train_memory"] > 1.0  # masks and operands stand beside the dense weights
+
+
+@pytest.mark.parametrize("method", ["t_sr_ste", "s_ste"])
+def test_network_and_block_are_measured_in_turns(method, tmp_path, monkeypatch):
+    asked = []
+
+    def spy(calls, *rest, **options):
+        asked.append(list(calls))
+        return in_turns(calls, *rest, **options)
+
+    monkeypatch.setattr(speed, "in_turns", spy)
+    config = quick(what="gpt2", method=method, runs=str(tmp_path))
+    found = bench.run(config, lambda message: None)["metrics"]
+    (calls,) = asked
+    for part in ("ffn", "block"):
+        assert {f"{part} dense", f"{part} whole", f"{part} products"} <= set(calls)
+        speedup = found[f"{part}_dense_ms"] / found[f"{part}_sparse_ms"]
+        assert found[f"{part}_speedup"] == pytest.approx(speedup)
+        dense = method == "t_sr_ste"  # FST ends dense: there is nothing to measure
+        assert (f"{part} inference" not in calls) is dense
+        assert (found[f"{part}_inference_speedup"] == 1.0) is dense

@@ -36,7 +36,8 @@ def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both
     """p-value of Student's t test that the mean of paired differences is `center`.
 
     side: `both`; `above` against the alternative that the mean is above it, `below` likewise.
-    Differences that are all equal have no spread: then 0 or 1. nan from fewer than two.
+    Differences that are all equal have no spread: they are as far from any other center as can be.
+    nan from fewer than two.
     """
     from scipy.special import stdtr
 
@@ -46,8 +47,9 @@ def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both
     distance, spread = mean(differences) - center, std(differences) / math.sqrt(n)
     without_spread = math.copysign(math.inf, distance) if distance else 0.0
     t = distance / spread if spread else without_spread
-    below = float(stdtr(n - 1, t))
-    return {"below": below, "above": 1 - below, "both": 2 * min(below, 1 - below)}[side]
+    # Both tails by themselves: 1 - below would leave nothing of a p-value under 1e-16.
+    below, above = float(stdtr(n - 1, t)), float(stdtr(n - 1, -t))
+    return {"below": below, "above": above, "both": 2 * min(below, above)}[side]
 
 
 def equivalence_p_value(differences: Sequence[float], margin: float) -> float:

@@ -1,0 +1,215 @@
+"""What holds for the operands of all operators: one device, any strides, whole numbers as seeds."""
+
+import pytest
+import torch
+
+import common_kernels as ck
+from common_kernels.backend import HAS_TRITON
+from common_kernels.matmul import blob_linear, blob_matmul
+from common_kernels.prepare import (
+    empty_blob,
+    pack_both24_,
+    pack_compressed24_,
+    prune_pack24_,
+    sample_pack24,
+)
+from common_kernels.prepare.fp8 import (
+    project_quantize24_,
+    quantize_and_sample,
+    quantize_both,
+    rescale,
+    scaled_linear,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def numbers(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def in_place(function):
+    """`function`, which writes to some of its operands, as one that returns the new ones."""
+
+    def call(backend, *operands):
+        own = [x.clone(memory_format=torch.preserve_format) for x in operands]
+        function(*own, backend=backend)
+        return own
+
+    return call
+
+
+def pure(function, *more):
+    return lambda backend, *operands: function(*operands, *more, backend=backend)
+
+
+def without_backend(function):
+    return lambda backend, *operands: function(*operands)
+
+
+def cases():
+    """name -> (call(backend, *operands), operands by name)"""
+    w, x = numbers(128, 64), numbers(64, 64, dtype=BF16, seed=1)
+    mask, both = ck.nm_mask(w), ck.transposable_mask24(w)
+    bits = ck.pack_mask(mask)
+    values = ck.compress_nm(w, bits)
+    columns = ck.double_prune_bits(values, bits)
+    packed = ck.pack24(w.to(BF16), mask, "cusparselt_sm90")
+    one, bias = torch.tensor(1.5, device=DEVICE), numbers(64, dtype=BF16)
+    key = torch.tensor([3, 4], device=DEVICE)
+    blob = empty_blob((128, 64), BF16, DEVICE).zero_()
+    transposed = empty_blob((64, 128), BF16, DEVICE).zero_()
+    dense = torch.zeros(128, 64, dtype=BF16, device=DEVICE)
+    codes = torch.zeros(128, 64, device=DEVICE).to(FP8[0])
+    other = torch.zeros(64, 128, device=DEVICE).to(FP8[1])
+    scales = torch.zeros(2, device=DEVICE)
+    fp8_blob = empty_blob((128, 64), FP8[0], DEVICE).view(torch.uint8).zero_().view(FP8[0])
+    weights = {"blob": blob, "w": w}
+    return {
+        "nm_mask": (pure(ck.nm_mask), {"x": w}),
+        "nm_mask of columns": (pure(ck.nm_mask, 2, 8, 0), {"x": w}),
+        "transposable": (pure(ck.transposable_mask24), {"w": w}),
+        "greedy": (pure(ck.transposable_mask24, "greedy"), {"w": w}),
+        "check24": (pure(ck.check24), {"x": w}),
+        "flip_rate": (pure(ck.flip_rate), {"old": mask, "new": both}),
+        "soft_threshold24": (pure(ck.soft_threshold24), {"x": w}),
+        "mvue24": (pure(ck.mvue24), {"x": w, "seed": key[0], "offset": key[1]}),
+        "masked_decay_": (
+            lambda backend, *o: in_place(lambda g, w, m, backend: ck.masked_decay_(
+                g, w, m, 0.1, backend=backend))(backend, *o),
+            {"grad": numbers(128, 64, seed=2), "weight": w, "mask": mask},
+        ),
+        "fake_fp8": (pure(ck.fake_fp8, "e4m3"), {"x": w}),
+        "quantize_fp8": (pure(ck.quantize_fp8, "e5m2"), {"x": w}),
+        "pack_mask": (pure(ck.pack_mask), {"mask": mask}),
+        "unpack_mask": (pure(ck.unpack_mask, 64), {"bits": bits}),
+        "compress_nm": (pure(ck.compress_nm), {"x": w, "bits": bits}),
+        "expand_nm": (pure(ck.expand_nm), {"values": values, "bits": bits}),
+        "double_prune_bits": (pure(ck.double_prune_bits), {"values": values, "bits": bits}),
+        "pack24": (
+            lambda backend, *o: ck.pack24(*o, "cusparselt_sm90", backend=backend).buffer,
+            {"x": w.to(BF16), "mask": mask},
+        ),
+        "geglu": (pure(ck.geglu), {"x": w}),
+        "swiglu": (pure(ck.swiglu), {"x": w}),
+        "lowrank_addmm": (
+            pure(ck.lowrank_addmm),
+            {"y1": w, "y2": numbers(128, 8), "r": numbers(8, 64), "bias": bias},
+        ),
+        "matmul24": (
+            lambda backend, *o: ck.matmul24(packed, *o, backend="dense"),
+            {"x": x, "bias": numbers(128, dtype=BF16)},
+        ),
+        "blob_linear": (
+            without_backend(blob_linear),
+            {"blob": packed.blob, "x": x, "bias": numbers(128, dtype=BF16)},
+        ),
+        "blob_matmul": (without_backend(blob_matmul), {"blob": packed.blob, "x": x}),
+        "prune_pack24_": (
+            in_place(lambda blob, w, mask, scale, dense, backend: prune_pack24_(
+                blob, w, "mask", mask, scale, dense, backend=backend)),
+            {**weights, "mask": mask, "scale": one, "dense": dense},
+        ),
+        "pack_both24_": (
+            in_place(pack_both24_), {"blob": blob, "transposed": transposed, "w": w, "mask": both}
+        ),
+        "pack_compressed24_": (
+            in_place(pack_compressed24_),
+            {"blob": blob, "transposed": transposed, "values": values, "row_mask": bits,
+             "column_mask": columns},
+        ),
+        "sample_pack24": (pure(sample_pack24), {"dy": x, "key": key}),
+        "quantize_both": (pure(quantize_both, "e4m3", "e5m2"), {"x": w}),
+        "quantize_and_sample": (
+            pure(lambda dy, key, backend: quantize_and_sample(dy, key, 1, "e5m2", backend=backend)),
+            {"dy": w, "key": key},
+        ),
+        "project_quantize24_": (
+            in_place(project_quantize24_),
+            {"blob": fp8_blob, "codes": codes, "transposed_codes": other, "scales": scales, "w": w,
+             "beta": one},
+        ),
+        "rescale": (
+            pure(lambda y, scale, other, bias, backend: rescale(
+                y, scale, other, 1.0, bias, backend=backend)),
+            {"y": w, "scale": one, "other": one, "bias": bias},
+        ),
+        "scaled_linear": (
+            without_backend(scaled_linear),
+            {"x": w.to(FP8[0]), "w": w.to(FP8[0]), "x_scale": one, "w_scale": one},
+        ),
+    }  # fmt: skip
+
+
+CASES = cases()
+every_operator = pytest.mark.parametrize("name", CASES)
+every_backend = pytest.mark.parametrize("backend", ["naive", *(["triton"] if HAS_TRITON else [])])
+
+
+def flat(result):
+    results = result if isinstance(result, tuple | list) else [result]
+    return [r.contiguous().view(torch.uint8) if r.ndim else r for r in results]
+
+
+@every_operator
+@every_backend
+def test_strides_make_no_difference(name, backend):
+    """A blob is a buffer and no matrix; everything else may be a transposed view."""
+    call, operands = CASES[name]
+
+    def view(key, x):
+        if x.ndim != 2 or key in ("blob", "transposed"):
+            return x
+        laid_out = torch.empty_strided(x.shape, (1, len(x)), dtype=x.dtype, device=x.device)
+        return laid_out.copy_(x)
+
+    views = {key: view(key, x) for key, x in operands.items()}
+    got, want = flat(call(backend, *views.values())), flat(call(backend, *operands.values()))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [(n, k) for n, (_, o) in CASES.items() for k in o if len(o) > 1 and (n, k) != ("mvue24", "x")],
+)
+@every_backend
+def test_operands_lie_on_one_device(name, key, backend):
+    """With one of them on `meta` the others' results were uninitialised memory.
+
+    Seeds are numbers: on the CPU they go with any device.
+    """
+    call, operands = CASES[name]
+    moved = {k: x.to("meta") if k == key else x for k, x in operands.items()}
+    with pytest.raises(ValueError, match=r"on meta|and \w+ on .*: move them to one device"):
+        call(backend, *moved.values())
+
+
+@pytest.mark.parametrize("bad", [1.0, True, "1", None])
+def test_seeds_and_offsets_are_whole_numbers(bad):
+    x = torch.ones(8)
+    for name, arguments in {"seed": (bad,), "offset": (0, bad)}.items():
+        with pytest.raises(TypeError, match=f"{name} must be an int or a 0-dim int64 tensor, not"):
+            ck.mvue24(x, *arguments)
+    with pytest.raises(TypeError, match="seed must be an int"):
+        ck.philox4x32(bad, torch.arange(4))
+
+
+def test_writing_into_what_requires_grad_is_refused_as_by_torch():
+    weight, mask = torch.ones(2, 4), torch.zeros(2, 4, dtype=torch.bool)
+    leaf = torch.zeros(2, 4, requires_grad=True)
+    for tensor, kind in (
+        (leaf, "a leaf"),
+        (leaf * 1, "a tensor"),
+        (leaf.view(4, 2).t(), "a tensor"),
+    ):
+        operands = [t.expand(tensor.shape) if t.shape == tensor.shape else t.view(4, 2).t()
+                    for t in (weight, mask)]  # fmt: skip
+        with pytest.raises(RuntimeError, match=rf"masked_decay_ writes into {kind} that requires"):
+            ck.masked_decay_(tensor, *operands, 0.5)
+    assert not leaf.any()
+    with torch.no_grad():
+        ck.masked_decay_(leaf, weight, mask, 0.5)
+    assert (leaf == 0.5).all() and leaf.grad_fn is None

@@ -1,0 +1,336 @@
+"""Verdicts on claims, from made-up records whose differences are known."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from experiments.checkpoint import write_json
+from experiments.errors import UserError
+from experiments.stats import holm, p_value
+from reproduce import blocks, claims
+from reproduce.blocks import read_block
+from reproduce.claims import Claim, Claims, Contrast, Margin, judge, lines, read_claims, verdict
+
+BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
+NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
+
+
+def records(**arms):
+    """records(arm=list of losses by seed, or {seed: loss}) -> Values of block a."""
+    values = {}
+    for arm, losses in arms.items():
+        by_seed = losses if isinstance(losses, dict) else dict(enumerate(losses))
+        values["a", arm] = {s: {"metrics": {"val_loss": loss}} for s, loss in by_seed.items()}
+    return values
+
+
+def shifted(by, noise=NOISE):
+    """Losses that differ from `BASE` by `by` in the mean."""
+    return [base + by + n for base, n in zip(BASE, noise, strict=True)]
+
+
+def of(*contrasts, seeds=5):
+    """Claims with one claim of these contrasts, and that claim."""
+    claim = Claim(1, "fst", "it trains.", "1.0", [Contrast("a", *c) for c in contrasts])
+    return Claims(Margin(0.25, "dense", "half"), 0.05, seeds, [claim]), claim
+
+
+def judged(values, *contrasts):
+    return judge(*of(*contrasts), values)
+
+
+# ------------------------------------------------------------------------------ one contrast
+
+
+@pytest.mark.parametrize(
+    ("expect", "by", "expected"),
+    [
+        ("lower", -0.02, "confirmed"),
+        ("lower", 0.02, "refuted"),
+        ("lower", 0.001, "inconclusive"),
+        ("lower", -0.001, "inconclusive"),
+        ("higher", 0.02, "confirmed"),
+        ("higher", -0.02, "refuted"),
+        ("higher", -0.001, "inconclusive"),
+        # half - dense is 0.08, so the margin is 0.02
+        ("equal", 0.001, "confirmed"),
+        ("equal", -0.001, "confirmed"),
+        ("equal", 0.05, "refuted"),
+        ("equal", -0.05, "refuted"),
+        ("equal", 0.019, "inconclusive"),
+        ("equal", 0.021, "inconclusive"),
+        ("equal", -0.021, "inconclusive"),
+    ],
+)
+def test_a_contrast_is_judged_by_its_rule(expect, by, expected):
+    values = records(dense=BASE, half=shifted(0.08), it=shifted(by))
+    (found,) = judged(values, ("it", "dense", expect))
+    assert (found.verdict, found.n) == (expected, 5)
+    assert found.effect == pytest.approx(by)
+    low, high = found.interval
+    assert (low + high) / 2 == pytest.approx(by)
+    # A refutation shows in the interval of 95 %: it lies beyond the margin, or has the other sign.
+    if expect == "equal":
+        assert found.margin == pytest.approx(0.02)
+        assert (low > 0.02 or high < -0.02) == (expected == "refuted")
+    else:
+        assert found.margin is None
+        assert (low > 0 or high < 0) == (expected != "inconclusive")
+
+
+def test_equal_without_any_difference():
+    values = records(dense=BASE, half=shifted(0.08), it=BASE)
+    assert judged(values, ("it", "dense", "equal"))[0].verdict == "confirmed"
+    assert judged(values, ("it", "dense", "lower"))[0].verdict == "inconclusive"
+    assert judged(values, ("it", "dense", "higher"))[0].verdict == "inconclusive"
+
+
+def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
+    """Of an accuracy the half-width model has less."""
+    values = records(dense=BASE, half=shifted(-0.08), it=shifted(0.001))
+    (found,) = judged(values, ("it", "dense", "equal"))
+    assert (found.margin, found.verdict) == (pytest.approx(0.02), "confirmed")
+
+
+def test_seeds_of_one_arm_alone_are_left_out():
+    """Six seeds each, five in common; those that are not would turn the sign of the mean."""
+    values = records(
+        dense={**dict(enumerate(BASE)), 7: 100.0}, it={**dict(enumerate(shifted(-0.02))), 8: 900.0}
+    )
+    (found,) = judged(values, ("it", "dense", "lower"))
+    assert (found.n, found.verdict) == (5, "confirmed")
+    assert found.effect == pytest.approx(-0.02)
+
+
+@pytest.mark.parametrize(
+    ("arms", "n", "why"),
+    [
+        ({"dense": BASE, "it": shifted(0.0)[:4], "half": BASE}, 4, "4 of 5 seeds of it and dense"),
+        ({"dense": BASE, "half": BASE}, 0, "0 of 5 seeds of it and dense"),
+        ({}, 0, "0 of 5 seeds of it and dense"),
+        (
+            {"dense": BASE, "it": BASE, "half": BASE[:3]},
+            5,
+            "no margin: 3 of 5 seeds of half and dense",
+        ),
+        ({"dense": BASE, "it": BASE}, 5, "no margin: 0 of 5 seeds of half and dense"),
+        (
+            {"dense": BASE, "it": [*BASE[:4], None], "half": BASE},
+            5,
+            "it or dense has no finite metrics.val_loss at one of the seeds",
+        ),
+    ],
+)
+def test_what_is_not_tested_says_why(arms, n, why):
+    set_up, claim = of(("it", "dense", "equal"))
+    (found,) = judge(set_up, claim, records(**arms))
+    assert (found.verdict, found.n, found.why) == ("not tested", n, why)
+    assert math.isnan(found.effect)
+    assert verdict([found]) == "not tested"
+    assert lines(set_up, records(**arms))[-1] == (
+        f"   it - dense (val_loss, block a): not tested, {why}"
+    )
+
+
+def test_a_diverged_run_decides_nothing():
+    """NaN is null in JSON; left out, it would make its arm look better than it is."""
+    values = records(dense=BASE, it=[*shifted(-0.02)[:4], float("nan")])
+    for expect in ("lower", "higher"):
+        assert judged(values, ("it", "dense", expect))[0].verdict == "not tested"
+    (found,) = judged(values, ("it", "dense", "lower", "metrics.no_such"))
+    assert "no finite metrics.no_such" in found.why
+
+
+# ------------------------------------------------------------------------------ a claim
+
+
+def test_p_values_of_a_claim_are_adjusted_together():
+    """Alone at 0.03 and 0.04 both would be confirmed; of two, the smaller counts double."""
+    noise = [0.01, -0.01, 0.012, -0.004, -0.008]
+    values = records(dense=BASE, one=shifted(-0.0138, noise), two=shifted(-0.0130, noise))
+    contrasts = [("one", "dense", "lower"), ("two", "dense", "lower")]
+    alone = [judged(values, c)[0] for c in contrasts]
+    both = judged(values, *contrasts)
+    ps = [p_value(claims.differences(values, "a", c[0], "dense", "metrics.val_loss"))
+          for c in contrasts]  # fmt: skip
+    assert 0.025 < ps[0] < ps[1] < 0.05
+    assert [j.p_expected for j in alone] == ps
+    assert [j.verdict for j in alone] == ["confirmed", "confirmed"]
+    assert [j.p_expected for j in both] == holm(ps)
+    assert [j.verdict for j in both] == ["inconclusive", "inconclusive"]
+
+
+def test_one_contrast_refutes_a_claim():
+    values = records(dense=BASE, good=shifted(-0.05), bad=shifted(0.05), so_so=shifted(0.001))
+    good, bad, so_so, gone = (
+        (arm, "dense", "lower") for arm in ("good", "bad", "so_so", "not_run")
+    )
+    assert verdict(judged(values, good)) == "confirmed"
+    assert verdict(judged(values, good, so_so)) == "inconclusive"
+    assert verdict(judged(values, good, bad)) == "refuted"
+    assert verdict(judged(values, so_so, bad)) == "refuted"
+    assert verdict(judged(values, good, gone)) == "not tested"
+    assert verdict(judged(values, so_so, gone)) == "not tested"
+    assert verdict(judged(values, bad, gone)) == "refuted"
+    assert verdict([]) == "not tested"
+
+
+def test_what_is_not_tested_costs_the_others_nothing():
+    values = records(dense=BASE, it=shifted(-0.02))
+    alone, (beside, _) = (
+        judged(values, ("it", "dense", "lower")),
+        judged(values, ("it", "dense", "lower"), ("gone", "dense", "lower")),
+    )
+    assert beside.p_expected == alone[0].p_expected
+
+
+def test_what_a_terminal_shows():
+    set_up, claim = of(("it", "dense", "lower"))
+    speed = replace(claim, id=2, contrasts=[], speed=True)
+    shown = lines(replace(set_up, claims=[claim, speed]), records(dense=BASE, it=shifted(-0.02)))
+    assert shown[0] == "1. [confirmed] fst: it trains."
+    assert shown[2].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
+    assert shown[2].endswith(": confirmed")
+    assert shown[-1] == "   judged by the speed tables (reproduce/measured)"
+
+
+# ------------------------------------------------------------------------------ claims.yaml
+
+
+def test_the_claims_are_those_of_the_papers():
+    found = read_claims()
+    assert [claim.id for claim in found.claims] == list(range(1, 15))
+    assert (found.level, found.seeds, found.margin.share) == (0.05, 5, 0.25)
+    for claim in found.claims:
+        assert claim.speed != bool(claim.contrasts), f"claim {claim.id} is judged by one of the two"
+
+
+NEED_A_FACTOR = ("fst", "sr_ste", "bi_mask")  # methods with a decay factor, which pilots find
+
+
+def test_contrasts_name_arms_that_are_run():
+    """Of blocks that have a file. One whose pilot is not done has no arm with a decay factor yet,
+    and once it has one it must have all."""
+    found, missing = read_claims(), set()
+    for contrast in [c for claim in found.claims for c in claim.contrasts]:
+        if not (blocks.BLOCKS / f"{contrast.block}.yaml").is_file():
+            continue
+        known = read_block(contrast.block).arms
+        wanted = {contrast.arm, contrast.against}
+        if contrast.expect == "equal":
+            wanted |= {found.margin.lower, found.margin.upper}
+        if not any(arm.startswith(NEED_A_FACTOR) for arm in known):
+            wanted = {arm for arm in wanted if not arm.startswith(NEED_A_FACTOR)}
+        missing |= {f"{contrast.block}: {arm}" for arm in wanted - known.keys()}
+    assert missing == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("expect: lower", "expect: less"), "expect=less; choose one of lower, higher, equal"),
+        (("level: 0.05", "level: often"), "level: 'often' is no float"),
+        (("says:", "tells:"), "has no key tells"),
+        (("seeds: 5", "seeds: 1"), "seeds=1; one pair has no spread"),
+        (("claims:", "claims: ["), "while parsing"),
+    ],
+)
+def test_a_file_of_claims_that_means_nothing(changed, message, tmp_path):
+    path = tmp_path / "claims.yaml"
+    text = (
+        "margin: {share: 0.25, lower: dense, upper: half}\nlevel: 0.05\nseeds: 5\nclaims:\n"
+        "  - {id: 1, paper: fst, says: it trains, number: '1',\n"
+        "     contrasts: [{block: a, arm: it, against: dense, expect: lower}]}\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    assert read_claims(path).claims[0].contrasts[0].metric == "metrics.val_loss"
+    assert changed[0] in text
+    path.write_text(text.replace(*changed), encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        read_claims(path)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------ records
+
+
+BLOCK = """
+title: T
+overrides: [train.steps=4]
+seeds: [0, 1]
+arms: {dense: [method=dense], it: [method=ste]}
+"""
+
+
+def keep(folder, arm="dense", seed=0, loss=1.0, **changed):
+    method = {"dense": "dense", "it": "ste"}.get(arm, "x")
+    overrides = ["train.steps=4", f"method={method}", "tier=mini", f"seed={seed}"]
+    record = {
+        "block": "t",
+        "arm": arm,
+        "seed": seed,
+        "overrides": overrides,
+        "config_hash": "0",
+        "metrics": {"val_loss": loss},
+    }
+    path = folder / "t" / f"{arm}-seed{seed}.json"
+    write_json(path, record | changed)
+    return path
+
+
+@pytest.fixture
+def block_file(tmp_path):
+    folder = tmp_path / "blocks"
+    folder.mkdir()
+    (folder / "t.yaml").write_text(BLOCK, encoding="utf-8")
+    return folder
+
+
+def test_records_of_several_folders(tmp_path, block_file):
+    first, second = tmp_path / "committed", tmp_path / "own"
+    keep(first, loss=1.0)
+    keep(second, loss=2.0)
+    keep(second, seed=1, loss=3.0)
+    keep(second, arm="it", loss=4.0)
+    values = claims.read_records(first, second, blocks=block_file)
+    losses = {key: {s: r["metrics"]["val_loss"] for s, r in v.items()} for key, v in values.items()}
+    assert losses == {("t", "dense"): {0: 1.0, 1: 3.0}, ("t", "it"): {0: 4.0}}
+    assert claims.outdated(first, second, blocks=block_file) == []
+    assert claims.read_records(tmp_path / "nowhere") == {}
+
+
+def test_records_of_arms_that_have_changed_are_left_out(tmp_path, block_file):
+    """An arm that was run before its block said something else must not be compared with others."""
+    folder, own = tmp_path / "committed", tmp_path / "own"
+    changed = keep(folder, overrides=["train.steps=5", "method=dense", "tier=mini", "seed=0"])
+    gone = keep(folder, arm="gone")
+    elsewhere = keep(folder, seed=1, block="no_block")
+    keep(own, loss=2.0)
+    assert claims.read_records(folder, own, blocks=block_file) == {
+        ("t", "dense"): {0: claims.read_record(own / "t" / "dense-seed0.json")}
+    }
+    found = claims.outdated(folder, own, blocks=block_file)
+    assert sorted(found) == sorted([changed, elsewhere, gone])
+
+
+def test_a_damaged_record_is_named(tmp_path, block_file):
+    path = keep(tmp_path)
+    path.write_text('{"block": "t"', encoding="utf-8")
+    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove it"):
+        claims.read_records(tmp_path, blocks=block_file)
+    path.write_text('{"block": "t"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"dense-seed0.json lacks arm, config_hash, metrics,"):
+        claims.read_records(tmp_path, blocks=block_file)
+
+
+def test_the_command_prints_a_verdict_for_each(tmp_path, capsys, monkeypatch):
+    from reproduce.__main__ import main
+
+    monkeypatch.setattr(claims, "EVIDENCE", tmp_path / "none")
+    keep(tmp_path / "evidence", arm="gone")
+    assert main(["claims"], runs=tmp_path) == 0
+    out = capsys.readouterr().out
+    assert out.count(". [not tested] ") == 14
+    assert "0 of 5 seeds of fst and dense" in out
+    assert "left out: 1 records of arms that no block has in this form" in out
