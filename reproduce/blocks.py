@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import write_json
+from experiments.checkpoint import lacks, write_json
 from experiments.errors import UserError
 from experiments.tracking import read_metrics
 from reproduce.jobs import Job
@@ -23,7 +23,15 @@ from reproduce.spec import TRAINING
 BLOCKS = Path(__file__).parent / "blocks"
 EVIDENCE = Path(__file__).parent / "evidence"
 POINTS = 100  # of a kept training curve
-RECORD = {"block", "arm", "seed", "overrides", "config_hash", "metrics"}  # no record lacks them
+RECORD = {
+    "block": str,
+    "arm": str,
+    "seed": int,
+    "overrides": list,
+    "config_hash": str,
+    "metrics": dict,
+    "curves": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -129,11 +137,10 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        missing = RECORD - record.keys()
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove it") from error
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(sorted(missing))}; remove it")
+    if (found := lacks(record, RECORD)) is not None:
+        raise UserError(f"{path} is damaged (no {found or 'record'} in it); remove it")
     return record
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import results
+from experiments.checkpoint import write_json
 from reproduce.engine import Run
 from reproduce.jobs import Place
 from reproduce.spec import Column, Row, Table, Tier
@@ -19,19 +20,25 @@ def make_result(config_hash="0" * 16, **changed):
         "config": {
             "train": {"dtype": "fp32"},
             "impl": {"compile": False, "micro_batch": None},
-            "model": {},
-            "data": {},
-            "method": {},
+            "model": {"name": "gpt2"},
+            "data": {"source": "stdlib"},
+            "method": {"name": "dense"},
         },
+        "converted": [],
+        "corpus_hash": "cd" * 32,
         "corpus": {
             "name": "tiny",
             "source": {"path": "stdlib"},
             "splits": {"train": split, "val": split | {"tokens": 50}},
         },
         "steps": 10,
+        "tokens": 640,
         "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
         "sparsity": {"density": 0.5, "illegal_groups": 0},
+        "train_seconds": 20.0,
         "step_seconds": 2.0,
+        "started": 1.0,
+        "ended": 22.0,
         "backend": "naive",
         "world_size": 1,
         "environment": {
@@ -42,6 +49,21 @@ def make_result(config_hash="0" * 16, **changed):
             "threads": 2,
         },
     } | changed
+
+
+def finish(config, log=(), **changed):
+    """Give a run a result, as if it had been trained, with these records of `metrics.jsonl`."""
+    directory = config.directory()
+    write_json(directory / results.FILE, make_result(config.digest(), **changed))
+    text = "".join(json.dumps(record) + "\n" for record in log)
+    (directory / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(name="finish")
+def _finish(tmp_path, monkeypatch):
+    """`finish`, in a folder without a corpus, so that no result is compared with one."""
+    monkeypatch.chdir(tmp_path)
+    return finish
 
 
 @pytest.fixture
@@ -66,11 +88,8 @@ def fake(tmp_path, monkeypatch):
         act.order.append(str(job))
         if str(job) in act.broken:
             raise RuntimeError("out of\nmemory")
-        directory = job.config.directory()
-        directory.mkdir(parents=True, exist_ok=True)
         init = job.config.init_weights() if job.driver == "pretrain" else None
-        text = json.dumps(make_result(job.config.digest(), init=init))
-        (directory / results.FILE).write_text(text, encoding="utf-8")
+        finish(job.config, init=init)
 
     act.order, act.broken = [], set()
     return act

@@ -1,0 +1,182 @@
+"""Blocks of runs: what their files say, and the records that are kept of their runs."""
+
+import json
+import math
+
+import pytest
+
+from experiments.errors import UserError
+from reproduce import blocks
+from reproduce.blocks import Block, curves, read_block
+
+TEXT = """
+title: T
+overrides: [model=gpt2_nano, train.steps=20]
+seeds: [3, 1]
+arms:
+  dense: [method=dense]
+  ste 2e-3: [method=ste, train.learning_rate=2e-3]
+"""
+
+
+@pytest.fixture
+def block_file(tmp_path):
+    """block_file(old, new) -> folder with `t.yaml`, TEXT with `old` replaced."""
+
+    def write(old="", new=""):
+        assert old in TEXT
+        (tmp_path / "t.yaml").write_text(TEXT.replace(old, new), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+# ------------------------------------------------------------------------------ the file
+
+
+def test_runs_come_seed_by_seed(block_file, tmp_path):
+    block = read_block("t", block_file())
+    runs = list(block.runs(tmp_path / "runs"))
+    order = [(run.seed, run.arm) for run in runs]
+    assert order == [(3, "dense"), (3, "ste 2e-3"), (1, "dense"), (1, "ste 2e-3")]
+    assert [str(run.job) for run in runs][1] == "ste 2e-3, seed 3"
+    assert runs[1].job.overrides == [
+        *("model=gpt2_nano", "train.steps=20", "method=ste", "train.learning_rate=2e-3"),
+        *("tier=mini", "seed=3"),
+    ]
+    config = runs[1].job.config
+    assert (config.method, config.seed, config.tier) == ("ste", 3, "mini")
+    assert (config.train.steps, config.train.learning_rate) == (20, 2e-3)
+    assert config.runs == tmp_path / "runs"
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(blocks.BLOCKS.glob("*.yaml"))])
+def test_shipped_blocks_compose(name, tmp_path):
+    """Every arm has a config, and no two are the same training under other names."""
+    block = read_block(name)
+    first = [run for run in block.runs(tmp_path) if run.seed == block.seeds[0]]
+    digests = {run.arm: run.digest() for run in first}
+    assert len(set(digests.values())) == len(block.arms)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("title: T", "titel: T", "the file has no key titel; it takes name, title, overrides"),
+        ("seeds: [3, 1]\n", "", "the file: seeds is missing"),
+        ("[3, 1]", "[3, three]", "the file: seeds[1]: 'three' is no int"),
+        ("[3, 1]", "[3, 3]", "two seeds are the same: [3, 3]"),
+        ("[method=dense]", "method=dense", "the file: arms.dense: 'method=dense' is no list"),
+        ("  dense:", "  ste_2e-3:", "arms 'ste_2e-3' and 'ste 2e-3' would have the same file"),
+        ("title: T", "title: T\ndriver: training", "driver=training; choose one of pretrain, dino"),
+        ("seeds: [3, 1]", "seeds: [3, 1", "while parsing"),
+        (TEXT, "", "it holds no keys"),
+    ],
+)
+def test_a_block_that_means_nothing(old, new, message, block_file):
+    folder = block_file(old, new)
+    with pytest.raises(UserError) as error:
+        read_block("t", folder)
+    text = str(error.value)
+    assert text.startswith(f"{folder / 't.yaml'}: ")
+    assert message in text and "\n" not in text
+
+
+def test_no_such_block(block_file):
+    with pytest.raises(UserError, match=r"^no block 'u'; there is t$"):
+        read_block("u", block_file())
+
+
+def test_overrides_that_do_not_fit_name_the_arm(block_file, tmp_path):
+    folder = block_file("method=ste,", "method=ste, method.beta=none,")
+    run = list(read_block("t", folder).runs(tmp_path))[1]
+    with pytest.raises(
+        UserError, match=r"^block t, ste 2e-3, seed 3: there is no method.beta here"
+    ):
+        run.digest()
+
+
+# ------------------------------------------------------------------------------ records
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The first run of a block with an arm whose name no file should have."""
+    return next(Block("t", "T", ["train.steps=20"], {"a/b c": ["method=ste"]}, [7]).runs(tmp_path))
+
+
+def test_a_run_is_kept_and_recognised(run, finish, tmp_path):
+    own, committed = tmp_path / "evidence", tmp_path / "committed"
+    assert run.keep(own) is None  # not finished
+    assert run.record(committed, own) is None
+    log = [{"step": 0, "loss": 4.0, "flip_rate": None}, {"step": 10, "val_loss": 2.6}]
+    finish(run.job.config, log)
+    kept = run.keep(own)
+    path = own / "t" / "a_b_c-seed7.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == kept
+    assert (kept["block"], kept["arm"], kept["seed"]) == ("t", "a/b c", 7)
+    assert kept["config_hash"] == run.digest()
+    assert kept["overrides"] == ["train.steps=20", "method=ste", "tier=mini", "seed=7"]
+    assert kept["metrics"] == {"val_loss": 1.0, "flip_rate": 0.25}
+    assert kept["environment"] == {
+        "git_revision": "c0ffee" * 7,
+        "git_dirty": False,
+        "device": "abacus",
+        "versions": {"torch": "2.0"},
+    }
+    assert kept["curves"] == {
+        "val_loss": [[10, 2.6]], "loss": [[0, 4.0]], "flip_rate": [], "grad_norm": []
+    }  # fmt: skip
+    assert str(tmp_path) not in path.read_text(encoding="utf-8")  # it can be committed
+    assert run.record(committed, own) == kept
+
+    committed.mkdir()
+    own.rename(committed / "moved")
+    assert run.record(committed) is None
+    (committed / "moved" / "t").rename(committed / "t")
+    assert run.record(committed, own) == kept
+
+
+def test_another_config_is_not_done(run, finish, tmp_path):
+    """A record belongs to a config, not to a name: the block was changed, or the defaults were."""
+    finish(run.job.config)
+    run.keep(tmp_path / "evidence")
+    changed = Block("t", "T", ["train.steps=21"], {"a/b c": ["method=ste"]}, [7])
+    other = next(changed.runs(tmp_path))
+    assert other.file(tmp_path) == run.file(tmp_path)
+    assert other.record(tmp_path / "evidence") is None
+    assert other.keep(tmp_path / "evidence") is None
+    assert run.record(tmp_path / "evidence") is not None
+
+
+def test_a_diverged_run_is_kept(run, finish, tmp_path):
+    """It was run: another start would diverge again."""
+    finish(
+        run.job.config,
+        [{"step": 0, "loss": None}],
+        metrics={"val_loss": math.nan, "flip_rate": 0.0},
+    )
+    assert run.keep(tmp_path / "evidence")["metrics"]["val_loss"] is None
+    assert run.record(tmp_path / "evidence")["curves"]["loss"] == []
+
+
+def test_a_damaged_record_is_named(run, tmp_path):
+    path = run.file(tmp_path / "evidence")
+    path.parent.mkdir(parents=True)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a_b_c-seed7.json is damaged .*; remove it"):
+        run.record(tmp_path / "evidence")
+
+
+@pytest.mark.parametrize(
+    ("count", "thin"), [(0, 1), (1, 1), (100, 1), (101, 2), (200, 2), (999, 10)]
+)
+def test_curves_are_thinned(count, thin):
+    """Of training at most a hundred points, the last of each group, of evaluations all."""
+    log = [{"step": step, "loss": 1 / (step + 3), "val_loss": 2.0} for step in range(count)]
+    found = curves(log)
+    assert len(found["val_loss"]) == count
+    steps = [step for step, _ in found["loss"]]
+    assert steps == list(range(thin - 1, count, thin))
+    assert len(steps) <= blocks.POINTS
+    assert all(value == float(f"{1 / (step + 3):.6g}") for step, value in found["loss"])
