@@ -123,6 +123,8 @@ class RunConfig:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""
         identity = self.identity()
         model = {**identity["model"], **dataclasses.asdict(self.model)}
+        if isinstance(self.model, HFConfig):
+            model["path"] = self.model.pinned
         paths = {"runs": str(self.runs), "data": dataclasses.asdict(self.data), "model": model}
         return {
             **identity,

@@ -190,7 +190,8 @@ class EvaluateConfig(Settings):
 
     def as_dict(self) -> dict[str, Any]:
         """The whole config as plain values, for `result.json`."""
-        return {**dataclasses.asdict(self), "runs": str(self.runs)}
+        model = {**dataclasses.asdict(self.model), "path": self.hf and self.hf.pinned}
+        return {**dataclasses.asdict(self), "model": model, "runs": str(self.runs)}
 
 
 def load(overrides: list[str] | None = None) -> EvaluateConfig:

@@ -226,7 +226,7 @@ class FinetuneConfig:
         return {
             **self.identity(),
             "run": None if hf else str(self.source),
-            "model": {"path": getattr(self.source, "path", None)},
+            "model": {"path": self.source.pinned if isinstance(self.source, HFConfig) else None},
             "data": {"source": self.data},
             "tier": self.tier,
             "runs": str(self.runs),

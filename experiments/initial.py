@@ -20,10 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from experiments import hub
 from experiments.checkpoint import lacks, sha256
 from experiments.errors import UserError
 from experiments.results import FILE as RESULT
 from experiments.results import TRAINING
+from experiments.tokenizer import ALL_FILES
 from experiments.tokenizer import FILES as TOKENIZERS
 from methods import compressed, slorb
 from models import bert, gpt2, vit
@@ -37,18 +39,14 @@ from models.vit import ViT
 WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
 MOST_LISTED = 50  # finished runs
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
-_TOKENIZER_FILES = (
-    *TOKENIZERS,
-    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
 
 
 @dataclass(frozen=True)
 class HFConfig:
     """A checkpoint of transformers; `build` takes it as a causal language model.
 
-    path: a local folder, or an id on the hub. block_size: tokens per training sequence; null = as
-    many as the model takes.
+    path: a local folder, or an id on the hub, owner/name@revision to pin it. block_size: tokens per
+    training sequence; null = as many as the model takes.
     """
 
     path: str
@@ -67,13 +65,19 @@ class HFConfig:
         """
         folder = Path(self.path)
         if not folder.is_dir():
-            folder = _download(self.path)
+            folder = hub.download(self.path, _CHECKPOINT_FILES, "model.path")
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise UserError(
                 f"model.path={self.path} has no config.json with weights in .safetensors: give the "
                 "folder that save_pretrained of transformers wrote"
             )
         return folder
+
+    @property
+    def pinned(self) -> str:
+        """`path`, of an id on the hub with the commit that was taken: what a result names."""
+        commit = None if Path(self.path).is_dir() else hub.commit(self.folder)
+        return self.path if commit is None else f"{self.path.partition('@')[0]}@{commit}"
 
     @property
     def has_tokenizer(self) -> bool:
@@ -93,7 +97,7 @@ class HFConfig:
         """Hash of the files of the tokenizer, 16 hex digits; None without one."""
         if not self.has_tokenizer:
             return None
-        paths = (self.folder / name for name in _TOKENIZER_FILES)
+        paths = (self.folder / name for name in ALL_FILES)
         found = {path.name: sha256(path) for path in paths if path.is_file()}
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
@@ -175,19 +179,6 @@ def _model_type(folder: Path) -> str | None:
 def _checkpoint(directory: Path) -> HFConfig | None:
     """`directory` as a checkpoint of transformers; None where it is a run, or is to be one."""
     return None if _model_type(directory) is None else HFConfig(str(directory))
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_CHECKPOINT_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise UserError(
-            f"model.path={hub_id} is neither a local folder nor a checkpoint that the hub gives "
-            f"({type(error).__name__})"
-        ) from error
 
 
 def read_result(directory: Path) -> dict[str, Any]:

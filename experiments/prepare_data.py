@@ -107,6 +107,7 @@ def prepare(config: DataConfig) -> Path:
                 "kind": config.tokenizer_kind,
                 "vocab_size": encoding.n_vocab,
                 "end_of_text": encoding.eot_token,
+                "revision": getattr(encoding, "revision", None),
                 **tokenizer_file,
             },
             "splits": _write_splits(building, directory.name, source, encoding),

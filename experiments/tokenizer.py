@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments import hub
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 # A checkpoint of transformers with a tokenizer has one of these.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# What it may have beside.
+ALL_FILES = (
+    *FILES,
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
 # BERT's special tokens; in a trained WordPiece their ids are 0 to 4.
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # GPT-2's split into words (Radford et al., 2019): merges never cross one of these pieces.
@@ -136,12 +142,15 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
 
 
 class HFTokenizer:
-    """The text of a `tokenizer.json` behind the part of tiktoken's interface that is used here."""
+    """The text of a `tokenizer.json` behind the part of tiktoken's interface that is used here.
 
-    def __init__(self, text: str, end_of_text: int) -> None:
+    revision: the commit that it has on the hub, if it is from there.
+    """
+
+    def __init__(self, text: str, end_of_text: int, revision: str | None = None) -> None:
         from tokenizers import Tokenizer
 
-        self.text, self.eot_token = text, end_of_text
+        self.text, self.eot_token, self.revision = text, end_of_text, revision
         self._tokenizer = Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -181,17 +190,14 @@ def check_vocabulary(highest: int, size: int) -> None:
 
 
 def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub.
+    """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub
+    (`owner/name@revision` pins it).
 
     Raises:
         UserError: there is none. (transformers makes up an empty one, which gives no tokens.)
     """
-    if not Path(folder).is_dir() and (folder.count("/") != 1 or folder.startswith(("/", "."))):
-        raise UserError(
-            f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
-            "owner/name on the hub"
-        )
-    if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in FILES):
+    path = _local(folder)
+    if not any((path / name).is_file() for name in FILES):
         raise UserError(
             f"{folder} holds no tokenizer ({', '.join(FILES)}): put the one into it that its model "
             "was trained with"
@@ -199,13 +205,25 @@ def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer can be read from {folder}: {reason}") from error
     if not tokenizer.encode("a", add_special_tokens=False):
         raise UserError(f"the tokenizer in {folder} gives no token for the letter a: it is empty")
     return tokenizer
+
+
+def _local(folder: str) -> Path:
+    """Where the files are."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    if folder.count("/") != 1 or folder.startswith(("/", ".")):
+        raise UserError(
+            f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
+            "owner/name on the hub"
+        )
+    return hub.download(folder, (*ALL_FILES, "config.json"), "data.tokenizer")
 
 
 @cache
@@ -221,7 +239,8 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
             f"the tokenizer in {folder} has no tokenizer.json form or no end-of-text token; "
             "pass data.tokenizer=bpe to train one on the corpus"
         )
-    return HFTokenizer(tokenizer.backend_tokenizer.to_str(), end)
+    text = tokenizer.backend_tokenizer.to_str()
+    return HFTokenizer(text, end, hub.commit(Path(tokenizer.name_or_path)))
 
 
 def byte_characters() -> list[str]:
