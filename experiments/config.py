@@ -19,8 +19,9 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class RunConfig:
     init: directory of a finished run whose weights this one starts from, or of a checkpoint of
         transformers. dino: set where the model teaches itself (`experiments.dino`).
     notes: sentences on what was changed so that the parts fit together.
+    command: the line that makes this run, if it was composed from one.
     """
 
     seed: int
@@ -82,6 +84,7 @@ class RunConfig:
     impl: ImplConfig
     dino: DinoConfig | None = None
     notes: tuple[str, ...] = ()
+    command: str | None = None
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
@@ -220,7 +223,12 @@ def digest(value: dict[str, Any]) -> str:
 
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
     """`composed` of `experiments/conf/<config_name>.yaml`, as a run."""
-    return composed(config_name, freeze, overrides)
+    config = composed(config_name, freeze, overrides)
+    return dataclasses.replace(config, command=_command(config_name, overrides or []))
+
+
+def _command(config_name: str, overrides: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
 
 
 def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
@@ -238,6 +246,8 @@ def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] |
 
 def freeze(composed: Any) -> RunConfig:
     """The typed form of a composed `DictConfig`."""
+    from hydra.core.hydra_config import HydraConfig
+
     fields = [f.name for f in dataclasses.fields(_Top)]
     groups = plain(composed, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
@@ -283,6 +293,11 @@ def freeze(composed: Any) -> RunConfig:
         dino=typed(DinoConfig, "dino", groups["dino"]) if "dino" in groups else None,
         notes=changed,
     )
+    if HydraConfig.initialized():
+        line = HydraConfig.get()
+        assert line.job.config_name is not None
+        command = _command(line.job.config_name, line.overrides.task)
+        config = dataclasses.replace(config, command=command)
     _check_together(config)
     return config
 

@@ -17,7 +17,7 @@ import methods
 from experiments.config import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model, typed
 from experiments.data import load_encoding
 from experiments.errors import UserError
-from experiments.initial import LATENT, load_weights, read_result
+from experiments.initial import LATENT, check_files, load_weights, read_result
 from experiments.mlm import MLMConfig
 from experiments.results import FILE
 from methods import compressed, dense, one_shot, slorb
@@ -34,7 +34,8 @@ MODES = ("auto", "sparse", "dense")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The directory of a training that was run to its end, and its `result.json`."""
+    """The directory of a training that was run to its end, and its `result.json`, whose hashes its
+    files are compared with before they are read."""
 
     directory: Path
     result: dict[str, Any]
@@ -117,6 +118,8 @@ class FinishedRun:
         record = self.result.get("corpus", {}).get("tokenizer")
         if record is None:
             raise UserError(f"{self.directory / FILE} names no tokenizer; run it again")
+        if record["kind"] != "gpt2":
+            check_files(self.directory, self.result, record["file"])
         return load_encoding(self.directory, record)
 
     def model(self, weights: str = "sparse") -> nn.Module:
@@ -149,9 +152,10 @@ class FinishedRun:
         """State of the method's layers before they became plain, by its name in the model.
 
         Raises:
-            UserError: its file is damaged.
+            UserError: its file is missing or damaged.
         """
         path = self.directory / LATENT
+        check_files(self.directory, self.result, LATENT)
         try:
             return load_file(path) if path.is_file() else {}
         except SafetensorError as error:

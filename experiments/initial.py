@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from experiments import hub
 from experiments.checkpoint import lacks, sha256
 from experiments.errors import UserError
+from experiments.hashes import file_hash
 from experiments.results import FILE as RESULT
 from experiments.results import TRAINING
 from experiments.tokenizer import ALL_FILES
@@ -235,9 +236,42 @@ def source_hash(directory: Path) -> str:
 
 
 def weight_files(directory: Path, weights: str) -> dict[str, str]:
-    """SHA-256 of the files that the `weights` (`sparse`, `dense`) of a finished run come from."""
+    """SHA-256 of the files that the `weights` (`sparse`, `dense`) of a finished run, or of a
+    checkpoint of transformers, come from.
+
+    Raises:
+        UserError: there is no finished run, or they are missing or damaged.
+    """
     names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
-    return {name: sha256(directory / name) for name in names if (directory / name).is_file()}
+    if _checkpoint(directory) is None:
+        check_files(directory, read_result(directory), *names)
+    return {name: file_hash(directory / name) for name in names if (directory / name).is_file()}
+
+
+def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
+    """What is wrong with the files of the finished run in `directory`: those of `names` that it
+    has, without names all; None if nothing is. A run that stored no hashes has to have weights.
+    """
+    vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
+    if not isinstance(vouched, dict):
+        return f"{directory / RESULT} is damaged (its files are no dict)"
+    for name in names or vouched:
+        path, expected = directory / name, vouched.get(name)
+        if name in vouched and not path.is_file():
+            return f"{path} is missing"
+        if expected is not None and (found := file_hash(path)) != expected:
+            return (
+                f"{path} was changed since it was written: its sha256 is {found[:12]}..., "
+                f"{RESULT} says {expected[:12]}..."
+            )
+    return None
+
+
+def check_files(directory: Path, result: dict[str, Any], *names: str) -> None:
+    """A UserError with the command that mends it, where there is `damage`."""
+    if wrong := damage(directory, result, *names):
+        how = result.get("command") or f"the settings are in {directory / 'config.json'}"
+        raise UserError(f"{wrong}; make the run again: {how}")
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
@@ -268,10 +302,9 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 def _of_run(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     """The weights of a finished run; low-rank terms that are among them are given to `model`."""
     path = directory / WEIGHTS
+    check_files(directory, read_result(directory), WEIGHTS)
     try:
         state = load_file(path)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing; run it again") from error
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); run it again") from error
     slorb.attach(model, state)

@@ -35,7 +35,7 @@ from experiments.config import load as load
 from experiments.data import CALIBRATION
 from experiments.distributed import World, world
 from experiments.errors import UserError
-from experiments.initial import AVERAGED, LATENT, WEIGHTS
+from experiments.initial import AVERAGED, LATENT, WEIGHTS, damage
 from experiments.optimization import DTYPES
 from experiments.progress import say
 from experiments.settings import ImplConfig
@@ -50,22 +50,33 @@ CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config, if it was run to the end.
+    """The result of this very config, if it was run to the end and is whole.
 
     Raises:
-        UserError: the result cannot be read, or was made on other data than those of the config.
+        UserError: the result cannot be read, or was made on other data than those of the config;
+            the run that it starts from is damaged.
     """
+    result = _ended(config)
+    return None if result is None or _to_make_again(config, result) else result
+
+
+def _ended(config: RunConfig) -> dict[str, Any] | None:
     directory = config.directory()
     result = results.read_finished(directory, config.digest(), _SHAPE)
-    if result is None:
-        return None
-    if not config.data.check_result(result, directory):
+    if result is not None and not config.data.check_result(result, directory):
         raise UserError(
             f"{directory} was made on other data (from {result['config']['data']['source']}, hash "
             f"{result['corpus_hash'][:12]}) than those of data.source={config.data.source}: give "
             f"these another data.name, or delete {directory}"
         )
-    return None if result.get("init") != config.init_weights() else result
+    return result
+
+
+def _to_make_again(config: RunConfig, result: dict[str, Any]) -> str | None:
+    """Why a run that ended is not done."""
+    if result.get("init") != config.init_weights():
+        return f"{config.init} has other weights than when {config.directory()} began with them"
+    return damage(config.directory(), result)
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
@@ -76,12 +87,15 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     """
     with process_settings(config.impl), world(config.impl.device) as here:
         report = report if here.is_main else _silent
-        done = finished(config)
-        if done is not None:
+        ended = _ended(config)
+        why = None if ended is None else _to_make_again(config, ended)
+        if ended is not None and why is None:
             report(f"done already: {config.directory()}")
             if here.is_main:  # left where it was killed after its result
                 shutil.rmtree(config.directory() / "checkpoints", ignore_errors=True)
-            return done
+            return ended
+        if why is not None:
+            report(f"{why}; trained anew")
         _micro_batch_size(config, config.build_method(), here)
         check_viewers(config.impl.loggers)
         init = config.init_weights()
@@ -108,7 +122,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             )
             trainer.resume()
             if here.is_main:
-                # Of other data or other first weights: it says nothing of what comes now.
+                # Damaged, or of other first weights: it says nothing of what comes now.
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
@@ -195,6 +209,7 @@ def _train(
     result: dict[str, Any] = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
+        "command": config.command,
         "init": init,
         "corpus_hash": trainer.source.fingerprint,
         "corpus": trainer.source.describe(),
@@ -234,7 +249,10 @@ def _train(
     }
     if kept:
         checkpoint.write_atomic(directory / LATENT, lambda p: save_file(kept, p))
-    keep_tokenizer(result["corpus"], trainer.source.directory, directory)
+    tokenizer = keep_tokenizer(result["corpus"], trainer.source.directory, directory)
+    weights = {WEIGHTS: True, AVERAGED: averaged is not None, LATENT: bool(kept)}
+    wrote = [*(name for name, is_there in weights.items() if is_there), *tokenizer]
+    result["files"] = {name: checkpoint.sha256(directory / name) for name in wrote}
     result = results.write_result(directory, result)
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
     for path in result["corpus"].get("skipped_files", [])[:1]:
@@ -245,14 +263,16 @@ def _train(
     return result
 
 
-def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> None:
+def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:
     """Copy the file of the tokenizer, if it has one, from `source` into the run: a corpus may be
-    prepared anew from another text. `corpus` is its manifest.
+    prepared anew from another text. `corpus` is its manifest; returns the name of the file.
     """
     name = corpus.get("tokenizer", {}).get("file")
-    if name is not None:
-        content = (source / name).read_bytes()
-        checkpoint.write_atomic(directory / name, lambda path: path.write_bytes(content))
+    if name is None:
+        return []
+    content = (source / name).read_bytes()
+    checkpoint.write_atomic(directory / name, lambda path: path.write_bytes(content))
+    return [name]
 
 
 def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:

@@ -1,11 +1,14 @@
 """A small corpus and a model of a few thousand parameters for the drivers."""
 
+import json
 import random
 import resource
 from contextlib import contextmanager
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from experiments.checkpoint import sha256
 from experiments.config import load
 from experiments.data import DataConfig
 from experiments.prepare_data import prepare
@@ -77,3 +80,19 @@ def full_disk():
 def tiny(overrides):
     """`tiny("method=ste", "seed=1")` -> RunConfig."""
     return lambda *more: load([*overrides, *more])
+
+
+@pytest.fixture(scope="session")
+def made_again():
+    """made_again(directory, change): a run with other weights, as if it was made anew: `change` is
+    called with the state dict and returns what is stored in its place."""
+
+    def replace(directory, change):
+        path = directory / "model.safetensors"
+        save_file(change(load_file(path)), path)
+        result = json.loads((directory / "result.json").read_text())
+        if "files" in result:
+            result["files"][path.name] = sha256(path)
+        (directory / "result.json").write_text(json.dumps(result))
+
+    return replace

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from experiments import evaluate, export, legality, pretrain, probes
 from experiments.config import load
@@ -120,17 +119,14 @@ def test_the_directory_is_a_function_of_what_is_evaluated(trained, text):
     assert configure(run, f"ppl={copy}").directory() not in seen
 
 
-def test_replaced_weights_and_a_damaged_result_are_evaluated_anew(trained, tmp_path):
+def test_replaced_weights_and_a_damaged_result_are_evaluated_anew(trained, tmp_path, made_again):
     run = shutil.copytree(trained.directory, tmp_path / "run")
     config = configure(f"run={run}")
     evaluate.run(config, quiet)
     said = []
     evaluate.run(configure(f"run={run}"), said.append)
     assert said[0] == f"done already: {config.directory()}"
-    path = run / "model.safetensors"
-    state = load_file(path)
-    state["transformer.h.0.mlp.c_fc.weight"] = torch.ones(64, 16)
-    save_file(state, path)
+    made_again(run, lambda state: state | {"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)})
     again = evaluate.run(configure(f"run={run}"), quiet)
     assert again["sparsity"]["illegal_groups"] == 256
     stored = config.directory() / "result.json"

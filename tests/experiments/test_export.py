@@ -409,7 +409,7 @@ def test_bad_input_is_one_line(finished, tmp_path):
         export.export(run, report=quiet)
     assert "\n" not in str(caught.value)
     path.unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors is missing; run it again"):
+    with pytest.raises(UserError, match=r"model\.safetensors is missing; make the run again"):
         export.export(run, report=quiet)
     assert not (run.directory / "export").exists()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from experiments import finetune, glue, pretrain
 from experiments.config import load
@@ -152,7 +151,9 @@ def test_a_finished_fine_tuning_is_not_repeated_unless_its_data_change(gpt2, tmp
     assert finetune.run(own, quiet)["examples"] == {"train": 48, "dev": 15}
 
 
-def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp_path):
+def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(
+    gpt2, tmp_path, made_again
+):
     folders = [tmp_path / name / "glue" for name in "ab"]
     for folder in folders:
         shutil.copytree(GLUE, folder)
@@ -170,19 +171,21 @@ def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp
     for ask in (finetune.finished, finetune.run):
         with pytest.raises(UserError, match=r"data\.source=/no/such/place/glue is missing"):
             ask(gone)
-    weights = load_file(gpt2 / "model.safetensors")
-    save_file({name: t + 1e-3 for name, t in weights.items()}, gpt2 / "model.safetensors")
+    made_again(gpt2, shifted)
     assert finetune.finished(one) is None
     again = finetune.run(one, quiet)
     assert again["pretrained"]["weights_hash"] != result["pretrained"]["weights_hash"]
 
 
-def test_weights_that_are_replaced_while_the_data_are_read_end_it(gpt2, monkeypatch):
-    own, path = config(gpt2, "rte"), gpt2 / "model.safetensors"
-    weights, read = load_file(path), finetune.load_problem
+def shifted(state):
+    return {name: tensor + 1e-3 for name, tensor in state.items()}
+
+
+def test_weights_that_are_replaced_while_the_data_are_read_end_it(gpt2, monkeypatch, made_again):
+    own, read = config(gpt2, "rte"), finetune.load_problem
 
     def replacing(*args):
-        save_file({name: t + 1e-3 for name, t in weights.items()}, path)
+        made_again(gpt2, shifted)
         return read(*args)
 
     monkeypatch.setattr(finetune, "load_problem", replacing)
@@ -271,13 +274,12 @@ def test_an_interrupted_one_goes_on_as_if_nothing_had_happened(gpt2, monkeypatch
     assert read_metrics(own.directory() / "metrics.jsonl") == whole
 
 
-def test_a_checkpoint_of_other_weights_is_left(gpt2, monkeypatch):
+def test_a_checkpoint_of_other_weights_is_left(gpt2, monkeypatch, made_again):
     own = config(gpt2, "rte", "recipe.epochs=1", "impl.checkpoint_every=1")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Tuning, "evaluate", interrupt)
         finetune.run(own, quiet)
-    path = gpt2 / "model.safetensors"
-    save_file({name: 0.5 * value for name, value in load_file(path).items()}, path)
+    made_again(gpt2, shifted)
     said = []
     finetune.run(own, said.append)
     assert any("other weights or data: begun anew" in line for line in said)

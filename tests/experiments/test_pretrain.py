@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from common_kernels import backend
 from experiments import checkpoint, pretrain, results
@@ -46,6 +45,10 @@ def killed(monkeypatch):
                 pretrain.run(config, quiet)
 
     return run
+
+
+def scaled(factor):
+    return lambda state: {name: factor * tensor for name, tensor in state.items()}
 
 
 def contents(directory):
@@ -182,30 +185,33 @@ def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alo
     assert not left.exists()
 
 
-def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(tiny, killed):
+def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
+    tiny, killed, made_again
+):
     first = tiny("method=dense", "train.steps=2")
     pretrain.run(first, quiet)
     second = tiny("method=ste", f"init={first.directory()}")
     pretrain.run(second, quiet)
     assert pretrain.finished(second) is not None
-    path = first.directory() / "model.safetensors"
-    save_file({name: 0.5 * tensor for name, tensor in load_file(path).items()}, path)
+    made_again(first.directory(), scaled(0.5))
     assert pretrain.finished(second) is None
     killed(second, 5)
     assert not (second.directory() / "result.json").exists()  # that of the other weights
-    save_file({name: 3.0 * tensor for name, tensor in load_file(path).items()}, path)
+    made_again(first.directory(), scaled(3.0))
     with pytest.raises(UserError, match="belongs to another config"):
         pretrain.run(second, quiet)
 
 
-def test_first_weights_that_are_replaced_while_they_are_read_end_it(tiny, monkeypatch):
+def test_first_weights_that_are_replaced_while_they_are_read_end_it(
+    tiny, monkeypatch, made_again
+):
     first = tiny("method=dense", "train.steps=2")
     pretrain.run(first, quiet)
     second, path = tiny("method=ste", f"init={first.directory()}"), first.directory()
-    weights, prepare_run = load_file(path / "model.safetensors"), pretrain._prepare
+    prepare_run = pretrain._prepare
 
     def replacing(*args):
-        save_file({n: 0.5 * t for n, t in weights.items()}, path / "model.safetensors")
+        made_again(path, scaled(0.5))
         return prepare_run(*args)
 
     monkeypatch.setattr(pretrain, "_prepare", replacing)

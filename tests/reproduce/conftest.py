@@ -17,6 +17,7 @@ def make_result(config_hash="0" * 16, **changed):
     return {
         "schema": results.SCHEMA,
         "config_hash": config_hash,
+        "files": {},  # nothing was written
         "config": {
             "train": {"dtype": "fp32"},
             "impl": {"compile": False, "micro_batch": None},
