@@ -258,7 +258,7 @@ def test_the_seed_of_the_method_alone_makes_another_run():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.learning_rate=-1e-3"], r"train\.learning_rate=-0\.001; it must not"),
+        (["train.learning_rate=-1e-3"], r"train\.learning_rate=-0\.001; it must be"),
         (["train.learning_rate=inf"], r"train\.learning_rate=inf"),
         (["train.min_learning_rate=0.1"], r"train\.min_learning_rate=0\.1 is above"),
         (["train.grad_clip=-1"], r"train\.grad_clip=-1\.0"),
