@@ -16,11 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from experiments.data import DataConfig
+from experiments.errors import UserError
+from experiments.prepare_data import prepare
 from reproduce.blocks import EVIDENCE, Block, BlockRun
-from reproduce.engine import clock
+from reproduce.engine import clock, needs_gpu
 from reproduce.jobs import quoted
 
 POLL = 0.2  # seconds
@@ -29,13 +33,15 @@ PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
 
 @dataclass
 class Worker:
-    """A run in a process. place: index of its place; log: what it printed."""
+    """A training in a process. runs: those that it is the training of; log: what it printed."""
 
-    run: BlockRun
+    runs: list[BlockRun]
     process: subprocess.Popen[bytes]
-    place: int
     log: Path
     started: float
+
+    def __str__(self) -> str:
+        return " = ".join(str(run.job) for run in self.runs)
 
 
 def run_block(
@@ -52,87 +58,128 @@ def run_block(
         minutes: budget; None = until all is done. per_gpu: runs at a time on each GPU, or on the
             CPU where there is none.
         committed: folder of records that other machines made.
+
+    Raises:
+        UserError: overrides that do not fit together, no GPU, or data that cannot be prepared.
     """
     kept = runs / "evidence"
     everything = list(block.runs(runs))
-    waiting = []
+    trainings: dict[str, list[BlockRun]] = {}  # arms of the same config share one
     for run in everything:
         if run.record(committed, kept) is None and run.keep(kept) is None:
-            waiting.append(run)
-    gpus: list[str | None] = [str(n) for n in range(torch.cuda.device_count())] or [None]
+            trainings.setdefault(run.digest(), []).append(run)
+    waiting = list(trainings.values())
+    total = sum(map(len, waiting))
+    gpus = visible_gpus() or [None]
     places = gpus * per_gpu
     report(
-        f"{block.name}: {len(everything)} runs, {len(everything) - len(waiting)} done already; "
+        f"{block.name}: {len(everything)} runs, {len(everything) - total} done already; "
         f"{len(places)} at a time"
     )
-    begun, total = time.monotonic(), len(waiting)
+    if needs_gpu([first.job for first, *_ in waiting]):
+        raise UserError(f"block {block.name} needs a GPU, and torch sees none here")
+    sources = [first.job.config.data for first, *_ in waiting]
+    for data in {source for source in sources if isinstance(source, DataConfig)}:
+        prepare(data)  # once, and not in every process
+    begun = time.monotonic()
     deadline = begun + (minutes * 60 if minutes is not None else float("inf"))
     working: dict[int, Worker] = {}
     durations: list[float] = []
-    failed: list[str] = []
+    done, failed = 0, 0
     try:
-        while working or waiting:
+        while time.monotonic() < deadline:
+            expected = statistics.median(durations) if durations else 0.0
             for place, gpu in enumerate(places):
-                expected = statistics.median(durations) if durations else 0.0
-                if place in working or not waiting or time.monotonic() + expected > deadline:
-                    continue
-                working[place] = _start(waiting.pop(0), place, gpu, runs, len(places))
+                if place not in working and waiting and time.monotonic() + expected < deadline:
+                    working[place] = _start(waiting.pop(0), gpu, runs, len(places))
             if not working:
                 break
             time.sleep(POLL)
-            if time.monotonic() > deadline:
-                break
             for place in [p for p, w in working.items() if w.process.poll() is not None]:
                 worker = working.pop(place)
                 seconds = time.monotonic() - worker.started
-                record = worker.run.keep(kept)
-                if record is None:
-                    failed.append(str(worker.run.job))
-                    report(f"failed: {worker.run.job}: {_last_line(worker.log)}")
+                records = [run.keep(kept) for run in worker.runs]
+                if records[0] is None:
+                    failed += len(records)
+                    report(f"failed: {worker}: {_reason(worker)}")
                     continue
+                done += len(records)
                 durations.append(seconds)
-                done, elapsed = len(durations), time.monotonic() - begun
-                left = elapsed / done * (total - done - len(failed))
+                elapsed = time.monotonic() - begun
+                left = elapsed / done * (total - done - failed)
                 report(
-                    f"[{done}/{total}] {worker.run.job}: val_loss "
-                    f"{record['metrics']['val_loss']:.4f}, {record['step_seconds'] * 1e3:.1f} ms a "
-                    f"step, {seconds:.0f} s ({clock(elapsed)} elapsed, about {clock(left)} left)"
+                    f"[{done}/{total}] {worker}: {_figures(records[0])}, {seconds:.0f} s "
+                    f"({clock(elapsed)} elapsed, about {clock(left)} left)"
                 )
     finally:
         _stop(list(working.values()))
-    unfinished = [str(worker.run.job) for worker in working.values()]
-    if waiting or unfinished:
-        report(
-            f"{len(waiting) + len(unfinished)} runs are left; start the same command again to go on"
-        )
-    return not (waiting or unfinished or failed)
+        for worker in working.values():  # one may have come to its end
+            done += sum(run.keep(kept) is not None for run in worker.runs)
+    if left_over := total - done - failed:
+        report(f"{left_over} runs are left; start the same command again to go on")
+    return done == total
 
 
-def _start(run: BlockRun, place: int, gpu: str | None, runs: Path, places: int) -> Worker:
-    log = runs / "evidence" / "logs" / run.file(Path()).with_suffix(".txt").name
+def visible_gpus() -> list[str | None]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them. CUDA itself
+    is left alone: it would take memory on each of them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    count = torch.cuda.device_count()
+    return [*names[:count]] if names[0] else [str(number) for number in range(count)]
+
+
+def command(run: BlockRun, runs: Path) -> list[str]:
+    """The command line of a run."""
+    module = f"experiments.{run.job.driver}"
+    return [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}"]
+
+
+def _start(training: list[BlockRun], gpu: str | None, runs: Path, places: int) -> Worker:
+    first = training[0]
+    log = first.file(runs / "evidence" / "logs").with_suffix(".txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // places)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    module = f"experiments.{run.job.driver}"
-    command = [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}"]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+            command(first, runs),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            # Else Ctrl-C reached it too, and SIGTERM after it would end it before it has saved.
+            start_new_session=True,
         )
-    return Worker(run, process, place, log, time.monotonic())
+    return Worker(training, process, log, time.monotonic())
 
 
 def _stop(workers: list[Worker]) -> None:
     """End what still runs; a run ends its step and saves."""
     for worker in workers:
-        worker.process.send_signal(signal.SIGTERM)
+        worker.process.terminate()
+    deadline = time.monotonic() + PATIENCE
     for worker in workers:
         try:
-            worker.process.wait(PATIENCE)
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             worker.process.kill()
+            worker.process.wait()
+
+
+def _figures(record: dict[str, Any]) -> str:
+    loss = record["metrics"].get("val_loss")
+    told = "val_loss is not finite" if loss is None else f"val_loss {loss:.4f}"
+    return f"{told}, {record['step_seconds'] * 1e3:.1f} ms a step"
+
+
+def _reason(worker: Worker) -> str:
+    """Why a process failed, in a line."""
+    status = worker.process.returncode
+    if status < 0:
+        return f"it was ended by {signal.Signals(-status).name}; see {worker.log}"
+    return f"{_last_line(worker.log)} (see {worker.log})"
 
 
 def _last_line(log: Path) -> str:

@@ -52,6 +52,11 @@ def make_result(config_hash="0" * 16, **changed):
     } | changed
 
 
+@pytest.fixture(name="make_result")
+def _make_result():
+    return make_result
+
+
 def finish(config, log=(), **changed):
     """Give a run a result, as if it had been trained, with these records of `metrics.jsonl`."""
     directory = config.directory()

@@ -1,0 +1,345 @@
+"""The runner of blocks, with children that are done at once, fail, wait, or are killed."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from experiments.errors import UserError
+from reproduce import blocks, runner
+from reproduce.__main__ import main
+from reproduce.blocks import Block
+from reproduce.runner import run_block
+
+# Arguments: what to do, the run directory, what to write as its result.
+CHILD = """
+import json, os, pathlib, signal, sys, time
+do, directory, result = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+directory.mkdir(parents=True, exist_ok=True)
+names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+seen = {"group": os.getpgid(0), "process": os.getpid(), **{n: os.environ.get(n) for n in names}}
+
+def stop(*_):
+    if do == "stay":
+        return
+    (directory / "saved").touch()
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, stop)
+(directory / "seen.json").write_text(json.dumps(seen))
+print("step 1")
+if do == "fail":
+    sys.exit("error: train.steps does not fit")
+if do == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if do.startswith("signal"):
+    os.kill(os.getppid(), int(do.split()[1]))
+if do != "train":
+    time.sleep(60)
+(directory / "result.json").write_text(result)
+"""
+
+
+@pytest.fixture
+def children(make_result, tmp_path, monkeypatch):
+    """Stand-ins for trainings: `.do[arm]` says what they do, `.started` which there were."""
+
+    class Children:
+        do, started, prepared = {}, [], []
+
+    def command(run, runs):
+        Children.started.append(str(run.job))
+        result = make_result(run.digest(), metrics={"val_loss": 1.0 + run.seed})
+        do = Children.do.get(run.arm, "train")
+        return [
+            sys.executable, "-S", "-c", CHILD, do, str(run.job.config.directory()),
+            json.dumps(result),
+        ]  # fmt: skip
+
+    Children.do, Children.started, Children.prepared = {}, [], []
+    monkeypatch.chdir(tmp_path)  # where no corpus is, so that results name none
+    monkeypatch.setattr(runner, "command", command)
+    monkeypatch.setattr(runner, "prepare", lambda data: Children.prepared.append(data.name))
+    monkeypatch.setattr(runner, "POLL", 0.01)
+    return Children
+
+
+@pytest.fixture
+def start(children, tmp_path):
+    """start(block, ...) -> (whether all is done, what was reported)."""
+
+    def run(block, **options):
+        said = []
+        done = run_block(block, tmp_path, report=said.append, committed=tmp_path / "no", **options)
+        return done, said
+
+    return run
+
+
+def block(seeds=(0, 1), **arms):
+    """A block of tiny runs; arms by their overrides."""
+    arms = arms or {"dense": ["method=dense"], "ste": ["method=ste"]}
+    return Block("t", "T", ["train.steps=20"], arms, list(seeds))
+
+
+def seen(run_block, tmp_path):
+    """What the children saw, by their label."""
+    return {
+        str(run.job): json.loads((run.job.config.directory() / "seen.json").read_text())
+        for run in run_block.runs(tmp_path)
+    }
+
+
+# ------------------------------------------------------------------------------ to the end
+
+
+def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
+    done, said = start(block())
+    assert done
+    order = ["dense, seed 0", "ste, seed 0", "dense, seed 1", "ste, seed 1"]
+    assert children.started == order
+    assert children.prepared == ["stdlib"]  # once for all
+    assert said[0] == "t: 4 runs, 0 done already; 1 at a time"
+    assert said[4].startswith("[4/4] ste, seed 1: val_loss 2.0000, 2000.0 ms a step, ")
+    assert said[4].endswith(" elapsed, about 0:00 left)") and len(said) == 5
+    kept = sorted(path.name for path in (tmp_path / "evidence" / "t").iterdir())
+    assert kept == [f"{arm}-seed{seed}.json" for arm in ("dense", "ste") for seed in (0, 1)]
+
+    assert start(block()) == (True, ["t: 4 runs, 4 done already; 1 at a time"])
+    assert children.started == order
+    assert start(block(seeds=[0, 1, 2]))[0]
+    assert children.started == [*order, "dense, seed 2", "ste, seed 2"]
+
+
+def test_records_alone_are_enough(start, children, tmp_path):
+    """On another machine, without the run directories."""
+    start(block())
+    children.started.clear()
+    (tmp_path / "evidence").rename(tmp_path / "no")
+    (tmp_path / "gpt2-stdlib").rename(tmp_path / "elsewhere")
+    assert start(block()) == (True, ["t: 4 runs, 4 done already; 1 at a time"])
+    (tmp_path / "no" / "t" / "ste-seed1.json").unlink()
+    assert start(block())[0] and children.started == ["ste, seed 1"]
+
+
+def test_results_without_records_are_enough(start, children, tmp_path):
+    """As when the runner was killed between a run's end and its record."""
+    start(block())
+    (tmp_path / "evidence").rename(tmp_path / "elsewhere")
+    children.started.clear()
+    assert start(block())[0] and children.started == []
+    assert (tmp_path / "evidence" / "t" / "ste-seed1.json").is_file()
+
+
+def test_arms_of_one_config_share_their_training(start, children, tmp_path):
+    """As an arm of a series that is the default as well; both have a record."""
+    same = block(ste=["method=ste"], again=["method=ste", "train.steps=20"], dense=["method=dense"])
+    done, said = start(same, per_gpu=2)
+    assert done
+    assert sorted(children.started) == sorted(
+        ["ste, seed 0", "dense, seed 0", "ste, seed 1", "dense, seed 1"]
+    )
+    assert any(" ste, seed 0 = again, seed 0: val_loss 1.0000" in line for line in said)
+    ste, again = (
+        json.loads((tmp_path / "evidence" / "t" / f"{arm}-seed1.json").read_text())
+        for arm in ("ste", "again")
+    )
+    assert ste["metrics"] == again["metrics"] and (ste["arm"], again["arm"]) == ("ste", "again")
+    assert start(same)[1] == ["t: 6 runs, 6 done already; 1 at a time"]
+
+
+def test_a_diverged_run_is_done(start, children, monkeypatch, tmp_path, make_result):
+    real = runner.command
+
+    def diverged(run, runs):
+        result = make_result(run.digest(), metrics={"val_loss": None})
+        return [*real(run, runs)[:-1], json.dumps(result)]
+
+    monkeypatch.setattr(runner, "command", diverged)
+    done, said = start(block(seeds=[0], dense=["method=dense"]))
+    assert done and "val_loss is not finite" in said[1]
+    assert start(block(seeds=[0], dense=["method=dense"]))[0] and len(children.started) == 1
+
+
+# ------------------------------------------------------------------------------ failures
+
+
+def test_a_failure_is_one_line_and_the_rest_go_on(start, children, tmp_path):
+    children.do = {"dense": "fail"}
+    done, said = start(block())
+    assert not done
+    log = tmp_path / "evidence" / "logs" / "t" / "dense-seed0.txt"
+    assert f"failed: dense, seed 0: error: train.steps does not fit (see {log})" in said
+    assert sorted(log.read_text().splitlines()) == ["error: train.steps does not fit", "step 1"]
+    assert sum(line.startswith("failed: ") for line in said) == 2
+    assert said[-1].startswith("[2/4] ste, seed 1: ")  # nothing is left that was not tried
+    children.do, children.started[:] = {}, []
+    assert start(block())[0]
+    assert children.started == ["dense, seed 0", "dense, seed 1"]
+
+
+def test_a_child_that_is_killed_says_by_which_signal(start, children):
+    children.do = {"dense": "die"}
+    done, said = start(block(seeds=[0]))
+    assert not done
+    assert said[1].startswith("failed: dense, seed 0: it was ended by SIGKILL; see ")
+    assert said[2].startswith("[1/2] ste, seed 0: ")
+
+
+def test_overrides_that_do_not_fit_stop_before_any_work(start, children):
+    with pytest.raises(UserError, match=r"^block t, ste, seed 0: there is no method.alpha here"):
+        start(block(dense=["method=dense"], ste=["method=ste", "method.alpha=1"]))
+    assert children.started == []
+
+
+def test_a_block_for_gpus_is_refused_without_one(start, children, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match=r"^block t needs a GPU, and torch sees none here"):
+        start(block(dense=["method=dense", "impl.device=cuda"]))
+    assert children.started == []
+
+
+# ------------------------------------------------------------------------------ stops
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(now): the runner's clock shows `now()`."""
+    return lambda now: monkeypatch.setattr("time.monotonic", lambda: float(now()))
+
+
+def test_the_budget_ends_what_runs(start, children, tmp_path, clock):
+    """It is told to end and saves; what was not begun is not begun; the next call goes on."""
+    children.do = {"ste": "wait"}
+    waiting = list(block().runs(tmp_path))[1].job.config.directory()
+    clock(lambda: 1000 if (waiting / "seen.json").is_file() else 0)
+    done, said = start(block(), minutes=10)
+    assert not done
+    assert children.started == ["dense, seed 0", "ste, seed 0"]
+    assert said[-1] == "3 runs are left; start the same command again to go on"
+    assert (waiting / "saved").is_file()
+    children.do, children.started[:] = {}, []
+    assert start(block())[0]
+    assert children.started == ["ste, seed 0", "dense, seed 1", "ste, seed 1"]
+
+
+def test_a_run_that_will_not_end_in_time_is_not_begun(start, children, tmp_path, clock):
+    """Each takes 100 s; of 240 s there are 40 left after two."""
+    clock(lambda: 100 * len(list(tmp_path.glob("gpt2-stdlib/*/*/result.json"))))
+    done, said = start(block(), minutes=4)
+    assert not done and children.started == ["dense, seed 0", "ste, seed 0"]
+    assert said[-1] == "2 runs are left; start the same command again to go on"
+
+
+def test_a_run_that_ends_with_the_budget_counts(start, children, tmp_path, clock):
+    clock(lambda: 1000 * len(list(tmp_path.glob("gpt2-stdlib/*/*/result.json"))))
+    done, said = start(block(seeds=[0]), minutes=10)
+    assert not done and said[-1] == "1 runs are left; start the same command again to go on"
+    assert (tmp_path / "evidence" / "t" / "dense-seed0.json").is_file()
+
+
+def test_a_run_that_does_not_stop_is_killed(start, children, monkeypatch, tmp_path, clock):
+    monkeypatch.setattr(runner, "PATIENCE", 0.1)
+    children.do = {"dense": "stay"}
+    stays = next(block().runs(tmp_path)).job.config.directory() / "seen.json"
+    clock(lambda: 1000 if stays.is_file() else 0)
+    done, said = start(block(seeds=[0]), minutes=10)
+    assert not done and said[-1].startswith("2 runs are left")
+    with pytest.raises(ProcessLookupError):
+        os.kill(json.loads(stays.read_text())["process"], 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_ends_the_children(number, status, word, children, monkeypatch, tmp_path, capsys):
+    """They get one signal, not Ctrl-C and then another one, with which they would not save."""
+    children.do = {"ste": f"signal {number.value}"}
+    monkeypatch.setattr(blocks, "read_block", lambda name: block())
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert main(["run", "t"], runs=tmp_path) == status
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert capsys.readouterr().err == f"{word}; start the same command again to go on\n"
+    ended = list(block().runs(tmp_path))[1].job.config.directory()
+    assert (ended / "saved").is_file()
+    child = json.loads((ended / "seen.json").read_text())
+    assert child["group"] == child["process"] != os.getpgid(0)
+    assert children.started == ["dense, seed 0", "ste, seed 0"]
+
+
+def test_the_exit_status(children, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(blocks, "read_block", lambda name: block(seeds=[0]))
+    children.do = {"ste": "fail"}
+    assert main(["run", "t"], runs=tmp_path) == 1
+    children.do = {}
+    assert main(["run", "t", "minutes=1", "per_gpu=2"], runs=tmp_path) == 0
+    assert "t: 2 runs, 1 done already; 2 at a time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run what? Name a block"),
+        (["smoke", "hours=1"], "cannot use 'hours=1'; use minutes=N and per_gpu=N"),
+        (["smoke", "minutes=soon"], "cannot use 'minutes=soon'"),
+        (["smoke", "per_gpu=1.5"], "cannot use 'per_gpu=1.5'"),
+        (["smoke", "per_gpu=0"], "per_gpu=0: it must be positive"),
+        (["smoke", "minutes=nan"], "minutes=nan: it must be positive"),
+    ],
+)
+def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):
+    assert main(["run", *arguments], runs=tmp_path) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------ places
+
+
+def test_every_gpu_has_its_share(start, children, monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    four = block()
+    done, said = start(four, per_gpu=2)
+    assert done and said[0] == "t: 4 runs, 0 done already; 4 at a time"
+    saw = seen(four, tmp_path)
+    assert [saw[label]["CUDA_VISIBLE_DEVICES"] for label in saw] == ["3", "5", "3", "5"]
+    assert {s["OMP_NUM_THREADS"] for s in saw.values()} == {"3"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "count", "expected"),
+    [
+        (None, 2, ["0", "1"]),
+        ("4,6", 2, ["4", "6"]),
+        ("GPU-c0ffee,GPU-dead", 2, ["GPU-c0ffee", "GPU-dead"]),
+        ("4,9,5", 1, ["4"]),  # CUDA takes those before the first that is not there
+        ("", 0, []),
+        (None, 0, []),
+    ],
+)
+def test_the_gpus_are_those_that_this_process_may_use(variable, count, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("it initialises CUDA"))
+    assert runner.visible_gpus() == expected
+
+
+def test_the_command_of_a_run(tmp_path):
+    """What `python -m experiments.pretrain` is called with gives the config that was counted."""
+    from experiments.config import load
+
+    runs = tmp_path / "it's here"
+    run = next(block().runs(runs))
+    python, flag, module, *overrides = runner.command(run, runs)
+    assert (python, flag, module) == (sys.executable, "-m", "experiments.pretrain")
+    assert load(overrides).digest() == run.digest()
+    assert load(overrides).directory() == run.job.config.directory()
