@@ -59,7 +59,8 @@ def download(folder: Path, split: str) -> list[Path]:
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # type: ignore[arg-type]
         found = _by_hash(folder, wanted)
         if absent := [name for digest, name in wanted.items() if digest not in found]:
-            reason = next((x for x in ran.stderr.splitlines() if x.startswith("ERROR")), "")
+            said = [line for line in ran.stderr.splitlines() if line.strip()]
+            reason = next((line for line in said if line.startswith("ERROR")), "".join(said[-1:]))
             raise UserError(
                 f"pip could not download {', '.join(absent[:3])}{', ...' * (len(absent) > 3)} of "
                 f"{file} into {folder} ({reason or f'exit status {ran.returncode}'}); start again, "
