@@ -57,6 +57,40 @@ def test_published_recipes(name):
     assert config.method_options.include == "ffn"
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "parameters"),
+    [
+        ("gpt2_5m", (4, 4, 256, None), 5_376_256),
+        ("gpt2_5m_half", (4, 4, 256, 512), 4_327_680),
+        ("gpt2_5m_shallow", (2, 4, 256, None), 3_802_368),
+        ("gpt2_23m", (6, 8, 512, None), 23_337_472),
+        ("gpt2_23m_half", (6, 8, 512, 1024), 17_046_016),
+    ],
+)
+def test_the_mini_tier(name, shape, parameters):
+    """Small models on text of packages: half the width in the feed-forward networks, half the
+    depth; the counts are vocabulary and positions, 12 d^2 + 2 d a block (8 d^2 with half the
+    width), the last norm."""
+    config = load([f"model={name}", "data=packages", "train=mini", "impl=mini"])
+    model, train, impl = config.model, config.train, config.impl
+    assert (model.n_layer, model.n_head, model.n_embd, model.n_inner) == shape
+    d, block = model.n_embd, 12 if model.n_inner is None else 8
+    counted = (8192 + 512) * d + model.n_layer * (block * d**2 + 2 * d) + d
+    built = sum(parameter.numel() for parameter in config.build_model().parameters())
+    assert built == counted == parameters
+    assert (model.vocab_size, model.block_size, model.bias) == (8192, 512, False)
+    assert (config.data.source, config.data.vocab_size) == ("packages", model.vocab_size)
+    assert train.batch_size * model.block_size == 32_768
+    assert train.steps * train.batch_size * model.block_size == 98_304_000
+    assert train.warmup_steps == train.steps // 20
+    assert (train.learning_rate, train.min_learning_rate) == (2e-3, 2e-4)
+    assert (train.dtype, impl.device, impl.compile, impl.matmul) == ("bf16", "cuda", True, "dense")
+    elsewhere = load([f"model={name}", "data=packages", "train=mini"])
+    assert elsewhere.digest() == config.digest()  # impl is no part of a run
+    assert load([f"model={name}", "data=openwebtext", "data.tokenizer=bpe", "data.vocab_size=8192",
+                 "train=mini"]).data.name == "openwebtext"  # fmt: skip
+
+
 def test_every_size_and_method_has_a_recipe():
     names = ("dense", "sr_ste", "t_sr_ste", "s_ste")
     assert set(GPT2) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}
