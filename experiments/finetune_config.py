@@ -77,21 +77,30 @@ class Recipe:
                 raise ValueError(
                     f"recipe.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
                 )
+        self.train(1)  # checks the rest
 
     def train(self, steps: int) -> TrainConfig:
-        """The settings of the optimizer for so many steps."""
-        return TrainConfig(
-            steps=steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            warmup_steps=int(self.warmup_fraction * steps),
-            schedule=self.schedule,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            grad_clip=self.grad_clip,
-            dtype=self.dtype,
-        )
+        """The settings of the optimizer for so many steps.
+
+        Raises:
+            UserError: one that no training has.
+        """
+        try:
+            return TrainConfig(
+                steps=steps,
+                batch_size=self.batch_size,
+                learning_rate=self.learning_rate,
+                warmup_steps=int(self.warmup_fraction * steps),
+                schedule=self.schedule,
+                betas=self.betas,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+                grad_clip=self.grad_clip,
+                dtype=self.dtype,
+            )
+        except ValueError as error:
+            text = str(error).replace("train.steps", "the number of steps in recipe.epochs")
+            raise UserError(text.replace("train.", "recipe.")) from error
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ from models.hf import CausalLM
 if TYPE_CHECKING:
     from experiments.glue import Encoding
 
+LARGEST = 10**6  # copies of a prompt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -80,6 +82,8 @@ class Settings:
         for name in ("tokens", "batch", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.batch > LARGEST:
+            raise ValueError(f"batch={self.batch}; it must be at most {LARGEST:,}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}; it must be 0 (the most likely token) or positive"

@@ -90,17 +90,25 @@ class ImageConfig:
                 f"data.source={self.source} is not the embedded digits: use data=imagenet and give "
                 "yours a name, data.name=..."
             )
-        for name in ("image_size", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name}={getattr(self, name)}; it must be at least 1")
+        for name, least in {"mean": -math.inf, "std": 0}.items():
+            values = getattr(self, name)
+            if len(values) != 3 or not all(least < value < math.inf for value in values):
+                kind = "numbers" if name == "mean" else "positive numbers"
+                raise ValueError(f"data.{name}={list(values)}; it must be three {kind}")
+        if self.crop_scale is not None and len(self.crop_scale) != 2:
+            raise ValueError(f"data.crop_scale={list(self.crop_scale)}; it must be two shares")
+        for name, most in {"image_size": 10_000, "repeats": 1000}.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"data.{name}={getattr(self, name)}; it must lie in [1, {most}]")
         for name in ("flip", "shift", "random_erasing", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}={getattr(self, name)}; it must be in [0, 1]")
-        for name in ("rotate", "color_jitter", "mixup", "cutmix"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"data.{name}={getattr(self, name)}; it must not be negative")
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"data.crop_pct={self.crop_pct}; it must be in (0, 1]")
+        largest = {"rotate": 180, "color_jitter": 10, "mixup": 1000, "cutmix": 1000}
+        for name, most in largest.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"data.{name}={getattr(self, name)}; it must lie in [0, {most}]")
+        if not 0.01 <= self.crop_pct <= 1:
+            raise ValueError(f"data.crop_pct={self.crop_pct}; it must lie in [0.01, 1]")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError(
                 f"data.crop_scale={list(self.crop_scale)}; it must be two rising shares in (0, 1]"

@@ -151,9 +151,7 @@ def test_a_finished_fine_tuning_is_not_repeated_unless_its_data_change(gpt2, tmp
     assert finetune.run(own, quiet)["examples"] == {"train": 48, "dev": 15}
 
 
-def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(
-    gpt2, tmp_path, made_again
-):
+def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp_path, made_again):
     folders = [tmp_path / name / "glue" for name in "ab"]
     for folder in folders:
         shutil.copytree(GLUE, folder)
@@ -661,6 +659,9 @@ def test_a_value_for_all_tasks_replaces_those_that_differ():
         (["model.path=somewhere"], r"give either run=DIR, .* or model\.path=FOLDER"),
         (["run=null"], r"give either run=DIR"),
         (["seed=-1"], r"seed=-1; it must lie in \[0, 2\*\*63\)"),
+        (["recipe.betas=[1]"], r"recipe\.betas=\[1\.0\]; it must be two numbers"),
+        (["recipe.learning_rate=1e300"], r"recipe\.learning_rate=1e\+300; at most 1e\+06"),
+        (["recipe.batch_size=10000000000"], r"recipe\.batch_size=10000000000; at most 100,000,000"),
         (["~recipe"], "the config has no recipe: leave ~recipe out"),
     ],
 )

@@ -177,6 +177,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen(trained, capsys):
         ({"top_k": 5}, "temperature=0 takes the most likely one; add temperature=1"),
         ({"seed": -1}, "seed=-1; it must lie in"),
         ({"tokens": 0}, "tokens=0; it must be at least 1"),
+        ({"batch": 10**22}, "it must be at most 1,000,000"),
     ],
 )
 def test_a_setting_out_of_range_is_named(options, message):

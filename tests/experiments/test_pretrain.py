@@ -185,9 +185,7 @@ def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alo
     assert not left.exists()
 
 
-def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
-    tiny, killed, made_again
-):
+def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(tiny, killed, made_again):
     first = tiny("method=dense", "train.steps=2")
     pretrain.run(first, quiet)
     second = tiny("method=ste", f"init={first.directory()}")
@@ -202,9 +200,7 @@ def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
         pretrain.run(second, quiet)
 
 
-def test_first_weights_that_are_replaced_while_they_are_read_end_it(
-    tiny, monkeypatch, made_again
-):
+def test_first_weights_that_are_replaced_while_they_are_read_end_it(tiny, monkeypatch, made_again):
     first = tiny("method=dense", "train.steps=2")
     pretrain.run(first, quiet)
     second, path = tiny("method=ste", f"init={first.directory()}"), first.directory()
