@@ -15,6 +15,7 @@ import re
 import shutil
 import sysconfig
 import uuid
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,15 +52,25 @@ _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is tra
 _TESTS = {"test", "tests", "idle_test"}
 _THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
+_HELD_OUT = 100  # of one's own text, at least one token in so many
+# Names of published corpora, whose split is nanoGPT's; a text of fewer documents is none of them.
+_PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_mlm"), 10**6
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first."""
+    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first.
+
+    own: the first documents for training are held out, too, until 1 % of the tokens are.
+    """
 
     batches: Callable[[str], Iterator[list[str]]]
     documents: dict[str, int]  # split -> how many
     description: dict[str, Any]  # for the manifest: where they come from, how they were split
+    own: bool = False
+
+    def characters(self, split: str) -> int:
+        return sum(len(text) for texts in self.batches(split) for text in texts)
 
 
 def prepare(config: DataConfig) -> Path:
@@ -84,7 +95,7 @@ def prepare(config: DataConfig) -> Path:
     elif config.source == PACKAGES:
         source = _packages(Path(config.root) / "wheels")
     else:
-        source = _files(config.source, config.text_column)
+        source = _files(config.name, config.source, config.text_column)
     with _building(directory) as building, writing(directory):
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
@@ -158,11 +169,11 @@ def _write_splits(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    records = {}
+    counts: dict[str, np.ndarray] = {}  # split -> [documents, 2], tokens and bytes of text
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for split in SPLITS:
             task = progress.add_task(f"{name} {split}", total=source.documents[split])
-            tokens = text_bytes = 0
+            sizes = array("Q")
             with (building / f"{split}.bin").open("wb") as file:
                 for documents in source.batches(split):
                     encoded = encoding.encode_ordinary_batch(
@@ -170,25 +181,54 @@ def _write_splits(
                     )
                     for document, ids in zip(documents, encoded, strict=True):
                         file.write(np.array([*ids, encoding.eot_token], dtype=TOKEN).tobytes())
-                        tokens += len(ids) + 1
-                        text_bytes += len(document.encode("utf-8"))
+                        sizes.extend((len(ids) + 1, len(document.encode("utf-8"))))
                     progress.advance(task, len(documents))
-            records[split] = {
-                **file_record(building / f"{split}.bin"),
-                "tokens": tokens,
-                "documents": source.documents[split],
-                "text_bytes": text_bytes,
-            }
-    return records
+            counts[split] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    if source.own:
+        _hold_out(building, counts)
+    return {
+        split: {
+            **file_record(building / f"{split}.bin"),
+            "tokens": int(sizes[:, 0].sum()),
+            "documents": len(sizes),
+            "text_bytes": int(sizes[:, 1].sum()),
+        }
+        for split, sizes in counts.items()
+    }
+
+
+def _hold_out(building: Path, counts: dict[str, np.ndarray]) -> None:
+    """Move the first documents of training to the end of validation, in place, until this has 1 %
+    of all tokens; the last one stays."""
+    train, val = counts["train"], counts["val"]
+    held, ends = int(val[:, 0].sum()), np.cumsum(train[:, 0])
+    missing = -(-(held + int(ends[-1])) // _HELD_OUT) - held
+    moved = min(int(np.searchsorted(ends, missing)) + 1, len(train) - 1)
+    if missing <= 0 or not moved:
+        return
+    whole, rest = building / "train.bin", building / "rest.bin"
+    with whole.open("rb") as file, rest.open("wb") as kept:
+        with (building / "val.bin").open("ab") as more:
+            more.write(file.read(int(ends[moved - 1]) * TOKEN.itemsize))
+        shutil.copyfileobj(file, kept)
+    rest.replace(whole)
+    counts["train"], counts["val"] = train[moved:], np.concatenate([val, train[:moved]])
 
 
 def _sample(source: Source) -> Iterator[str]:
-    """The first documents of the training split, until a tokenizer can be trained on them."""
-    size = 0
+    """The first documents of the training split, until a tokenizer can be trained on them. Those
+    that may yet be held out are passed over: before 2 % of the text, in characters, are."""
+    passed = size = number = least = 0
+    if source.own:
+        held = source.characters("val")
+        least = 2 * (held + source.characters("train")) // _HELD_OUT - held
     for documents in source.batches("train"):
         for document in documents:
-            yield document
-            size += len(document)
+            number += 1
+            if passed >= least or number == source.documents["train"]:
+                yield document
+                size += len(document)
+            passed += len(document)
         if size >= _SAMPLE:
             return
 
@@ -247,8 +287,10 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
     return Source(batches, sizes, description)
 
 
-def _files(source: str, text_column: str) -> Source:
-    """Documents of local or remote files, split as nanoGPT splits OpenWebText."""
+def _files(name: str, source: str, text_column: str) -> Source:
+    """Documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % of them are
+    held out. Of one's own text, of any `name` but the published ones, these may be few, and more
+    follow (`Source.own`)."""
     if find_spec("datasets") is None:
         raise UserError("reading data files needs the datasets library: pip install 'sparse24[hf]'")
     import datasets
@@ -287,6 +329,7 @@ def _files(source: str, text_column: str) -> Source:
     def batches(split: str) -> Iterator[list[str]]:
         return (rows[text_column] for rows in by_split[split].iter(_BATCH))
 
+    own = name not in _PUBLISHED or len(table) < _PUBLISHED_DOCUMENTS
     # The hub's files are read as they are today: those of which commit is on record.
     urls = "\n".join(table.info.download_checksums or ())
     return Source(
@@ -295,8 +338,10 @@ def _files(source: str, text_column: str) -> Source:
         {
             "revisions": sorted(set(re.findall(r"^hf://.*?@([0-9a-f]{40})/", urls, re.M))),
             "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
-            "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)",
+            "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)"
+            + (f", more from the start of train up to 1/{_HELD_OUT} of the tokens" if own else ""),
         },
+        own,
     )
 
 
@@ -306,8 +351,8 @@ def main(config: RunConfig) -> None:
         raise UserError(f"data={config.data.name} are images: only text is prepared")
     directory = prepare(config.data)
     splits = read_manifest(config.data)["splits"].items()
-    sizes = ", ".join(f"{record['tokens']:,} {split} tokens" for split, record in splits)
-    say(f"{directory}: {sizes}")
+    sizes = [f"{r['documents']:,} documents, {r['tokens']:,} {name} tokens" for name, r in splits]
+    say(f"{directory}: {'; '.join(sizes)}")
 
 
 if __name__ == "__main__":

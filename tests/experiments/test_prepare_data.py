@@ -253,18 +253,79 @@ def test_the_hub_is_read_in_the_format_of_the_pattern():
         assert data_files(source) == (builder, source)
 
 
-def test_the_validation_part_is_that_of_nanogpt(tmp_path, hub_cache, byte_gpt2):
+def test_the_validation_part_of_a_published_corpus_is_that_of_nanogpt(
+    tmp_path, hub_cache, byte_gpt2, monkeypatch
+):
+    monkeypatch.setattr(prepare_data, "_PUBLISHED_DOCUMENTS", 4100)
     folder = tmp_path / "source"
     folder.mkdir()
     texts = [f"{i}" for i in range(4100)]
     write_jsonl(folder, texts)
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    config = DataConfig("openwebtext", str(folder), str(tmp_path / "data"))
     prepare(config)
     # 4100 * 0.0005 = 2.05, rounded up
     val = np.random.default_rng(2357).permutation(4100)[:3]
     expected = [token for i in val for token in (*str(i).encode(), 50256)]
     found = np.fromfile(config.directory / "val.bin", dtype="<u2").tolist()
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["mine", "openwebtext"])
+def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
+    tmp_path, hub_cache, byte_gpt2, name
+):
+    """As many documents from the start of nanoGPT's order as hold it, and not one more; 144 files
+    are no OpenWebText, whatever they are called."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    texts = [f"{i}:" + "x" * (i * 37 % 301) for i in range(144)]
+    write_txt(folder, texts)
+    config = DataConfig(name, str(folder), str(tmp_path / "data"))
+    prepare(config)
+    texts = [texts[int(n)] for n in sorted(f"{i:02d}" for i in range(144))]  # in the files' order
+    order = [texts[i] for i in np.random.default_rng(2357).permutation(144)]
+    total = sum(len(text) + 1 for text in order)
+    count = next(n for n in range(145) if sum(len(t) + 1 for t in order[:n]) >= total / 100)
+    assert count > 1
+    tokens = {"val": order[:count], "train": order[count:]}
+    splits = read_manifest(config)["splits"]
+    for split, documents in tokens.items():
+        content = b"".join(text.encode() + b"\xff" for text in documents)
+        found = np.fromfile(config.directory / f"{split}.bin", dtype="<u2")
+        assert np.where(found == 50256, 255, found).astype(np.uint8).tobytes() == content
+        assert (splits[split]["documents"], splits[split]["tokens"]) == (
+            len(documents), len(content)
+        )  # fmt: skip
+        assert splits[split]["text_bytes"] == len(content) - len(documents)
+    load_tokens(config, seed=0)
+    assert not (config.directory / "rest.bin").exists()
+
+
+def test_a_document_stays_for_training(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    first = int(np.random.default_rng(2357).permutation(2)[0])
+    write_jsonl(folder, [("a" if i == first else "b" * 1000) for i in range(2)])
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    prepare(config)
+    assert [s["tokens"] for s in read_manifest(config)["splits"].values()] == [1001, 2]
+
+
+def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    order = np.random.default_rng(2357).permutation(1000)
+    texts = ["some words of a text"] * 1000
+    for i in order[:3]:
+        texts[i] = "qzjvqzjvqzjvqzjvqzjv"
+    write_jsonl(folder, texts)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300)
+    prepare(config)
+    corpus = load_tokens(config, seed=0)
+    # One document by number, and two more: 3 * (20 + 1) of 997 * (5 + 1) + 63 tokens.
+    assert documents_of(corpus, "val") == ["qzjvqzjvqzjvqzjvqzjv"] * 3
+    encoded = corpus.encoding.encode_ordinary_batch([texts[order[0]], texts[order[-1]]])
+    assert [len(ids) for ids in encoded] == [20, 5]
 
 
 def test_the_manifest_describes_the_files(tmp_path, hub_cache, byte_gpt2):
@@ -371,7 +432,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, hub_cache, byte_gp
     full = "cannot be written: File too large; make room"
     with full_disk(100), pytest.raises(UserError, match=full):  # the copy that `datasets` makes
         prepare(config)
-    prepare_data._files(config.source, config.text_column)
+    prepare_data._files(config.name, config.source, config.text_column)
     with full_disk(20_000), pytest.raises(UserError, match=f"data/mini-gpt2 {full}"):
         prepare(config)
     assert list((tmp_path / "data").iterdir()) == []
@@ -405,7 +466,7 @@ def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", command)
     prepare_data.main()
     size = len(TEXTS[np.random.default_rng(2357).permutation(30)[0]].encode()) + 1
-    assert f"{size} val tokens" in capsys.readouterr().out
+    assert f"1 documents, {size} val tokens" in capsys.readouterr().out
     assert Path("out/openwebtext-gpt2/manifest.json").is_file()
 
 
