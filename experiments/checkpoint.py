@@ -7,13 +7,15 @@ written beside its place, synced, and renamed; the sidecar follows. The two newe
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,22 @@ def sync_directory(directory: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, atomically."""
-    text = json.dumps(finite(value), indent=2) + "\n"
+    write_text(path, json.dumps(finite(value), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically."""
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; the header is the union of their keys in order of appearance."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
 def lacks(value: Any, shape: Any, key: str = "") -> str | None:

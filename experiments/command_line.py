@@ -143,7 +143,7 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
             inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
             yield from _options(value, f"{prefix}{key}.", inner)
             continue
-        option = f"  {prefix}{key}={_plain(value)}"
+        option = f"  {prefix}{key}={plain(value)}"
         if len(option) > WIDTH:
             option = f"{option[: WIDTH - 3]}..."
         text = said.get(key, "")
@@ -155,10 +155,10 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
         yield f"{option:<{_COLUMN}}{text.removeprefix(indent)}".rstrip()
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """A value as one types it."""
     if isinstance(value, list):
-        return f"[{','.join(map(_plain, value))}]"
+        return f"[{','.join(map(plain, value))}]"
     return (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
     )

@@ -426,7 +426,8 @@ def driver(
         texts: arguments that are taken as they are typed and never read by hydra.
         groups: those of the config that `main` reads and `--help` shows; () = all, and what is in
             none.
-        after_sweep: called with what `main` returned for each run of a sweep that ended well.
+        after_sweep: called with what `main` returned for each run of a sweep that ended well,
+            on rank 0.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -460,7 +461,8 @@ def driver(
                     config_name=config_name,
                     version_base="1.3",
                 )(task)()
-                if after_sweep is not None and len(returned) > 1:
+                is_main = not int(os.environ.get("RANK", "0"))
+                if after_sweep is not None and len(returned) > 1 and is_main:
                     after_sweep(returned)
 
         return command

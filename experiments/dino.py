@@ -16,6 +16,7 @@ import torch
 
 from experiments import checkpoint, pretrain, results
 from experiments import config as configuration
+from experiments.comparison import Run, of_sweep
 from experiments.config import RunConfig, driver
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
@@ -61,9 +62,9 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     return result
 
 
-@driver("dino")
-def main(config: RunConfig) -> None:
-    run(config)
+@driver("dino", after_sweep=lambda runs: print(of_sweep(runs, "metrics.linear_top1")))
+def main(config: RunConfig) -> Run:
+    return Run(config.directory(), run(config))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from experiments import export, pretrain
+from experiments.comparison import Run, of_sweep
 from experiments.config import RunConfig, driver
 from experiments.errors import UserError
 from experiments.finished import FinishedRun
@@ -40,9 +41,9 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     return result
 
 
-@driver("distill")
-def main(config: RunConfig) -> None:
-    run(config)
+@driver("distill", after_sweep=lambda runs: print(of_sweep(runs)))
+def main(config: RunConfig) -> Run:
+    return Run(config.directory(), run(config))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from common_kernels import backend
 from experiments import checkpoint, legality, results
+from experiments.comparison import Run, of_sweep
 from experiments.config import RunConfig, driver
 from experiments.config import load as load
 from experiments.data import CALIBRATION
@@ -349,12 +350,18 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
             )
 
 
-@driver("pretrain", after_sweep=compare_converted)
-def main(config: RunConfig) -> dict[str, Any]:
+def after_sweep(runs: list[Run]) -> None:
+    """Compare the runs of a sweep."""
+    compare_converted([run.result for run in runs])
+    print(of_sweep(runs))
+
+
+@driver("pretrain", after_sweep=after_sweep)
+def main(config: RunConfig) -> Run:
     result = run(config)
     if config.dino is not None:
         say("its features are measured by `python -m experiments.dino` with the same overrides")
-    return result
+    return Run(config.directory(), result)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import resource
 import subprocess
@@ -60,6 +61,13 @@ def read_finished(
         what = f"no {found}" if found else "no result"
         raise UserError(f"{path} is damaged ({what} in it); remove it and run again")
     return result
+
+
+def number(record: Any, path: str) -> float:
+    """The number at a dotted path; nan where there is none, as when a training diverged."""
+    for key in path.split("."):
+        record = record.get(key) if isinstance(record, dict) else None
+    return float(record) if isinstance(record, int | float) else math.nan
 
 
 def environment() -> dict[str, Any]:

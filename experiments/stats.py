@@ -12,8 +12,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float]) -> float:
-    """Sample standard deviation (n - 1); of one value it is not defined: nan."""
-    return statistics.stdev(values) if len(values) > 1 else math.nan
+    """Sample standard deviation (n - 1); nan of one value, or where one is not finite."""
+    defined = len(values) > 1 and all(map(math.isfinite, values))
+    return statistics.stdev(values) if defined else math.nan
 
 
 def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

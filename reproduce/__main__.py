@@ -78,11 +78,11 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return False
     # Only now: these need torch, which takes seconds.
-    from experiments.checkpoint import write_json
-    from reproduce.engine import execute, finished, write_text
+    from experiments.checkpoint import csv_text, write_json, write_text
+    from reproduce.engine import execute, finished
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
-    from reproduce.render import csv_text, render
+    from reproduce.render import render
 
     print(f"{table.title}, tier {tier}", flush=True)
     stem = coverage.stem(table, tier, runs)

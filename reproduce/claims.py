@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError
+from experiments.results import number
 from experiments.stats import equivalence_p_value, holm, mean, p_value, paired_interval
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block, read_record
 from reproduce.reading import build
@@ -140,19 +141,11 @@ def _records(
                 yield path, record
 
 
-def value(record: dict[str, Any], metric: str) -> float:
-    """The number at a dotted path; nan where there is none, as when a training diverged."""
-    found: Any = record
-    for key in metric.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return math.nan if found is None else float(found)
-
-
 def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:
     """arm - against at every seed that both have."""
     first, second = values.get((block, arm), {}), values.get((block, against), {})
     seeds = sorted(first.keys() & second.keys())
-    return [value(first[s], metric) - value(second[s], metric) for s in seeds]
+    return [number(first[s], metric) - number(second[s], metric) for s in seeds]
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.checkpoint import write_atomic
+from experiments.checkpoint import write_text
 from experiments.errors import UserError
 from experiments.tracking import read_metrics
 from reproduce.jobs import Job, Place, Plan
@@ -101,15 +101,6 @@ def finished(plan: Plan) -> list[Run]:
         made = {part: content for part, content in found.items() if content is not None}
         runs.append(Run(place, directory, result, log, made))
     return runs
-
-
-def write_text(path: Path, text: str) -> None:
-    """Atomically."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomic(path, write)
 
 
 def clock(seconds: float) -> str:

@@ -6,40 +6,19 @@ The data of a figure stands beside it as CSV.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments import stats
-from experiments.checkpoint import write_atomic
-from reproduce.engine import Run, write_text
-from reproduce.render import Rendered, csv_text
+from experiments.checkpoint import csv_text, write_atomic, write_text
+from experiments.curves import COLOURS, MARKERS, NAMES, SPREAD, Point, points
+from experiments.curves import draw as draw_curves
+from experiments.curves import figure as draw_figure
+from reproduce.engine import Run
+from reproduce.render import Rendered
 from reproduce.spec import Figure, Table
-
-NAMES = {
-    "val_loss": "validation loss, nats",
-    "flip_rate": "flip rate, share of the mask per step",
-    "loss": "training loss, nats",
-}
-
-# Okabe and Ito's colours, told apart by colour-blind readers; the baseline, first, is black.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
-MARKERS = ("o", "s", "^", "v", "D", "P", "X")
-STYLES = ("-", "--", ":", "-.")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One step of one curve, over the seeds; std is None for a single one."""
-
-    quantity: str
-    method: str
-    step: int
-    mean: float
-    std: float | None
-    n: int
 
 
 @dataclass(frozen=True)
@@ -75,32 +54,10 @@ def draw(table: Table, tier: str, runs: list[Run], rendered: Rendered, path: Pat
 
 
 def curves(runs: list[Run], quantities: Iterable[str]) -> list[Point]:
-    """The curves of all panels; step 0 is left out.
-
-    The last validation loss is that of the finalized model, at the step after the last.
-    """
-    order = list(quantities)
-    points: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for run in runs:
-        label = ", ".join(filter(None, [run.place.variant, run.place.row]))
-        last = {"step": run.result["steps"], "val_loss": run.result["metrics"].get("val_loss")}
-        for record in [*run.log, last]:
-            for quantity in order:
-                if record["step"] > 0 and record.get(quantity) is not None:
-                    points[quantity, label, record["step"]].append(record[quantity])
-    return [
-        Point(
-            quantity,
-            label,
-            step,
-            stats.mean(found),
-            stats.std(found) if len(found) > 1 else None,
-            len(found),
-        )
-        for (quantity, label, step), found in sorted(
-            points.items(), key=lambda item: order.index(item[0][0])
-        )
-    ]
+    """The curves of all panels."""
+    labels = [", ".join(filter(None, [run.place.variant, run.place.row])) for run in runs]
+    logs = [(label, run.log, run.result) for label, run in zip(labels, runs, strict=True)]
+    return points(logs, quantities)
 
 
 def values(table: Table, rendered: Rendered) -> list[Value]:
@@ -128,64 +85,19 @@ def axis(label: str, unit: str) -> str:
 
 
 def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
+    def panel(quantity: str, axes: Any) -> None:
+        if figure.kind == "curves":
+            draw_curves(axes, quantity, data)
+        else:
+            shown = [entry for entry in data if entry.quantity == quantity]
+            _values(axes, shown, lines=figure.kind == "lines")
 
     quantities = list(dict.fromkeys(entry.quantity for entry in data))
+    panels = {names.get(quantity, quantity): partial(panel, quantity) for quantity in quantities}
     labels = 0 if figure.kind == "curves" else len({entry.method for entry in data})
-    width = max(3.6, 0.17 * labels)  # of a panel, so that no label covers another
-    canvas = Canvas(figsize=(max(width * len(quantities), 5.0), 3.4), layout="constrained")
-    FigureCanvasAgg(canvas)
-    panels = canvas.subplots(1, len(quantities), squeeze=False)[0]
-    for axes, quantity in zip(panels, quantities, strict=True):
-        shown = [entry for entry in data if entry.quantity == quantity]
-        if figure.kind == "curves":
-            _curves(axes, quantity, shown)
-        else:
-            _values(axes, shown, lines=figure.kind == "lines")
-        axes.set_ylabel(names.get(quantity, quantity), fontsize=9)
-        axes.tick_params(labelsize=8, which="both")
-        axes.grid(alpha=0.25, linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-    legend: dict[str, Any] = {}
-    for axes in panels:
-        handles, labelled = axes.get_legend_handles_labels()
-        legend |= dict(zip(labelled, handles, strict=True))
-    canvas.legend(
-        list(legend.values()),
-        list(legend),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-    )
-    told = "\nmean over seeds, band: ± standard deviation" if figure.kind == "curves" else ""
-    canvas.suptitle(title + told, fontsize=9)
-    canvas.savefig(path, dpi=200, format="png")
-
-
-def _curves(axes: Any, quantity: str, data: list[Point]) -> None:
-    for number, label in enumerate(dict.fromkeys(point.method for point in data)):
-        points = [p for p in data if p.method == label]
-        steps, mean = [p.step for p in points], [p.mean for p in points]
-        colour = COLOURS[number % len(COLOURS)]
-        axes.plot(
-            steps,
-            mean,
-            label=label,
-            color=colour,
-            linestyle="--" if number == 0 else STYLES[number // len(COLOURS) % len(STYLES)],
-            # Thinner from row to row, so that a curve under another one still shows.
-            linewidth=max(1.0, 2.6 - 0.4 * number),
-            marker=MARKERS[number % len(MARKERS)] if quantity == "val_loss" else None,
-            markersize=4,
-        )
-        low = [p.mean - (p.std or 0.0) for p in points]
-        high = [p.mean + (p.std or 0.0) for p in points]
-        axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    if quantity == "flip_rate":
-        axes.set_yscale("log", nonpositive="mask")
-    axes.set_xlabel("optimizer step", fontsize=9)
+    told = f"\n{SPREAD}" if figure.kind == "curves" else ""
+    # So wide that no label covers another.
+    draw_figure(panels, title + told, path, width=max(3.6, 0.17 * labels))
 
 
 def _values(axes: Any, data: list[Value], lines: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -125,16 +123,6 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
         summary=summary,
         per_run=[_per_run(table, tier, run) for run in runs],
     )
-
-
-def csv_text(rows: list[Numbers]) -> str:
-    """Rows as CSV; the header is the union of their keys in order of appearance."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    file = io.StringIO()
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
 
 
 def _heading(column: Column, n: int) -> str:

@@ -25,7 +25,7 @@ def losses(directory, key="loss"):
 
 
 def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
-    """... and says that two of its methods convert different linears."""
+    """... says that two of its methods convert different linears, and compares them."""
     done = python(*PRETRAIN, "-m", "method=ste,slope", "seed=0,1", "train.steps=2", *overrides[:5],
                   *[o for o in overrides[5:] if not o.startswith("train.steps")])  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -38,6 +38,8 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
     ]
     assert results == sorted(expected)
     assert len(results) == 4
+    assert "| run | val_loss | seeds | minus ste | 95 % interval | pairs |\n" in done.stdout
+    assert "\nwith curves: python -m experiments.compare " in done.stdout
     said = [line for line in done.stdout.splitlines() if "different linears" in line]
     (line,) = said
     assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")

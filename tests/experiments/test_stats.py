@@ -120,6 +120,14 @@ def test_fewer_than_two_pairs_have_no_p_value(differences):
     assert math.isnan(equivalence_p_value(differences, 1.0))
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_statistics(lost):
+    """A training that diverged; nothing is computed from the others as if it were not there."""
+    assert math.isnan(std([1.0, lost]))
+    assert all(math.isnan(end) for end in paired_interval([0.1, 0.2, lost]))
+    assert math.isnan(p_value([0.1, 0.2, lost]))
+
+
 def test_holm_by_hand():
     """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1: 0.04, 0.06, 0.06, 0.04, never falling."""
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])

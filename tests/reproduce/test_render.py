@@ -6,12 +6,13 @@ import io
 
 import pytest
 
+from experiments.checkpoint import csv_text
 from experiments.errors import UserError
 from reproduce import published
 from reproduce.cells import value
 from reproduce.figure import axis, curves, draw, values
 from reproduce.reading import read_tables
-from reproduce.render import csv_text, render
+from reproduce.render import render
 from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
 
 ROWS = [Row("dense", ["method=dense"]), Row("S-STE", ["method=s_ste"])]

@@ -1,0 +1,106 @@
+"""Compare finished runs: `python -m experiments.compare runs/gpt2-stdlib`.
+
+Takes the directories of runs, folders that hold some, or patterns of such.
+Runs that differ in nothing but the seed are averaged; each of the others is
+compared with the baseline seed by seed, since runs of one seed share first
+weights and batches.
+
+    baseline=NAME  what the others are compared with, by its name in the table
+                   or its method (default: dense, or else the first)
+    metric=PATH    number in result.json (default: metrics.val_loss)
+    out=FOLDER     for compare.md, .csv, -runs.csv, -curves.csv and .png
+                   (default: runs/compare)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+
+from experiments import comparison, curves
+from experiments.checkpoint import csv_text, write_atomic, write_text
+from experiments.config import exit_with_one_line
+from experiments.errors import UserError
+from experiments.progress import say
+
+DEFAULTS = {"baseline": "", "metric": comparison.METRIC, "out": "runs/compare"}
+
+
+def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
+    """Print and write the comparison.
+
+    Raises:
+        UserError: no finished runs, or none of the name or metric that is asked for.
+    """
+    runs, unfinished = comparison.find(paths)
+    arms = comparison.arms(runs)
+    reference = comparison.choose(arms, baseline or None)
+    rows = comparison.table(arms, reference, metric)
+    text = comparison.markdown(arms, rows, metric)
+    print(text)
+    for directory in unfinished:
+        say(f"left out, not finished: {directory}")
+    stem = out / "compare"
+    write_text(stem.with_suffix(".md"), text)
+    keys = comparison.differing(arms)
+    configs = {arm.label: {key: arm.config.get(key, "") for key in keys} for arm in arms}
+    summary = [{**dataclasses.asdict(row), **configs[row.label]} for row in rows]
+    write_text(stem.with_suffix(".csv"), csv_text(summary))
+    single = [
+        {"label": arm.label, "seed": seed, metric: found, "directory": arm.runs[seed].directory}
+        for arm in arms
+        for seed, found in arm.numbers(metric).items()
+    ]
+    write_text(out / "compare-runs.csv", csv_text(single))
+    points = comparison.curves(arms, reference)
+    write_text(out / "compare-curves.csv", csv_text([dataclasses.asdict(p) for p in points]))
+    panels = {
+        curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points)
+        for quantity in dict.fromkeys(point.quantity for point in points)
+    }
+    if panels:  # else all diverged at once
+        write_atomic(stem.with_suffix(".png"), lambda p: curves.figure(panels, curves.SPREAD, p))
+    say(f"written: {stem}.md, .csv, -runs.csv, -curves.csv, .png")
+
+
+def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
+    """The paths among the arguments, patterns replaced by what they match, and the options.
+
+    Raises:
+        UserError: an option that does not exist, or a path that stands for nothing.
+    """
+    paths: list[Path] = []
+    options = dict(DEFAULTS)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if Path(argument).exists():
+            paths.append(Path(argument))
+        elif equals and key in options:
+            options[key] = value
+        elif equals or argument.startswith("-"):
+            raise UserError(f"no option {argument}; there is {', '.join(DEFAULTS)}, each with =")
+        else:
+            place = Path(argument)
+            matches = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
+            if not matches:
+                raise UserError(f"there is no {argument}; give the directories of runs")
+            paths += matches
+    if not paths:
+        raise UserError("compare which runs? Name their directories, as in runs/gpt2-stdlib/*/*")
+    return paths, options
+
+
+def main(arguments: list[str]) -> None:
+    """The command line with `arguments`."""
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return
+    with exit_with_one_line("begins it anew"):
+        paths, options = parse(arguments)
+        compare(paths, options["baseline"], options["metric"], Path(options["out"]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
