@@ -224,7 +224,8 @@ def runs_below(directory: Path) -> list[str]:
         except (OSError, ValueError, KeyError, TypeError):  # of an evaluation, say, or damaged
             continue
         inside = path.parent.relative_to(directory)
-        lines.append(f"{inside}  {method}, seed {seed}, val_loss {loss:.4f}")
+        told = "not finite" if loss is None else f"{loss:.4f}"
+        lines.append(f"{inside}  {method}, seed {seed}, val_loss {told}")
     return lines
 
 

@@ -11,6 +11,7 @@ import pytest
 from experiments import compare, comparison, curves
 from experiments.comparison import arms, choose, differing, find, markdown, of_sweep, table
 from experiments.errors import UserError
+from experiments.initial import runs_below
 from experiments.stats import paired_interval
 
 LOSSES = {
@@ -221,6 +222,13 @@ def test_a_diverged_run_is_not_left_out(three, write):
     found = compared(three)
     text = markdown(found, table(found, found[0]))
     assert "| slope | not finite | 2 | +nan | - | 2 |\n" in text
+
+
+def test_a_diverged_run_among_those_that_are_listed(write):
+    write("ste", 3, None)
+    assert runs_below(comparison.Path("runs")) == [
+        "gpt2-stdlib/ste-0/seed3  ste, seed 3, val_loss not finite"
+    ]
 
 
 def test_another_metric(three):
