@@ -47,6 +47,7 @@ def write(tmp_path, monkeypatch):
         if finished:
             result = {
                 "config_hash": "0",
+                "seed": seed,
                 "config": config,
                 "converted": [],
                 "corpus_hash": corpus,
