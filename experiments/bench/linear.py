@@ -142,7 +142,7 @@ def row(
     times: dict[str, Time],
 ) -> Row:
     on_gpu = dense_fp8.E4M3 in rates
-    fp8 = ARMS[name].fp8 and on_gpu
+    fp8 = ARMS[name].fp8 and not ARMS[name].simulated and on_gpu
     rate = rates[dense_fp8.E4M3 if fp8 else dtype]
     products = next(iter(converted.sparse.values()), DENSE)
     halves = {p: 0.5 if getattr(products, p) else 1.0 for p in arms.PRODUCTS}

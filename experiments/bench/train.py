@@ -29,6 +29,7 @@ from experiments.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 
 NAMES = ("dense", "s_ste", "t_sr_ste", "slope")
+SIMULATION = ("dense", "s_ste", arms.SIMULATED)
 INCLUDE = ("*mlp.*",)
 WARM_UP = 2
 
@@ -39,7 +40,7 @@ class Job:
 
     build: the model and a function that computes its loss on one batch, always the same; called
         in the context of the device. tokens: that a linear sees. items, unit: of throughput.
-    linears: [(in, out), ...] of those that are converted.
+    linears: [(in, out), ...] of those that are converted. names: of the arms.
     """
 
     build: Callable[[], tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]]
@@ -47,9 +48,10 @@ class Job:
     items: int
     unit: str
     linears: tuple[tuple[int, int], ...]
+    names: tuple[str, ...] = NAMES
 
 
-def gpt2(size: str, batch: int, length: int) -> Job:
+def gpt2(size: str, batch: int, length: int, names: tuple[str, ...] = NAMES) -> Job:
     config = GPTConfig.of_size(size)
 
     def build() -> tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]:
@@ -60,7 +62,7 @@ def gpt2(size: str, batch: int, length: int) -> Job:
         return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
 
     widths = (config.n_embd, config.ffn_width)
-    return Job(build, batch * length, batch * length, "tokens", (widths, widths[::-1]))
+    return Job(build, batch * length, batch * length, "tokens", (widths, widths[::-1]), names)
 
 
 class Head(nn.Module):
@@ -90,8 +92,32 @@ def vit(name: str, batch: int, width: int, patches: int) -> Job:
 CPU_JOBS = {"GPT-2 nano, 4 x 128": gpt2("nano", 4, 128)}
 GPU_JOBS = {
     "GPT-2 774M, 16 x 1024": gpt2("774M", 16, 1024),
+    "GPT-2 124M, 32 x 1024": gpt2("124M", 32, 1024, SIMULATION),  # half a step of the driver's
     "ViT-L/16, 64 images": vit("vit_large_patch16_224", 64, 1024, 196),
 }
+
+
+@dataclass
+class BlockCall:
+    """A call of a block: its arguments, and the gradient of its output."""
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    gradient: Tensor | None = None
+
+    def run(self, step: Step, forward: Callable[..., Tensor]) -> list[Tensor | None]:
+        """The output of `forward`, and the gradients of arguments and parameters."""
+        floats = [torch.is_tensor(a) and a.is_floating_point() for a in self.args]
+        args = [
+            a.detach().requires_grad_() if f else a for a, f in zip(self.args, floats, strict=True)
+        ]
+        self.block.zero_grad()
+        with step.autocast():
+            output = forward(*args, **self.options)
+        output.backward(self.gradient)
+        inputs = [a.grad for a, f in zip(args, floats, strict=True) if f]
+        return [output.detach(), *inputs, *(p.grad for p in self.block.parameters())]
 
 
 class Step:
@@ -124,10 +150,27 @@ class Step:
         self.loss().backward()
         return [p.grad for p in self.parameters]
 
+    def recorded(self) -> list[BlockCall]:
+        """What each block is given in the first micro-batch of step 0, forward and backward."""
+        calls: list[BlockCall] = []
+
+        def record(block: nn.Module, args: Any, options: Any, output: Tensor) -> None:
+            calls.append(call := BlockCall(block, args, options))
+            output.register_hook(lambda gradient: setattr(call, "gradient", gradient))
+
+        hooks = [b.register_forward_hook(record, with_kwargs=True) for b in self.blocks]
+        self.gradients()
+        for hook in hooks:
+            hook.remove()
+        return calls
+
     def loss(self) -> Tensor:
-        on_gpu = self.device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
+        with self.autocast():
             return self.forward()
+
+    def autocast(self) -> Any:
+        on_gpu = self.device.type == "cuda"
+        return torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
 
     def run(self, number: int) -> None:
         method = self.converted.method
@@ -161,6 +204,8 @@ class Step:
             lambda: method.on_step_end(0),
         )
         want = [None if g is None else g.clone() for g in self.gradients()]
+        # Sums whose order is left to chance differ in a last bit, and that grows (compile_checked).
+        noise = arms.deviation(self.name, self.gradients(), want)
         self.optimizer.zero_grad()
         torch.cuda.synchronize()
         for part in parts:
@@ -169,7 +214,7 @@ class Step:
                 part()
         self.converted.before(0)
         graphs[0].replay()
-        arms.check_same(self.name, [p.grad for p in self.parameters], want)
+        arms.check_same(self.name, [p.grad for p in self.parameters], want, noise)
 
         def step(_: int) -> None:
             self.converted.before(0)
@@ -191,8 +236,12 @@ class Step:
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    names, matmul = report.chosen(NAMES), arms.default_matmul(options)
-    for shape, job in jobs(options, report).items():
+    found, matmul = jobs(options, report), arms.default_matmul(options)
+    chosen = report.chosen(dict.fromkeys(n for job in found.values() for n in job.names))
+    for shape, job in found.items():
+        names = [name for name in job.names if name in chosen]
+        if not names:
+            continue
         gate(names, job, options.device, matmul)
         report.note(f"correctness of the linears of {shape}: green")
         try:
@@ -284,12 +333,25 @@ def ready(name: str, job: Job, device: torch.device, matmul: str) -> Step:
     return step
 
 
-def compile_checked(step: Step) -> None:
-    """Compile; UserError if the gradients are not those of the step uncompiled."""
-    want = step.gradients()
-    step.compile()
+def compile_checked(step: Step, backend: str = "inductor") -> None:
+    """Compile; UserError if a block, given what it is given in a step, has other gradients than
+    uncompiled.
+
+    Block by block and matrix by matrix, because a last bit grows on its way through a model: it
+    flips codes of FP8, and these flip what MVUE keeps. With FP8 in all linears of GPT-2 a last bit
+    in the input of each block moves the gradients by 0.19 after 2 blocks, by 0.28 after 12 and 0.30
+    after 36 (emulated, width 256), as far as FP8 itself moves them from those of bf16; a last bit
+    of each tensor within a block moves those of its matrices by 0.09 to 0.19.
+    """
+    calls = step.recorded()
+    step.compile(backend)
     with arms.compiling():
-        arms.check_same(step.name, step.gradients(), want)
+        for call in calls:
+            want, got = (call.run(step, run) for run in (call.block.forward, call.block))
+            vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
+            others = [[i] for i in range(len(want)) if i not in vectors]
+            for group in (vectors, *others):
+                arms.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
 
 
 def peak(step: Step) -> dict[str, float]:
