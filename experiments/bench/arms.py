@@ -238,19 +238,19 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
 
 def expected_fp8(layer: nn.Linear, x: Tensor, dy: Tensor, recipe: str) -> dict[str, Tensor]:
     forward, gradient, dgrad, wgrad = FORMATS[recipe]
-    if isinstance(layer, s_ste.Linear):
-        weight, mvue = layer.projected(), layer.mvue
-    else:
-        weight, mvue = layer.weight.detach().float(), None
     x, dy32 = x.float(), dy.float()
     sample = dy_seen = fake_fp8(dy32, gradient)
-    if mvue and recipe == "hopper":  # half of dY's scale serves the sample
-        codes, scale = quantize_fp8(dy32, gradient)
-        top, scale = torch.finfo(codes.dtype).max, scale / 2
-        scaled = sample_tokens(dy32, layer.key, mvue) * scale
-        sample = scaled.clamp(-top, top).to(codes.dtype).float() / scale
-    elif mvue:
-        sample = fake_fp8(sample_tokens(dy, layer.key, mvue).float(), gradient)
+    if not isinstance(layer, s_ste.Linear):
+        weight = layer.weight.detach().float()
+    else:
+        weight = layer.projected()
+        if layer.mvue and recipe == "hopper":  # half of dY's scale serves the sample
+            codes, scale = quantize_fp8(dy32, gradient)
+            top, scale = torch.finfo(codes.dtype).max, scale / 2
+            scaled = sample_tokens(dy32, layer.key, layer.mvue) * scale
+            sample = scaled.clamp(-top, top).to(codes.dtype).float() / scale
+        elif layer.mvue:
+            sample = fake_fp8(sample_tokens(dy, layer.key, layer.mvue).float(), gradient)
     return {
         "y": fake_fp8(x, forward) @ fake_fp8(weight, forward).t(),
         "dx": dy_seen @ fake_fp8(weight, dgrad),
