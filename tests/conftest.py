@@ -1,7 +1,12 @@
-"""Tiny random models of transformers, for the tests of models and drivers."""
+"""Triton's interpreter, and tiny random models of transformers for models and drivers."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 
 @pytest.fixture(scope="session")

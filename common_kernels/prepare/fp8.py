@@ -228,11 +228,11 @@ def scaled_linear(
         return (y if bias is None else y + bias).to(torch.bfloat16)
     rows = len(x)
     y = torch._scaled_mm(
-        fill_up(x, -rows % 16),
-        w.t(),
+        fill_up(x, -rows % 16).contiguous(),
+        w.contiguous().t(),
         x_scale.reciprocal(),
         w_scale.reciprocal(),
-        bias=None if bias is None else bias.to(torch.bfloat16),
+        bias=None if bias is None else bias.to(torch.bfloat16).contiguous(),
         out_dtype=torch.bfloat16,
         use_fast_accum=torch.float8_e5m2 not in (x.dtype, w.dtype),
     )

@@ -1,10 +1,5 @@
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 from common_kernels import chunks
 

@@ -433,7 +433,7 @@ def test_lamb_is_the_published_one():
 
 
 def test_a_method_with_an_update_rule_of_its_own_takes_no_other_optimizer(tiny):
-    with pytest.raises(UserError, match=r"train\.optimizer=lion, but this method has"):
+    with pytest.raises(UserError, match=r"train\.optimizer=lion, but the update rule of this"):
         pretrain.run(tiny("method=ast", "train.optimizer=lion"), lambda message: None)
 
 
