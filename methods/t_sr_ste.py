@@ -212,7 +212,7 @@ class Method(SwitchedMethod, sr_ste.Method):
 
     @property
     def ends_dense(self) -> bool:
-        return bool(self.config.total_steps) and self.dense_at(self.config.total_steps)
+        return bool(self.config.total_steps) and self.dense_at(self.config.total_steps - 1)
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not self.dense_at(step):

@@ -232,6 +232,15 @@ def test_a_dense_start_ends_sparse():
     assert check24(layer.weight) == 0 and bool((layer.weight == 0).any())
 
 
+@pytest.mark.parametrize("phase", ["end", "start"])
+def test_a_dense_phase_of_no_step_leaves_the_end_sparse(phase):
+    layer, method, phases = finished(0.01, dense_phase=phase)  # of 12 steps, rounded to none
+    assert phases == ["sparse"] * 12
+    assert not method.ends_dense
+    method.finalize(layer)
+    assert check24(layer.weight) == 0 and bool((layer.weight == 0).any())
+
+
 def test_without_a_dense_phase_the_end_is_sparse_along_both_dims():
     layer, method, phases = finished(0.0)
     assert phases == ["sparse"] * 12
