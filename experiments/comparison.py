@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.checkpoint import lacks
 from experiments.command_line import plain
 from experiments.curves import Point, points
 from experiments.errors import UserError
@@ -21,6 +22,7 @@ from experiments.tracking import read_metrics
 
 METRIC = "metrics.val_loss"
 QUANTITIES = ("val_loss", "loss", "flip_rate")  # of the curves
+_SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}  # see lacks
 # No part of what was computed (experiments/config.py), or of every run its own.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
 
@@ -77,6 +79,9 @@ def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
     if not finished:
         raise UserError(f"no finished run at {', '.join(map(str, asked)) or 'no path'}")
     runs = [Run(_shown(run), read_result(run)) for run in finished]
+    for run in runs:
+        if (key := lacks(run.result, _SHAPE)) is not None:
+            raise UserError(f"{run.directory / FILE} is damaged (no {key} in it); run it again")
     return runs, [_shown(run) for run in directories if run not in finished]
 
 
@@ -129,8 +134,8 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
     add("", {key: value for key, value in config.items() if key not in _APART})
     kept = {key: value for key, value in sorted(values.items()) if key not in _APART}
-    if config["method"].get("seed", config["seed"]) != config["seed"]:
-        kept["method.seed"] = values["method.seed"]
+    if (own := config["method"].get("seed", config["seed"])) != config["seed"]:
+        kept["method.seed"] = plain(own)
     return {**kept, "corpus": str(result.get("corpus_hash"))[:12]}
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import methods
+from experiments.checkpoint import lacks
 from experiments.config import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model, typed
 from experiments.data import load_encoding
 from experiments.errors import UserError
@@ -71,18 +72,20 @@ class FinishedRun:
     def shape(self) -> ModelConfig:
         """The shape of its model."""
         values = {k: v for k, v in self.config["model"].items() if k not in ("name", "weights")}
-        return typed(FAMILIES[self.family][0], f"{self.directory / FILE}: model", values)
+        return self._typed(FAMILIES[self.family][0], "model", values)
 
     @property
     def family(self) -> str:
         """`gpt2`, `bert`, `vit` or `hf`."""
-        return "hf" if "path" in self.config["model"] else self.model_name.partition("_")[0]
+        family = "hf" if "path" in self.config["model"] else self.model_name.partition("_")[0]
+        if family not in FAMILIES:
+            raise UserError(f"{self.directory / FILE}: there is no model {self.model_name}")
+        return family
 
     @cached_property
     def data(self) -> DataConfig | ImageConfig:
         """The data that it was trained on."""
-        schema = FAMILIES[self.family][1]
-        return typed(schema, f"{self.directory / FILE}: data", self.config["data"])
+        return self._typed(FAMILIES[self.family][1], "data", self.config["data"])
 
     @cached_property
     def trained_with(self) -> methods.Method:
@@ -91,8 +94,14 @@ class FinishedRun:
             raise UserError(f"{self.directory / FILE}: there is no method {self.method}")
         options = {k: v for k, v in self.config["method"].items() if k != "name"}
         module = importlib.import_module(f"methods.{self.method}")
-        place = f"{self.directory / FILE}: method"
-        return module.Method(typed(module.Config, place, options))
+        return module.Method(self._typed(module.Config, "method", options))
+
+    def _typed(self, schema: type, group: str, values: Any) -> Any:
+        place = f"{self.directory / FILE}: {group}"
+        try:
+            return typed(schema, place, values)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
 
     @property
     def longest(self) -> int | None:
@@ -115,8 +124,12 @@ class FinishedRun:
         """
         if isinstance(self.data, ImageConfig):
             raise UserError(f"{self.directory} was trained on images and has no tokenizer")
-        record = self.result.get("corpus", {}).get("tokenizer")
-        if record is None:
+        record = self.result.get("corpus")
+        record = record.get("tokenizer") if isinstance(record, dict) else None
+        if lacks(record, {"kind": str}) is not None or (
+            record["kind"] != "gpt2"
+            and lacks(record, {"file": str, "sha256": str, "end_of_text": int}) is not None
+        ):
             raise UserError(f"{self.directory / FILE} names no tokenizer; run it again")
         if record["kind"] != "gpt2":
             check_files(self.directory, self.result, record["file"])

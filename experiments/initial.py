@@ -254,8 +254,8 @@ def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
     has, without names all; None if nothing is. A run that stored no hashes has to have weights.
     """
     vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
-    if not isinstance(vouched, dict):
-        return f"{directory / RESULT} is damaged (its files are no dict)"
+    if not isinstance(vouched, dict) or {*map(type, vouched.values())} - {str, type(None)}:
+        return f"{directory / RESULT} is damaged (files in it are no hashes by their names)"
     for name in names or vouched:
         path, expected = directory / name, vouched.get(name)
         if name in vouched and not path.is_file():

@@ -352,3 +352,14 @@ def test_a_sweep_ends_with_its_table(three):
     )
     assert of_sweep(runs, "metrics.flip_rate").endswith(" metric=metrics.flip_rate")
     assert len(of_sweep([*runs, runs[0]])) == len(of_sweep(runs))  # a sweep over `impl`
+
+
+@pytest.mark.parametrize("key", ["metrics", "config.seed", "config.train"])
+def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
+    path = write("ste", 0, 1.0) / "result.json"
+    result = json.loads(path.read_text())
+    group, _, last = key.rpartition(".")
+    del (result[group] if group else result)[last]
+    path.write_text(json.dumps(result))
+    with pytest.raises(UserError, match=rf"result\.json is damaged \(no {key}"):
+        find([tmp_path / "runs"])

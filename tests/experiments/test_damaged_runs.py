@@ -190,3 +190,37 @@ def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
     expected = "python -m experiments.find_decay 'candidates=[1e-4, 2e-4]' seed=3"
     assert seen[0].dense_run().command == expected
     assert load(["data.name=my text".replace(" ", "_")]).command.endswith("data.name=my_text")
+
+
+@pytest.mark.parametrize("files", [{"model.safetensors": 5}, {"model.safetensors": {}}, "x", None])
+def test_files_without_hashes_are_no_traceback(config, files):
+    path = config.directory() / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+    assert pretrain.finished(config) is None
+    with pytest.raises(UserError, match=r"result\.json is damaged .*; make the run again: "):
+        FinishedRun.open(config.directory()).model()
+
+
+@pytest.mark.parametrize(
+    "key, value, read",
+    [
+        ("corpus", [], lambda run: run.tokenizer()),
+        ("corpus.tokenizer", {}, lambda run: run.tokenizer()),
+        ("corpus.tokenizer", 5, lambda run: run.tokenizer()),
+        ("corpus.tokenizer.sha256", None, lambda run: run.tokenizer()),
+        ("config.model.name", "x", lambda run: run.shape),
+        ("config.model.n_head", 5, lambda run: run.shape),
+        ("config.method.include", [1], lambda run: run.trained_with),
+    ],
+)
+def test_a_result_with_wrong_values_is_one_line(config, key, value, read):
+    path = config.directory() / "result.json"
+    result = json.loads(path.read_text())
+    *groups, last = key.split(".")
+    part = result
+    for group in groups:
+        part = part[group]
+    part[last] = value
+    path.write_text(json.dumps(result))
+    with pytest.raises(UserError, match=r"result\.json"):
+        read(FinishedRun.open(config.directory()))
