@@ -232,7 +232,7 @@ def load_tokens(config: DataConfig, seed: int) -> Corpus:
     manifest = read_manifest(config)
     for split in SPLITS:
         _check_file(config, manifest["splits"][split])
-    if manifest["tokenizer"]["file"] is not None:
+    if manifest["tokenizer"].get("file") is not None:
         _check_file(config, manifest["tokenizer"])
     tokens: dict[str, np.ndarray] = {
         split: np.memmap(directory / manifest["splits"][split]["file"], dtype=TOKEN, mode="r")
@@ -249,7 +249,7 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
     """
     if record["kind"] == "gpt2":
         return gpt2_encoding()
-    path = folder / str(record["file"])
+    path = folder / str(record.get("file"))
     if not path.is_file() or sha256(path) != record["sha256"]:
         state = "was changed" if path.is_file() else "is missing"
         raise UserError(f"{path}, the tokenizer, {state}; put the one there that was trained with")
@@ -278,6 +278,8 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
     found = lacks(manifest, {"schema": int})
     if found is None and manifest["schema"] == SCHEMA:
         found = lacks(manifest, _MANIFEST)
+        if found is None and manifest["tokenizer"].get("file") is not None:
+            found = lacks(manifest, {"tokenizer": _FILE})
     if found is not None:
         raise UserError(f"{path} is damaged (no {found or 'manifest'} in it); {anew}")
     if manifest["schema"] != SCHEMA:

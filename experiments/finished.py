@@ -124,11 +124,11 @@ class FinishedRun:
         """
         if isinstance(self.data, ImageConfig):
             raise UserError(f"{self.directory} was trained on images and has no tokenizer")
-        record = self.result.get("corpus")
-        record = record.get("tokenizer") if isinstance(record, dict) else None
+        corpus = self.result.get("corpus")
+        record: Any = corpus.get("tokenizer") if isinstance(corpus, dict) else None
+        own = {"file": str, "sha256": str, "end_of_text": int}
         if lacks(record, {"kind": str}) is not None or (
-            record["kind"] != "gpt2"
-            and lacks(record, {"file": str, "sha256": str, "end_of_text": int}) is not None
+            record["kind"] != "gpt2" and lacks(record, own) is not None
         ):
             raise UserError(f"{self.directory / FILE} names no tokenizer; run it again")
         if record["kind"] != "gpt2":
