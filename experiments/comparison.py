@@ -122,7 +122,7 @@ def arms(runs: Iterable[Run]) -> list[Arm]:
 def flat(result: dict[str, Any]) -> dict[str, str]:
     """What a run computed, but for its seed: the config's values by their dotted keys, as they are
     typed, and the hash of its data."""
-    config = result["config"]
+    config = json.loads(json.dumps(result["config"]))  # of a run just made it has tuples
     values: dict[str, str] = {}
 
     def add(prefix: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -70,6 +70,8 @@ class DataConfig:
     tokenizer: str = "gpt2"
     vocab_size: int = 50257
     text_column: str = "text"
+
+    similar: ClassVar[str] = "openwebtext"  # a file of conf/data that fits a text of one's own
 
     def __post_init__(self) -> None:
         check_name("data.name", self.name)
@@ -128,12 +130,19 @@ class DataConfig:
 
     @property
     def prepare_command(self) -> str:
-        command = f"python -m experiments.prepare_data data={self.name} "
+        """The command that prepares this corpus."""
+        own = not (Path(__file__).parent / "conf" / "data" / f"{self.name}.yaml").is_file()
+        words = [f"data={self.similar}", f"data.name={self.name}"] if own else [f"data={self.name}"]
         if self.tokenizer in TRAINED:
-            command += f"data.tokenizer={self.tokenizer} data.vocab_size={self.vocab_size} "
+            words += [f"data.tokenizer={self.tokenizer}", f"data.vocab_size={self.vocab_size}"]
         elif self.tokenizer_kind == "hf":
-            command += shlex.quote(f"data.tokenizer={self.tokenizer}") + " "
-        return command + shlex.quote(f"data.source={self.source}")
+            words.append(f"data.tokenizer={self.tokenizer}")
+        words.append(f"data.source={self.source}")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("root", "text_column"):
+            if getattr(self, name) != defaults[name]:
+                words.append(f"data.{name}={getattr(self, name)}")
+        return f"python -m experiments.prepare_data {shlex.join(words)}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class MLMConfig(DataConfig):
             )
         if self.sequence_length is not None and self.sequence_length < 8:
             raise UserError(f"data.sequence_length={self.sequence_length}; it must be at least 8")
+
+    similar: ClassVar[str] = "c4_mlm"
 
     @property
     def prepare_command(self) -> str:

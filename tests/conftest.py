@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+os.environ.pop("COLUMNS", None)  # of the workers of pytest-xdist; what is printed would fit it
 
 
 @pytest.fixture(scope="session")

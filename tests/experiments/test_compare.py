@@ -363,3 +363,11 @@ def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
     path.write_text(json.dumps(result))
     with pytest.raises(UserError, match=rf"result\.json is damaged \(no {key}"):
         find([tmp_path / "runs"])
+
+
+def test_a_run_just_made_is_of_the_config_of_one_that_was_read(write):
+    """Its config has tuples where the file has lists."""
+    read = comparison.Run(write(seed=0), json.loads((write(seed=1) / "result.json").read_text()))
+    made = {**read.result, "config": json.loads(json.dumps(read.result["config"]))}
+    made["config"]["method"]["include"] = tuple(made["config"]["method"]["include"])
+    assert comparison.flat(made) == comparison.flat(read.result)

@@ -1,14 +1,17 @@
 """Token corpora: which windows a batch holds, and what is refused before training starts."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
 import torch
 
 from experiments import data
+from experiments.config import load
 from experiments.data import DataConfig, check_fits, file_record, load_tokens
 from experiments.errors import UserError
+from experiments.mlm import MLMConfig
 
 
 def write_corpus(root, train=5000, val=1000, vocab_size=7000):
@@ -132,7 +135,18 @@ def test_a_missing_corpus_names_the_file_and_the_command(tmp_path):
         load_tokens(config, seed=0)
     assert str(tmp_path / "openwebtext-gpt2" / "manifest.json") in str(error.value)
     command = "python -m experiments.prepare_data data=openwebtext 'data.source=/some where'"
-    assert command in str(error.value)
+    assert f"{command} data.root={tmp_path}`" in str(error.value)
+
+
+def test_the_command_for_a_text_of_ones_own_composes(tmp_path):
+    for kind, extra in ((DataConfig, []), (MLMConfig, ["model=bert_nano"])):
+        config = kind("mine", "text", str(tmp_path), "wordpiece", 512, "body")
+        python, flag, module, *overrides = shlex.split(config.prepare_command)
+        assert (python, flag, module) == ("python", "-m", "experiments.prepare_data")
+        assert overrides[: len(extra)] == extra
+        composed = load(overrides).data
+        assert (composed.directory, composed.source) == (config.directory, "text")
+        assert composed.text_column == "body"
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
