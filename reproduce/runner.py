@@ -29,6 +29,7 @@ from reproduce.jobs import quoted
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
+SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, of runs on images
 
 
 @dataclass
@@ -169,9 +170,11 @@ def _stop(workers: list[Worker]) -> None:
 
 
 def _figures(record: dict[str, Any]) -> str:
-    loss = record["metrics"].get("val_loss")
-    told = "val_loss is not finite" if loss is None else f"val_loss {loss:.4f}"
-    return f"{told}, {record['step_seconds'] * 1e3:.1f} ms a step"
+    metrics = record["metrics"]
+    loss = metrics.get("val_loss")
+    told = ["val_loss is not finite" if loss is None else f"val_loss {loss:.4f}"]
+    told += [f"{name} {metrics[name]:.2f}" for name in SCORES if name in metrics]
+    return ", ".join([*told, f"{record['step_seconds'] * 1e3:.1f} ms a step"])
 
 
 def _reason(worker: Worker) -> str:

@@ -93,6 +93,37 @@ def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
     assert (found.margin, found.verdict) == (pytest.approx(0.02), "confirmed")
 
 
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ({"070": 0.1, "080": -0.1, "100": -2.0}, "confirmed"),
+        ({"070": 0.1, "080": -0.1, "100": 2.0}, "refuted"),  # sparse to the end is better
+        ({"070": 0.1, "080": -3.0, "100": -2.0}, "refuted"),  # 80 % cost more than a quarter of 8
+        ({"070": 0.1, "080": 3.0, "100": -2.0}, "refuted"),  # as much of a difference
+        ({"070": 0.1, "080": -0.1, "100": 0.0}, "inconclusive"),
+    ],
+)
+def test_torchao_s_claim_is_about_an_accuracy(by, expected):
+    """More is better there: a loss of points is `lower`, the half-width model has less."""
+    values = {
+        ("d", arm): {
+            seed: {"metrics": {"linear_top1": 50 + 10 * score, "val_loss": -score}}
+            for seed, score in enumerate(scores)
+        }
+        for arm, scores in {
+            "dense": BASE,
+            "half": shifted(-0.8),
+            **{f"sparse_{share}": shifted(points / 10) for share, points in by.items()},
+        }.items()
+    }
+    rules = read_claims()
+    claim = next(claim for claim in rules.claims if claim.id == 13)
+    found = judge(rules, claim, values)
+    assert verdict(found) == expected
+    assert [j.effect for j in found] == pytest.approx([*by.values()])
+    assert [j.margin for j in found] == [pytest.approx(2.0), pytest.approx(2.0), None]
+
+
 def test_seeds_of_one_arm_alone_are_left_out():
     """Six seeds each, five in common; those that are not would turn the sign of the mean."""
     values = records(

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from experiments.errors import UserError
+from experiments.images import load_images
 from reproduce import blocks, runner
 from reproduce.__main__ import main
 from reproduce.blocks import Block
@@ -161,6 +162,31 @@ def test_a_diverged_run_is_done(start, children, monkeypatch, tmp_path, make_res
     done, said = start(block(seeds=[0], dense=["method=dense"]))
     assert done and "val_loss is not finite" in said[1]
     assert start(block(seeds=[0], dense=["method=dense"]))[0] and len(children.started) == 1
+
+
+def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_path, make_result):
+    """Trained alone it has a result, but not what claims are judged by."""
+    probed = {"knn_top1": 61.25, "linear_top1": 70.5}
+    images = Block("t", "T", ["train.steps=20"], {"dense": ["method=dense"]}, [0], driver="dino")
+    config = next(images.runs(tmp_path)).job.config
+    digits = load_images(config.data).fingerprint
+
+    def train(metrics):
+        metrics = {"val_loss": 3.5, **metrics}
+        result = make_result(config.digest(), corpus_hash=digits, init=None, metrics=metrics)
+        line = [sys.executable, "-S", "-c", CHILD, "train", str(config.directory())]
+        monkeypatch.setattr(runner, "command", lambda run, runs: [*line, json.dumps(result)])
+
+    train({})
+    done, said = start(images)
+    assert not done and said[1].startswith("failed: dense, seed 0: ")
+    train(probed)
+    done, said = start(images)
+    assert done and said[1].startswith(
+        "[1/1] dense, seed 0: val_loss 3.5000, knn_top1 61.25, linear_top1 70.50, 2000.0 ms a step"
+    )
+    record = blocks.read_record(tmp_path / "evidence" / "t" / "dense-seed0.json")
+    assert record["metrics"].items() >= probed.items()
 
 
 # ------------------------------------------------------------------------------ failures
