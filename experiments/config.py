@@ -56,7 +56,7 @@ ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 FAMILIES: dict[str, tuple[type, type, str]] = {
     "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
     "bert": (BertConfig, MLMConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
-    "vit": (ViTConfig, ImageConfig, "images: data=digits or imagenet"),
+    "vit": (ViTConfig, ImageConfig, "images: data=digits, fashion_mnist or imagenet"),
     "hf": (HFConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
 }
 

@@ -15,7 +15,7 @@ from experiments.config import composed, digest, plain, typed
 from experiments.errors import UserError
 from experiments.finished import WEIGHTS_OF, FinishedRun
 from experiments.hashes import file_hash
-from experiments.images import EMBEDDED, SPLITS, ImageConfig, load_images
+from experiments.images import SPLITS, Files, ImageConfig, load_images
 from experiments.initial import HFConfig, weight_files
 from experiments.perplexity import Text
 from experiments.settings import DTYPES, ImplConfig, check_seed
@@ -123,10 +123,9 @@ class EvaluateConfig(Settings):
     @cached_property
     def images_hash(self) -> str:
         """Of the classes, names and contents of the validation images, and the fingerprint of all
-        that are used; of a data set of the hub, this alone."""
+        that are used; of images that are no files, this alone."""
         images = load_images(self.image_data, ("val",) if self.images == "val" else SPLITS)
-        source = self.image_data.source
-        if source == EMBEDDED or not Path(source).expanduser().is_dir():
+        if not isinstance(images.val, Files):
             return images.fingerprint
         found = hashlib.sha256(images.fingerprint.encode())
         for index in range(len(images.val.labels)):

@@ -1,6 +1,7 @@
 """Labelled images and where they are.
 
-A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a data set of the
+A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a folder of the
+four idx files of MNIST or Fashion-MNIST (their test images are for validation), a data set of the
 hub, or the embedded one: the 1797 handwritten digits that ship with scikit-learn, of which 400 are
 held out (stratified, by the fixed seed 0). Images are RGB.
 
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from experiments import hashes
+from experiments import hashes, idx
 from experiments.errors import UserError
 from experiments.glue import load_dataset
 from experiments.settings import check_name
@@ -45,8 +46,8 @@ MAX_NAMES = 1000  # classes that are told by name
 class ImageConfig:
     """Which images, and how training augments them. The defaults are DeiT's.
 
-    source: "digits", a local folder in ImageNet's layout, or an id on the hub, owner/name or
-    owner/name@revision.
+    source: "digits", a local folder in ImageNet's layout or of idx files, or an id on the hub,
+    owner/name or owner/name@revision.
     image_size: pixels a side that the model sees. mean, std: of the channels, pixels in [0, 1].
     crop_pct: of the centre crop for evaluation, as timm has it.
     crop_scale: share of the area that the random resized crop keeps; null = the whole image.
@@ -208,25 +209,27 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
     Args:
         splits: those of `SPLITS` that are needed; others may be missing.
     Raises:
-        UserError: it is not there, or not a folder in ImageNet's layout.
+        UserError: it is not there, or not a folder in one of the two layouts.
     """
     if config.source == EMBEDDED:
         return _digits(config.image_size, splits)
     path = Path(config.source).expanduser()
     if path.is_dir():
-        return _folder(path, splits)
+        return _idx(path, splits, config.name) if idx.in_folder(path) else _folder(path, splits)
     if path.exists() or path.is_absolute() or config.source.startswith((".", "~")):
+        if config.name in idx.PUBLISHED:
+            raise UserError(f"data.source={config.source} is no folder; {idx.ADVICE}")
         needed = " and ".join(f"{split}/" for split in splits)
         raise UserError(f"data.source={config.source} is no folder; give one with {needed}")
     return _hub(config.source, splits)
 
 
-# ---- The three kinds of data sets.
+# ---- The four kinds of data sets.
 
 
 @dataclass(frozen=True)
-class _Arrays:
-    """Grey images in memory, uint8 [N, S, S]."""
+class Arrays:
+    """Grey images in memory, uint8 [N, H, W]."""
 
     pixels: np.ndarray
     labels: np.ndarray
@@ -258,8 +261,8 @@ def _digits(image_size: int, splits: Sequence[str]) -> Images:
         [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in pixels]
     )
     both = {
-        "train": _Arrays(large[train], labels[train], "training digit"),
-        "val": _Arrays(large[val], labels[val], "held-out digit"),
+        "train": Arrays(large[train], labels[train], "training digit"),
+        "val": Arrays(large[val], labels[val], "held-out digit"),
     }
     return Images(
         directory=Path(EMBEDDED),
@@ -269,8 +272,28 @@ def _digits(image_size: int, splits: Sequence[str]) -> Images:
     )
 
 
+def _idx(root: Path, wanted: Sequence[str], name: str) -> Images:
+    read = {split: idx.read(root, split) for split in wanted}
+    for split, published in idx.PUBLISHED.get(name, {}).items():
+        if split in read and read[split].sha256 != published:
+            raise UserError(
+                f"{read[split].path} and its labels are not those of {name} (sha256 "
+                f"{read[split].sha256[:12]}..., not {published[:12]}...): give yours a name, "
+                f"data.name=..., or get them anew; {idx.ADVICE}"
+            )
+    return Images(
+        directory=root,
+        classes=tuple(map(str, range(1 + max(int(own.labels.max()) for own in read.values())))),
+        splits={
+            split: Arrays(own.pixels, own.labels, f"{own.path}, image")
+            for split, own in read.items()
+        },
+        fingerprint=_joined(wanted, [own.sha256 for own in read.values()]),
+    )
+
+
 @dataclass(frozen=True)
-class _Files:
+class Files:
     """Images in files, `<directory>/<class>/<name>`."""
 
     directory: Path
@@ -318,7 +341,7 @@ def _folder(root: Path, wanted: Sequence[str]) -> Images:
             labels += [label] * len(found)
         digests.append(hashes.fingerprint(root / split, files))
         paths = np.array([os.fsencode(name) for name, _ in files])
-        splits[split] = _Files(root / split, paths, np.array(labels))
+        splits[split] = Files(root / split, paths, np.array(labels))
     return Images(root, classes[wanted[0]], splits, _joined(wanted, digests))
 
 
