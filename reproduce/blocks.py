@@ -1,7 +1,9 @@
 """Blocks of many small runs, from which claims are judged: `reproduce/blocks/<name>.yaml`.
 
 A block trains the same small model under many arms (methods and their options), each with the same
-seeds, so that arms can be compared seed by seed.
+seeds, so that arms can be compared seed by seed. It may go on from models of another block: then
+all arms of a seed start from one finished run, and are known by its config and their own, so that
+they are recognised where there are no weights.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from experiments.checkpoint import lacks, write_json
+from experiments.config import digest
 from experiments.errors import UserError
 from experiments.tracking import read_metrics
 from reproduce.jobs import Job
@@ -35,9 +39,30 @@ RECORD = {
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a block goes on from: the finished run of an arm of another block with the same seed."""
+
+    block: Block
+    arm: str
+
+    def __post_init__(self) -> None:
+        if self.arm not in self.block.arms:
+            known = ", ".join(self.block.arms)
+            raise ValueError(f"source.arm={self.arm}; block {self.block.name} has {known}")
+
+    def run(self, seed: int, runs: Path) -> BlockRun:
+        """The run that this seed starts from."""
+        one = replace(self.block, arms={self.arm: self.block.arms[self.arm]}, seeds=[seed])
+        run = next(one.runs(runs))
+        run.job.label = f"{self.block.name}: {run.job}"
+        return run
+
+
+@dataclass(frozen=True)
 class Block:
     """title: what is trained. overrides: hydra overrides of all arms. arms: label -> its own
-    overrides, the most important first. seeds: of every arm."""
+    overrides, the most important first. seeds: of every arm. source: where the first weights come
+    from, if they are not random."""
 
     name: str
     title: str
@@ -45,6 +70,7 @@ class Block:
     arms: dict[str, list[str]]
     seeds: list[int]
     driver: str = "pretrain"
+    source: Source | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -56,39 +82,69 @@ class Block:
         for arm in self.arms:
             if (other := files.setdefault(_file_name(arm), arm)) != arm:
                 raise ValueError(f"arms {other!r} and {arm!r} would have the same file; rename one")
+        if self.source is not None:
+            start = self.source.block
+            if others := [seed for seed in self.seeds if seed not in start.seeds]:
+                raise ValueError(f"block {start.name}, its source, has no seeds {others}")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed: every stop leaves whole seeds."""
         for seed in self.seeds:
+            source = None if self.source is None else self.source.run(seed, runs)
+            start = None if source is None else source.job
             for arm, own in self.arms.items():
                 overrides = [*self.overrides, *own, "tier=mini", f"seed={seed}"]
-                job = Job(f"{arm}, seed {seed}", self.driver, overrides, runs)
-                yield BlockRun(self.name, arm, seed, job)
+                job = Job(f"{arm}, seed {seed}", self.driver, overrides, runs, start, "init")
+                yield BlockRun(self.name, arm, seed, job, source)
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One arm with one seed. job: what trains it."""
+    """One arm with one seed. job: what trains it. source: the run whose weights it starts from."""
 
     block: str
     arm: str
     seed: int
     job: Job
+    source: BlockRun | None = None
 
     def file(self, folder: Path) -> Path:
         """Where its record is kept below a folder of evidence."""
         return folder / self.block / f"{_file_name(self.arm)}-seed{self.seed}.json"
 
-    def digest(self) -> str:
-        """The hash that its config is known by.
+    @property
+    def setup(self) -> dict[str, Any]:
+        """What was asked for, without a path of this machine, as its record has it."""
+        if self.source is None:
+            return {"overrides": self.job.overrides}
+        start = self.source
+        source = {"block": start.block, "arm": start.arm, "overrides": start.job.overrides}
+        return {"overrides": self.job.overrides, "source": source}
+
+    @cached_property
+    def config(self) -> Any:
+        """Its config, whether its source is finished or not.
 
         Raises:
             UserError: its overrides do not fit together.
         """
         try:
-            return self.job.config.digest()
+            if self.source is None:
+                return self.job.config
+            return self.job.compose(self.source.config.directory())
         except UserError as error:
             raise UserError(f"block {self.block}, {self.job}: {error}") from error
+
+    def digest(self) -> str:
+        """The hash that its config is known by; that of a source takes the place of its weights.
+
+        Raises:
+            UserError: its overrides do not fit together.
+        """
+        if self.source is None:
+            return self.config.digest()
+        own = replace(self.config, init=None).identity()
+        return digest({**own, "init": self.source.digest()})
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
         """The kept figures of this very config, from the first folder that has them."""
@@ -112,7 +168,8 @@ class BlockRun:
             "block": self.block,
             "arm": self.arm,
             "seed": self.seed,
-            "overrides": self.job.overrides,
+            **self.setup,
+            **({} if self.source is None else {"init": result["init"]}),
             **{key: result[key] for key in ("config_hash", "corpus_hash", "steps", "tokens")},
             **{key: result[key] for key in ("metrics", "sparsity", "backend", "world_size")},
             **{key: result[key] for key in ("train_seconds", "step_seconds", "started", "ended")},
@@ -164,13 +221,28 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
     import yaml
 
     path = folder / f"{name}.yaml"
+    try:
+        content = _content(name, folder)
+        source = content.get("source")
+        if isinstance(source, dict) and isinstance(source.get("block"), str):
+            start = _content(source["block"], folder)
+            if start.get("source") is not None:
+                raise ValueError(f"source.block={source['block']} has a source itself")
+            content["source"] = {**source, "block": start}
+        return build(Block, content, "the file")
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _content(name: str, folder: Path) -> dict[str, Any]:
+    """The name of a block and the keys of its file."""
+    import yaml
+
+    path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
         raise UserError(f"no block {name!r}; there is {known}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no keys")
-        return build(Block, {"name": name, **content}, "the file")
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no keys")
+    return {"name": name, **content}

@@ -35,13 +35,16 @@ class Margin:
 
 @dataclass(frozen=True)
 class Contrast:
-    """`arm` compared with `against` in `block`, by `metric`, a dotted path into a record."""
+    """`arm` compared with `against` in `block`, by `metric`, a dotted path into a record.
+
+    margin_of: block whose gap gives the margin of `equal`, where it is not its own."""
 
     block: str
     arm: str
     against: str
     expect: str
     metric: str = "metrics.val_loss"
+    margin_of: str | None = None
 
     def __post_init__(self) -> None:
         if self.expect not in EXPECTED:
@@ -127,7 +130,7 @@ def outdated(*folders: Path, blocks: Path = BLOCKS) -> list[Path]:
 def _records(
     folders: Iterable[Path], blocks: Path, wanted: bool
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    asked: dict[str, dict[tuple[str, int], list[str]]] = {}
+    asked: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
     for folder in folders:
         for path in sorted(folder.glob("*/*.json")):
             record = read_record(path)
@@ -135,9 +138,9 @@ def _records(
             if name not in asked:
                 there = (blocks / f"{name}.yaml").is_file()
                 runs = read_block(name, blocks).runs(Path()) if there else ()
-                asked[name] = {(run.arm, run.seed): run.job.overrides for run in runs}
-            overrides = asked[name].get((record["arm"], record["seed"]))
-            if (overrides == record["overrides"]) is wanted:
+                asked[name] = {(run.arm, run.seed): run.setup for run in runs}
+            setup = {key: record[key] for key in ("overrides", "source") if key in record}
+            if (asked[name].get((record["arm"], record["seed"])) == setup) is wanted:
                 yield path, record
 
 
@@ -161,7 +164,7 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
         return Judged(contrast, len(paired), why=why)
     margin = None
     if c.expect == "equal":
-        gaps = differences(values, c.block, rule.upper, rule.lower, c.metric)
+        gaps = differences(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
         if why := _untestable(claims, rule.upper, rule.lower, c.metric, gaps):
             return Judged(contrast, len(paired), why=f"no margin: {why}")
         margin = rule.share * abs(mean(gaps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
     """Run what is not finished, in order. A failure is reported in one line and the rest go on."""
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
-    if waiting and needs_gpu([job for _, job in waiting]):
+    if waiting and needs_gpu(job.config for _, job in waiting):
         report("nothing is run: they need a GPU, and torch sees none here; tier=smoke needs none")
         return
     start = time.monotonic()
@@ -74,9 +74,10 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
         report(f"{clock(time.monotonic() - start)} for {len(waiting)} runs")
 
 
-def needs_gpu(jobs: list[Job]) -> bool:
-    """Whether jobs are for a GPU that is not here: a tier is for one kind of device."""
-    impls = [getattr(job.config, "impl", None) for job in jobs if job.config is not None]
+def needs_gpu(configs: Iterable[Any]) -> bool:
+    """Whether configs, None of what has none yet, are for a GPU that is not here: a tier is for one
+    kind of device."""
+    impls = [getattr(config, "impl", None) for config in configs]
     wanted = any(impl is not None and impl.device == "cuda" for impl in impls)
     return wanted and not torch.cuda.is_available()
 

@@ -1,7 +1,8 @@
 """Runs a block: `python -m reproduce run BLOCK [minutes=N] [per_gpu=N]`.
 
 Every run is a process of its own, several on each GPU, because one small model does not fill one.
-What has a record, in `reproduce/evidence` or in `runs/evidence`, is done. After the time budget no
+What has a record, in `reproduce/evidence` or in `runs/evidence`, is done. A run that others start
+from is trained before them where its weights are missing, record or not. After the time budget no
 run is begun, and those that go on are told to stop: they save a checkpoint first.
 """
 
@@ -65,22 +66,22 @@ def run_block(
     """
     kept = runs / "evidence"
     everything = list(block.runs(runs))
-    trainings: dict[str, list[BlockRun]] = {}  # arms of the same config share one
-    for run in everything:
-        if run.record(committed, kept) is None and run.keep(kept) is None:
-            trainings.setdefault(run.digest(), []).append(run)
-    waiting = list(trainings.values())
+    waiting = _missing(everything, committed, kept)
+    sources = {first.source for first, *_ in waiting if first.source is not None}
+    ahead = {first for first, *_ in waiting if first in sources}  # what starts there has to wait
     total = sum(map(len, waiting))
     gpus = visible_gpus() or [None]
     places = gpus * per_gpu
     report(
-        f"{block.name}: {len(everything)} runs, {len(everything) - total} done already; "
-        f"{len(places)} at a time"
+        f"{block.name}: {len(everything)} runs, {len(everything) + len(ahead) - total} done "
+        f"already; {len(places)} at a time"
     )
-    if needs_gpu([first.job for first, *_ in waiting]):
+    if block.source is not None and ahead:
+        report(f"before them {len(ahead)} of block {block.source.block.name}, where they start")
+    configs = [first.config for first, *_ in waiting]
+    if needs_gpu(configs):
         raise UserError(f"block {block.name} needs a GPU, and torch sees none here")
-    sources = [first.job.config.data for first, *_ in waiting]
-    for data in {source for source in sources if isinstance(source, DataConfig)}:
+    for data in {config.data for config in configs if isinstance(config.data, DataConfig)}:
         prepare(data)  # once, and not in every process
     begun = time.monotonic()
     deadline = begun + (minutes * 60 if minutes is not None else float("inf"))
@@ -91,34 +92,61 @@ def run_block(
         while time.monotonic() < deadline:
             expected = statistics.median(durations) if durations else 0.0
             for place, gpu in enumerate(places):
-                if place not in working and waiting and time.monotonic() + expected < deadline:
-                    working[place] = _start(waiting.pop(0), gpu, runs, len(places))
+                ready = [training for training in waiting if training[0].source not in ahead]
+                if place not in working and ready and time.monotonic() + expected < deadline:
+                    waiting.remove(ready[0])
+                    working[place] = _start(ready[0], gpu, runs, len(places))
             if not working:
                 break
             time.sleep(POLL)
             for place in [p for p, w in working.items() if w.process.poll() is not None]:
                 worker = working.pop(place)
-                seconds = time.monotonic() - worker.started
-                records = [run.keep(kept) for run in worker.runs]
-                if records[0] is None:
-                    failed += len(records)
+                first, seconds = worker.runs[0], time.monotonic() - worker.started
+                result = first.job.result()
+                if result is None or not all(_ended(r, committed, kept) for r in worker.runs):
+                    left_out = [training for training in waiting if training[0].source == first]
+                    waiting = [training for training in waiting if training not in left_out]
+                    failed += len(worker.runs) + sum(map(len, left_out))
                     report(f"failed: {worker}: {_reason(worker)}")
+                    if left_out:
+                        report(f"left out: {sum(map(len, left_out))} runs that start there")
                     continue
-                done += len(records)
+                ahead.discard(first)
+                done += len(worker.runs)
                 durations.append(seconds)
                 elapsed = time.monotonic() - begun
                 left = elapsed / done * (total - done - failed)
                 report(
-                    f"[{done}/{total}] {worker}: {_figures(records[0])}, {seconds:.0f} s "
+                    f"[{done}/{total}] {worker}: {_figures(result)}, {seconds:.0f} s "
                     f"({clock(elapsed)} elapsed, about {clock(left)} left)"
                 )
     finally:
         _stop(list(working.values()))
         for worker in working.values():  # one may have come to its end
-            done += sum(run.keep(kept) is not None for run in worker.runs)
+            done += sum(_ended(run, committed, kept) for run in worker.runs)
     if left_over := total - done - failed:
         report(f"{left_over} runs are left; start the same command again to go on")
     return done == total
+
+
+def _missing(everything: list[BlockRun], committed: Path, kept: Path) -> list[list[BlockRun]]:
+    """The trainings that are left, in their order, each with the runs that it makes: arms of the
+    same config share one. A source whose weights are not there comes before what starts from it."""
+    trainings: dict[str, list[BlockRun]] = {}
+    for run in everything:
+        if run.record(committed, kept) is None and run.keep(kept) is None:
+            if run.source is not None and not _ended(run.source, committed, kept):
+                trainings.setdefault(run.source.digest(), [run.source])
+            trainings.setdefault(run.digest(), []).append(run)
+    return list(trainings.values())
+
+
+def _ended(run: BlockRun, committed: Path, kept: Path) -> bool:
+    """Whether a run is there with its weights. Its figures are kept unless they were before, of a
+    source that was made again."""
+    if run.job.result() is None:
+        return False
+    return (run.record(committed, kept) or run.keep(kept)) is not None
 
 
 def visible_gpus() -> list[str | None]:
@@ -132,7 +160,8 @@ def visible_gpus() -> list[str | None]:
 def command(run: BlockRun, runs: Path) -> list[str]:
     """The command line of a run."""
     module = f"experiments.{run.job.driver}"
-    return [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}"]
+    init = [] if run.source is None else [f"init={quoted(run.source.config.directory())}"]
+    return [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}", *init]
 
 
 def _start(training: list[BlockRun], gpu: str | None, runs: Path, places: int) -> Worker:

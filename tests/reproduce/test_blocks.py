@@ -50,6 +50,64 @@ def test_runs_come_seed_by_seed(block_file, tmp_path):
     assert config.runs == tmp_path / "runs"
 
 
+SECOND = """
+title: U
+overrides: [train.steps=30]
+source: {block: t, arm: dense}
+seeds: [1]
+arms:
+  ast: [method=ast]
+  gmp: [method=gmp]
+"""
+
+
+@pytest.fixture
+def second_file(block_file):
+    """second_file(old, new) -> folder with `t.yaml` and `u.yaml`, SECOND with `old` replaced."""
+
+    def write(old="", new=""):
+        assert old in SECOND
+        folder = block_file()
+        (folder / "u.yaml").write_text(SECOND.replace(old, new), encoding="utf-8")
+        return folder
+
+    return write
+
+
+def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
+    """All arms of a seed start from one run. They are known by its config: the hash without its
+    weights is the one that they have with them."""
+    ast, gmp = read_block("u", second_file()).runs(tmp_path / "runs")
+    assert [(run.seed, run.arm) for run in (ast, gmp)] == [(1, "ast"), (1, "gmp")]
+    assert ast.source is gmp.source
+    of_t = {run.digest(): run for run in read_block("t", tmp_path).runs(tmp_path / "runs")}
+    assert of_t[ast.source.digest()].setup == ast.source.setup
+    assert str(ast.source.job) == "t: dense, seed 1"
+    digests = ast.digest(), gmp.digest()
+    assert len({*digests, ast.job.compose(None).digest()}) == 3
+    assert ast.job.config is None and ast.job.result() is None
+
+    finish(ast.source.job.config)
+    assert ast.job.config.init == ast.source.job.config.directory()
+    assert (ast.job.config.digest(), gmp.job.config.digest()) == digests
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("arm: dense", "arm: densest", "source.arm=densest; block t has dense, ste 2e-3"),
+        ("block: t", "block: v", "no block 'v'; there is t, u"),
+        ("block: t", "block: u", "source.block=u has a source itself"),
+        ("{block: t, arm: dense}", "t", "the file: source: 't' is no Source"),
+        ("seeds: [1]", "seeds: [0, 1]", "block t, its source, has no seeds [0]"),
+    ],
+)
+def test_a_source_that_means_nothing(old, new, message, second_file):
+    with pytest.raises(UserError) as error:
+        read_block("u", second_file(old, new))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", [path.stem for path in sorted(blocks.BLOCKS.glob("*.yaml"))])
 def test_shipped_blocks_compose(name, tmp_path):
     """Every arm has a config, and no two are the same training under other names."""
@@ -147,6 +205,30 @@ def test_another_config_is_not_done(run, finish, tmp_path):
     assert other.record(tmp_path / "evidence") is None
     assert other.keep(tmp_path / "evidence") is None
     assert run.record(tmp_path / "evidence") is not None
+
+
+def test_the_record_of_a_run_names_where_it_started(second_file, finish, tmp_path):
+    """It is recognised without that run, but not once that one would be another."""
+    ast, _ = read_block("u", second_file()).runs(tmp_path / "runs")
+    own = tmp_path / "evidence"
+    finish(ast.source.job.config)
+    assert ast.keep(own) is None
+    finish(ast.job.config, init={})
+    kept = ast.keep(own)
+    assert kept["source"] == {
+        "block": "t",
+        "arm": "dense",
+        "overrides": ast.source.job.overrides,
+    }
+    assert kept["init"] == {} and kept["config_hash"] == ast.digest()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    again, _ = read_block("u", tmp_path).runs(tmp_path / "runs")
+    assert again.record(own) == kept
+
+    text = (tmp_path / "t.yaml").read_text().replace("steps=20", "steps=21")
+    (tmp_path / "t.yaml").write_text(text)
+    other, _ = read_block("u", tmp_path).runs(tmp_path / "runs")
+    assert other.record(own) is None and other.setup != again.setup
 
 
 def test_a_diverged_run_is_kept(run, finish, tmp_path):

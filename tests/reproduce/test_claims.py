@@ -86,6 +86,16 @@ def test_equal_without_any_difference():
     assert judged(values, ("it", "dense", "higher"))[0].verdict == "inconclusive"
 
 
+def test_a_margin_may_be_that_of_another_block():
+    """As where models are retrained, and none of them has half the width."""
+    values = records(dense=BASE, half=shifted(0.08))
+    values |= {("b", arm): values["a", "dense"] for arm in ("it", "that")}
+    contrast = Contrast("b", "it", "that", "equal", margin_of="a")
+    claim = Claim(1, "ast", "it trains.", "1.0", [contrast])
+    (found,) = judge(Claims(Margin(0.25, "dense", "half"), 0.05, 5, [claim]), claim, values)
+    assert found.margin == pytest.approx(0.02) and found.verdict == "confirmed"
+
+
 def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
     """Of an accuracy the half-width model has less."""
     values = records(dense=BASE, half=shifted(-0.08), it=shifted(0.001))
@@ -249,11 +259,13 @@ def test_contrasts_name_arms_that_are_run():
             continue
         known = read_block(contrast.block).arms
         wanted = {contrast.arm, contrast.against}
-        if contrast.expect == "equal":
-            wanted |= {found.margin.lower, found.margin.upper}
         if not any(arm.startswith(NEED_A_FACTOR) for arm in known):
             wanted = {arm for arm in wanted if not arm.startswith(NEED_A_FACTOR)}
         missing |= {f"{contrast.block}: {arm}" for arm in wanted - known.keys()}
+        if contrast.expect == "equal":
+            other = contrast.margin_of or contrast.block
+            ends = {found.margin.lower, found.margin.upper}
+            missing |= {f"{other}: {arm}" for arm in ends - read_block(other).arms.keys()}
     assert missing == set()
 
 
@@ -344,6 +356,19 @@ def test_records_of_arms_that_have_changed_are_left_out(tmp_path, block_file):
     }
     found = claims.outdated(folder, own, blocks=block_file)
     assert sorted(found) == sorted([changed, elsewhere, gone])
+
+
+def test_records_of_runs_that_started_elsewhere_are_left_out(tmp_path, block_file):
+    """Their own overrides are as the block says, but not those of what they start from."""
+    text = "title: U\noverrides: []\nsource: {block: t, arm: it}\nseeds: [0]\narms: {ast: []}\n"
+    (block_file / "u.yaml").write_text(text, encoding="utf-8")
+    (run,) = read_block("u", block_file).runs(tmp_path)
+    folder, older = tmp_path / "committed", tmp_path / "older"
+    keep(folder, arm="ast", block="u", **run.setup)
+    assert [*claims.read_records(folder, blocks=block_file)] == [("u", "ast")]
+    source = {**run.setup["source"], "overrides": ["train.steps=5"]}
+    path = keep(older, arm="ast", block="u", **{**run.setup, "source": source})
+    assert claims.outdated(folder, older, blocks=block_file) == [path]
 
 
 def test_a_damaged_record_is_named(tmp_path, block_file):

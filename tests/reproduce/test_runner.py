@@ -11,7 +11,7 @@ from experiments.errors import UserError
 from experiments.images import load_images
 from reproduce import blocks, runner
 from reproduce.__main__ import main
-from reproduce.blocks import Block
+from reproduce.blocks import Block, Source
 from reproduce.runner import run_block
 
 # Arguments: what to do, the run directory, what to write as its result.
@@ -52,7 +52,8 @@ def children(make_result, tmp_path, monkeypatch):
 
     def command(run, runs):
         Children.started.append(str(run.job))
-        result = make_result(run.digest(), metrics={"val_loss": 1.0 + run.seed})
+        init, loss = run.job.config.init_weights(), 1.0 + run.seed
+        result = make_result(run.digest(), metrics={"val_loss": loss}, init=init)
         do = Children.do.get(run.arm, "train")
         return [
             sys.executable, "-S", "-c", CHILD, do, str(run.job.config.directory()),
@@ -83,6 +84,12 @@ def block(seeds=(0, 1), **arms):
     """A block of tiny runs; arms by their overrides."""
     arms = arms or {"dense": ["method=dense"], "ste": ["method=ste"]}
     return Block("t", "T", ["train.steps=20"], arms, list(seeds))
+
+
+def second():
+    """A block that goes on from the arm `dense` of `block()`."""
+    arms = {"ast": ["method=ast"], "gmp": ["method=gmp"]}
+    return Block("u", "U", ["train.steps=20"], arms, [0, 1], source=Source(block(), "dense"))
 
 
 def seen(run_block, tmp_path):
@@ -187,6 +194,70 @@ def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_
     )
     record = blocks.read_record(tmp_path / "evidence" / "t" / "dense-seed0.json")
     assert record["metrics"].items() >= probed.items()
+
+
+# ------------------------------------------------------------------------------ sources
+
+
+def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
+    """Once for all arms of a seed, and with a record of its own."""
+    done, said = start(second())
+    assert done
+    order = [
+        *("t: dense, seed 0", "ast, seed 0", "gmp, seed 0"),
+        *("t: dense, seed 1", "ast, seed 1", "gmp, seed 1"),
+    ]
+    assert children.started == order
+    assert said[:2] == [
+        "u: 4 runs, 0 done already; 1 at a time",
+        "before them 2 of block t, where they start",
+    ]
+    assert said[2].startswith("[1/6] t: dense, seed 0: val_loss 1.0000, ")
+    kept = sorted(path.name for path in (tmp_path / "evidence").glob("[tu]/*"))
+    assert kept == [f"{arm}-seed{s}.json" for arm in ("ast", "dense", "gmp") for s in (0, 1)]
+    assert start(second()) == (True, ["u: 4 runs, 4 done already; 1 at a time"])
+    assert start(block())[0] and children.started == [*order, "ste, seed 0", "ste, seed 1"]
+
+
+def test_places_wait_for_no_source_where_another_can_begin(start, children):
+    done, _ = start(second(), per_gpu=2)
+    assert done and {*children.started[:2]} == {"t: dense, seed 0", "t: dense, seed 1"}
+    assert len(children.started) == 6
+
+
+def test_weights_alone_are_made_again(start, children, tmp_path):
+    """On a machine that has records of another one: only of seeds that lack an arm, and the first
+    record of such a run stays."""
+    start(second())
+    (tmp_path / "evidence").rename(tmp_path / "no")
+    (tmp_path / "gpt2-stdlib").rename(tmp_path / "elsewhere")
+    (tmp_path / "no" / "u" / "gmp-seed1.json").unlink()
+    children.started.clear()
+    done, said = start(second())
+    assert done and children.started == ["t: dense, seed 1", "gmp, seed 1"]
+    assert said[:2] == [
+        "u: 4 runs, 3 done already; 1 at a time",
+        "before them 1 of block t, where they start",
+    ]
+    kept = [path.name for path in (tmp_path / "evidence").glob("[tu]/*")]
+    assert kept == ["gmp-seed1.json"]
+
+
+def test_what_starts_from_a_failed_run_is_left_out(start, children):
+    children.do = {"dense": "fail"}
+    done, said = start(second())
+    assert not done and children.started == ["t: dense, seed 0", "t: dense, seed 1"]
+    assert said[2].startswith("failed: t: dense, seed 0: error: train.steps does not fit (see ")
+    assert said[3] == "left out: 2 runs that start there" and len(said) == 6
+    children.do = {}
+    assert start(second())[0]
+
+
+def test_a_source_that_ends_with_the_budget_counts(start, children, tmp_path, clock):
+    clock(lambda: 1000 * len(list(tmp_path.glob("gpt2-stdlib/*/*/result.json"))))
+    done, said = start(second(), minutes=10)
+    assert not done and children.started == ["t: dense, seed 0"]
+    assert said[-1] == "5 runs are left; start the same command again to go on"
 
 
 # ------------------------------------------------------------------------------ failures
@@ -357,6 +428,17 @@ def test_the_gpus_are_those_that_this_process_may_use(variable, count, expected,
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("it initialises CUDA"))
     assert runner.visible_gpus() == expected
+
+
+def test_the_command_of_a_run_with_a_source(finish, tmp_path):
+    from experiments.config import load
+
+    runs = tmp_path / "it's here"
+    run = next(second().runs(runs))
+    overrides = runner.command(run, runs)[3:]
+    finish(run.source.job.config)
+    assert load(overrides).digest() == run.digest()
+    assert load(overrides).directory() == run.job.config.directory()
 
 
 def test_the_command_of_a_run(tmp_path):
