@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -151,7 +150,7 @@ class RunConfig:
         return DINO(model, self.dino)
 
     def build_method(self) -> methods.Method:
-        return importlib.import_module(f"methods.{self.method}").Method(self.method_options)
+        return methods.module(self.method).Method(self.method_options)
 
     def open_source(self, model: nn.Module) -> Source:
         """The data, as samples of the shape that `model` takes.
@@ -255,10 +254,7 @@ def freeze(composed: Any) -> RunConfig:
         if "name" not in values:
             raise UserError(f"{group}: this file is a part of others and no {group} of its own")
     method_name, model_name = str(method.pop("name")), str(model.pop("name"))
-    if method_name not in methods.available():
-        choices = ", ".join(methods.available())
-        raise UserError(f"no method {method_name!r}; choose one of {choices}")
-    schema = importlib.import_module(f"methods.{method_name}").Config
+    schema = methods.module(method_name).Config
     if "dino" in groups and not model_name.startswith("vit"):
         raise UserError(f"self-distillation is for a ViT, not for {model_name}; see model=vit_nano")
     settings, changed = fit_warmup(groups["train"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,10 +89,12 @@ class FinishedRun:
     @cached_property
     def trained_with(self) -> methods.Method:
         """Its method, not attached to a model."""
-        if self.method not in methods.available():
-            raise UserError(f"{self.directory / FILE}: there is no method {self.method}")
+        try:
+            module = methods.module(self.method)
+        except ValueError as error:
+            place = self.directory / FILE
+            raise UserError(f"{place}: there is no method {self.method}") from error
         options = {k: v for k, v in self.config["method"].items() if k != "name"}
-        module = importlib.import_module(f"methods.{self.method}")
         return module.Method(self._typed(module.Config, "method", options))
 
     def _typed(self, schema: type, group: str, values: Any) -> Any:
@@ -214,8 +215,7 @@ class FinishedRun:
         modules = dict(model.named_modules())
         for name in modules.keys() & set(self.converted):  # a head of training may be gone
             _drop_low_rank_terms(modules[name])  # the layer's own state has them
-        module = importlib.import_module(f"methods.{self.method}")
-        method = module.Method(type(own)(**{**vars(own), **common}))
+        method = methods.module(self.method).Method(type(own)(**{**vars(own), **common}))
         method.convert(model, dtype)
         for name, layer in method.sparse_layers.items():
             wanted = {key: f"{name}.{key}" for key in layer.state_dict()}

@@ -12,15 +12,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any
 
+from . import released
 from .base import Method, Report, refresh
 
-__all__ = ["Method", "Report", "available", "build", "refresh"]
+__all__ = ["Method", "Report", "available", "build", "module", "refresh"]
 
 _NOT_METHODS = {
     "base", "calibration", "compressed", "conversion", "distillation", "fp8_gemms", "gemms",
-    "slorb", "sparsegpt",
+    "released", "slorb", "sparsegpt",
 }  # fmt: skip
 
 
@@ -29,17 +31,27 @@ def available() -> list[str]:
     return sorted({m.name for m in pkgutil.iter_modules(__path__)} - _NOT_METHODS)
 
 
+def module(name: str) -> ModuleType:
+    """The file of a method, `methods/<name>.py`, or one of `methods/released` by its dotted name.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    defective = {f"released.{m.name}" for m in pkgutil.iter_modules(released.__path__)}
+    if name not in {*available(), *defective}:
+        raise ValueError(f"no method {name!r}; choose one of {', '.join(available())}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
 def build(name: str, **options: Any) -> Method:
     """The method of file `methods/<name>.py` with these options of its `Config`.
 
     Raises:
         ValueError: no such method, no such option, or a value outside its range.
     """
-    if name not in available():
-        raise ValueError(f"no method {name!r}; choose one of {', '.join(available())}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    fields = [f.name for f in dataclasses.fields(module.Config)]
+    file = module(name)
+    fields = [f.name for f in dataclasses.fields(file.Config)]
     unknown = sorted(set(options) - set(fields))
     if unknown:
         raise ValueError(f"{name} has no option {', '.join(unknown)}; it takes {', '.join(fields)}")
-    return module.Method(module.Config(**options))
+    return file.Method(file.Config(**options))

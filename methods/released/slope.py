@@ -1,0 +1,78 @@
+"""SLoPe whose second copy of the weight, for dX, stays what it was before the first step.
+
+The released package keeps W^T, pruned twice, as a sparse tensor of its own, and its optimizer means
+to renew it after each step by `weight_t.values().data = ...` (github.com/Mohammad-Mozaffari/slope,
+optimizers/adamw_sparse.py). `values()` makes a new tensor object, whose `.data` that is: the stored
+numbers do not change, nor do the positions when the column mask is chosen again. The gradient that
+a layer passes on is that of the first weights all through the training, while its own weights move.
+
+Y, dW and the bias are those of `methods.slope`, and so is dX in the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common_kernels import expand_nm, unpack_mask
+
+from .. import slope
+from ..compressed import CompressedLinear
+from ..gemms import Products, under_autocast
+
+Config = slope.Config
+
+
+class _InputGradient(torch.autograd.Function):
+    """y [..., out], with dX = dY W' for a W' that is no part of y."""
+
+    @staticmethod
+    def forward(ctx, x, y, values, row_mask, pattern):
+        ctx.pattern = pattern
+        ctx.save_for_backward(values, row_mask)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        values, row_mask = ctx.saved_tensors
+        weight = expand_nm(values.to(grad_y.dtype), row_mask, *ctx.pattern)
+        grad_x = grad_y.reshape(-1, grad_y.shape[-1]) @ weight
+        return grad_x.reshape(*grad_y.shape[:-1], -1), grad_y, None, None, None
+
+
+class Linear(CompressedLinear):
+    """State beyond `CompressedLinear`, saved: `first` [out, in * n / m], the values of the first
+    weight that both masks keep."""
+
+    first: Tensor
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        super().refresh_mask()
+        kept = unpack_mask(self.column_mask, self.values.shape[-1])
+        self.register_buffer("first", torch.where(kept, self.values.detach(), 0.0))
+
+    def refresh_mask(self) -> None:
+        """The column mask stays, too."""
+
+    def sparse_products(self) -> Products:
+        return replace(super().sparse_products(), input=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = super().forward(x.detach())
+        return _InputGradient.apply(under_autocast(x), y, self.first, self.row_mask, self.pattern)
+
+
+class Method(slope.Method):
+    Linear = Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.adapter_rank:
+            raise ValueError(
+                f"adapter_rank={config.adapter_rank}; released.slope has no adapters, set it to 0"
+            )
