@@ -20,6 +20,7 @@ from reproduce.reading import build
 
 FILE = Path(__file__).with_name("claims.yaml")
 EXPECTED = ("lower", "higher", "equal")
+KINDS = ("kernel", "step", "projected")
 CONFIRMED, REFUTED, INCONCLUSIVE = "confirmed", "refuted", "inconclusive"
 NOT_TESTED = "not tested"
 
@@ -52,9 +53,30 @@ class Contrast:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """What is measured of time or memory: a column of `table` (reproduce/measured), factors of dense,
+    in all rows whose labels end with `rows`. kind: see claims.yaml. than: the end of the labels of
+    rows that these should be faster than. less: it is memory, of which less is a gain."""
+
+    table: str
+    column: str
+    kind: str
+    rows: str = ""
+    than: str = ""
+    less: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind}; choose one of {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True)
 class Claim:
-    """One claim. number: what the paper gives. decides: what the contrasts need explained. speed:
-    it is about time or memory, and is judged by the speed tables, not by runs of a block."""
+    """One claim, judged by contrasts of runs or by what is measured of time and memory.
+
+    number: what the paper gives. decides: what the contrasts need explained. settles: what would
+    decide it, where it is not confirmed.
+    """
 
     id: int
     paper: str
@@ -62,16 +84,19 @@ class Claim:
     number: str
     contrasts: list[Contrast] = field(default_factory=list)
     decides: str = ""
-    speed: bool = False
+    settles: str = ""
+    measured: list[Speed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Claims:
-    """All claims with the rules that they share. seeds: the least number that a test needs."""
+    """All claims with the rules that they share. seeds: the least number that a test needs. noise:
+    share of a single measurement of speed that stands for its interval."""
 
     margin: Margin
     level: float
     seeds: int
+    noise: float
     claims: list[Claim]
 
     def __post_init__(self) -> None:
@@ -233,7 +258,7 @@ def lines(claims: Claims, values: Values) -> list[str]:
                 f"{name}: {j.effect:+.4f} [{low:+.4f}, {high:+.4f}], n = {j.n}, expected "
                 f"{c.expect}{margin}, p = {j.p_expected:.2g}: {j.verdict}"
             )
-        if claim.speed:
+        if claim.measured:
             text.append("   judged by the speed tables (reproduce/measured)")
     return text
 

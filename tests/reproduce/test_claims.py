@@ -10,7 +10,17 @@ from experiments.errors import UserError
 from experiments.stats import holm, p_value
 from reproduce import blocks, claims
 from reproduce.blocks import read_block
-from reproduce.claims import Claim, Claims, Contrast, Margin, judge, lines, read_claims, verdict
+from reproduce.claims import (
+    Claim,
+    Claims,
+    Contrast,
+    Margin,
+    Speed,
+    judge,
+    lines,
+    read_claims,
+    verdict,
+)
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
@@ -33,7 +43,7 @@ def shifted(by, noise=NOISE):
 def of(*contrasts, seeds=5):
     """Claims with one claim of these contrasts, and that claim."""
     claim = Claim(1, "fst", "it trains.", "1.0", [Contrast("a", *c) for c in contrasts])
-    return Claims(Margin(0.25, "dense", "half"), 0.05, seeds, [claim]), claim
+    return Claims(Margin(0.25, "dense", "half"), 0.05, seeds, 0.02, [claim]), claim
 
 
 def judged(values, *contrasts):
@@ -228,7 +238,8 @@ def test_what_is_not_tested_costs_the_others_nothing():
 
 def test_what_a_terminal_shows():
     set_up, claim = of(("it", "dense", "lower"))
-    speed = replace(claim, id=2, contrasts=[], speed=True)
+    measured = [Speed("t", "speed", "kernel")]
+    speed = replace(claim, id=2, contrasts=[], measured=measured)
     shown = lines(replace(set_up, claims=[claim, speed]), records(dense=BASE, it=shifted(-0.02)))
     assert shown[0] == "1. [confirmed] fst: it trains."
     assert shown[2].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
@@ -244,7 +255,8 @@ def test_the_claims_are_those_of_the_papers():
     assert [claim.id for claim in found.claims] == list(range(1, 15))
     assert (found.level, found.seeds, found.margin.share) == (0.05, 5, 0.25)
     for claim in found.claims:
-        assert claim.speed != bool(claim.contrasts), f"claim {claim.id} is judged by one of the two"
+        assert bool(claim.measured) != bool(claim.contrasts), f"claim {claim.id}: one of the two"
+        assert claim.settles
 
 
 NEED_A_FACTOR = ("fst", "sr_ste", "bi_mask")  # methods with a decay factor, which pilots find
@@ -282,7 +294,8 @@ def test_contrasts_name_arms_that_are_run():
 def test_a_file_of_claims_that_means_nothing(changed, message, tmp_path):
     path = tmp_path / "claims.yaml"
     text = (
-        "margin: {share: 0.25, lower: dense, upper: half}\nlevel: 0.05\nseeds: 5\nclaims:\n"
+        "margin: {share: 0.25, lower: dense, upper: half}\nlevel: 0.05\nseeds: 5\nnoise: 0.02\n"
+        "claims:\n"
         "  - {id: 1, paper: fst, says: it trains, number: '1',\n"
         "     contrasts: [{block: a, arm: it, against: dense, expect: lower}]}\n"
     )
