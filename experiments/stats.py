@@ -33,6 +33,30 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> t
     return mean(differences) - half, mean(differences) + half
 
 
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95
+) -> tuple[float, float]:
+    """Confidence interval of the quotient of two means over the same pairs, by Fieller's theorem.
+
+    It holds the quotients g for which a t test does not tell the mean of numerator - g denominator
+    from zero. (nan, nan) from fewer than two, or if the denominator is not told from zero.
+    """
+    n = len(numerators)
+    if n < 2:
+        return math.nan, math.nan
+    from scipy.special import stdtrit
+
+    t2 = float(stdtrit(n - 1, 0.5 + confidence / 2)) ** 2 / n
+    above, below = mean(numerators), mean(denominators)
+    squared = below**2 - t2 * std(denominators) ** 2
+    mixed = above * below - t2 * statistics.covariance(numerators, denominators)
+    constant = above**2 - t2 * std(numerators) ** 2
+    if not squared > 0 or not math.isfinite(mixed):
+        return math.nan, math.nan
+    root = math.sqrt(max(0.0, mixed**2 - squared * constant))  # below 0 by rounding alone
+    return (mixed - root) / squared, (mixed + root) / squared
+
+
 def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both") -> float:
     """p-value of Student's t test that the mean of paired differences is `center`.
 

@@ -161,9 +161,9 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
         if arguments[0] == "run":
             return 0 if run(arguments[1:], runs) else 1
         if arguments == ["claims"]:
-            from reproduce import claims
+            from reproduce import verdicts
 
-            claims.main(runs)
+            verdicts.main(runs)
             return 0
         tables = read_tables(folder)
         if arguments == ["--list"]:

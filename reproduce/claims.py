@@ -1,13 +1,13 @@
 """Verdicts on the papers' claims, computed from the kept runs of the blocks by `claims.yaml`.
 
-`python -m reproduce claims` prints them. The rules stand in claims.yaml, which is older than the
-runs that they judge.
+The rules stand in claims.yaml, which is older than the runs that they judge. speed_claims.py judges
+what is said of time and memory, verdicts.py tells all of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from experiments.errors import UserError
 from experiments.results import number
 from experiments.stats import equivalence_p_value, holm, mean, p_value, paired_interval
-from reproduce.blocks import BLOCKS, EVIDENCE, read_block, read_record
+from reproduce.blocks import BLOCKS, read_block, read_record
 from reproduce.reading import build
 
 FILE = Path(__file__).with_name("claims.yaml")
@@ -54,9 +54,9 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Speed:
-    """What is measured of time or memory: a column of `table` (reproduce/measured), factors of dense,
-    in all rows whose labels end with `rows`. kind: see claims.yaml. than: the end of the labels of
-    rows that these should be faster than. less: it is memory, of which less is a gain."""
+    """What is measured of time or memory: a column of `table` (reproduce/measured), as factors of
+    dense, in all rows whose labels end with `rows`. kind: see claims.yaml. than: the end of labels
+    of rows that these should be faster than. less: it is memory, of which less is a gain."""
 
     table: str
     column: str
@@ -229,44 +229,10 @@ def _with_verdicts(found: list[Judged], level: float) -> list[Judged]:
     return judged
 
 
-def verdict(judged: list[Judged]) -> str:
-    """Of a claim: refuted if one contrast is, confirmed if all are."""
-    verdicts = [j.verdict for j in judged]
+def verdict(verdicts: Sequence[str]) -> str:
+    """Of a claim from those of its parts: refuted if one is, confirmed if all are."""
     if REFUTED in verdicts:
         return REFUTED
     if not verdicts or NOT_TESTED in verdicts:
         return NOT_TESTED
     return CONFIRMED if set(verdicts) == {CONFIRMED} else INCONCLUSIVE
-
-
-def lines(claims: Claims, values: Values) -> list[str]:
-    """The claims with their verdicts and contrasts, for a terminal."""
-    text = []
-    for claim in claims.claims:
-        judged = judge(claims, claim, values)
-        text.append(f"{claim.id}. [{verdict(judged)}] {claim.paper}: {claim.says}")
-        text.append(f"   the paper: {claim.number}")
-        for j in judged:
-            c = j.contrast
-            name = f"   {c.arm} - {c.against} ({c.metric.rpartition('.')[2]}, block {c.block})"
-            if j.verdict == NOT_TESTED:
-                text.append(f"{name}: not tested, {j.why}")
-                continue
-            low, high = j.interval
-            margin = "" if j.margin is None else f" within {j.margin:.4f}"
-            text.append(
-                f"{name}: {j.effect:+.4f} [{low:+.4f}, {high:+.4f}], n = {j.n}, expected "
-                f"{c.expect}{margin}, p = {j.p_expected:.2g}: {j.verdict}"
-            )
-        if claim.measured:
-            text.append("   judged by the speed tables (reproduce/measured)")
-    return text
-
-
-def main(runs: Path) -> None:
-    """Print the verdicts from the committed records and one's own."""
-    folders = EVIDENCE, runs / "evidence"
-    for line in lines(read_claims(), read_records(*folders)):
-        print(line)
-    if old := outdated(*folders):
-        print(f"left out: {len(old)} records of arms that no block has in this form, as {old[0]}")

@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from experiments.stats import equivalence_p_value, holm, mean, p_value, paired_interval, std
+from experiments.stats import (
+    equivalence_p_value,
+    holm,
+    mean,
+    p_value,
+    paired_interval,
+    ratio_interval,
+    std,
+)
 
 
 def test_mean_and_sample_deviation():
@@ -126,6 +134,72 @@ def test_what_is_not_finite_has_no_statistics(lost):
     assert math.isnan(std([1.0, lost]))
     assert all(math.isnan(end) for end in paired_interval([0.1, 0.2, lost]))
     assert math.isnan(p_value([0.1, 0.2, lost]))
+
+
+# ------------------------------------------------------------------------------ quotients
+
+GAPS = [0.081, 0.084, 0.077, 0.082, 0.078]
+
+
+@pytest.mark.parametrize(
+    "above", [[0.03, 0.011, 0.027, -0.004, 0.019], [0.08, 0.09, 0.07, 0.1, 0.06]]
+)
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+def test_ends_of_the_interval_of_a_quotient_are_just_refused(above, confidence):
+    """Fieller's: the quotient g is refused where the mean of numerator - g denominator is not 0."""
+
+    def p(g):
+        return p_value([a - g * b for a, b in zip(above, GAPS, strict=True)])
+
+    low, high = ratio_interval(above, GAPS, confidence)
+    g = mean(above) / mean(GAPS)
+    assert low < g < high
+    # The ends are roots of a quadratic: half of the digits of its discriminant at the worst.
+    assert [p(low), p(high)] == pytest.approx([1 - confidence] * 2, rel=1e-6)
+    assert p((low + g) / 2) > 1 - confidence and p(high + 0.1) < 1 - confidence
+
+
+def test_a_quotient_by_a_constant_has_the_interval_of_the_numerator():
+    above = [0.031, 0.012, 0.027, -0.004, 0.019]
+    expected = [end / 0.25 for end in paired_interval(above)]
+    assert ratio_interval(above, [0.25] * 5) == pytest.approx(expected)
+    assert ratio_interval([0.5] * 3, [0.25] * 3) == pytest.approx((2.0, 2.0))
+
+
+def test_a_quotient_turns_with_its_signs():
+    above = [0.031, 0.012, 0.027, -0.004, 0.019]
+    low, high = ratio_interval(above, GAPS)
+    both = ratio_interval([-a for a in above], [-b for b in GAPS])
+    assert both == pytest.approx((low, high))
+    assert ratio_interval([-a for a in above], GAPS) == pytest.approx((-high, -low))
+
+
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        ([0.1, 0.2, 0.3], [0.1, -0.1, 0.05]),  # not told from zero
+        ([0.1], [0.2]),
+        ([0.1, math.nan, 0.2], [0.2, 0.21, 0.22]),
+    ],
+)
+def test_a_quotient_without_an_interval(above, below):
+    assert all(map(math.isnan, ratio_interval(above, below)))
+
+
+def test_the_interval_of_a_quotient_covers_as_often_as_it_says():
+    """As above for a mean: exact for normal pairs, whatever their correlation."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((2000, 5))
+    above = 0.5 + 0.1 * (base + rng.standard_normal((2000, 5)))
+    below = 1.0 + 0.1 * base
+    ends = [ratio_interval(list(a), list(b)) for a, b in zip(above, below, strict=True)]
+    share = mean([float(low <= 0.5 <= high) for low, high in ends])
+    assert abs(share - 0.95) < 4 * 0.0049
+
+
+# ------------------------------------------------------------------------------ Holm
 
 
 def test_holm_by_hand():

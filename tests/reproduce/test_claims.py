@@ -1,7 +1,6 @@
 """Verdicts on claims, from made-up records whose differences are known."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -15,9 +14,7 @@ from reproduce.claims import (
     Claims,
     Contrast,
     Margin,
-    Speed,
     judge,
-    lines,
     read_claims,
     verdict,
 )
@@ -178,10 +175,7 @@ def test_what_is_not_tested_says_why(arms, n, why):
     (found,) = judge(set_up, claim, records(**arms))
     assert (found.verdict, found.n, found.why) == ("not tested", n, why)
     assert math.isnan(found.effect)
-    assert verdict([found]) == "not tested"
-    assert lines(set_up, records(**arms))[-1] == (
-        f"   it - dense (val_loss, block a): not tested, {why}"
-    )
+    assert verdict([found.verdict]) == "not tested"
 
 
 def test_a_diverged_run_decides_nothing():
@@ -212,18 +206,22 @@ def test_p_values_of_a_claim_are_adjusted_together():
     assert [j.verdict for j in both] == ["inconclusive", "inconclusive"]
 
 
+def of_claim(values, *contrasts):
+    return verdict([j.verdict for j in judged(values, *contrasts)])
+
+
 def test_one_contrast_refutes_a_claim():
     values = records(dense=BASE, good=shifted(-0.05), bad=shifted(0.05), so_so=shifted(0.001))
     good, bad, so_so, gone = (
         (arm, "dense", "lower") for arm in ("good", "bad", "so_so", "not_run")
     )
-    assert verdict(judged(values, good)) == "confirmed"
-    assert verdict(judged(values, good, so_so)) == "inconclusive"
-    assert verdict(judged(values, good, bad)) == "refuted"
-    assert verdict(judged(values, so_so, bad)) == "refuted"
-    assert verdict(judged(values, good, gone)) == "not tested"
-    assert verdict(judged(values, so_so, gone)) == "not tested"
-    assert verdict(judged(values, bad, gone)) == "refuted"
+    assert of_claim(values, good) == "confirmed"
+    assert of_claim(values, good, so_so) == "inconclusive"
+    assert of_claim(values, good, bad) == "refuted"
+    assert of_claim(values, so_so, bad) == "refuted"
+    assert of_claim(values, good, gone) == "not tested"
+    assert of_claim(values, so_so, gone) == "not tested"
+    assert of_claim(values, bad, gone) == "refuted"
     assert verdict([]) == "not tested"
 
 
@@ -234,17 +232,6 @@ def test_what_is_not_tested_costs_the_others_nothing():
         judged(values, ("it", "dense", "lower"), ("gone", "dense", "lower")),
     )
     assert beside.p_expected == alone[0].p_expected
-
-
-def test_what_a_terminal_shows():
-    set_up, claim = of(("it", "dense", "lower"))
-    measured = [Speed("t", "speed", "kernel")]
-    speed = replace(claim, id=2, contrasts=[], measured=measured)
-    shown = lines(replace(set_up, claims=[claim, speed]), records(dense=BASE, it=shifted(-0.02)))
-    assert shown[0] == "1. [confirmed] fst: it trains."
-    assert shown[2].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
-    assert shown[2].endswith(": confirmed")
-    assert shown[-1] == "   judged by the speed tables (reproduce/measured)"
 
 
 # ------------------------------------------------------------------------------ claims.yaml
@@ -392,15 +379,3 @@ def test_a_damaged_record_is_named(tmp_path, block_file):
     path.write_text('{"block": "t"}', encoding="utf-8")
     with pytest.raises(UserError, match=r"dense-seed0.json is damaged .no arm in it.; remove it"):
         claims.read_records(tmp_path, blocks=block_file)
-
-
-def test_the_command_prints_a_verdict_for_each(tmp_path, capsys, monkeypatch):
-    from reproduce.__main__ import main
-
-    monkeypatch.setattr(claims, "EVIDENCE", tmp_path / "none")
-    keep(tmp_path / "evidence", arm="gone")
-    assert main(["claims"], runs=tmp_path) == 0
-    out = capsys.readouterr().out
-    assert out.count(". [not tested] ") == 14
-    assert "0 of 5 seeds of fst and dense" in out
-    assert "left out: 1 records of arms that no block has in this form" in out

@@ -1,0 +1,125 @@
+"""Loss against mu, the ratio of flip rates, for the decay factors of claim 2: CSV and figure.
+
+mu is the flip rate with the factor over that of a dense run, both in the last quarter of the
+warm-up (experiments.find_decay). The dense rate is known from the pilot alone, evidence/
+pilot_decay.json. Of a factor that the pilot did not try, mu is that of the recommended one times
+the ratio of the flip rates of their records: there both choose masks by the same period, so that
+it cancels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.checkpoint import csv_text, write_atomic, write_text
+from experiments.results import number
+from experiments.stats import mean, std
+from reproduce.blocks import EVIDENCE
+from reproduce.claims import Values
+
+PILOT = EVIDENCE / "pilot_decay.json"
+BLOCK, ARM, PREFIX = "a", "fst", "fst_alpha_"  # ARM has the recommended factor
+LINES = ("dense", "half")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A decay factor. mu_from: `pilot` or `records`; mu_records: what the records say of it, too.
+    val_loss: mean over n seeds with its standard deviation."""
+
+    arm: str
+    alpha: float
+    mu: float
+    mu_from: str
+    mu_records: float
+    feasible: bool
+    n: int
+    val_loss: float
+    std: float
+
+
+def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
+    """By mu; empty if there are no records of the arms."""
+    arms = {a: r for (b, a), r in values.items() if b == BLOCK and (a == ARM or PREFIX in a)}
+    if ARM not in arms:
+        return []
+    search = _search(pilot, next(iter(arms[ARM].values())))
+    tried = {candidate["alpha"]: candidate["mu"] for candidate in search["candidates"]}
+    low, high = search["feasible_mu"]
+    anchor = tried[_option(next(iter(arms[ARM].values())), "method.alpha")]
+    found = []
+    for arm, records in arms.items():
+        alpha = _option(next(iter(records.values())), "method.alpha")
+        ratios = [
+            _flips(records[s], search["window"]) / _flips(arms[ARM][s], search["window"])
+            for s in sorted(records.keys() & arms[ARM].keys())
+        ]
+        by_records = anchor * mean(ratios) if ratios else math.nan
+        mu = tried.get(alpha, by_records)
+        source = "pilot" if alpha in tried else "records"
+        losses = [number(records[s], "metrics.val_loss") for s in sorted(records)]
+        loss = mean(losses), std(losses)
+        feasible = low <= mu <= high
+        found.append(Factor(arm, alpha, mu, source, by_records, feasible, len(losses), *loss))
+    return sorted(found, key=lambda f: f.mu)
+
+
+def _search(pilot: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The pilot's search with the learning rate of the record."""
+    rate = _option(record, "train.learning_rate")
+    searches = json.loads(pilot.read_text(encoding="utf-8"))["searches"].values()
+    wanted = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": rate}
+    return next(s for s in searches if wanted.items() <= s.items())
+
+
+def _option(record: dict[str, Any], key: str) -> float:
+    return float(dict(o.split("=", 1) for o in record["overrides"])[key])
+
+
+def _flips(record: dict[str, Any], window: list[int]) -> float:
+    first, last = window
+    inside = [rate for step, rate in record["curves"]["flip_rate"] if first <= step <= last]
+    return mean(inside) if inside else math.nan
+
+
+def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
+    """`<stem>.csv` and `.png`; whether there is anything to show."""
+    found = factors(values, pilot)
+    if not found:
+        return False
+    lines = {}
+    for arm in LINES:
+        losses = [number(r, "metrics.val_loss") for r in values.get((BLOCK, arm), {}).values()]
+        if losses and all(map(math.isfinite, losses)):
+            lines[arm] = mean(losses)
+    write_text(stem.with_suffix(".csv"), csv_text([asdict(factor) for factor in found]))
+    write_atomic(stem.with_suffix(".png"), lambda path: _draw(found, lines, path))
+    return True
+
+
+def _draw(found: list[Factor], lines: dict[str, float], path: Path) -> None:
+    from experiments.curves import COLOURS, figure
+    from experiments.find_decay import FEASIBLE
+
+    def panel(axes: Any) -> None:
+        axes.axvspan(*FEASIBLE, color=COLOURS[3], alpha=0.15, label="mu that FST calls feasible")
+        for number_, (arm, loss) in enumerate(lines.items()):
+            axes.axhline(loss, color=COLOURS[0], linestyle=("--", ":")[number_], label=arm)
+        shown = [f for f in found if math.isfinite(f.val_loss) and math.isfinite(f.mu)]
+        spread = [f.std if math.isfinite(f.std) else 0.0 for f in shown]
+        mus, losses = [f.mu for f in shown], [f.val_loss for f in shown]
+        axes.errorbar(
+            mus, losses, yerr=spread, marker="o", color=COLOURS[6], capsize=3, label="FST"
+        )
+        for f in shown:
+            place = {"textcoords": "offset points", "xytext": (4, 6), "fontsize": 7}
+            axes.annotate(f"{f.alpha:g}", (f.mu, f.val_loss), **place)
+        axes.set_xlabel("mu: flip rate over that of dense training", fontsize=9)
+
+    n = " to ".join(dict.fromkeys(str(f(x.n for x in found)) for f in (min, max)))
+    title = f"FST by decay factor: loss against mu (block {BLOCK}, {n} seeds, ± std)"
+    figure({"validation loss, nats": panel}, title, path, width=5.0)

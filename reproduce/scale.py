@@ -1,0 +1,111 @@
+"""What the records of a block can tell: the gap to half the width, what a method closes of it, and
+the scale of the runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.stats import mean, ratio_interval, std
+from reproduce.claims import Margin, Values, differences
+
+METRIC = "metrics.val_loss"
+ENOUGH = 5.0  # half the width should cost so many paired deviations, before arms are compared
+
+
+@dataclass(frozen=True)
+class GapClosed:
+    """g = (L - L_dense) / (L_half - L_dense), 0 as dense and 1 as with half the width, with
+    Fieller's interval over the n seeds that the three have in common."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class HalfWidthGap:
+    """What half the width costs in a block, and how many times the standard deviation of that
+    paired difference it is; the median of the deviations of the other arms beside `lower`."""
+
+    block: str
+    lower: str
+    upper: str
+    n: int
+    gap: float
+    std: float
+    ratio: float
+    other_arms: int
+    other_std: float
+    other_ratio: float
+
+
+def gap_closed(
+    values: Values, block: str, arm: str, margin: Margin, seeds: int
+) -> GapClosed | None:
+    """Of an arm; None without `seeds` finite triples, and for the dense arm, whose g is 0."""
+    lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, arm))
+    common = lower.keys() & upper.keys() & own.keys()
+    if arm == margin.lower or len(common) < seeds:
+        return None
+    three = {(block, a): {s: values[block, a][s] for s in common}
+             for a in (margin.lower, margin.upper, arm)}  # fmt: skip
+    above = differences(three, block, arm, margin.lower, METRIC)
+    below = differences(three, block, margin.upper, margin.lower, METRIC)
+    if not all(map(math.isfinite, [*above, *below])) or mean(below) == 0:
+        return None
+    low, high = ratio_interval(above, below)
+    return GapClosed(mean(above) / mean(below), low, high, len(common))
+
+
+def half_width_gap(values: Values, block: str, margin: Margin) -> HalfWidthGap | None:
+    """Of a block; None with fewer than two pairs."""
+    paired = differences(values, block, margin.upper, margin.lower, METRIC)
+    if len(paired) < 2 or not all(map(math.isfinite, paired)):
+        return None
+    spreads = []
+    for name, arm in values:
+        if name == block and arm not in (margin.lower, margin.upper):
+            own = std(differences(values, block, arm, margin.lower, METRIC))
+            spreads += [own] if math.isfinite(own) else []
+    gap, spread = mean(paired), std(paired)
+    other = statistics.median(spreads) if spreads else math.nan
+    return HalfWidthGap(
+        block,
+        margin.lower,
+        margin.upper,
+        len(paired),
+        gap,
+        spread,
+        abs(gap) / spread if spread else math.inf,
+        len(spreads),
+        other,
+        abs(gap) / other if other else math.inf,
+    )
+
+
+def of_records(records: Iterable[dict[str, Any]]) -> str:
+    """Model, length of training, data and seeds of runs, in words; nothing of none."""
+    found: dict[str, dict[str, None]] = {}
+    seeds = set()
+    for record in records:
+        chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
+        model = chosen.get("model", "?")
+        unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "images"
+        told = {
+            "model": model,
+            "length": f"{record['tokens'] / 1e6:.4g}M {unit}",
+            "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
+            "data": f"data={chosen.get('data', '?')} ({record['corpus_hash'][:12]})",
+        }
+        for name, text in told.items():
+            found.setdefault(name, {})[text] = None
+        seeds.add(record["seed"])
+    if not seeds:
+        return ""
+    parts = [" or ".join(texts) for texts in found.values()]
+    return ", ".join([*parts, f"seeds {', '.join(map(str, sorted(seeds)))}"])

@@ -1,0 +1,244 @@
+"""The claims with their verdicts as text and files: `python -m reproduce claims`.
+
+Writes `runs/report/claims.json`, all of it, and `claims.csv`, a line for each contrast and each
+measured row; beside them the loss against mu of claim 2 (decay_curve.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from experiments.checkpoint import csv_text, write_json, write_text
+from reproduce import decay_curve, scale
+from reproduce.beside import MEASURED
+from reproduce.blocks import EVIDENCE
+from reproduce.claims import (
+    INCONCLUSIVE,
+    NOT_TESTED,
+    REFUTED,
+    Claim,
+    Claims,
+    Judged,
+    Values,
+    judge,
+    outdated,
+    read_claims,
+    read_records,
+    verdict,
+)
+from reproduce.speed_claims import SHOWN, Measured, judge_speed
+
+Found = dict[str, Any]
+
+
+def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
+    """All claims with their verdicts and what they follow from, and what the blocks can tell."""
+    blocks = dict.fromkeys(block for block, _ in values)
+    return {
+        "rules": {
+            "level": claims.level,
+            "seeds": claims.seeds,
+            "noise": claims.noise,
+            "margin": dataclasses.asdict(claims.margin),
+        },
+        "blocks": [
+            dataclasses.asdict(gap)
+            for block in blocks
+            if (gap := scale.half_width_gap(values, block, claims.margin)) is not None
+        ],
+        "claims": [_claim(claims, claim, values, measured) for claim in claims.claims],
+    }
+
+
+def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Found:
+    contrasts = [_contrast(claims, j, values) for j in judge(claims, claim, values)]
+    speeds = [_speed(judge_speed(claims, speed, measured)) for speed in claim.measured]
+    parts = [part["verdict"] for part in [*contrasts, *speeds] if part["verdict"] != SHOWN]
+    return {
+        "id": claim.id,
+        "paper": claim.paper,
+        "says": claim.says.strip(),
+        "number": claim.number,
+        "verdict": verdict(parts),
+        "at": _at(claim, values, speeds),
+        "settles": claim.settles if {REFUTED, INCONCLUSIVE} & set(parts) else "",
+        "decides": claim.decides,
+        "contrasts": contrasts,
+        "measured": speeds,
+    }
+
+
+def _at(claim: Claim, values: Values, speeds: list[Found]) -> str:
+    """Where the verdict holds: on a device, or at the scale of the runs that were compared."""
+    if claim.measured:
+        devices = dict.fromkeys(speed["device"] for speed in speeds if speed["device"])
+        return f"on this device: {'; '.join(devices)}" if devices else ""
+    arms = {(c.block, arm) for c in claim.contrasts for arm in (c.arm, c.against)}
+    told = scale.of_records([r for key in sorted(arms) for r in values.get(key, {}).values()])
+    return f"at this scale: {told}" if told else ""
+
+
+def _contrast(claims: Claims, judged: Judged, values: Values) -> Found:
+    found = {**dataclasses.asdict(judged.contrast), **dataclasses.asdict(judged)}
+    del found["contrast"]
+    found["low"], found["high"] = found.pop("interval")
+    c, found["gap_closed"] = judged.contrast, {}
+    if c.metric == "metrics.val_loss" and not judged.why:
+        for arm in (c.arm, c.against):
+            g = scale.gap_closed(values, c.block, arm, claims.margin, claims.seeds)
+            if g is not None:
+                found["gap_closed"][arm] = dataclasses.asdict(g)
+    return found
+
+
+def _speed(measured: Measured) -> Found:
+    found = {**dataclasses.asdict(measured.speed), **dataclasses.asdict(measured)}
+    del found["speed"]
+    for line in found["lines"]:
+        line["low"], line["high"] = line.pop("interval")
+    return found
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def lines(found: Found) -> list[str]:
+    """For a terminal."""
+    text = []
+    for claim in found["claims"]:
+        text.append(f"{claim['id']}. [{claim['verdict']}] {claim['paper']}: {claim['says']}")
+        text.append(f"   the paper: {claim['number']}")
+        if claim["at"]:
+            text.append(f"   {claim['at']}")
+        for contrast in claim["contrasts"]:
+            text += _contrast_lines(contrast)
+        for measured in claim["measured"]:
+            text += _measured_lines(measured)
+        if claim["settles"]:
+            text.append(f"   would settle it: {claim['settles']}")
+    for gap in found["blocks"]:
+        text.append(_gap_line(gap))
+    return text
+
+
+def _contrast_lines(c: Found) -> list[str]:
+    name = f"   {c['arm']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
+    if c["verdict"] == NOT_TESTED:
+        return [f"{name}: not tested, {c['why']}"]
+    margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
+    told = [
+        f"{name}: {c['effect']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}], n = {c['n']}, expected "
+        f"{c['expect']}{margin}, p = {c['p_expected']:.2g}: {c['verdict']}"
+    ]
+    closed = [
+        f"{arm} {g['value']:.2f} [{g['low']:.2f}, {g['high']:.2f}]"
+        for arm, g in c["gap_closed"].items()
+    ]
+    if closed:
+        told.append(f"      g (0 as dense, 1 as half the width): {'; '.join(closed)}")
+    return told
+
+
+def _measured_lines(m: Found) -> list[str]:
+    """A statement in one line, and the rows that speak against it."""
+    than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
+    name = f"   {m['column']} ({m['table']}, {m['kind']}){than}"
+    if not m["lines"]:
+        return [f"{name}: not tested, {m['why']}"]
+    ours, papers, repeats = (
+        _range([line[key] for line in m["lines"] if line[key] is not None], form)
+        for key, form in (("ours", ".3f"), ("paper", ".3f"), ("n", "d"))
+    )
+    told = f"{name}: {ours}; the paper {papers or 'gives none'}; n = {repeats}"
+    if m["verdict"] == NOT_TESTED:
+        return [f"{told}: not tested, {m['why']}"]
+    if m["verdict"] == SHOWN:
+        return [f"{told}: {SHOWN}"]
+    judged = [line for line in m["lines"] if line["verdict"] != SHOWN]
+    by = {v: [x for x in judged if x["verdict"] == v] for v in (REFUTED, INCONCLUSIVE)}
+    agree = len(judged) - sum(map(len, by.values()))
+    text = [f"{told}; {agree} of {len(judged)} rows as stated: {m['verdict']} on this device"]
+    for found, rows in by.items():
+        text += [f"      {found}: {_row(x)}" for x in sorted(rows, key=_gain_left)[:3]]
+        if len(rows) > 3:
+            text.append(f"      {found}: and {len(rows) - 3} more (claims.csv)")
+    return text
+
+
+def _row(line: Found) -> str:
+    interval = "" if line["n"] < 2 else f" [{line['low']:.3f}, {line['high']:.3f}]"
+    paper = "-" if line["paper"] is None else f"{line['paper']:.3f}"
+    return f"{line['label']}: {line['ours']:.3f}{interval}, the paper {paper}"
+
+
+def _gain_left(line: Found) -> float:
+    """Ours as a share of the paper's, the least first."""
+    return line["ours"] / line["paper"] if line["paper"] else line["ours"]
+
+
+def _range(values: Iterable[float], form: str) -> str:
+    ends = sorted(values)
+    told = dict.fromkeys(f"{end:{form}}" for end in ends[:1] + ends[-1:])
+    return " to ".join(told)
+
+
+def _gap_line(gap: Found) -> str:
+    told = (
+        f"block {gap['block']}: half the width costs {gap['gap']:.4f}, the paired deviation is "
+        f"{gap['std']:.4f} (n = {gap['n']}), {gap['ratio']:.1f} times less"
+    )
+    if gap["other_arms"]:
+        told += (
+            f"; that of the {gap['other_arms']} other arms beside {gap['lower']} "
+            f"{gap['other_std']:.4f} in the median, {gap['other_ratio']:.1f} times less"
+        )
+    met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
+    return f"{told}; asked for are {scale.ENOUGH:g}: {met}"
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def table(found: Found) -> list[Found]:
+    """A line for each contrast and each measured row."""
+    rows = []
+    for claim in found["claims"]:
+        of = {"claim": claim["id"], "paper": claim["paper"], "claim_verdict": claim["verdict"]}
+        for c in claim["contrasts"]:
+            row = {**of, "judged_by": f"block {c['block']}", "what": c["arm"]}
+            row |= {key: c[key] for key in ("against", "metric", "expect", "n", "effect")}
+            row |= {key: c[key] for key in ("low", "high", "margin", "p_expected", "p_contrary")}
+            for arm, which in ((c["arm"], "g"), (c["against"], "g_against")):
+                g = c["gap_closed"].get(arm)
+                if g is not None:
+                    row |= {which: g["value"], f"{which}_low": g["low"], f"{which}_high": g["high"]}
+            rows.append({**row, "verdict": c["verdict"], "why": c["why"]})
+        for m in claim["measured"]:
+            of_table = {**of, "judged_by": m["table"], "metric": m["column"], "kind": m["kind"]}
+            for line in m["lines"]:
+                row = {**of_table, "what": line["label"], "against": m["than"].strip(" /")}
+                row |= {"n": line["n"], "effect": line["ours"], "published": line["paper"]}
+                row |= {"low": line["low"], "high": line["high"], "device": m["device"]}
+                rows.append({**row, "verdict": line["verdict"], "why": m["why"]})
+    return rows
+
+
+def main(runs: Path, report: Callable[[str], None] = print) -> None:
+    """Print and write the verdicts from the committed records and one's own."""
+    folders = EVIDENCE, runs / "evidence"
+    claims, values = read_claims(), read_records(*folders)
+    found = content(claims, values)
+    for line in lines(found):
+        report(line)
+    if old := outdated(*folders):
+        report(f"left out: {len(old)} records of arms that no block has in this form, as {old[0]}")
+    folder = runs / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "claims.json", found)
+    write_text(folder / "claims.csv", csv_text(table(found)))
+    drawn = decay_curve.write(values, folder / "claim2_mu")
+    told = ", claim2_mu.csv, claim2_mu.png" if drawn else ""
+    report(f"written: {folder / 'claims.json'}, claims.csv{told}")

@@ -1,0 +1,157 @@
+"""Verdicts on speed and memory, from made-up tables of measurements."""
+
+import math
+
+import pytest
+
+from experiments.errors import UserError
+from reproduce import speed_claims
+from reproduce.claims import Claims, Margin, Speed, read_claims
+from reproduce.reading import TABLES, read_table
+from reproduce.speed_claims import judge_speed
+
+CLAIMS = Claims(Margin(0.25, "dense", "half"), 0.05, 5, 0.02, [])
+MD = "# T\n\n- Device: NVIDIA Toy, 2 threads.\n- Code: revision c0ffee.\n"
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """measured({row: (paper, ours)}, {row: [ours by repeat]}) -> folder of SLoPe's Table 1."""
+
+    def write(rows, repeats=None, table="slope_table1", value="metrics.train_speedup"):
+        lines = [f"{row},full,{ours},1,{paper or ''}" for row, (paper, ours) in rows.items()]
+        head = "method,tier,training: mean,training: n,training: paper"
+        (tmp_path / f"{table}-full.csv").write_text("\n".join([head, *lines]) + "\n")
+        (tmp_path / f"{table}-full.md").write_text(MD)
+        if repeats:
+            lines = [f"{row},{n},{v}" for row, vs in repeats.items() for n, v in enumerate(vs)]
+            text = "\n".join([f"method,seed,{value}", *lines]) + "\n"
+            (tmp_path / f"{table}-full-runs.csv").write_text(text)
+        return tmp_path
+
+    return write
+
+
+def statement(**changed):
+    return Speed(**{"table": "slope_table1", "column": "training", "kind": "kernel"} | changed)
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    # Half of the paper's gain of 0.5 is 1.25; 2 % of ours either way are its noise.
+    [(1.5, "confirmed"), (1.28, "confirmed"), (1.26, "inconclusive"), (1.23, "inconclusive"),
+     (1.2, "refuted"), (0.9, "refuted")],
+)  # fmt: skip
+def test_one_measurement_has_the_noise_for_its_interval(measured, ours, expected):
+    found = judge_speed(CLAIMS, statement(), measured({"x": (1.5, ours)}))
+    (line,) = found.lines
+    assert (found.verdict, line.verdict, line.n) == (expected, expected, 1)
+    assert all(map(math.isnan, line.interval))
+    assert (found.device, found.code) == ("NVIDIA Toy, 2 threads", "revision c0ffee")
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"), [(0.6, "confirmed"), (0.75, "inconclusive"), (0.8, "refuted")]
+)
+def test_of_memory_less_is_a_gain(measured, ours, expected):
+    """Half of what 0.5 saves leaves 0.75."""
+    folder = measured({"x": (0.5, ours)})
+    assert judge_speed(CLAIMS, statement(less=True), folder).verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("repeats", "expected"),
+    [
+        ([1.27, 1.28, 1.29, 1.28, 1.27], "confirmed"),
+        ([1.2, 1.3, 1.25, 1.22, 1.31], "inconclusive"),
+        ([1.22, 1.23, 1.22, 1.23, 1.22], "refuted"),
+    ],
+)
+def test_repeats_have_their_own_interval(measured, repeats, expected):
+    from experiments.stats import paired_interval
+
+    found = judge_speed(CLAIMS, statement(), measured({"x": (1.5, 9.0)}, {"x": repeats}))
+    assert (found.verdict, found.lines[0].n) == (expected, 5)
+    assert found.lines[0].interval == paired_interval(repeats)
+    assert found.lines[0].ours == pytest.approx(sum(repeats) / 5)
+
+
+def test_a_row_refutes_a_statement_and_one_without_a_published_value_is_shown(measured):
+    rows = {"a x": (1.5, 1.5), "b x": (1.5, 1.25), "c x": (None, 0.1), "d y": (1.5, 0.9)}
+    folder = measured(rows)
+
+    def verdicts(**changed):
+        found = judge_speed(CLAIMS, statement(**changed), folder)
+        return found.verdict, [line.verdict for line in found.lines]
+
+    every = ["confirmed", "inconclusive", "shown, not judged", "refuted"]
+    assert verdicts() == ("refuted", every)
+    assert verdicts(rows=" x") == ("inconclusive", every[:3])
+    assert verdicts(rows="a x") == ("confirmed", every[:1])
+    assert verdicts(rows="c x") == ("shown, not judged", every[2:3])
+
+
+PAIR = {"m / S": (1.2, 9.0), "m / F": (1.1, 9.0)}
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [
+        ([1.02, 1.03, 1.025, 1.02, 1.03], "confirmed"),
+        ([0.97, 0.98, 0.975, 0.97, 0.98], "refuted"),
+        ([0.97, 1.03, 1.0, 1.02, 0.99], "inconclusive"),
+    ],
+)
+def test_faster_than_another_by_pairs(measured, factors, expected):
+    base = [1.1, 1.3, 1.2, 1.25, 1.15]  # which varies far more than the quotient
+    repeats = {"m / S": [b * f for b, f in zip(base, factors, strict=True)], "m / F": base}
+    folder = measured(PAIR, repeats)
+    found = judge_speed(CLAIMS, statement(rows=" / S", than=" / F"), folder)
+    (line,) = found.lines
+    assert (found.verdict, line.verdict, line.label) == (expected, expected, "m / S")
+    assert line.paper == pytest.approx(1.2 / 1.1)
+    assert line.ours == pytest.approx(math.prod(factors) ** 0.2)
+    low, high = line.interval
+    assert low < line.ours < high and math.sqrt(low * high) == pytest.approx(line.ours)
+    assert (low > 1 or high < 1) == (expected != "inconclusive")
+
+
+def test_p_values_of_the_rows_are_adjusted_together(measured):
+    """Alone at 0.03 a row is faster; of two such, neither."""
+    factors = [1.018, 1.003, 1.012, 1.003, 1.019]
+    one = {"m / S": factors, "m / F": [1.0] * 5}
+    two = one | {"n / S": factors, "n / F": [1.0] * 5}
+    asked = statement(rows=" / S", than=" / F")
+    assert judge_speed(CLAIMS, asked, measured(PAIR, one)).verdict == "confirmed"
+    assert judge_speed(CLAIMS, asked, measured(PAIR, two)).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("repeats", [None, {"m / S": [1.2] * 4, "m / F": [1.1] * 5}])
+def test_faster_is_not_judged_by_few_repeats(measured, repeats):
+    asked = statement(rows=" / S", than=" / F")
+    found = judge_speed(CLAIMS, asked, measured(PAIR, repeats))
+    n = 4 if repeats else 1
+    command = "python -m reproduce table1 paper=slope tier=full"
+    assert (found.verdict, found.why) == ("not tested", f"{n} of 5 repeats ({command})")
+    assert [line.n for line in found.lines] == [n]
+
+
+def test_what_was_not_measured(measured, tmp_path):
+    found = judge_speed(CLAIMS, statement(), tmp_path / "nowhere")
+    assert (found.verdict, found.lines) == ("not tested", [])
+    assert found.why == "not measured (python -m reproduce table1 paper=slope tier=full)"
+    with pytest.raises(UserError, match="slope_table1 has no 'training' of rows ' / none'"):
+        judge_speed(CLAIMS, statement(rows=" / none"), measured(PAIR))
+
+
+def test_the_committed_measurements_have_what_is_claimed():
+    """Every statement of claims.yaml finds its rows, and a column of its table by that label."""
+    claims = read_claims()
+    asked = [speed for claim in claims.claims for speed in claim.measured]
+    assert {claim.id for claim in claims.claims if claim.measured} == {4, 12, 14}
+    for speed in asked:
+        assert judge_speed(claims, speed).lines
+        labels = {c.label for c in read_table(TABLES / f"{speed.table}.yaml").columns}
+        assert speed.column in labels
+    assert {speed.than for speed in asked} == {"", " / FST"}
+    assert speed_claims.MEASURED.name == "h200"

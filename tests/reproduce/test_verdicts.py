@@ -1,0 +1,258 @@
+"""What is told of the claims: text, JSON and CSV, from made-up records."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from experiments.checkpoint import write_json
+from experiments.stats import paired_interval, ratio_interval
+from reproduce import decay_curve, scale, verdicts
+from reproduce.claims import Claim, Claims, Contrast, Margin, Speed
+
+BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
+NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
+MARGIN = Margin(0.25, "dense", "half")
+AT = "at this scale: gpt2_toy, 2M tokens, 2,000 tokens a step, data=words (abcdef012345), seeds "
+
+
+def record(arm, seed, loss, model="gpt2_toy", **changed):
+    return {
+        "block": "a",
+        "arm": arm,
+        "seed": seed,
+        "overrides": [f"model={model}", "data=words", "method=ste"],
+        "corpus_hash": "abcdef0123456789",
+        "steps": 1000,
+        "tokens": 2_000_000,
+        "metrics": {"val_loss": loss},
+        "curves": {},
+    } | changed
+
+
+def values(**arms):
+    """values(arm=losses by seed) -> Values of block a."""
+    return {
+        ("a", arm): {seed: record(arm, seed, loss) for seed, loss in enumerate(losses)}
+        for arm, losses in arms.items()
+    }
+
+
+def shifted(by, noise=NOISE):
+    return [base + by + n for base, n in zip(BASE, noise, strict=True)]
+
+
+def of(*contrasts, **changed):
+    claim = Claim(1, "fst", "it trains.", "1.0", [Contrast("a", *c) for c in contrasts])
+    return Claims(MARGIN, 0.05, 5, 0.02, [replace(claim, settles="More of it.", **changed)])
+
+
+def test_the_gap_that_a_method_closes():
+    """A quarter of the way from dense to half, with Fieller's interval of the pairs."""
+    gap = [0.081, 0.084, 0.077, 0.082, 0.076]
+    own = [0.021, 0.018, 0.024, 0.019, 0.018]
+    arms = values(dense=BASE, half=[b + g for b, g in zip(BASE, gap, strict=True)],
+                  it=[b + o for b, o in zip(BASE, own, strict=True)])  # fmt: skip
+    found = scale.gap_closed(arms, "a", "it", MARGIN, 5)
+    assert (found.value, found.n) == (pytest.approx(0.25), 5)
+    assert (found.low, found.high) == pytest.approx(ratio_interval(own, gap))
+    assert scale.gap_closed(arms, "a", "half", MARGIN, 5).value == pytest.approx(1.0)
+    assert scale.gap_closed(arms, "a", "dense", MARGIN, 5) is None
+    assert scale.gap_closed(arms, "a", "it", MARGIN, 6) is None
+    # Seeds that all three have, and no others.
+    del arms["a", "half"][2]
+    assert scale.gap_closed(arms, "a", "it", MARGIN, 4).n == 4
+    arms["a", "it"][0]["metrics"]["val_loss"] = None
+    assert scale.gap_closed(arms, "a", "it", MARGIN, 4) is None
+
+
+def test_whether_a_block_can_tell_arms_apart():
+    arms = values(dense=BASE, half=shifted(0.08), one=shifted(0.01, [2 * n for n in NOISE]),
+                  two=shifted(0.02), three=[*shifted(0.0)[:4], float("nan")])  # fmt: skip
+    found = scale.half_width_gap(arms, "a", MARGIN)
+    spread = scale.std(NOISE)
+    assert (found.gap, found.n) == (pytest.approx(0.08), 5)
+    assert (found.std, found.ratio) == (pytest.approx(spread), pytest.approx(0.08 / spread))
+    # Of two arms with a number at every seed the median is between them.
+    assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
+    text = verdicts.lines(verdicts.content(of(), arms))[-1]
+    assert text.startswith(
+        "block a: half the width costs 0.0800, the paired deviation is 0.0031 (n"
+    )
+    assert text.endswith("; asked for are 5: met")
+    wide = values(dense=BASE, half=shifted(0.012))
+    assert verdicts.lines(verdicts.content(of(), wide))[-1].endswith("asked for are 5: missed")
+    assert scale.half_width_gap(values(dense=BASE), "a", MARGIN) is None
+
+
+def test_the_scale_of_runs():
+    records = [record("it", 1, 3.0), record("it", 0, 3.0)]
+    assert f"at this scale: {scale.of_records(records)}" == AT + "0, 1"
+    other = record("half", 2, 3.0, model="deit_toy")
+    assert scale.of_records([*records, other]).startswith(
+        "gpt2_toy or deit_toy, 2M tokens or 2M im"
+    )
+    assert scale.of_records([]) == ""
+
+
+def test_what_a_terminal_shows():
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02), so_so=shifted(0.001))
+    shown = verdicts.lines(verdicts.content(of(("it", "dense", "lower")), arms))
+    assert shown[:3] == ["1. [confirmed] fst: it trains.", "   the paper: 1.0",
+                         "   " + AT + "0, 1, 2, 3, 4"]  # fmt: skip
+    assert shown[3].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
+    assert shown[3].endswith(": confirmed")
+    assert shown[4].startswith("      g (0 as dense, 1 as half the width): it -0.25 [-0.")
+    assert not any("would settle it" in line for line in shown)
+    for arm in ("so_so", "half"):  # inconclusive and refuted
+        shown = verdicts.lines(verdicts.content(of((arm, "dense", "lower")), arms))
+        assert "   would settle it: More of it." in shown
+    # In part: one contrast is open, the claim is refuted by the other; and if one is not tested.
+    for other in ("half", "not_run"):
+        asked = of(("so_so", "dense", "lower"), (other, "dense", "lower"))
+        assert "   would settle it: More of it." in verdicts.lines(verdicts.content(asked, arms))
+    shown = verdicts.lines(verdicts.content(of(("none", "dense", "lower")), arms))
+    assert (
+        shown[3]
+        == "   none - dense (val_loss, block a): not tested, 0 of 5 seeds of none and dense"
+    )
+
+
+def test_other_metrics_have_no_gap_to_close():
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
+    for by_seed in arms.values():
+        for each in by_seed.values():
+            each["metrics"]["flip_rate"] = each["metrics"]["val_loss"]
+    asked = of(("it", "dense", "lower", "metrics.flip_rate"))
+    (claim,) = verdicts.content(asked, arms)["claims"]
+    assert claim["contrasts"][0]["gap_closed"] == {}
+
+
+def measurements(folder, ours):
+    lines = [f"r{n},full,{v},1,1.5" for n, v in enumerate(ours)]
+    head = "method,tier,training: mean,training: n,training: paper"
+    (folder / "slope_table1-full.csv").write_text("\n".join([head, *lines]) + "\n")
+    (folder / "slope_table1-full.md").write_text("- Device: NVIDIA Toy.\n- Code: revision c0.\n")
+
+
+def test_measurements_are_of_a_device(tmp_path):
+    measurements(tmp_path, [1.5, 0.9, 0.95, 1.0, 1.1, 1.25])
+    asked = of(measured=[Speed("slope_table1", "training", "kernel"),
+                         Speed("slope_table1", "training", "step", rows="r0")])  # fmt: skip
+    shown = verdicts.lines(verdicts.content(asked, {}, tmp_path))
+    assert shown == [
+        "1. [refuted] fst: it trains.",
+        "   the paper: 1.0",
+        "   on this device: NVIDIA Toy",
+        "   training (slope_table1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; 1 of 6 rows "
+        "as stated: refuted on this device",
+        "      refuted: r1: 0.900, the paper 1.500",
+        "      refuted: r2: 0.950, the paper 1.500",
+        "      refuted: r3: 1.000, the paper 1.500",
+        "      refuted: and 1 more (claims.csv)",
+        "      inconclusive: r5: 1.250, the paper 1.500",
+        "   training (slope_table1, step): 1.500; the paper 1.500; n = 1; 1 of 1 rows as stated: "
+        "confirmed on this device",
+        "   would settle it: More of it.",
+    ]
+    other = verdicts.lines(verdicts.content(asked, {}, tmp_path / "none"))
+    assert other[2].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
+
+
+def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
+    from reproduce.__main__ import main
+
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
+    monkeypatch.setattr(verdicts, "read_records", lambda *_: arms)
+    asked = of(("it", "dense", "lower"), ("none", "dense", "equal"),
+               measured=[Speed("torchao_table3", "speedup", "kernel")])  # fmt: skip
+    monkeypatch.setattr(verdicts, "read_claims", lambda: asked)
+    assert main(["claims"], runs=tmp_path) == 0
+    assert "written: " in capsys.readouterr().out
+    folder = tmp_path / "report"
+    assert {path.name for path in folder.iterdir()} == {"claims.json", "claims.csv"}
+    found = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
+    assert found["rules"] == {
+        "level": 0.05, "seeds": 5, "noise": 0.02,
+        "margin": {"share": 0.25, "lower": "dense", "upper": "half"},
+    }  # fmt: skip
+    (claim,) = found["claims"]
+    first, second = claim["contrasts"]
+    assert first["effect"] == pytest.approx(-0.02)
+    interval = paired_interval([a - b for a, b in zip(shifted(-0.02), BASE, strict=True)])
+    assert (first["low"], first["high"]) == pytest.approx(interval)
+    assert first["gap_closed"]["it"]["value"] == pytest.approx(-0.25)
+    assert (second["verdict"], second["effect"]) == ("not tested", None)  # NaN is no JSON
+    with (folder / "claims.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["what"], r["verdict"]) for r in rows[:2]] == [("it", "confirmed"),
+                                                             ("none", "not tested")]  # fmt: skip
+    assert [(r["judged_by"], r["kind"]) for r in rows[2:]] == [("torchao_table3", "kernel")] * 2
+    assert float(rows[0]["g"]) == pytest.approx(-0.25)
+
+
+def test_the_command_prints_a_verdict_for_each(tmp_path, capsys, monkeypatch):
+    from reproduce.__main__ import main
+
+    monkeypatch.setattr(verdicts, "EVIDENCE", tmp_path / "none")
+    gone = record("gone", 0, 3.0)
+    write_json(tmp_path / "evidence" / "a" / "gone-seed0.json", gone | {"config_hash": "0"})
+    assert main(["claims"], runs=tmp_path) == 0
+    out = capsys.readouterr().out
+    # Those of speed have measurements.
+    for number in {*range(1, 15)} - {4, 12, 14}:
+        assert f"\n{number}. [not tested] " in f"\n{out}"
+    assert "0 of 5 seeds of fst and dense" in out
+    assert "left out: 1 records of arms that no block has in this form" in out
+
+
+# ------------------------------------------------------------------------------ loss against mu
+
+
+def decayed(arm, alpha, flips, losses):
+    overrides = [f"method.alpha={alpha}", "train.learning_rate=0.004"]
+    curve = [[70, 9.0], [150, flips], [190, 9.0]]  # the warm-up's last quarter: 113 to 150
+    return {
+        s: record(arm, s, loss, overrides=overrides, curves={"flip_rate": curve})
+        for s, loss in enumerate(losses)
+    }
+
+
+def test_loss_against_mu(tmp_path):
+    """Of factors that the pilot has not tried mu follows from the flip rates beside FST's."""
+    search = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": 0.004,
+              "window": [113, 150], "feasible_mu": [0.6, 0.95],
+              "candidates": [{"alpha": 3e-4, "mu": 0.8}, {"alpha": 1e-4, "mu": 0.9}]}  # fmt: skip
+    other = search | {"learning_rate": 0.008, "candidates": []}
+    pilot = tmp_path / "pilot.json"
+    write_json(pilot, {"searches": {"other": other, "it": search}})
+    arms = {
+        ("a", "fst"): decayed("fst", 3e-4, 0.004, [2.0, 2.2]),
+        ("a", "fst_alpha_third"): decayed("fst_alpha_third", 1e-4, 0.0044, [2.5]),
+        ("a", "fst_alpha_10"): decayed("fst_alpha_10", 3e-3, 0.001, [3.0, 3.0]),
+        ("a", "fst_no_end"): decayed("fst_no_end", 3e-4, 0.004, [9.0]),
+    }
+    found = decay_curve.factors(arms, pilot)
+    assert [(f.arm, f.mu_from, f.feasible, f.n) for f in found] == [
+        ("fst_alpha_10", "records", False, 2),
+        ("fst", "pilot", True, 2),
+        ("fst_alpha_third", "pilot", True, 1),
+    ]
+    assert [f.mu for f in found] == pytest.approx([0.2, 0.8, 0.9])
+    assert [f.mu_records for f in found] == pytest.approx([0.2, 0.8, 0.88])
+    assert [f.val_loss for f in found] == pytest.approx([3.0, 2.1, 2.5])
+    assert decay_curve.write(arms, tmp_path / "mu", pilot)
+    assert (tmp_path / "mu.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "mu.csv").open(encoding="utf-8") as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == [f.arm for f in found]
+    assert not decay_curve.write({}, tmp_path / "none", pilot)
+
+
+def test_the_pilot_knows_the_factor_of_block_a():
+    from reproduce.blocks import read_block
+
+    (run,) = [r for r in read_block("a").runs(decay_curve.PILOT) if (r.arm, r.seed) == ("fst", 0)]
+    own = record("fst", 0, 2.0, overrides=run.job.overrides, curves={"flip_rate": [[150, 0.004]]})
+    (found,) = decay_curve.factors({("a", "fst"): {0: own}})
+    assert found.mu_from == "pilot" and found.feasible
