@@ -162,7 +162,8 @@ class RunConfig:
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers
             if self.dino is None:
-                return ImageSource(self.data, self.model, self.seed, batch, workers)
+                device = next(model.parameters()).device
+                return ImageSource(self.data, self.model, self.seed, batch, workers, device)
             return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers)
         shape: Any = model if isinstance(self.model, HFConfig) else self.model
         corpus = load_tokens(self.data, self.seed)

@@ -1,4 +1,4 @@
-"""Images and classes as the trainer's source, augmented by timm.
+"""Images and classes as the trainer's source, augmented by timm, or in memory where that is enough.
 
 Shapes: B images, S = image_size pixels a side, K classes; images are RGB, normalised.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
+from experiments.image_memory import hold
 from experiments.image_stream import Stream, own_draws, read_ahead, spaced
 from experiments.images import SPLITS, ImageConfig, load_images
 from experiments.source import Batch, Request
@@ -102,10 +103,14 @@ class ImageSource:
     the next batch where r does not divide b); neighbours in the batch are different images. The
     random choices of a sample are keyed by (seed, step, index in the batch).
 
+    Images that lie in memory and need no more than `experiments.image_memory` are augmented there,
+    on the device, and there are no workers.
+
     Args:
         shape: of the model.
         batch_size: samples per optimizer step.
         workers: processes that decode and augment; 0 = this one. They do not change the batches.
+        device: that of the model.
         splits: those that are read; for evaluation alone, ("val",).
 
     Raises:
@@ -121,6 +126,7 @@ class ImageSource:
         seed: int,
         batch_size: int,
         workers: int = 0,
+        device: torch.device | str = "cpu",
         splits: Sequence[str] = SPLITS,
     ) -> None:
         from timm.data import Mixup
@@ -142,6 +148,7 @@ class ImageSource:
         self.directory, self.fingerprint = images.directory, images.fingerprint
         repeats = range(config.repeats)
         self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
+        self.memory = hold(images, config, device)
         self.augment, self.prepare = train_transform(config), eval_transform(config)
         self.mix = Mixup(
             config.mixup,
@@ -160,7 +167,8 @@ class ImageSource:
         return self.stream.skipped
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
+        workers = 0 if self.memory else self.workers
+        return read_ahead(self._train_batch, requests, workers, self.skipped)
 
     @property
     def eval_size(self) -> int:
@@ -169,7 +177,7 @@ class ImageSource:
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` validation images, evenly spaced over the split, which is sorted by class."""
         parts = spaced(self.images, count, batch_size)
-        return read_ahead(self._eval_batch, parts, self.workers, set())
+        return read_ahead(self._eval_batch, parts, 0 if self.memory else self.workers, set())
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """Logits [B, K] -> sums of the loss and of top-1 and top-5 accuracy in percent, and B."""
@@ -191,16 +199,12 @@ class ImageSource:
         step, samples = request
         if self.config.mixes and (samples.start % 2 or len(samples) % 2):
             raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
-        first = step * self.batch_size
-        inputs, labels = [], []
-        with own_draws() as seed:
-            for index in samples:
-                number = (first + int(self.order[index])) // self.config.repeats
-                image, label = self.stream.open(number)
-                seed(self.seed, _AUGMENT, step, index)
-                inputs.append(self.augment(image))
-                labels.append(label)
-        input, target = torch.stack(inputs), torch.tensor(labels)
+        numbers = (step * self.batch_size + self.order[samples]) // self.config.repeats
+        if self.memory:
+            indices = self.stream.indices(numbers)
+            input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
+        else:
+            input, target = self._read(step, samples, numbers)
         if self.config.mixes:
             target = self._mix_pairs(input, target, step, samples)
         elif self.config.label_smoothing:
@@ -208,6 +212,16 @@ class ImageSource:
                 target, len(self.images.classes), 1.0, self.config.label_smoothing
             )
         return {"input": input, "target": target}
+
+    def _read(self, step: int, samples: range, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        inputs, labels = [], []
+        with own_draws() as seed:
+            for index, number in zip(samples, numbers, strict=True):
+                image, label = self.stream.open(int(number))
+                seed(self.seed, _AUGMENT, step, index)
+                inputs.append(self.augment(image))
+                labels.append(label)
+        return torch.stack(inputs), torch.tensor(labels)
 
     def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
         """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
@@ -221,6 +235,9 @@ class ImageSource:
         return torch.cat(targets)
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
+        if self.memory:
+            input, target = self.memory["val"].plain(indices)
+            return {"input": input, "target": target}
         inputs = [self.prepare(self.images.val.open(index)) for index in indices]
         labels = torch.from_numpy(self.images.val.labels[indices])
         return {"input": torch.stack(inputs), "target": labels}

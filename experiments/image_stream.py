@@ -88,6 +88,17 @@ class Stream:
                 self.skipped.add(index)
         raise UserError(f"none of the {count} training images can be decoded")
 
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """Indices in the split of the images of these numbers, int64 [B]; for splits in memory, of
+        which no image is corrupt."""
+        epochs, positions = np.divmod(numbers, len(self.split.labels))
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            of_it = epochs == epoch
+            order = epoch_order(len(self.split.labels), self.seed, int(epoch))
+            found[of_it] = order[positions[of_it]]
+        return found
+
     def describe(self) -> dict[str, Any]:
         """How many images were left out, and which, at least the first of them."""
         files = [self.split.where(index) for index in sorted(self.skipped)[:_MOST_NAMED]]

@@ -1,7 +1,8 @@
 """What the trainer takes its batches from, whatever the model: text, masked text, images, crops.
 
-A batch is a dict of CPU tensors, the keyword arguments of the model, whose first dim is the sample:
-`model(**batch)` returns (output, loss), the loss a mean over the batch's targets.
+A batch is a dict of tensors, the keyword arguments of the model, whose first dim is the sample, on
+the CPU or where the model is: `model(**batch)` returns (output, loss), the loss a mean over the
+batch's targets.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class Trainer:
         self.model.eval()
         totals: dict[str, Tensor] = {}
         count = 0
-        for batch in self.source.eval_batches(self.eval_samples, min(self.micro_batch, 64)):
+        for batch in self.source.eval_batches(self.eval_samples, self.micro_batch):
             on_device = self.optimization.to_device(batch)
             with self.optimization.autocast():
                 output, loss = self.model(**on_device)

@@ -1,10 +1,13 @@
 """A small corpus and a model of a few thousand parameters for the drivers."""
 
+import gzip
 import json
 import random
 import resource
+import struct
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -96,3 +99,25 @@ def made_again():
         (directory / "result.json").write_text(json.dumps(result))
 
     return replace
+
+
+@pytest.fixture(scope="session")
+def write_idx():
+    """write_idx(folder): 12 images for training and 6 for validation, of three classes, as four idx
+    files; returns the folder. The level of an image tells its class."""
+
+    def write(root, size=8, zipped=False, seed=0):
+        root.mkdir(parents=True)
+        generator = np.random.default_rng(seed)
+        for name, count in (("train", 12), ("t10k", 6)):
+            labels = (np.arange(count) % 3).astype(np.uint8)
+            noise = generator.integers(0, 40, (count, size, size), dtype=np.uint8)
+            pixels = (60 * labels[:, None, None] + noise).astype(np.uint8)
+            for kind, values in (("images-idx3", pixels), ("labels-idx1", labels)):
+                dims = struct.pack(f">{values.ndim}I", *values.shape)
+                content = bytes((0, 0, 8, values.ndim)) + dims + values.tobytes()
+                path = root / f"{name}-{kind}-ubyte{'.gz' if zipped else ''}"
+                path.write_bytes(gzip.compress(content) if zipped else content)
+        return root
+
+    return write
