@@ -12,14 +12,13 @@ from typing import Any
 from experiments.stats import mean, ratio_interval, std
 from reproduce.claims import Margin, Values, differences
 
-METRIC = "metrics.val_loss"
 ENOUGH = 5.0  # half the width should cost so many paired deviations, before arms are compared
 
 
 @dataclass(frozen=True)
 class GapClosed:
-    """g = (L - L_dense) / (L_half - L_dense), 0 as dense and 1 as with half the width, with
-    Fieller's interval over the n seeds that the three have in common."""
+    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy, 0 as dense and 1 as half the
+    width, with Fieller's interval over the n seeds that the three have in common."""
 
     value: float
     low: float
@@ -33,6 +32,7 @@ class HalfWidthGap:
     paired difference it is; the median of the deviations of the other arms beside `lower`."""
 
     block: str
+    metric: str
     lower: str
     upper: str
     n: int
@@ -45,7 +45,7 @@ class HalfWidthGap:
 
 
 def gap_closed(
-    values: Values, block: str, arm: str, margin: Margin, seeds: int
+    values: Values, block: str, arm: str, metric: str, margin: Margin, seeds: int
 ) -> GapClosed | None:
     """Of an arm; None without `seeds` finite triples, and for the dense arm, whose g is 0."""
     lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, arm))
@@ -54,28 +54,29 @@ def gap_closed(
         return None
     three = {(block, a): {s: values[block, a][s] for s in common}
              for a in (margin.lower, margin.upper, arm)}  # fmt: skip
-    above = differences(three, block, arm, margin.lower, METRIC)
-    below = differences(three, block, margin.upper, margin.lower, METRIC)
+    above = differences(three, block, arm, margin.lower, metric)
+    below = differences(three, block, margin.upper, margin.lower, metric)
     if not all(map(math.isfinite, [*above, *below])) or mean(below) == 0:
         return None
     low, high = ratio_interval(above, below)
     return GapClosed(mean(above) / mean(below), low, high, len(common))
 
 
-def half_width_gap(values: Values, block: str, margin: Margin) -> HalfWidthGap | None:
+def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> HalfWidthGap | None:
     """Of a block; None with fewer than two pairs."""
-    paired = differences(values, block, margin.upper, margin.lower, METRIC)
+    paired = differences(values, block, margin.upper, margin.lower, metric)
     if len(paired) < 2 or not all(map(math.isfinite, paired)):
         return None
     spreads = []
     for name, arm in values:
         if name == block and arm not in (margin.lower, margin.upper):
-            own = std(differences(values, block, arm, margin.lower, METRIC))
+            own = std(differences(values, block, arm, margin.lower, metric))
             spreads += [own] if math.isfinite(own) else []
     gap, spread = mean(paired), std(paired)
     other = statistics.median(spreads) if spreads else math.nan
     return HalfWidthGap(
         block,
+        metric,
         margin.lower,
         margin.upper,
         len(paired),

@@ -36,7 +36,7 @@ Found = dict[str, Any]
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
     """All claims with their verdicts and what they follow from, and what the blocks can tell."""
-    blocks = dict.fromkeys(block for block, _ in values)
+    metrics = _metrics(claims)
     return {
         "rules": {
             "level": claims.level,
@@ -46,11 +46,19 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
         },
         "blocks": [
             dataclasses.asdict(gap)
-            for block in blocks
-            if (gap := scale.half_width_gap(values, block, claims.margin)) is not None
+            for block, metric in metrics.items()
+            if (gap := scale.half_width_gap(values, block, metric, claims.margin)) is not None
         ],
         "claims": [_claim(claims, claim, values, measured) for claim in claims.claims],
     }
+
+
+def _metrics(claims: Claims) -> dict[str, str]:
+    """Block -> by what its arms are compared in the first place: a loss or an accuracy."""
+    found: dict[str, str] = {}
+    for contrast in (contrast for claim in claims.claims for contrast in claim.contrasts):
+        found.setdefault(contrast.block, contrast.metric)
+    return found
 
 
 def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Found:
@@ -86,9 +94,9 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Found:
     del found["contrast"]
     found["low"], found["high"] = found.pop("interval")
     c, found["gap_closed"] = judged.contrast, {}
-    if c.metric == "metrics.val_loss" and not judged.why:
+    if c.metric == _metrics(claims)[c.block] and not judged.why:
         for arm in (c.arm, c.against):
-            g = scale.gap_closed(values, c.block, arm, claims.margin, claims.seeds)
+            g = scale.gap_closed(values, c.block, arm, c.metric, claims.margin, claims.seeds)
             if g is not None:
                 found["gap_closed"][arm] = dataclasses.asdict(g)
     return found
@@ -187,7 +195,8 @@ def _range(values: Iterable[float], form: str) -> str:
 
 def _gap_line(gap: Found) -> str:
     told = (
-        f"block {gap['block']}: half the width costs {gap['gap']:.4f}, the paired deviation is "
+        f"block {gap['block']} ({gap['metric'].rpartition('.')[2]}): half the width makes "
+        f"{gap['gap']:+.4f}, the paired deviation is "
         f"{gap['std']:.4f} (n = {gap['n']}), {gap['ratio']:.1f} times less"
     )
     if gap["other_arms"]:

@@ -13,7 +13,7 @@ from reproduce.claims import Claim, Claims, Contrast, Margin, Speed
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
-MARGIN = Margin(0.25, "dense", "half")
+MARGIN, LOSS = Margin(0.25, "dense", "half"), "metrics.val_loss"
 AT = "at this scale: gpt2_toy, 2M tokens, 2,000 tokens a step, data=words (abcdef012345), seeds "
 
 
@@ -54,36 +54,35 @@ def test_the_gap_that_a_method_closes():
     own = [0.021, 0.018, 0.024, 0.019, 0.018]
     arms = values(dense=BASE, half=[b + g for b, g in zip(BASE, gap, strict=True)],
                   it=[b + o for b, o in zip(BASE, own, strict=True)])  # fmt: skip
-    found = scale.gap_closed(arms, "a", "it", MARGIN, 5)
+    found = scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 5)
     assert (found.value, found.n) == (pytest.approx(0.25), 5)
     assert (found.low, found.high) == pytest.approx(ratio_interval(own, gap))
-    assert scale.gap_closed(arms, "a", "half", MARGIN, 5).value == pytest.approx(1.0)
-    assert scale.gap_closed(arms, "a", "dense", MARGIN, 5) is None
-    assert scale.gap_closed(arms, "a", "it", MARGIN, 6) is None
+    assert scale.gap_closed(arms, "a", "half", LOSS, MARGIN, 5).value == pytest.approx(1.0)
+    assert scale.gap_closed(arms, "a", "dense", LOSS, MARGIN, 5) is None
+    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 6) is None
     # Seeds that all three have, and no others.
     del arms["a", "half"][2]
-    assert scale.gap_closed(arms, "a", "it", MARGIN, 4).n == 4
+    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4).n == 4
     arms["a", "it"][0]["metrics"]["val_loss"] = None
-    assert scale.gap_closed(arms, "a", "it", MARGIN, 4) is None
+    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4) is None
 
 
 def test_whether_a_block_can_tell_arms_apart():
     arms = values(dense=BASE, half=shifted(0.08), one=shifted(0.01, [2 * n for n in NOISE]),
                   two=shifted(0.02), three=[*shifted(0.0)[:4], float("nan")])  # fmt: skip
-    found = scale.half_width_gap(arms, "a", MARGIN)
+    found = scale.half_width_gap(arms, "a", LOSS, MARGIN)
     spread = scale.std(NOISE)
     assert (found.gap, found.n) == (pytest.approx(0.08), 5)
     assert (found.std, found.ratio) == (pytest.approx(spread), pytest.approx(0.08 / spread))
     # Of two arms with a number at every seed the median is between them.
     assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
-    text = verdicts.lines(verdicts.content(of(), arms))[-1]
-    assert text.startswith(
-        "block a: half the width costs 0.0800, the paired deviation is 0.0031 (n"
-    )
+    asked = of(("one", "dense", "lower"))
+    text = verdicts.lines(verdicts.content(asked, arms))[-1]
+    assert text.startswith("block a (val_loss): half the width makes +0.0800, the paired ")
     assert text.endswith("; asked for are 5: met")
     wide = values(dense=BASE, half=shifted(0.012))
-    assert verdicts.lines(verdicts.content(of(), wide))[-1].endswith("asked for are 5: missed")
-    assert scale.half_width_gap(values(dense=BASE), "a", MARGIN) is None
+    assert verdicts.lines(verdicts.content(asked, wide))[-1].endswith("asked for are 5: missed")
+    assert scale.half_width_gap(values(dense=BASE), "a", LOSS, MARGIN) is None
 
 
 def test_the_scale_of_runs():
@@ -124,9 +123,22 @@ def test_other_metrics_have_no_gap_to_close():
     for by_seed in arms.values():
         for each in by_seed.values():
             each["metrics"]["flip_rate"] = each["metrics"]["val_loss"]
-    asked = of(("it", "dense", "lower", "metrics.flip_rate"))
+    asked = of(("it", "dense", "lower"), ("it", "dense", "lower", "metrics.flip_rate"))
     (claim,) = verdicts.content(asked, arms)["claims"]
-    assert claim["contrasts"][0]["gap_closed"] == {}
+    assert [list(c["gap_closed"]) for c in claim["contrasts"]] == [["it"], []]
+
+
+def test_a_block_that_is_judged_by_an_accuracy_has_its_gap_in_points():
+    """Of which the half-width model has less."""
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(0.02))
+    for by_seed in arms.values():
+        for each in by_seed.values():
+            each["metrics"] = {"top1": 50 - 100 * each["metrics"]["val_loss"]}
+    found = verdicts.content(of(("it", "dense", "lower", "metrics.top1")), arms)
+    assert found["blocks"][0]["gap"] == pytest.approx(-8)
+    assert found["blocks"][0]["ratio"] == pytest.approx(0.08 / scale.std(NOISE))
+    g = found["claims"][0]["contrasts"][0]["gap_closed"]["it"]
+    assert g["value"] == pytest.approx(0.25) and g["low"] < 0.25 < g["high"]
 
 
 def measurements(folder, ours):
