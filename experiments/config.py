@@ -5,8 +5,8 @@ does not exist or a value of the wrong kind stops the run before any work. No co
 file sees a `DictConfig`.
 
 `train` and the other groups say what is computed; `impl` may change nothing but the speed.
-So the identity of a run is a hash of everything except `impl` and paths, and its directory is a
-function of that alone: never of the clock, never of the machine.
+So the identity of a run is a hash of everything except `impl` and paths, and its directory is
+found by that alone: never by the clock, never by the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import methods
-from experiments import memory
+from experiments import memory, run_names
 from experiments.command_line import help_text, take_texts
 from experiments.data import DataConfig, check_fits, load_tokens
 from experiments.errors import Terminated, UserError, raise_on_sigterm
@@ -113,13 +113,18 @@ class RunConfig:
         return digest(self.identity())
 
     def directory(self) -> Path:
-        """`<runs>/<model>-<data>/<method>-<hash without the seed>/seed<seed>`."""
+        """`<runs>/<model>-<data>/<method>-<tag>-<hash without seed>/seed<seed>`; see run_names."""
         family = self.identity()
+        method, model, train = (dict(family[group]) for group in ("method", "model", "train"))
         if family["method"]["seed"] == family.pop("seed"):
             del family["method"]["seed"]
-        model = self.model_name if self.dino is None else f"dino_{self.model_name}"
-        name = f"{self.method}-{digest(family)[:8]}"
-        return self.runs / f"{model}-{self.data.name}" / name / f"seed{self.seed}"
+        folder = self.model_name if self.dino is None else f"dino_{self.model_name}"
+        return run_names.find(
+            self.runs / f"{folder}-{self.data.name}",
+            digest(family)[:8],
+            self.seed,
+            lambda: run_names.name(method, model, train, "" if self.init is None else "init"),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""

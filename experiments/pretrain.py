@@ -4,7 +4,7 @@ With `init=RUN` it starts from the weights of that finished run; with `init=FOLD
 GPT-2, BERT or ViT of transformers, read into a model of ours of the same shape. `model=hf
 model.path=FOLDER` trains a causal model of transformers as it is.
 
-Writes into the run directory (`runs/<model>-<data>/<method>-<hash>/seed<n>`): `config.json`,
+Writes into the run directory (`runs/<model>-<data>/<method>-<tag>-<hash>/seed<n>`): `config.json`,
 `metrics.jsonl`, `checkpoints/` while it runs, and at the end `model.safetensors` (plain weights,
 pruned entries zero) and `result.json`. A finished run is recognised and not repeated; one that was
 stopped goes on from its last checkpoint. Under torchrun the ranks share each batch.
