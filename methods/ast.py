@@ -311,8 +311,12 @@ class AdamW(torch.optim.Optimizer):
         first = state["exp_avg"].lerp_(grad, 1 - beta1)
         update, measured = first, grad
         if mask is not None:
-            update = measured = first + self.decay * torch.where(mask, 0.0, weight)
+            update = measured = first + self.decay_of(weight, mask)
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(measured, measured, value=1 - beta2)
         correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
         denominator = (second / correction2).sqrt_().add_(eps)
         weight.addcdiv_(update, denominator, value=-lr / correction1)
+
+    def decay_of(self, weight: Tensor, mask: Tensor) -> Tensor:
+        """lambda (1 - M) W."""
+        return self.decay * torch.where(mask, 0.0, weight)

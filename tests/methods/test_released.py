@@ -5,8 +5,12 @@ import torch
 from torch import nn
 
 import methods
-from methods import slope, t_sr_ste
+from common_kernels import compress_nm, unpack_mask
+from methods import ast, semi_sparse, slope, t_sr_ste
+from methods.released import ast as released_ast
+from methods.released import semi_sparse as released_semi_sparse
 from methods.released import slope as released_slope
+from methods.released import slope_dense, slope_mask
 from methods.released import t_sr_ste as released_fst
 
 
@@ -15,7 +19,7 @@ def converted(kind, dtype=torch.float32, **options):
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).to(dtype)
     method = kind.Method(kind.Config(include=["*"], exclude=[], **options))
     method.convert(model)
-    return model, method, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, method, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
 def step_of(run, step):
@@ -137,3 +141,133 @@ def test_fst_needs_a_dense_end():
             ValueError, match=r"released.t_sr_ste is about a dense phase at the end"
         ):
             released_fst.Method(released_fst.Config(total_steps=9, **options))
+
+
+# ---------------------------------------------------------------- SLoPe's inverted mask
+
+
+def test_slope_takes_the_gradients_of_pruned_neighbours():
+    right, released = converted(slope), converted(slope_mask)
+    seen = {}
+    released[0][2].register_forward_hook(lambda m, x, y: seen.update(x=x[0], y=y))
+    released[0][2].register_full_backward_hook(lambda m, dx, dy: seen.update(dy=dy[0]))
+    (y, dx, gradients), (other_y, other_dx, others) = step_of(right, 0), step_of(released, 0)
+    assert torch.equal(y, other_y) and torch.equal(dx, other_dx)
+    assert_same(gradients, others, but=("0.values", "2.values"))
+    kept = unpack_mask(released[0][2].row_mask, 16)
+    dweight = seen["dy"].reshape(-1, 16).t() @ seen["x"].detach().reshape(-1, 16)
+    # By hand: of the first group of a row the two that are pruned, in the order of the kept ones.
+    assert others["2.values"][5, :2].tolist() == dweight[5, :4][~kept[5, :4]].tolist()
+    assert torch.equal(others["2.values"].flatten(), dweight[~kept])
+    assert torch.equal(gradients["2.values"], compress_nm(dweight, right[0][2].row_mask))
+
+
+def test_slope_mask_needs_as_many_pruned_as_kept():
+    for options in ({"adapter_rank": 2, "total_steps": 9}, {"m": 8}, {"patterns": ["*=2:8"]}):
+        with pytest.raises(ValueError, match=r"released.slope_mask has no adapters, and as many"):
+            slope_mask.Method(slope_mask.Config(**options))
+
+
+# ---------------------------------------------------------------- SLoPe's dense parameters
+
+
+def test_slope_leaves_what_is_dense_where_it_was():
+    right, released = converted(slope), converted(slope_dense)
+    before = {name: p.detach().clone() for name, p in released[0].named_parameters()}
+    assert_equal_steps(right, released, 0)
+    for name, parameter in released[0].named_parameters():
+        same = dict(right[0].named_parameters())[name]
+        assert torch.equal(parameter, same if name.endswith("values") else before[name])
+        assert not torch.equal(same, before[name])
+    with pytest.raises(ValueError, match=r"released.slope_dense needs the optimizer"):
+        released[1].on_gradients(1)
+
+
+# ---------------------------------------------------------------- torchao's ranking
+
+
+def test_semi_sparse_keeps_the_largest_values():
+    right, released = converted(semi_sparse), converted(released_semi_sparse)
+    weight, mask = released[0][0].weight, released[0][0].mask
+    for top, left in ((0, 0), (4, 8), (12, 12)):
+        tile = weight[top : top + 4, left : left + 4].tolist()
+        kept = torch.zeros(4, 4, dtype=torch.bool)
+        for _, i, j in sorted((tile[i][j], i, j) for i in range(4) for j in range(4))[::-1]:
+            kept[i, j] = kept[i].sum() < 2 and kept[:, j].sum() < 2
+        assert torch.equal(mask[top : top + 4, left : left + 4], kept)
+    assert not torch.equal(mask, right[0][0].mask)
+
+
+def test_semi_sparse_is_the_method_where_no_weight_is_negative():
+    runs = converted(semi_sparse), converted(released_semi_sparse)
+    for model, _, _ in runs:
+        with torch.no_grad():
+            for layer in (model[0], model[2]):
+                layer.weight.abs_()
+        methods.refresh(model)
+    assert_equal_steps(*runs, 0)
+    with pytest.raises(ValueError, match=r"released.semi_sparse is about mode=weight and"):
+        released_semi_sparse.Method(released_semi_sparse.Config(algorithm="exact"))
+
+
+# ---------------------------------------------------------------- AST's integer masks
+
+
+def retrained(kind, steps=3, gradient=1.0, **options):
+    """First weight, its mask; weight, bias and second moments after steps of AST's optimizer."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4)
+    method = kind.Method(kind.Config(include=["*"], kl_weight=0.0, ramp_steps=0, **options))
+    method.convert(layer)
+    before, mask = layer.weight.detach().clone(), layer.mask.clone()
+    optimizer = method.optimizer(layer.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    for step in range(steps):
+        method.on_step_begin(step)
+        for parameter in layer.parameters():
+            generator = torch.Generator().manual_seed(step)
+            parameter.grad = gradient * torch.randn(parameter.shape, generator=generator)
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        method.on_step_end(step)
+    state = {name: optimizer.state[p]["exp_avg_sq"] for name, p in layer.named_parameters()}
+    return before, mask, layer.weight.detach(), layer.bias.detach(), state
+
+
+def test_ast_enlarges_pruned_weights_and_kept_ones_twice_as_much():
+    """With no gradient a step is all the decay's."""
+    for kind, on_pruned, on_kept in ((ast, 1.0, 0.0), (released_ast, -1.0, -2.0)):
+        before, mask, after, _, state = retrained(kind, steps=1, gradient=0.0, alpha=0.5)
+        weight = before * (1 - 1e-3 * 0.1)
+        update = 0.5 * (weight * torch.where(mask, on_kept, on_pruned))
+        second = torch.zeros(4, 8).addcmul_(update, update, value=1 - 0.999)
+        assert torch.equal(state["weight"], second)
+        outwards = ((after - weight) * weight).sign()
+        assert (outwards[~mask] == -on_pruned).all()
+        assert (outwards[mask] == (on_kept != 0)).all()
+
+
+def test_ast_is_the_released_formula():
+    """As it stands there, with its names: an int32 mask, `~`, and the first moment apart."""
+    before, mask, after, _, _ = retrained(released_ast, alpha=0.5, refresh_every=0)
+    p, exp_avg, exp_avg_sq = before.clone(), torch.zeros(4, 8), torch.zeros(4, 8)
+    for step in range(3):
+        grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        p.mul_(1 - 1e-3 * 0.1)
+        decay_term = p * ~mask.int() * 0.5
+        exp_avg.lerp_(grad, 1 - 0.9)  # there mul_ and add_, which round differently
+        actual_update = exp_avg + decay_term
+        exp_avg_sq.mul_(0.999).addcmul_(actual_update, actual_update, value=1 - 0.999)
+        denom = (exp_avg_sq / (1 - 0.999 ** (step + 1))).sqrt_().add_(1e-8)
+        p.addcdiv_(actual_update, denom, value=-1e-3 / (1 - 0.9 ** (step + 1)))
+    assert torch.equal(p, after)
+
+
+def test_ast_is_the_method_without_decay_and_where_nothing_is_masked():
+    *tensors, state = retrained(ast, alpha=0.0)
+    *others, other_state = retrained(released_ast, alpha=0.0)
+    assert all(map(torch.equal, tensors, others))
+    assert_same(state, other_state)
+    right, released = retrained(ast, alpha=0.5), retrained(released_ast, alpha=0.5)
+    assert torch.equal(right[3], released[3]) and not torch.equal(right[2], released[2])
+    with pytest.raises(ValueError, match=r"decay_route=gradient; released.ast is about the"):
+        released_ast.Method(released_ast.Config(decay_route="gradient"))

@@ -1,0 +1,46 @@
+"""Semi-sparse training with torchao's ranking of weights: by value, not by magnitude.
+
+`SemiSparseLinear` of torchao (torchao/sparsity/training, removed in 0.19) calls the packing kernel
+without naming an algorithm. Its default, `largest_values_greedy`, walks through a 4x4 tile from the
+largest signed value on: right behind a ReLU, but of weights it keeps the positive ones, and prunes
+-3 before 0. The layer takes no argument for it.
+
+All but the choice of the mask is that of `methods.semi_sparse`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from common_kernels import transposable_mask24
+
+from .. import semi_sparse
+from ..t_sr_ste import TransposableLinear
+
+Config = semi_sparse.Config
+
+
+def ranks(weight: Tensor) -> Tensor:
+    """fp32 [out, in]: the place of each weight in its 4x4 tile when sorted by value, from 0 on; of
+    equal ones the first has the highest."""
+    tiles = weight.unflatten(0, (-1, 4)).unflatten(2, (-1, 4)).transpose(1, 2).flatten(2)
+    places = tiles.flip(-1).argsort(dim=-1, stable=True).argsort(dim=-1).flip(-1).float()
+    return places.unflatten(2, (4, 4)).transpose(1, 2).reshape(weight.shape)
+
+
+class Linear(TransposableLinear):
+    def refresh_mask(self) -> None:
+        self.mask.copy_(transposable_mask24(ranks(self.weight.detach()), self.config.algorithm))
+
+
+class Method(semi_sparse.Method):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if (config.mode, config.algorithm) != ("weight", "greedy"):
+            raise ValueError(
+                f"mode={config.mode} and algorithm={config.algorithm}; released.semi_sparse is "
+                "about mode=weight and algorithm=greedy"
+            )
+        self.Linear = Linear  # type: ignore[misc]

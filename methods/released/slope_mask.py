@@ -1,0 +1,68 @@
+"""SLoPe whose kept weights get the gradients of their pruned neighbours.
+
+In the released package (github.com/Mohammad-Mozaffari/slope) the masks of the pruning kernel are
+True where a weight is pruned; `prune_model` makes the mask of the layer from them (slope/slope.py),
+and the kernel that compresses dW keeps what lies under it (prune_and_compress, of pruning_kernels).
+So of each four entries of dW the two at pruned places are taken, in their order, for the two values
+that are kept. The weights move, and not along any gradient of theirs.
+
+Y, dX and the bias are those of `methods.slope`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common_kernels import compress_nm
+
+from .. import slope
+from ..compressed import CompressedLinear, _Product
+from ..gemms import DENSE, Products, under_autocast
+
+Config = slope.Config
+
+
+class _WeightGradient(torch.autograd.Function):
+    """y [..., out], with dvalues = the entries of dY^T X under a mask that is not y's."""
+
+    @staticmethod
+    def forward(ctx, y, x, values, mask, pattern):
+        ctx.pattern, ctx.dtype = pattern, values.dtype
+        ctx.save_for_backward(x, mask)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, mask = ctx.saved_tensors
+        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_values = compress_nm(dy.t() @ x2d, mask, *ctx.pattern).to(ctx.dtype)
+        return grad_y, None, grad_values, None, None
+
+
+class Linear(CompressedLinear):
+    def sparse_products(self) -> Products:
+        return DENSE
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        x, pattern = under_autocast(x), self.pattern
+        masks, none = (self.row_mask, self.column_mask), (None, None)
+        y = _Product.apply(
+            x, self.values.detach(), *none, self.bias, *masks, None, *none, pattern, False
+        )
+        return _WeightGradient.apply(y, x.detach(), self.values, ~self.row_mask, pattern)
+
+
+class Method(slope.Method):
+    Linear = Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.adapter_rank or config.patterns or 2 * config.n != config.m:
+            raise ValueError(
+                "released.slope_mask has no adapters, and as many weights pruned as kept: set "
+                "adapter_rank=0, patterns=[] and m twice n"
+            )
