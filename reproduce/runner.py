@@ -23,6 +23,7 @@ import torch
 
 from experiments.data import DataConfig
 from experiments.errors import UserError
+from experiments.images import load_images
 from experiments.prepare_data import prepare
 from reproduce.blocks import EVIDENCE, Block, BlockRun
 from reproduce.engine import clock, needs_gpu
@@ -81,8 +82,11 @@ def run_block(
     configs = [first.config for first, *_ in waiting]
     if needs_gpu(configs):
         raise UserError(f"block {block.name} needs a GPU, and torch sees none here")
-    for data in {config.data for config in configs if isinstance(config.data, DataConfig)}:
-        prepare(data)  # once, and not in every process
+    for data in {config.data for config in configs}:
+        if isinstance(data, DataConfig):
+            prepare(data)  # once, and not in every process
+        else:
+            load_images(data)  # are they there?
     begun = time.monotonic()
     deadline = begun + (minutes * 60 if minutes is not None else float("inf"))
     working: dict[int, Worker] = {}

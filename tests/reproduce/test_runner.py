@@ -121,6 +121,13 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
     assert children.started == [*order, "dense, seed 2", "ste, seed 2"]
 
 
+def test_images_that_are_missing_are_told_before_anything_is_started(start, children, tmp_path):
+    arms = {"dense": ["model=deit_mini", f"data.source={tmp_path / 'nowhere'}"]}
+    with pytest.raises(UserError, match=r"nowhere is no folder; .*dataset-fashion-mnist"):
+        start(block(**arms))
+    assert not children.started
+
+
 def test_records_alone_are_enough(start, children, tmp_path):
     """On another machine, without the run directories."""
     start(block())
