@@ -89,6 +89,18 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Released:
+    """A defect of released code: `arm` has it and `against` has not. What it changes is told, and
+    not judged: no paper claims anything of it."""
+
+    block: str
+    arm: str
+    against: str
+    defect: str
+    metric: str = "metrics.val_loss"
+
+
+@dataclass(frozen=True)
 class Claims:
     """All claims with the rules that they share. seeds: the least number that a test needs. noise:
     share of a single measurement of speed that stands for its interval."""
@@ -98,6 +110,7 @@ class Claims:
     seeds: int
     noise: float
     claims: list[Claim]
+    released: list[Released] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.seeds < 2:

@@ -1,17 +1,20 @@
 """The claims with their verdicts as text and files: `python -m reproduce claims`.
 
-Writes `runs/report/claims.json`, all of it, and `claims.csv`, a line for each contrast and each
-measured row; beside them the loss against mu of claim 2 (decay_curve.py).
+Writes `runs/report/claims.json`, all of it, and `claims.csv`, a line for each contrast, each
+measured row and each defect of released code; beside them the loss against mu of claim 2
+(decay_curve.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from experiments.checkpoint import csv_text, write_json, write_text
+from experiments.stats import mean, paired_interval
 from reproduce import decay_curve, scale
 from reproduce.beside import MEASURED
 from reproduce.blocks import EVIDENCE
@@ -22,7 +25,9 @@ from reproduce.claims import (
     Claim,
     Claims,
     Judged,
+    Released,
     Values,
+    differences,
     judge,
     outdated,
     read_claims,
@@ -50,6 +55,7 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
             if (gap := scale.half_width_gap(values, block, metric, claims.margin)) is not None
         ],
         "claims": [_claim(claims, claim, values, measured) for claim in claims.claims],
+        "released": [_released(released, values) for released in claims.released],
     }
 
 
@@ -102,6 +108,23 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Found:
     return found
 
 
+def _released(released: Released, values: Values) -> Found:
+    """Without a verdict two seeds are enough. A run that diverged is told of, not left out."""
+    r = released
+    paired = differences(values, r.block, r.arm, r.against, r.metric)
+    finite = all(map(math.isfinite, paired))
+    told = len(paired) > 1 and finite
+    low, high = paired_interval(paired) if told else (math.nan, math.nan)
+    return {
+        **dataclasses.asdict(r),
+        "n": len(paired),
+        "effect": mean(paired) if told else math.nan,
+        "low": low,
+        "high": high,
+        "why": "" if told else f"n = {len(paired)}" if finite else "a run diverged",
+    }
+
+
 def _speed(measured: Measured) -> Found:
     found = {**dataclasses.asdict(measured.speed), **dataclasses.asdict(measured)}
     del found["speed"]
@@ -127,13 +150,28 @@ def lines(found: Found) -> list[str]:
             text += _measured_lines(measured)
         if claim["settles"]:
             text.append(f"   would settle it: {claim['settles']}")
+    if found["released"]:
+        text.append(
+            "As released: what a defect of the authors' code changes, beside the same without."
+        )
+    for released in found["released"]:
+        text += _released_lines(released)
     for gap in found["blocks"]:
         text.append(_gap_line(gap))
     return text
 
 
+def _name(c: Found) -> str:
+    return f"   {c['arm']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
+
+
+def _released_lines(r: Found) -> list[str]:
+    told = r["why"] or f"{r['effect']:+.4f} [{r['low']:+.4f}, {r['high']:+.4f}], n = {r['n']}"
+    return [f"{_name(r)}: {told}", f"      {r['defect']}"]
+
+
 def _contrast_lines(c: Found) -> list[str]:
-    name = f"   {c['arm']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
+    name = _name(c)
     if c["verdict"] == NOT_TESTED:
         return [f"{name}: not tested, {c['why']}"]
     margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
@@ -212,7 +250,7 @@ def _gap_line(gap: Found) -> str:
 
 
 def table(found: Found) -> list[Found]:
-    """A line for each contrast and each measured row."""
+    """A line for each contrast, each measured row and each defect."""
     rows = []
     for claim in found["claims"]:
         of = {"claim": claim["id"], "paper": claim["paper"], "claim_verdict": claim["verdict"]}
@@ -232,6 +270,10 @@ def table(found: Found) -> list[Found]:
                 row |= {"n": line["n"], "effect": line["ours"], "published": line["paper"]}
                 row |= {"low": line["low"], "high": line["high"], "device": m["device"]}
                 rows.append({**row, "verdict": line["verdict"], "why": m["why"]})
+    for r in found["released"]:
+        row = {"judged_by": f"block {r['block']}", "what": r["arm"], "verdict": "as released"}
+        keys = ("against", "metric", "n", "effect", "low", "high", "why")
+        rows.append(row | {key: r[key] for key in keys})
     return rows
 
 

@@ -268,6 +268,25 @@ def test_contrasts_name_arms_that_are_run():
     assert missing == set()
 
 
+def test_defects_are_those_of_the_arms_as_released():
+    """Each arm of a block that has the name is told of, beside the arm that differs in nothing
+    but the method."""
+    listed = {(r.block, r.arm): r for r in read_claims().released}
+    there = {
+        (path.stem, arm)
+        for path in blocks.BLOCKS.glob("*.yaml")
+        for arm in read_block(path.stem).arms
+        if arm.endswith("_as_released")
+    }
+    assert listed.keys() == there
+    for (block, arm), released in listed.items():
+        arms = read_block(block).arms
+        defective, right = arms[arm], arms[released.against]
+        assert {
+            x for x in defective if not x.startswith(("method=", "method.n=", "method.m="))
+        } == {x for x in right if not x.startswith("method=")}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

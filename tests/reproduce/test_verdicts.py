@@ -9,7 +9,7 @@ import pytest
 from experiments.checkpoint import write_json
 from experiments.stats import paired_interval, ratio_interval
 from reproduce import decay_curve, scale, verdicts
-from reproduce.claims import Claim, Claims, Contrast, Margin, Speed
+from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
@@ -116,6 +116,24 @@ def test_what_a_terminal_shows():
         shown[3]
         == "   none - dense (val_loss, block a): not tested, 0 of 5 seeds of none and dense"
     )
+
+
+def test_defects_are_told_without_a_verdict():
+    arms = values(it=BASE, bad=shifted(0.02), blown=[*BASE[:4], float("nan")], new=BASE[:1])
+    asked = [Released("a", arm, "it", f"what is {arm}") for arm in ("bad", "blown", "new", "none")]
+    found = verdicts.content(replace(of(), claims=[], released=asked), arms)
+    shown = verdicts.lines(found)
+    assert shown[1].startswith("   bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
+    assert shown[2] == "      what is bad"
+    assert [line.rpartition(": ")[2] for line in shown[3::2]] == [
+        "a run diverged", "n = 1", "n = 0"
+    ]  # fmt: skip
+    rows = verdicts.table(found)
+    assert [(r["what"], r["verdict"]) for r in rows][:2] == [
+        ("bad", "as released"),
+        ("blown", "as released"),
+    ]
+    assert rows[0]["effect"] == pytest.approx(0.02)
 
 
 def test_other_metrics_have_no_gap_to_close():
