@@ -27,6 +27,9 @@ python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
     in reproduce/blocks
 python -m reproduce claims
     the papers' claims with their verdicts, from the runs of the blocks
+python -m reproduce report [figure=FILE]
+    one page of all results, runs/report/index.html; or the main figure of the
+    committed ones alone, as SVG
 python -m reproduce --list
     every table of every paper: tiers, what they need, what has been run, and
     which are not covered"""
@@ -142,6 +145,23 @@ def run(arguments: list[str], runs: Path) -> bool:
     )
 
 
+def write_page(options: list[str], runs: Path) -> None:
+    """`report [figure=FILE]`.
+
+    Raises:
+        UsageError: arguments that mean nothing.
+    """
+    key, _, value = options[0].partition("=") if options else ("figure", "", "")
+    if len(options) > 1 or key != "figure" or (options and not value):
+        raise UsageError(f"cannot use {' '.join(options)!r}; use figure=FILE or nothing")
+    from reproduce.report import page
+
+    if value:
+        page.write_figure(Path(value))
+    else:
+        page.main(runs)
+
+
 def attempt(table: Table, tier: str, runs: Path) -> bool:
     """`make`; what stops it stops no other table."""
     try:
@@ -164,6 +184,9 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
             from reproduce import verdicts
 
             verdicts.main(runs)
+            return 0
+        if arguments[0] == "report":
+            write_page(arguments[1:], runs)
             return 0
         tables = read_tables(folder)
         if arguments == ["--list"]:

@@ -154,7 +154,7 @@ def read_claims(path: Path = FILE) -> Claims:
 def read_records(*folders: Path, blocks: Path = BLOCKS) -> Values:
     """The kept records, those of the first folder before the others', without the `outdated`."""
     values: Values = {}
-    for _, record in _records(folders, blocks, wanted=True):
+    for _, record in records(folders, blocks, wanted=True):
         arm = values.setdefault((record["block"], record["arm"]), {})
         arm.setdefault(record["seed"], record)
     return values
@@ -162,12 +162,13 @@ def read_records(*folders: Path, blocks: Path = BLOCKS) -> Values:
 
 def outdated(*folders: Path, blocks: Path = BLOCKS) -> list[Path]:
     """Records of what no block has any more: its arm is gone, or has other overrides now."""
-    return [path for path, _ in _records(folders, blocks, wanted=False)]
+    return [path for path, _ in records(folders, blocks, wanted=False)]
 
 
-def _records(
+def records(
     folders: Iterable[Path], blocks: Path, wanted: bool
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The kept records with their files: those that are `wanted` by a block, or the others."""
     asked: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
     for folder in folders:
         for path in sorted(folder.glob("*/*.json")):

@@ -1,0 +1,230 @@
+"""The blocks on the page: differences, the table of arms, curves, commands and files."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.curves import Point
+from reproduce import scale
+from reproduce.claims import Margin
+from reproduce.report import claims, html
+from reproduce.report.figures import Scale, curves, forest, span
+from reproduce.report.gather import Evidence, Kept, Shown
+from reproduce.report.html import Markup, tag, text
+from reproduce.report.links import Links
+from reproduce.runner import command
+
+FROM = 0.15  # of the steps: before, all curves fall from the same height
+Found = dict[str, Any]  # of reproduce/verdicts.py
+
+
+def differences(shown: Shown, arms: Iterable[str], share: float) -> Markup:
+    """The forest of some arms of a block."""
+    rows = [shown.rows[arm] for arm in arms]
+    return forest(rows, shown.baseline, shown.yardstick, shown.gap, share, shown.quantity)
+
+
+def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, links: Links) -> Markup:
+    name, block = shown.block.name, shown.block
+    kind = "pilot" if name.startswith("pilot") else f"block {name}"
+    done = sum(map(len, shown.arms.values()))
+    total = len(block.arms) * len(block.seeds)
+    parts: list[Any] = [
+        tag("h3", block.title, id=html.slug("block", name)),
+        tag(
+            "p",
+            f"{kind.capitalize()}: {done} of {total} runs, "
+            f"seeds {', '.join(map(str, block.seeds))}. "
+            + ("Pilots choose settings; no claim is judged by them." if kind == "pilot" else ""),
+        ),
+    ]
+    if not done:
+        return text(parts, tag("p", "No runs yet. Make them:"), html.command(_run(name)))
+    parts.append(_table(shown, evidence, margin, found))
+    if kind != "pilot":
+        if shown.baseline in shown.arms:
+            caption = f"All arms of block {name}, the best above; arrows lead out of the figure."
+            drawn = differences(shown, shown.rows, margin.share)
+            parts.append(html.details(caption, tag("figure", drawn), open=True))
+            parts.append(_curves(shown))
+        parts.append(_notes(shown))
+    parts.append(tag("p", "Make what is missing:"))
+    parts.append(html.command(_run(name)))
+    parts.append(_again(shown))
+    parts.append(_files(shown, links))
+    return tag("section", parts)
+
+
+def _run(name: str) -> str:
+    return f"python -m reproduce run {name}"
+
+
+def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Found) -> Markup:
+    name = shown.block.name
+    rows = []
+    for arm in shown.block.arms:
+        if arm not in shown.rows:
+            rows.append([_anchored(name, arm), *["-"] * 3, "not run", "mini", "-", "-", "-"])
+            continue
+        row, kept = shown.rows[arm], list(shown.arms[arm].values())
+        spread = f" ± {row.std:.4f}" if math.isfinite(row.std) else ""
+        mean = f"{row.mean:.4f}{spread}" if math.isfinite(row.mean) else "not finite"
+        difference = f"{claims.signed(row.difference)} {claims.interval(row.low, row.high)}"
+        rows.append(
+            [
+                _anchored(name, arm),
+                f"{mean} (n={row.n})",
+                difference.removesuffix(" -") if row.pairs else "-",
+                _gap_closed(evidence, shown, arm, margin),
+                claims.of_arm(found, name, arm),
+                "mini",
+                ", ".join(dict.fromkeys(revision(k) for k in kept)),
+                ", ".join(dict.fromkeys(k.record["environment"]["device"] for k in kept)),
+                tag("a", "files", href=f"#{html.slug('files', name, arm)}"),
+            ]
+        )
+    better = "less" if shown.lower_is_better else "more"
+    heads = [
+        *("arm", f"{shown.quantity}, {better} is better: ours ± std (n)"),
+        *(f"minus {shown.baseline} [95 %]", "gap closed g", "verdict"),
+        *("tier", "revision", "device", "source"),
+    ]
+    caption = f"Arms of block {name}: {shown.block.title}"
+    return html.table(caption, heads, rows, words=(0, 4, 5, 6, 7, 8))
+
+
+def _anchored(block: str, arm: str) -> Markup:
+    return tag("span", arm, id=html.slug("arm", block, arm))
+
+
+def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> str:
+    if arm == shown.baseline:
+        return "0"
+    g = scale.gap_closed(evidence.values, shown.block.name, arm, shown.metric, margin, 2)
+    if g is None:
+        return "-"
+    return f"{g.value:.2f} {claims.interval(g.low, g.high, '.2f')}".removesuffix(" -")
+
+
+def _curves(shown: Shown) -> Markup:
+    """A small figure for each arm: what it loses to the baseline in training, and its flip rate."""
+    last = max(k.record["steps"] for seeds in shown.arms.values() for k in seeds.values())
+    first = FROM * last
+    small = Scale(first, last, 40, 206)
+    base, half = shown.baseline, shown.yardstick
+    over = {arm: shown.curve(arm, "val_loss", base) for arm in shown.arms if arm != base}
+    flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
+    parts: list[Any] = [_losses(shown, first, last)]
+    late = [abs(p.mean) for points in over.values() for p in points if p.step > first]
+    most = sorted(late)[int(0.9 * (len(late) - 1))] * 1.3 if late else 1.0
+    y = Scale(-0.25 * most, most, 96, 6)
+    log = _flip_scale(flips, first)
+    panels = []
+    for arm, points in over.items():
+        drawn = [("other", over.get(half, []))]
+        drawn += [("", points)] if arm != half else []
+        loss = curves(f"{arm}: validation loss minus {base}", drawn, y, small)
+        flip = None
+        if log is not None and any(p.mean for p in flips[arm]):
+            flip = curves(f"{arm}: flip rate", [("", flips[arm])], log, small)
+        panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
+    more = (
+        f"Above: validation loss minus that of {base} at the same seeds, from step {first:,.0f} "
+        f"on, {half} dashed; one scale for all arms, what is beyond it is cut off. Below, where "
+        "masks change: share of the mask that flips in a step, on a logarithmic scale. Lines are "
+        "means over seeds, bands ± standard deviation."
+    )
+    inside = tag("p", more), tag("div", panels, class_="panels")
+    parts.append(html.details(f"Curves of every arm ({len(panels)})", inside, open=True))
+    return text(parts)
+
+
+def _losses(shown: Shown, first: float, last: float) -> Markup:
+    """Dense and half the width in absolute terms, and where the leading methods lie."""
+    names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
+    lines = [("", shown.curve(arm, "val_loss")) for arm in names]
+    lines += [
+        ("other", shown.curve(shown.yardstick, "val_loss")),
+        ("base", shown.curve(shown.baseline, "val_loss")),
+    ]
+    inside = [p.mean for _, points in lines for p in points if p.step >= first]
+    if not inside:
+        return text()
+    drawn = curves(
+        "Validation loss of the leading arms",
+        lines,
+        Scale(*span(inside), 236, 8),
+        Scale(first, last, 44, 470),
+        "large",
+    )
+    caption = (
+        f"Validation loss from step {first:,.0f} on: {shown.baseline} the dark dashed line, "
+        f"{shown.yardstick} the yellow one; full lines are {', '.join(names)}. The differences are "
+        "small beside the fall of all, so each has a figure of its own below."
+    )
+    return tag("figure", drawn, tag("figcaption", caption))
+
+
+def _flip_scale(flips: dict[str, list[Point]], first: float) -> Scale | None:
+    seen = [p.mean for points in flips.values() for p in points if p.step >= first and p.mean > 0]
+    if not seen:
+        return None
+    low = 10 ** math.floor(math.log10(max(min(seen), 1e-6)))
+    return Scale(low, 10 ** math.ceil(math.log10(max(seen))), 76, 6, log=True)
+
+
+def _notes(shown: Shown) -> Markup:
+    return tag("ul", [tag("li", note.strip()) for note in shown.block.notes])
+
+
+def _again(shown: Shown) -> Markup:
+    """The command of every arm."""
+    runs = Path("runs")  # where the drivers put them by themselves
+    rows = []
+    for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
+        words = ["python", *command(run, runs)[1:]]
+        line = shlex.join(word for word in words if not word.startswith("runs="))
+        rows.append([run.arm, tag("code", line)])
+    told = f"With seed {shown.block.seeds[0]}; the other seeds likewise."
+    if shown.block.source is not None:
+        told += " It starts from a finished run (init=), whose command is that of its own block."
+    return html.details(
+        "The command of every row",
+        tag("p", told),
+        html.table(f"Commands of block {shown.block.name}", ["arm", "command"], rows, words=(0, 1)),
+    )
+
+
+def _files(shown: Shown, links: Links) -> Markup:
+    parts = []
+    for arm, seeds in shown.arms.items():
+        rows = []
+        for seed, kept in seeds.items():
+            record = kept.record
+            value = record["metrics"].get(shown.quantity)
+            rows.append(
+                [
+                    links.to(kept.path),
+                    seed,
+                    "not finite" if value is None else f"{value:.6f}",
+                    revision(kept),
+                    record["environment"]["device"],
+                    record["config_hash"],
+                ]
+            )
+        heads = ["file", "seed", shown.quantity, "revision", "device", "config"]
+        drawn = html.table(f"Records of {arm}", heads, rows, words=(0, 3, 4, 5))
+        parts.append(tag("div", drawn, id=html.slug("files", shown.block.name, arm)))
+    return html.details(f"The files that every number of {shown.block.name} comes from", parts)
+
+
+def revision(kept: Kept) -> str:
+    """Of the code that made a record; + if it was changed since."""
+    environment = kept.record["environment"]
+    short = (environment["git_revision"] or "unknown")[:7]
+    return short + ("+" if environment["git_dirty"] else "")

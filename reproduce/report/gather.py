@@ -1,0 +1,205 @@
+"""What the page shows of the blocks: records, rows, curves, and what is missing of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments import comparison
+from experiments.curves import Point
+from experiments.errors import UserError
+from experiments.results import number
+from experiments.stats import mean, std
+from reproduce.blocks import BLOCKS, Block, read_block
+from reproduce.claims import Claims, Values, differences, records
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A record and the file that it is in."""
+
+    path: Path
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Records by block, arm and seed, those of the first folder before the others'; the files of
+    records that no block has any more."""
+
+    kept: dict[tuple[str, str], dict[int, Kept]]
+    outdated: list[Path]
+
+    @cached_property
+    def values(self) -> Values:
+        """As claims are judged by them."""
+        return {
+            key: {seed: kept.record for seed, kept in seeds.items()}
+            for key, seeds in self.kept.items()
+        }
+
+
+def read_evidence(*folders: Path, blocks: Path = BLOCKS) -> Evidence:
+    """All kept records of these folders."""
+    kept: dict[tuple[str, str], dict[int, Kept]] = {}
+    for path, record in records(folders, blocks, wanted=True):
+        arm = kept.setdefault((record["block"], record["arm"]), {})
+        arm.setdefault(record["seed"], Kept(path, record))
+    return Evidence(kept, [path for path, _ in records(folders, blocks, wanted=False)])
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A block with its records. metric: what its arms are compared by, a dotted path into a record;
+    baseline, yardstick: the arms between which the gap lies; arms: those that have records."""
+
+    block: Block
+    metric: str
+    baseline: str
+    yardstick: str
+    arms: dict[str, dict[int, Kept]]
+
+    @property
+    def quantity(self) -> str:
+        return self.metric.rpartition(".")[2]
+
+    @property
+    def lower_is_better(self) -> bool:
+        return any(word in self.quantity for word in ("loss", "perplexity"))
+
+    @cached_property
+    def rows(self) -> dict[str, comparison.Row]:
+        """Mean and spread of each arm, and its difference to the baseline seed by seed."""
+        arms = [
+            comparison.Arm(
+                name, {}, {s: comparison.Run(k.path, k.record) for s, k in seeds.items()}
+            )
+            for name, seeds in self.arms.items()
+        ]
+        if not arms:
+            return {}
+        named = {arm.label: arm for arm in arms}
+        base = named.get(self.baseline)
+        rows = comparison.table(arms, base or arms[0], self.metric)
+        return {row.label: row for row in rows}
+
+    @cached_property
+    def gap(self) -> float:
+        """Mean difference of the yardstick to the baseline; nan if one of them is not there."""
+        values = {
+            (self.block.name, arm): {seed: kept.record for seed, kept in seeds.items()}
+            for arm, seeds in self.arms.items()
+        }
+        found = differences(values, self.block.name, self.yardstick, self.baseline, self.metric)
+        return mean(found) if found else math.nan
+
+    @cached_property
+    def leading(self) -> list[str]:
+        """The first arm of every method, and all dense ones: those that a first look needs."""
+        methods = {arm: _method(own) for arm, own in self.block.arms.items()}
+        first = {method: arm for arm, method in reversed(methods.items())}
+        return [
+            arm
+            for arm, method in methods.items()
+            if arm in self.rows and (method == "dense" or first[method] == arm)
+        ]
+
+    @property
+    def missing(self) -> dict[str, list[int]]:
+        """By arm, the seeds that have no record."""
+        found = {
+            arm: [s for s in self.block.seeds if s not in self.arms.get(arm, {})]
+            for arm in self.block.arms
+        }
+        return {arm: seeds for arm, seeds in found.items() if seeds}
+
+    @property
+    def diverged(self) -> list[Kept]:
+        """Records without a finite number."""
+        every = [kept for seeds in self.arms.values() for kept in seeds.values()]
+        return [k for k in every if not math.isfinite(number(k.record, self.metric))]
+
+    def curve(self, arm: str, quantity: str, minus: str | None = None) -> list[Point]:
+        """Over the seeds; of `minus`, what the arm has more than that one at the same seeds."""
+        found: dict[int, list[float]] = {}
+        for seed, kept in self.arms.get(arm, {}).items():
+            other: dict[int, float] | None = None
+            if minus is not None:
+                if seed not in self.arms.get(minus, {}):
+                    continue
+                other = dict(self.arms[minus][seed].record["curves"].get(quantity, []))
+            for step, value in kept.record["curves"].get(quantity, []):
+                if step > 0 and (other is None or step in other):
+                    found.setdefault(step, []).append(value - (other[step] if other else 0.0))
+        return [
+            Point(quantity, arm, step, mean(v), std(v) if len(v) > 1 else None, len(v))
+            for step, v in sorted(found.items())
+        ]
+
+
+def _method(overrides: list[str]) -> str:
+    named = [o.removeprefix("method=") for o in overrides if o.startswith("method=")]
+    return named[-1] if named else ""
+
+
+def shown_blocks(claims: Claims, evidence: Evidence, folder: Path = BLOCKS) -> list[Shown]:
+    """Every block that claims are judged by, or that has records; pilots come last."""
+    asked = {contrast.block for claim in claims.claims for contrast in claim.contrasts}
+    names = {block for block, _ in evidence.kept} | {
+        path.stem for path in folder.glob("*.yaml") if path.stem in asked
+    }
+    shown = []
+    for name in sorted(names, key=lambda name: (name.startswith("pilot"), name)):
+        block = read_block(name, folder)
+        metrics = Counter(
+            c.metric for claim in claims.claims for c in claim.contrasts if c.block == name
+        )
+        metric = metrics.most_common(1)[0][0] if metrics else "metrics.val_loss"
+        arms = {arm: evidence.kept.get((name, arm), {}) for arm in block.arms}
+        there = {arm: dict(sorted(seeds.items())) for arm, seeds in arms.items() if seeds}
+        shown.append(Shown(block, metric, _baseline(block, claims), claims.margin.upper, there))
+    return shown
+
+
+def _baseline(block: Block, claims: Claims) -> str:
+    """The arm that the others are compared with: of the margin, or the first dense one."""
+    dense = [arm for arm, own in block.arms.items() if _method(own) == "dense"]
+    return next(iter([arm for arm in dense if arm == claims.margin.lower] + dense), "")
+
+
+def unfinished(runs: Path) -> list[tuple[Path, str]]:
+    """Of one's own runs those that were begun and have no result: what tells of them, and the last
+    that they said."""
+    found = []
+    kept = runs / "evidence"
+    for log in sorted((kept / "logs").glob("*/*.txt")):
+        if not (kept / log.parent.name / f"{log.stem}.json").is_file():
+            found.append((log, _last_line(log)))
+    found += [(trace, _last_line(trace)) for trace in sorted(runs.glob("*/*/*/failure.txt"))]
+    return found
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it printed nothing"
+
+
+def own_runs(runs: Path) -> tuple[dict[str, list[comparison.Row]], list[str]]:
+    """The finished trainings below `runs`, as `experiments.compare` shows them, by their model and
+    data; and why some cannot be shown."""
+    rows: dict[str, list[comparison.Row]] = {}
+    trouble = []
+    for folder in sorted(path for path in runs.glob("*") if path.is_dir()):
+        if not any(folder.glob("*/*/result.json")):
+            continue
+        try:
+            finished, _ = comparison.find([folder])
+            arms = comparison.arms(finished)
+            rows[folder.name] = comparison.table(arms, comparison.choose(arms, None))
+        except UserError as error:
+            trouble.append(f"{folder}: {' '.join(str(error).split())}")
+    return rows, trouble

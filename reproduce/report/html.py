@@ -1,0 +1,92 @@
+"""Elements of HTML and SVG as text: what is no element is escaped, every tag is closed."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+from typing import Any
+
+VOID = ("meta", "br")
+MINUS = "\N{MINUS SIGN}"
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+def text(*children: Any) -> Markup:
+    """The children one after the other: elements, what is escaped, and lists of both; None is
+    nothing."""
+    parts = []
+    for child in children:
+        if isinstance(child, Markup):
+            parts.append(child)
+        elif isinstance(child, str | int | float):
+            parts.append(Markup(html.escape(str(child))))
+        elif child is not None:
+            parts.append(text(*child))
+    return Markup("".join(parts))
+
+
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
+    """An element. `class_` is class, `stroke_width` stroke-width; None and False are left out."""
+    given = []
+    for key, value in attributes.items():
+        key = key.rstrip("_").replace("_", "-")
+        if value is True:
+            given.append(f" {key}")
+        elif value is not None and value is not False:
+            given.append(f' {key}="{html.escape(str(value))}"')
+    start = f"<{name}{''.join(given)}>"
+    return Markup(start if name in VOID else f"{start}{text(*children)}</{name}>")
+
+
+def slug(*words: object) -> str:
+    """An id made of these words."""
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
+
+
+def table(
+    caption: Any, heads: Iterable[Any], rows: Iterable[Iterable[Any]], words: Iterable[int] = (0,)
+) -> Markup:
+    """A table in a container of its own, in which it scrolls sideways where the page is narrow.
+
+    The first cell of a row is its head. words: numbers of the columns that hold words; the others
+    are set to the right.
+    """
+    left = set(words)
+
+    def side(number: int) -> str | None:
+        return None if number in left else "number"
+
+    heading = [tag("th", h, scope="col", class_=side(n)) for n, h in enumerate(heads)]
+    body = []
+    for row in rows:
+        first, *others = row
+        cells = [tag("td", cell, class_=side(n)) for n, cell in enumerate(others, 1)]
+        body.append(tag("tr", tag("th", first, scope="row", class_=side(0)), cells))
+    content = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", heading)),
+        tag("tbody", body),
+    )
+    # It can be scrolled with the keyboard only if it can be reached.
+    name = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, str) else "table"
+    return tag("div", content, class_="scroll", tabindex=0, role="region", aria_label=name)
+
+
+def details(summary: Any, *children: Any, **attributes: Any) -> Markup:
+    return tag("details", tag("summary", summary), *children, **attributes)
+
+
+def command(line: str) -> Markup:
+    """A command that can be copied."""
+    return tag("pre", tag("code", line), class_="command", tabindex=0)
+
+
+def listed(items: Iterable[Any]) -> Markup:
+    """The items with commas between them."""
+    parts = [text(item) for item in items]
+    return Markup(", ".join(parts))

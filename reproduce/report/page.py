@@ -1,0 +1,254 @@
+"""Puts the page together: `runs/report/index.html`, and its main figure as a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.checkpoint import write_text
+from experiments.errors import UserError
+from experiments.results import git_state
+from reproduce import verdicts
+from reproduce.blocks import EVIDENCE
+from reproduce.claims import Claims, read_claims
+from reproduce.reading import read_tables
+from reproduce.report import blocks, claims, html, speed, tables
+from reproduce.report.figures import STYLE, standalone
+from reproduce.report.gather import (
+    Evidence,
+    Shown,
+    own_runs,
+    read_evidence,
+    shown_blocks,
+    unfinished,
+)
+from reproduce.report.html import Markup, tag, text
+from reproduce.report.links import Links
+
+HERE = Path(__file__).parent
+MAIN = "a"  # the block of the main figure
+CONTENTS = {
+    "claims": "The claims",
+    "blocks": "Runs of the blocks",
+    "tables": "The papers' tables",
+    "speed": "Speed and memory",
+    "own": "Your own runs",
+    "left-out": "Attempted, failed, left out",
+    "sources": "Where the numbers come from",
+}
+SCRIPT = """
+const reveal = () => {
+  const target = location.hash && document.getElementById(location.hash.slice(1));
+  for (let e = target; e; e = e.parentElement) if (e.tagName === "DETAILS") e.open = true;
+  if (target) target.scrollIntoView();
+};
+addEventListener("hashchange", reveal);
+addEventListener("beforeprint", () => {
+  for (const e of document.querySelectorAll("details")) e.open = true;
+});
+reveal();
+"""
+
+
+def main(runs: Path, report: Callable[[str], None] = print) -> None:
+    """Write the page from the committed results and one's own."""
+    folder = runs / "report"
+    page = folder / "index.html"
+    text_of_page = build(runs, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(page, text_of_page)
+    except OSError as error:
+        raise UserError(f"cannot write {page}: {error.strerror}") from error
+    report(f"written: {page}")
+
+
+def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
+    """Write the main figure of the committed results alone, as README.md shows it."""
+    figure = standalone(main_figure(read_claims(), read_evidence(EVIDENCE)))
+    try:
+        write_text(path, figure)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    report(f"written: {path}")
+
+
+def build(runs: Path, folder: Path) -> str:
+    """The page as it is written to `folder`."""
+    links = Links(folder)
+    rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
+    found = verdicts.content(rules, evidence.values)
+    shown = shown_blocks(rules, evidence)
+    arms = {(s.block.name, arm) for s in shown if s.arms for arm in s.block.arms}
+    parts = {
+        "claims": claims.section(found, arms, links),
+        "blocks": _blocks(shown, evidence, rules, found, links),
+        "tables": tables.section(read_tables(), runs, claims.verdicts(found), links),
+        "speed": speed.section(found, links),
+        "own": _own(runs),
+        "left-out": _left_out(shown, evidence, runs, links),
+        "sources": _sources(evidence, links),
+    }
+    sections = [
+        tag(
+            "section",
+            tag("h2", CONTENTS[name], id=f"{name}-heading"),
+            part,
+            id=name,
+            aria_labelledby=f"{name}-heading",
+        )
+        for name, part in parts.items()
+    ]
+    contents = [tag("li", tag("a", words, href=f"#{name}")) for name, words in CONTENTS.items()]
+    body = tag(
+        "body",
+        tag("a", "Skip to the claims", href="#claims", class_="skip"),
+        tag("header", _opening(rules, evidence, found)),
+        tag("nav", tag("ul", contents), aria_label="Contents"),
+        tag("main", sections),
+        tag("footer", tag("p", f"Written by python -m reproduce report at {_revision()}.")),
+        tag("script", Markup(SCRIPT)),
+    )
+    style = STYLE.read_text(encoding="utf-8") + (HERE / "style.css").read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", "sparse24: claims about 2:4 sparse training, tested"),
+        tag("style", Markup(style)),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def main_figure(rules: Claims, evidence: Evidence) -> Markup:
+    """The leading methods of the main block, against dense."""
+    block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
+    return blocks.differences(block, block.leading, rules.margin.share)
+
+
+def _opening(rules: Claims, evidence: Evidence, found: dict[str, Any]) -> Markup:
+    block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
+    told = (
+        "Five papers train transformers with 2:4 sparsity: of every four weights two are zero, "
+        "which GPUs multiply faster. Here their methods stand side by side on one trainer, their "
+        "claims are tested with seeds, and every number leads to the file that it comes from."
+    )
+    parts = [tag("h1", "Which claims about 2:4 sparse training hold?"), tag("p", told)]
+    if block.baseline not in block.arms:
+        return text(parts, tag("p", f"Block {MAIN}, whose figure stands here, has no runs yet."))
+    n = [row.pairs for row in block.rows.values() if row.pairs]
+    seeds = f"{min(n)} to {max(n)}" if n and min(n) < max(n) else str(max(n, default=0))
+    caption = (
+        f"{block.block.title}. How much more {block.quantity} than {block.baseline} each method "
+        f"has: mean and 95 % interval of the paired differences ({seeds} seeds; a hollow mark is "
+        f"one seed, without an interval). The square is {block.yardstick}, a dense model with half "
+        "the FFN width: whoever is not left of it gains nothing by 2:4. Within the band, a quarter "
+        "of that gap either way, a method counts as good as dense."
+    )
+    return text(
+        parts,
+        tag("figure", main_figure(rules, evidence), tag("figcaption", caption), class_="main"),
+    )
+
+
+def _blocks(
+    shown: list[Shown],
+    evidence: Evidence,
+    rules: Claims,
+    found: dict[str, Any],
+    links: Links,
+) -> Markup:
+    asked = {contrast.block for claim in rules.claims for contrast in claim.contrasts}
+    absent = sorted(asked - {s.block.name for s in shown})
+    none = [
+        tag("p", f"Block {name} has no runs yet, and no file in reproduce/blocks.")
+        for name in absent
+    ]
+    return text([blocks.section(s, evidence, rules.margin, found, links) for s in shown], none)
+
+
+def _own(runs: Path) -> Markup:
+    rows, _ = own_runs(runs)
+    parts = []
+    for folder, arms in rows.items():
+        base = arms[0].label
+        cells = [
+            [
+                arm.label,
+                f"{arm.mean:.4f}" + (f" ± {arm.std:.4f}" if arm.n > 1 else "") + f" (n={arm.n})",
+                claims.signed(arm.difference) if arm.pairs else "-",
+                claims.interval(arm.low, arm.high),
+            ]
+            for arm in arms
+        ]
+        heads = ["run", "val_loss", f"minus {base}", "95 % interval"]
+        parts.append(html.table(f"{runs / folder}", heads, cells))
+        parts.append(html.command(f"python -m experiments.compare {runs / folder}"))
+    return text(parts or tag("p", f"There are no finished trainings in {runs}."))
+
+
+def _left_out(shown: list[Shown], evidence: Evidence, runs: Path, links: Links) -> Markup:
+    parts = []
+    for s in shown:
+        total = len(s.block.arms) * len(s.block.seeds)
+        absent = [f"{arm} (seeds {', '.join(map(str, seeds))})" for arm, seeds in s.missing.items()]
+        count = sum(map(len, s.missing.values()))
+        told = f"Block {s.block.name}: {total - count} of {total} runs are there."
+        gone = html.details(f"{count} are missing", tag("p", "; ".join(absent))) if absent else None
+        bad = [tag("p", "Without a finite number: ", links.to(k.path)) for k in s.diverged]
+        parts.append(tag("li", told, gone, bad))
+    lists: dict[str, list[Markup]] = {
+        "Outdated records: their arm is gone, or has other overrides now. They count nowhere.": [
+            links.to(path) for path in evidence.outdated
+        ],
+        "Begun and not finished here, with the last that they said.": [
+            text(links.to(path), f": {said}") for path, said in unfinished(runs)
+        ],
+        "Of your own runs these cannot be shown.": [text(why) for why in own_runs(runs)[1]],
+    }
+    for reason, entries in lists.items():
+        inside = tag("ul", [tag("li", entry) for entry in entries]) if entries else " None."
+        parts.append(tag("li", reason, inside))
+    return tag("ul", parts)
+
+
+def _sources(evidence: Evidence, links: Links) -> Markup:
+    root = HERE.parent
+    files = {
+        "papers' values, with the source of each": root / "published.json",
+        "claims, contrasts and rules": root / "claims.yaml",
+        "which tables are covered, and why others are not": root / "coverage.yaml",
+        "pilot of the decay factors": EVIDENCE / "pilot_decay.json",
+        "how blocks, tables and tiers work": root / "README.md",
+    }
+    listed = [tag("li", links.to(path), f": {words}") for words, path in files.items()]
+    found: dict[tuple[str, str], list[str]] = {}
+    for (block, _), seeds in evidence.kept.items():
+        for kept in seeds.values():
+            device = kept.record["environment"]["device"]
+            found.setdefault((blocks.revision(kept), device), []).append(block)
+    rows = [
+        [revision, device, len(names), ", ".join(sorted(set(names)))]
+        for (revision, device), names in sorted(found.items())
+    ]
+    heads = ["revision", "device", "records", "blocks"]
+    told = (
+        "Verdicts, means and intervals are computed from records (one file a run, listed below "
+        "each block) and from measured tables. + behind a revision says that the code had changes "
+        "that were not committed. A row is made again by the command below its block or table, at "
+        "its revision (git checkout REVISION)."
+    )
+    return text(
+        tag("p", told),
+        tag("ul", listed),
+        html.table("Records by revision and device", heads, rows, words=(0, 1, 3)),
+    )
+
+
+def _revision() -> str:
+    state = git_state()
+    known = state["git_revision"]
+    changed = " with uncommitted changes" if state["git_dirty"] else ""
+    return f"revision {known[:12]}{changed}" if known else "an unknown revision"

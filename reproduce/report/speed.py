@@ -1,0 +1,112 @@
+"""Figures of measured speed and memory, each labelled with what was timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments import bench
+from reproduce.report import html
+from reproduce.report.figures import factors
+from reproduce.report.html import Markup, tag, text
+from reproduce.report.links import Links
+from reproduce.report.tables import MEASURED
+
+RECORDS = Path(bench.__file__).parents[1] / "bench_results"
+MEANS = {
+    "kernel": "one layer or linear by itself, forward and backward",
+    "step": "a whole model's step, with masks and packing",
+    "projected": "no whole model was timed: one layer stands for it, or bytes are counted",
+}
+OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
+Found = dict[str, Any]  # of reproduce/verdicts.py
+
+
+def section(found: Found, links: Links) -> Markup:
+    kinds = [tag("li", tag("strong", kind), f": {meaning}") for kind, meaning in MEANS.items()]
+    drawn = [
+        _measured(measured, claim["id"], links)
+        for claim in found["claims"]
+        for measured in claim["measured"]
+        if measured["lines"] and not measured["than"]
+    ]
+    return text(
+        tag("p", "Factors of dense on the device that is named; the papers had others. Timed was:"),
+        tag("ul", kinds),
+        tag("p", "Full dots are ours, hollow diamonds the paper's, the line at 1 is dense."),
+        tag("h3", "Beside the papers"),
+        drawn or tag("p", "Nothing was measured yet."),
+        tag("h3", "Measured by experiments.bench"),
+        [_record(path, links) for path in sorted(RECORDS.glob("*.json"))],
+    )
+
+
+def _measured(measured: Found, claim: int, links: Links) -> Markup:
+    rows = [(line["label"], line["paper"], line["ours"]) for line in measured["lines"]]
+    unit = "of dense's memory; less is better" if measured["less"] else "times as fast as dense"
+    title = f"{measured['table']}: {measured['column']}"
+    files = [links.to(path) for path in sorted(MEASURED.glob(f"*/{measured['table']}-full.csv"))]
+    return html.details(
+        [_kind(measured["kind"]), f" {title}"],
+        tag("figure", factors(f"{title} ({measured['kind']})", rows, unit)),
+        tag(
+            "p",
+            tag("a", f"Claim {claim}", href=f"#claim-{claim}"),
+            f". {measured['device']}. ",
+            files,
+        ),
+    )
+
+
+def _kind(kind: str) -> Markup:
+    return tag("span", kind, class_="kind")
+
+
+def _record(path: Path, links: Links) -> Markup:
+    """The rows of a record of experiments.bench that have the dense model for a peer."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    parts = []
+    for name, kind in OF_BENCH.items():
+        rows = [
+            row
+            for row in record.get("benchmarks", {}).get(name, {}).get("rows", [])
+            if row["ms"] and "dense" in row["peers"] and not row["name"].startswith("dense")
+        ]
+        if not rows:
+            continue
+        dots: dict[str, list[tuple[str, None, float]]] = {}
+        for r in rows:
+            dots.setdefault(r["shape"], []).append((r["name"], None, r["peers"]["dense"] / r["ms"]))
+        cells = [
+            [
+                r["name"],
+                r["shape"],
+                r["dtype"],
+                r["backend"],
+                f"{r['ms']:.4g}",
+                f"{r['peers']['dense']:.4g}",
+                f"{r['peers']['dense'] / r['ms']:.2f}",
+                r["revision"][:7],
+            ]
+            for r in rows
+        ]
+        title = f"{name} on {record['device']}"
+        heads = ["method", "shape", "dtype", "products", "ms", "dense, ms", "factor", "revision"]
+        parts.append(
+            html.details(
+                [_kind(kind), f" {title}"],
+                [
+                    tag(
+                        "figure",
+                        tag("figcaption", shape),
+                        factors(f"{title}: {shape} ({kind})", of_shape, "times as fast as dense"),
+                    )
+                    for shape, of_shape in dots.items()
+                ],
+                html.table(f"{title} ({kind})", heads, cells, words=(0, 1, 2, 3, 7)),
+                tag("p", "From ", links.to(path), ". Make it:"),
+                html.command(f"python -m experiments.bench {name}"),
+            )
+        )
+    return text(parts)

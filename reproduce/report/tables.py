@@ -1,0 +1,149 @@
+"""The papers' tables on the page: as they were made here, or with the papers' values alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.errors import UserError
+from reproduce import coverage
+from reproduce.render import render
+from reproduce.report import html
+from reproduce.report.figures import badge
+from reproduce.report.html import Markup, tag
+from reproduce.report.links import Links
+from reproduce.spec import Table
+
+MEASURED = Path(__file__).parents[1] / "measured"
+Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdict
+
+
+@dataclass(frozen=True)
+class Made:
+    """A table as render.py made it. path: the file it is in; None if nothing was run for it."""
+
+    tier: str
+    path: Path | None
+    header: list[str]
+    columns: list[str]
+    cells: list[list[str]]
+
+    def fact(self, name: str) -> str:
+        """What the header says of the device or the code; nothing if it does not."""
+        start = f"{name}: "
+        told = (line for line in self.header if line.startswith(start))
+        return next(told, start).removeprefix(start).rstrip(".")
+
+
+def found(table: Table, runs: Path) -> list[Made]:
+    """All tiers of a table that were made, the committed ones first; else its largest, not run."""
+    paths = [*sorted(MEASURED.glob(f"*/{table.name}-*.md"))]
+    paths += [path for tier in table.tiers if (path := _own(table, tier, runs)).is_file()]
+    if paths:
+        return [read(path) for path in paths]
+    offered = [name for name, tier in table.tiers.items() if not tier.unavailable]
+    tier = offered[-1]
+    empty = render(table, tier, [])
+    return [Made(tier, None, empty.header, empty.columns, empty.cells)]
+
+
+def _own(table: Table, tier: str, runs: Path) -> Path:
+    stem = coverage.stem(table, tier, runs)
+    return stem.with_name(f"{stem.name}.md")
+
+
+def read(path: Path) -> Made:
+    """What `Rendered.markdown` wrote.
+
+    Raises:
+        UserError: the file holds no table.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
+    if len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
+        raise UserError(f"{path} holds no table; make it again or remove it")
+    header = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return Made(path.stem.rpartition("-")[2], path, header, rows[0], rows[2:])
+
+
+def section(tables: list[Table], runs: Path, verdicts: Verdicts, links: Links) -> Markup:
+    """Every table and figure of the papers, and those of this project's own."""
+    parts = []
+    own = [table for table in tables if table.paper is None]
+    parts += [_table(table, "", runs, verdicts, links) for table in own]
+    for title, known in coverage.items().items():
+        parts.append(tag("h3", title))
+        absent = []
+        for item in known:
+            specs = [t for t in tables if (t.paper, t.number) == (item.paper, item.number)]
+            parts += [_table(table, item.name, runs, verdicts, links) for table in specs]
+            if not specs:
+                absent.append(tag("li", f"{item.name}: {item.caption}. {item.reason}."))
+        if absent:
+            summary = f"Not covered: {len(absent)}, each with its reason"
+            parts.append(html.details(summary, tag("ul", absent)))
+    return html.text(parts)
+
+
+def _table(table: Table, name: str, runs: Path, verdicts: Verdicts, links: Links) -> Markup:
+    made = found(table, runs)
+    tiers = ", ".join(_where(one) for one in made if one.path is not None)
+    state = f"made: {tiers}" if tiers else "not run"
+    known = name[:1].upper() + name[1:]
+    title = table.title.partition(": ")[2] if name else table.title
+    named = tag("strong", f"{known}: " if name else "", title)
+    summary = [named, " ", tag("span", state, class_="state")]
+    return html.details(
+        summary,
+        [_made(table, one, verdicts, links) for one in made],
+        id=html.slug("table", table.name),
+    )
+
+
+def _where(made: Made) -> str:
+    device = made.fact("Device").partition(",")[0]
+    return f"tier {made.tier}" + (f" on {device}" if device else "")
+
+
+def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
+    device = made.fact("Device").partition(",")[0] or "-"
+    revision = revisions(made.fact("Code"))
+    words = [n for n, c in enumerate(made.columns) if c in ("metric", "of", "method", "tier")]
+    at = {column: n for n, column in enumerate(made.columns)}
+    rows = []
+    for cells in made.cells:
+        given: list[object] = list(cells)
+        if "metric" in at:  # one line per metric: the paper's layout
+            label = ", ".join(cells[at[part]] for part in ("of", "method") if part in at)
+            verdict = verdicts.get((table.name, cells[at["metric"]], label))
+            given.insert(at["tier"], badge(verdict) if verdict else "-")
+        rows.append([*given, revision, device])
+    heads = list(made.columns)
+    if "metric" in at:
+        heads.insert(at["tier"], "verdict")
+        words.append(len(heads) - 1)
+    else:
+        heads, rows = [*heads, "tier"], [[*row[:-2], made.tier, *row[-2:]] for row in rows]
+    heads += ["revision", "device"]
+    words += [len(heads) - 2, len(heads) - 1]
+    source: list[object] = ["Nothing was run for it: these are the paper's values."]
+    if made.path is not None:
+        beside = [made.path, made.path.with_suffix(".csv")]
+        beside.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
+        there = [path for path in beside if path.is_file()]
+        source = ["From ", html.listed([links.to(path) for path in there]), "."]
+    paper = f" paper={table.paper}" if table.paper else ""
+    line = f"python -m reproduce {table.command}{paper} tier={made.tier}"
+    return html.text(
+        html.table(f"{table.title}, tier {made.tier}", heads, rows, words),
+        html.details("Settings and reservations", tag("ul", [tag("li", h) for h in made.header])),
+        tag("p", source, " Make it:"),
+        html.command(line),
+    )
+
+
+def revisions(told: str) -> str:
+    """The short names of the revisions that a header names."""
+    return ", ".join(name[:7] for name in re.findall(r"revision ([0-9a-f]{7,})", told)) or "-"

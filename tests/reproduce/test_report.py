@@ -1,0 +1,190 @@
+"""The page of all results: complete, well formed, traceable, nothing in it from elsewhere."""
+
+import copy
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from experiments.checkpoint import write_json
+from reproduce.__main__ import main as reproduce
+from reproduce.blocks import BLOCKS, EVIDENCE
+from reproduce.claims import read_claims
+from reproduce.report import figures, html, page, tables
+from reproduce.report.html import tag
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and what is wrong with their nesting."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.wrong = [], [], []
+        self.feed(text)
+        self.close()
+        self.wrong += [f"<{name}> stays open" for name in self.open]
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        if name not in html.VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        if not self.open or self.open.pop() != name:
+            self.wrong.append(f"</{name}> at {self.getpos()}")
+
+    def of(self, *names):
+        return [given for name, given in self.elements if name in names]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The page as the command writes it, beside a run that said what must be escaped."""
+    runs = tmp_path_factory.mktemp("work") / "runs"
+    log = runs / "evidence" / "logs" / "a" / "dense-seed0.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("step 1\n<script>alert('&')</script>\n")
+    record = json.loads((EVIDENCE / "a" / "dense-seed0.json").read_text())
+    gone = copy.deepcopy(record)
+    gone["arm"] = "an_arm_that_was"
+    write_json(runs / "evidence" / "a" / "an_arm_that_was-seed0.json", gone)
+    assert reproduce(["report"], runs=runs) == 0
+    return runs / "report" / "index.html"
+
+
+@pytest.fixture(scope="module")
+def text(made):
+    return made.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def parsed(text):
+    return Page(text)
+
+
+def test_it_is_well_formed(parsed):
+    assert parsed.wrong == []
+    ids = [given["id"] for _, given in parsed.elements if "id" in given]
+    assert len(ids) == len(set(ids))
+    assert [name for name, _ in parsed.elements].count("h1") == 1
+    levels = [int(name[1]) for name, _ in parsed.elements if re.fullmatch("h[1-6]", name)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_every_claim_table_and_block_is_there(parsed, text):
+    ids = {given.get("id") for _, given in parsed.elements}
+    rules = read_claims()
+    assert {f"claim-{claim.id}" for claim in rules.claims} <= ids
+    for name in tables.MEASURED.glob("*/*.md"):
+        assert f"table-{html.slug(name.stem.rpartition('-')[0])}" in ids
+    for block in {path.parent.name for path in EVIDENCE.glob("*/*.json")}:
+        assert not (BLOCKS / f"{block}.yaml").is_file() or f"block-{html.slug(block)}" in ids
+    for claim in rules.claims:
+        assert html.text(claim.says.strip()) in text
+
+
+def test_every_number_leads_to_a_file_that_exists(made, parsed):
+    sources = [given["href"] for given in parsed.of("a") if "data-source" in given]
+    there = {(made.parent / href).resolve() for href in sources}
+    assert {path for path in there if not path.is_file()} == set()
+    assert {path.resolve() for path in EVIDENCE.glob("a/*.json")} <= there
+    assert {path.resolve() for path in tables.MEASURED.glob("*/*.csv")} <= there
+
+
+def test_links_within_the_page_lead_somewhere(parsed):
+    ids = {given.get("id") for _, given in parsed.elements}
+    within = {given["href"][1:] for given in parsed.of("a") if given["href"].startswith("#")}
+    assert within - ids == set()
+
+
+def test_nothing_is_loaded_from_elsewhere(parsed, text):
+    loading = parsed.of("img", "link", "iframe", "script", "image", "use", "object", "source")
+    assert [given for given in loading if {"src", "href", "xlink:href"} & given.keys()] == []
+    assert "url(" not in text and "@import" not in text
+
+
+def test_readers_of_all_kinds(parsed):
+    assert parsed.of("html")[0]["lang"] == "en"
+    for landmark in ("header", "nav", "main", "footer"):
+        assert len(parsed.of(landmark)) == 1
+    first = parsed.of("a")[0]
+    assert first["class"] == "skip" and first["href"] == "#claims"
+    assert len(parsed.of("caption")) == len(parsed.of("table")) > 10
+    assert all("scope" in given for given in parsed.of("th"))
+    pictures = parsed.of("svg")
+    hidden = [given for given in pictures if given.get("aria-hidden") == "true"]
+    named = [given for given in pictures if "aria-labelledby" in given]
+    assert len(hidden) + len(named) == len(pictures)
+    ids = {given.get("id") for _, given in parsed.elements}
+    assert {name for given in named for name in given["aria-labelledby"].split()} <= ids
+
+
+def test_what_runs_said_is_escaped_and_what_is_left_out_is_told(text):
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in text
+    assert "an_arm_that_was-seed0.json" in text
+
+
+def test_elements():
+    assert tag("p", "a < b", ["&", tag("b", 1)], None, class_="x", hidden=True, id=None) == (
+        '<p class="x" hidden>a &lt; b&amp;<b>1</b></p>'
+    )
+    assert tag("meta", name='"') == '<meta name="&quot;">'
+    assert figures.badge("refuted").endswith("refuted</span>")
+    shapes = {str(figures.SHAPES[verdict]()) for verdict in figures.SHAPES}
+    assert len(shapes) == 4  # told apart without colour
+
+
+def test_scale_and_ticks():
+    assert figures.Scale(0, 2, 10, 30)(1) == 20
+    assert figures.Scale(0.01, 1, 0, 100, log=True)(0.1) == 50
+    assert figures.Scale(-0.02, 0.11, 0, 1).ticks() == [0.0, 0.05, 0.1]
+    assert figures.Scale(0.0005, 0.2, 0, 1, log=True).ticks() == [0.001, 0.01, 0.1]
+
+
+def test_the_main_figure_as_a_file(tmp_path):
+    """SVG is XML: a browser shows nothing of one that is not well formed."""
+    from xml.etree import ElementTree
+
+    path = tmp_path / "figure.svg"
+    assert reproduce(["report", f"figure={path}"]) == 0
+    root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    assert root.tag.endswith("svg") and "dense" in "".join(root.itertext())
+    ElementTree.fromstring((Path(page.HERE) / "figure.svg").read_text(encoding="utf-8"))
+
+
+def test_arguments_that_mean_nothing(capsys, tmp_path):
+    for options in (["picture=x"], ["figure="], ["figure=a", "figure=b"]):
+        assert reproduce(["report", *options], runs=tmp_path) == 2
+        assert "figure=FILE" in capsys.readouterr().err
+
+
+def test_without_any_run_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "EVIDENCE", tmp_path / "none")
+    told = page.build(tmp_path / "runs", tmp_path)
+    assert Page(told).wrong == []
+    assert "no runs yet" in told
+
+
+def test_a_made_table_is_read_back(tmp_path):
+    path = tmp_path / "slope_table1-smoke.md"
+    lines = [
+        *("# T", "", "- Device: a CPU, 2 threads.", "- Code: revision 0123456789ab.", ""),
+        "| metric | method | paper | ours (n=1) | difference | tier |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| x | a, b | - | 1.0 | - | smoke |",
+    ]
+    path.write_text("\n".join(lines))
+    made = tables.read(path)
+    assert (made.tier, made.fact("Device"), tables.revisions(made.fact("Code"))) == (
+        "smoke",
+        "a CPU, 2 threads",
+        "0123456",
+    )
+    assert made.cells == [["x", "a, b", "-", "1.0", "-", "smoke"]]
+    path.write_text("nothing\n")
+    with pytest.raises(Exception, match="holds no table"):
+        tables.read(path)
