@@ -166,10 +166,10 @@ class RunConfig:
         if isinstance(self.data, ImageConfig):
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers
+            device = next(model.parameters()).device
             if self.dino is None:
-                device = next(model.parameters()).device
                 return ImageSource(self.data, self.model, self.seed, batch, workers, device)
-            return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers)
+            return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers, device)
         shape: Any = model if isinstance(self.model, HFConfig) else self.model
         corpus = load_tokens(self.data, self.seed)
         if isinstance(self.data, MLMConfig):

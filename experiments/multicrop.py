@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.crop_memory import GreyCrops, uniform
 from experiments.errors import UserError
+from experiments.image_memory import hold
 from experiments.image_source import turn_and_shift
 from experiments.image_stream import Stream, own_draws, read_ahead, spaced
 from experiments.images import ImageConfig, load_images
@@ -59,6 +61,19 @@ def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
     return T.Compose([*steps, T.ToTensor(), T.Normalize(data.mean, data.std)])
 
 
+def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
+    """`crop_transform` of grey images in memory, for the global crops or for the local ones."""
+    local = "first" not in kinds
+    return GreyCrops(
+        size=dino.local_size if local else data.image_size,
+        scale=dino.local_scale if local else dino.global_scale,
+        flip=data.flip,
+        jitter=dino.jitter,
+        blur=tuple(_BLUR[kind] * dino.blur for kind in kinds),
+        solarize=tuple(_SOLARIZE[kind] * dino.solarize for kind in kinds),
+    )
+
+
 def _blur(image: Image) -> Image:
     """By a Gaussian of 0.1 to 2 pixels."""
     from PIL import ImageFilter
@@ -73,10 +88,14 @@ class MultiCrops:
     The random choices of a training sample are keyed by (seed, step, index in the batch), those of
     a validation image by its index alone.
 
+    Images that lie in memory and are neither turned nor shifted are cropped there, on the device
+    (experiments/crop_memory.py), and there are no workers.
+
     Args:
         shape: of the model.
         batch_size: images per optimizer step.
         workers: processes that decode and crop; 0 = this one. They do not change the batches.
+        device: that of the model.
 
     Raises:
         UserError: the data set cannot be used, or does not fit the model.
@@ -92,6 +111,7 @@ class MultiCrops:
         seed: int,
         batch_size: int,
         workers: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         if shape.image_size != data.image_size:
             raise UserError(
@@ -99,11 +119,15 @@ class MultiCrops:
             )
         images = load_images(data)
         self.data, self.dino, self.images = data, dino, images
-        self.seed, self.batch_size, self.workers = seed, batch_size, workers
+        self.memory = {} if data.shift else hold(images, data, device)
+        self.seed, self.batch_size = seed, batch_size
+        self.workers = 0 if self.memory else workers
         self.directory, self.fingerprint = images.directory, images.fingerprint
         self.stream = Stream.of_training(images, data, seed)
         self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
         self.local = crop_transform(data, dino, "local")
+        self.large = grey_crops(data, dino, "first", "second")
+        self.small = grey_crops(data, dino, *["local"] * dino.local_crops)
         # Of the student, which sees all crops.
         local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
         self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
@@ -140,6 +164,10 @@ class MultiCrops:
     def _train_batch(self, request: Request) -> Batch:
         step, samples = request
         first = step * self.batch_size
+        if self.memory:
+            indices = self.stream.indices(first + np.arange(samples.start, samples.stop))
+            draws = self._draws(self.batch_size, self.seed, _TRAIN, step)
+            return self._cropped("train", indices, draws[samples.start : samples.stop])
         crops = []
         with own_draws() as seed:
             for index in samples:
@@ -149,6 +177,8 @@ class MultiCrops:
         return _stack(crops)
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
+        if self.memory:
+            return self._cropped("val", indices, self._draws(self.eval_size, _EVAL)[indices])
         crops = []
         with own_draws() as seed:
             for index in indices:
@@ -156,6 +186,19 @@ class MultiCrops:
                 seed(_EVAL, int(index))
                 crops.append(self._crops(image))
         return _stack(crops)
+
+    def _draws(self, count: int, *key: int) -> Tensor:
+        return uniform(count, 2 + self.dino.local_crops, *key)
+
+    def _cropped(self, split: str, indices: np.ndarray, draws: Tensor) -> Batch:
+        """Crops of images in memory."""
+        held = self.memory[split]
+        device = held.pixels.device
+        images = held.pixels[torch.from_numpy(indices).to(device)] / 255
+        large, small = draws.to(device).split([2, self.dino.local_crops], 1)
+        crops = {"global_crops": self.large.of(images, large)}
+        crops["local_crops"] = self.small.of(images, small)
+        return {name: (x[:, :, None] - held.mean) / held.std for name, x in crops.items()}
 
     def _crops(self, image: Image) -> tuple[Tensor, Tensor]:
         large = torch.stack([crop(image) for crop in self.globals])

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.image_memory import GreyImages, hold
 from experiments.image_source import eval_transform
 from experiments.image_stream import Stream, read_ahead
 from experiments.images import ImageConfig, Images, load_images
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # DINO's
 _BATCH = 256  # images per forward pass
-_ROWS = 2**14  # images per product with all classes, or with all training images
+_ROWS = 2**16  # images per product with all classes
+_COSINES = 2**26  # between test and training images at a time
 _ITERATIONS = 500
 
 
@@ -66,13 +69,23 @@ def features(
     """
     skip = split == "train" and config.on_corrupt == "skip"
     stream = Stream(getattr(images, split), 0, skip)
-    count, read = len(stream.split.labels), partial(_read, stream, eval_transform(config))
+    count = len(stream.split.labels)
     parts = [range(i, min(i + _BATCH, count)) for i in range(0, count, _BATCH)]
+    if held := hold(images, config, device):
+        read, workers = partial(_take, stream, held[split]), 0
+    else:
+        read = partial(_read, stream, eval_transform(config))
     found: list[tuple[Any, Tensor]] = [
         (model.features(batch["input"].to(device)).float(), batch["target"].to(device))
         for batch in read_ahead(read, parts, workers, stream.skipped)
     ]
     return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
+
+
+def _take(stream: Stream, held: GreyImages, numbers: range) -> Batch:
+    """Of images that lie on the device."""
+    input, target = held.plain(stream.indices(np.arange(numbers.start, numbers.stop)))
+    return {"input": input, "target": target}
 
 
 def _read(stream: Stream, transform: Transform, numbers: range) -> Batch:
@@ -98,7 +111,7 @@ def knn(
     """
     train = F.normalize(x, dim=1)
     found = []
-    for rows in _chunks(test_x, max(1, _ROWS * 2**12 // len(train))):
+    for rows in _chunks(test_x, max(1, _COSINES // len(train))):
         cosines, nearest = (F.normalize(rows, dim=1) @ train.T).topk(min(k, len(train)))
         weights = torch.ones_like(cosines) if temperature is None else (cosines / temperature).exp()
         votes = weights.new_zeros(len(rows), n_classes).scatter_add_(1, y[nearest], weights)

@@ -34,7 +34,7 @@ def test_neighbours_vote_as_scikit_learn_s_do(digits, temperature, monkeypatch):
     theirs = KNeighborsClassifier(20, weights=weights, metric="cosine").fit(x, y).predict(test_x)
     ours = knn(x, y, test_x, 10, k=20, temperature=temperature)
     assert ours.tolist() == theirs.tolist()
-    monkeypatch.setattr(probes, "_ROWS", 1)  # many small products
+    monkeypatch.setattr(probes, "_COSINES", 600)  # one test image at a time
     assert torch.equal(knn(x, y, test_x, 10, k=20, temperature=temperature), ours)
 
 
@@ -107,6 +107,23 @@ def test_features_of_every_image_with_its_class(vit):
     same = np.lexsort(expected.double().numpy().T.round(4))
     torch.testing.assert_close(x[order], expected[same])
     assert y[order].tolist() == images.val.labels[same].tolist()
+
+
+def test_images_in_memory_are_taken_from_there(vit, write_idx, tmp_path, monkeypatch):
+    """The same features in the same order, without a transform."""
+    config = ImageConfig(
+        "mine", str(write_idx(tmp_path / "idx")), image_size=8, crop_pct=1.0, crop_scale=None,
+        rand_augment=None, color_jitter=0.0, random_erasing=0.0,
+    )  # fmt: skip
+    images = load_images(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(probes, "eval_transform", None)
+        held = {split: features(vit.eval(), images, split, config) for split in ("train", "val")}
+    monkeypatch.setattr(probes, "hold", lambda *_: {})
+    for split, (x, y) in held.items():
+        read_x, read_y = features(vit, images, split, config)
+        torch.testing.assert_close(x, read_x)
+        assert y.tolist() == read_y.tolist() and len(y) == len(getattr(images, split).labels)
 
 
 def test_a_probe_gives_percents_of_the_held_out_images(vit, monkeypatch):
