@@ -216,31 +216,50 @@ def _has(record: Any, path: str) -> bool:
 
 
 def markdown(found: list[Arm], rows: list[Row], metric: str = METRIC) -> str:
-    """The rows as a table, and beside each other what differs in the configs."""
-    baseline = rows[0].label
+    """The rows as a table, with a column for each key in which the configs differ; before it a line
+    if these runs hardly compare."""
+    baseline, keys = rows[0].label, differing(found)
+    configs = {arm.label: arm.config for arm in found}
     lines = [f"| run | {metric.rpartition('.')[2]} | seeds |", "|---|--:|--:|"]
     if len(rows) > 1:
         lines = [
             f"{lines[0]} minus {baseline} | 95 % interval | pairs |",
             f"{lines[1]}--:|--:|--:|",
         ]
+    lines = [" ".join([lines[0], *(f"{key} |" for key in keys)]), lines[1] + "---|" * len(keys)]
     for row in rows:
         line = f"| {row.label} | {_with_spread(row.mean, row.std)} | {row.n} |"
         if len(rows) > 1:
             interval = "-" if math.isnan(row.low) else f"{row.low:+.4f} to {row.high:+.4f}"
             less = f"{row.difference:+.4f}" if row.pairs else "-"
             line += f" {less} | {interval} | {row.pairs or '-'} |"
-        lines.append(line)
-    keys = differing(found)
-    if keys:
-        by_label = {arm.label: arm.config for arm in found}
-        shown = [by_label[row.label] for row in rows]
-        lines += ["", "What differs in their configs:", ""]
-        lines += [f"| | {' | '.join(row.label for row in rows)} |", "|---|" + "---|" * len(rows)]
-        for key in keys:
-            values = " | ".join(config.get(key, "-") for config in shown)
-            lines.append(f"| {key} | {values} |")
-    return "\n".join(lines) + "\n"
+        lines.append(" ".join([line, *(f"{configs[row.label].get(key, '-')} |" for key in keys)]))
+    warning = caution(found)
+    return "\n".join([*([warning, ""] if warning else []), *lines]) + "\n"
+
+
+def caution(found: list[Arm]) -> str:
+    """A sentence on runs of unequal length, data or tokenizer; "" if there is nothing to say."""
+    kinds = {"length": _length, "data or tokenizer": _data}
+    said = []
+    for kind, of in kinds.items():
+        values = dict.fromkeys(of(run) for arm in found for run in arm.runs.values())
+        if len(values) > 1:
+            said.append(f"of different {kind} ({'; '.join(values)})")
+    return f"Careful: these runs are {', and '.join(said)}." if said else ""
+
+
+def _length(run: Run) -> str:
+    tokens = run.result.get("tokens")
+    steps = f"{run.result['config']['train']['steps']:,} steps"
+    return f"{steps}, {tokens:,} tokens" if isinstance(tokens, int) else steps
+
+
+def _data(run: Run) -> str:
+    corpus = run.result.get("corpus") or {}
+    tokenizer = corpus.get("tokenizer") or {}
+    size = f", {tokenizer.get('kind')} of {tokenizer.get('vocab_size')}" if tokenizer else ""
+    return f"{run.result['config']['data']['name']} {str(run.result.get('corpus_hash'))[:12]}{size}"
 
 
 def _with_spread(center: float, spread: float) -> str:

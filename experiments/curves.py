@@ -50,10 +50,14 @@ def points(
     found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for label, log, result in runs:
         last = {"step": result["steps"], "val_loss": result["metrics"].get("val_loss")}
-        for record in [*log, last]:
-            for quantity in order:
-                if record["step"] > 0 and record.get(quantity) is not None:
-                    found[quantity, label, record["step"]].append(record[quantity])
+        own = {
+            (quantity, label, record["step"]): record[quantity]
+            for record in [*log, last]  # the last stands in the log, too, of a run of today
+            for quantity in order
+            if record["step"] > 0 and record.get(quantity) is not None
+        }
+        for key, value in own.items():
+            found[key].append(value)
     return [
         Point(
             quantity,

@@ -26,7 +26,10 @@ def write(tmp_path, monkeypatch):
     """write(method, seed, loss, **changes of the config, as `train__steps`) -> its directory."""
     monkeypatch.chdir(tmp_path)
 
-    def make(method="dense", seed=0, loss=3.0, arm=None, finished=True, log=(), **changed):
+    def make(
+        method="dense", seed=0, loss=3.0, arm=None, finished=True, log=(), tokens=None,
+        vocabulary=None, **changed
+    ):  # fmt: skip
         config = {
             "seed": seed,
             "model": {"name": "gpt2", "n_layer": 4, "n_inner": None},
@@ -54,6 +57,9 @@ def write(tmp_path, monkeypatch):
                 "steps": 20,
                 "metrics": {"val_loss": loss, "flip_rate": 0.1},
             }
+            if tokens is not None:
+                result["tokens"] = tokens
+                result["corpus"] = {"tokenizer": {"kind": "bpe", "vocab_size": vocabulary}}
             (directory / "result.json").write_text(json.dumps(result))
         text = "".join(json.dumps(record) + "\n" for record in log)
         (directory / "metrics.jsonl").write_text(text)
@@ -68,6 +74,7 @@ def three(write, tmp_path):
     for method, losses in LOSSES.items():
         for seed, loss in enumerate(losses):
             log = [{"step": 0, "loss": 8.0}, {"step": 10, "loss": loss + 1, "val_loss": loss + 0.5}]
+            log += [{"step": 20, "val_loss": loss}]  # as in the result: counted once
             write(method, seed, loss, log=log)
     return tmp_path / "runs" / "gpt2-stdlib"
 
@@ -193,18 +200,34 @@ def test_the_table_as_text(write):
     found = compared(comparison.Path("runs"))
     half = 4.302652729749464 * 0.25 / math.sqrt(3)  # t at 97.5 % with two degrees of freedom
     assert markdown(found, table(found, found[0])) == (
-        "| run | val_loss | seeds | minus dense | 95 % interval | pairs |\n"
-        "|---|--:|--:|--:|--:|--:|\n"
-        "| dense | 2.2500 ± 0.2500 | 3 | - | - | - |\n"
-        "| slope | 3.0000 | 1 | - | - | - |\n"
-        f"| ste | 2.5000 ± 0.0000 | 3 | +0.2500 | {0.25 - half:+.4f} to {0.25 + half:+.4f} | 3 |\n"
-        "\n"
-        "What differs in their configs:\n"
-        "\n"
-        "| | dense | slope | ste |\n"
-        "|---|---|---|---|\n"
-        "| method.include | [*mlp.*] | [*] | [*mlp.*] |\n"
-        "| train.learning_rate | 0.002 | 0.002 | 0.004 |\n"
+        "| run | val_loss | seeds | minus dense | 95 % interval | pairs | method.include | "
+        "train.learning_rate |\n"
+        "|---|--:|--:|--:|--:|--:|---|---|\n"
+        "| dense | 2.2500 ± 0.2500 | 3 | - | - | - | [*mlp.*] | 0.002 |\n"
+        "| slope | 3.0000 | 1 | - | - | - | [*] | 0.002 |\n"
+        f"| ste | 2.5000 ± 0.0000 | 3 | +0.2500 | {0.25 - half:+.4f} to {0.25 + half:+.4f} | 3 | "
+        "[*mlp.*] | 0.004 |\n"
+    )
+
+
+def test_runs_that_hardly_compare_are_said(write, capsys):
+    """Once, in one line before the table."""
+    write("dense", 0, tokens=20480, vocabulary=512)
+    write("dense", 1, tokens=20480, vocabulary=512)
+    write("ste", 0, tokens=20480, vocabulary=512)
+    compare.main(["runs"])
+    assert capsys.readouterr().out.startswith("| run |")
+    write("s_ste", 0, tokens=40960, vocabulary=512, train__steps=40, method__total_steps=40)
+    compare.main(["runs"])
+    length = "of different length (20 steps, 20,480 tokens; 40 steps, 40,960 tokens)"
+    warning, empty, head, *_ = capsys.readouterr().out.splitlines()
+    assert (warning, empty) == (f"Careful: these runs are {length}.", "")
+    assert head.startswith("| run |") and head.endswith("| pairs | train.steps |")
+    write("slope", 0, tokens=20480, vocabulary=2048, corpus="ef" * 32)
+    compare.main(["runs"])
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"Careful: these runs are {length}, and of different data or tokenizer "
+        "(stdlib cdcdcdcdcdcd, bpe of 512; stdlib efefefefefef, bpe of 2048)."
     )
 
 
