@@ -39,7 +39,9 @@ if do.startswith("signal"):
     os.kill(os.getppid(), int(do.split()[1]))
 if do != "train":
     time.sleep(60)
-(directory / "result.json").write_text(result)
+part = directory / "result.part"
+part.write_text(result)
+part.rename(directory / "result.json")  # at once: a clock of the tests looks for it
 """
 
 
