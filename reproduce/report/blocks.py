@@ -35,7 +35,7 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
     done = sum(map(len, shown.arms.values()))
     total = len(block.arms) * len(block.seeds)
     parts: list[Any] = [
-        tag("h3", block.title, id=html.slug("block", name)),
+        tag("h4" if kind == "pilot" else "h3", block.title, id=html.slug("block", name)),
         tag(
             "p",
             f"{kind.capitalize()}: {done} of {total} runs, "
@@ -45,6 +45,7 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
     ]
     if not done:
         return text(parts, tag("p", "No runs yet. Make them:"), html.command(_run(name)))
+    parts += [tag("p", _gap(gap)) for gap in found["blocks"] if gap["block"] == name]
     parts.append(_table(shown, evidence, margin, found))
     if kind != "pilot":
         if shown.baseline in shown.arms:
@@ -58,6 +59,19 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
     parts.append(_again(shown))
     parts.append(_files(shown, links))
     return tag("section", parts)
+
+
+def _gap(gap: Found) -> str:
+    """What half the width costs, beside how far two runs of a seed part by chance."""
+    return (
+        f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])}, "
+        f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds; at least "
+        f"{scale.ENOUGH:g} times are asked for. "
+    ) + (
+        f"It is {gap['other_ratio']:.1f} times that of the other arms' differences (median)."
+        if gap["other_arms"]
+        else ""
+    )
 
 
 def _run(name: str) -> str:
@@ -84,18 +98,17 @@ def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Found) -> Ma
                 claims.of_arm(found, name, arm),
                 "mini",
                 ", ".join(dict.fromkeys(revision(k) for k in kept)),
-                ", ".join(dict.fromkeys(k.record["environment"]["device"] for k in kept)),
+                html.unbroken(", ".join(dict.fromkeys(map(device, kept)))),
                 tag("a", "files", href=f"#{html.slug('files', name, arm)}"),
             ]
         )
     better = "less" if shown.lower_is_better else "more"
     heads = [
         *("arm", f"{shown.quantity}, {better} is better: ours ± std (n)"),
-        *(f"minus {shown.baseline} [95 %]", "gap closed g", "verdict"),
+        *(f"minus {shown.baseline or '?'} [95 %]", "gap closed g", "verdict"),
         *("tier", "revision", "device", "source"),
     ]
-    caption = f"Arms of block {name}: {shown.block.title}"
-    return html.table(caption, heads, rows, words=(0, 4, 5, 6, 7, 8))
+    return html.table(f"Arms of {name}", heads, rows, words=(0, 4, 5, 6, 7, 8))
 
 
 def _anchored(block: str, arm: str) -> Markup:
@@ -103,8 +116,8 @@ def _anchored(block: str, arm: str) -> Markup:
 
 
 def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> str:
-    if arm == shown.baseline:
-        return "0"
+    if arm in (shown.baseline, shown.yardstick):
+        return str(int(arm == shown.yardstick))
     g = scale.gap_closed(evidence.values, shown.block.name, arm, shown.metric, margin, 2)
     if g is None:
         return "-"
@@ -147,7 +160,7 @@ def _curves(shown: Shown) -> Markup:
 def _losses(shown: Shown, first: float, last: float) -> Markup:
     """Dense and half the width in absolute terms, and where the leading methods lie."""
     names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
-    lines = [("", shown.curve(arm, "val_loss")) for arm in names]
+    lines = [(f"arm-{n % 8}", shown.curve(arm, "val_loss")) for n, arm in enumerate(names)]
     lines += [
         ("other", shown.curve(shown.yardstick, "val_loss")),
         ("base", shown.curve(shown.baseline, "val_loss")),
@@ -158,14 +171,13 @@ def _losses(shown: Shown, first: float, last: float) -> Markup:
     drawn = curves(
         "Validation loss of the leading arms",
         lines,
-        Scale(*span(inside), 236, 8),
-        Scale(first, last, 44, 470),
-        "large",
+        Scale(*span(inside), 250, 8),
+        Scale(first, last, 44, 380),
+        named=True,
     )
     caption = (
-        f"Validation loss from step {first:,.0f} on: {shown.baseline} the dark dashed line, "
-        f"{shown.yardstick} the yellow one; full lines are {', '.join(names)}. The differences are "
-        "small beside the fall of all, so each has a figure of its own below."
+        f"Validation loss of the leading arms from step {first:,.0f} on, means over seeds. They "
+        "part little beside the fall of all: their differences have figures of their own below."
     )
     return tag("figure", drawn, tag("figcaption", caption))
 
@@ -213,7 +225,7 @@ def _files(shown: Shown, links: Links) -> Markup:
                     seed,
                     "not finite" if value is None else f"{value:.6f}",
                     revision(kept),
-                    record["environment"]["device"],
+                    html.unbroken(device(kept)),
                     record["config_hash"],
                 ]
             )
@@ -221,6 +233,10 @@ def _files(shown: Shown, links: Links) -> Markup:
         drawn = html.table(f"Records of {arm}", heads, rows, words=(0, 3, 4, 5))
         parts.append(tag("div", drawn, id=html.slug("files", shown.block.name, arm)))
     return html.details(f"The files that every number of {shown.block.name} comes from", parts)
+
+
+def device(kept: Kept) -> str:
+    return kept.record["environment"]["device"]
 
 
 def revision(kept: Kept) -> str:

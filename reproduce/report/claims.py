@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from reproduce.claims import NOT_TESTED
+from reproduce.claims import NOT_TESTED, verdict
 from reproduce.report import html
 from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
@@ -129,18 +129,13 @@ def verdicts(found: Found) -> Verdicts:
 
 
 def of_arm(found: Found, block: str, arm: str) -> Markup:
-    """The verdicts on contrasts whose first arm this is, with links to their claims."""
-    told = [
-        text(
-            badge(c["verdict"]),
-            " ",
-            tag("a", f"claim {claim['id']}", href=f"#claim-{claim['id']}"),
-            f" ({c['expect']}, {c['against']})",
-        )
-        for claim in found["claims"]
-        for c in claim["contrasts"]
-        if (c["block"], c["arm"]) == (block, arm)
-    ]
+    """The verdicts on contrasts whose first arm this is, together for each claim."""
+    told = []
+    for claim in found["claims"]:
+        own = [c for c in claim["contrasts"] if (c["block"], c["arm"]) == (block, arm)]
+        if own:
+            link = tag("a", f"claim {claim['id']}", href=f"#claim-{claim['id']}")
+            told.append(text(badge(verdict([c["verdict"] for c in own])), " ", link))
     return html.listed(told) if told else text("-")
 
 

@@ -171,21 +171,20 @@ def curves(
     lines: Sequence[tuple[str, Sequence[Point]]],
     y: Scale,
     x: Scale,
-    size: str = "small",
+    named: bool = False,
 ) -> Markup:
     """Means over seeds with a band of their standard deviation. lines: a class of figures.css and
-    the points of each; what leaves the axes is not drawn."""
-    width, height = x.end + 8, y.start + 18
+    the points of each; what leaves the axes is not drawn. named: with the names of the lines."""
+    width, height = x.end + (100 if named else 8), y.start + 18
     parts = [line(x.start, y(tick), x.end, y(tick), "grid") for tick in y.ticks(3)]
     parts += [label(x.start - 4, y(t) + 4, _tick(t, y), "tick", "end") for t in y.ticks(3)]
     parts += [
-        label(x(t), y.start + 14, _steps(t), "tick", "middle")
-        for t in x.ticks(3 if size == "small" else 6)
+        label(x(t), y.start + 14, _steps(t), "tick", "middle") for t in x.ticks(6 if named else 3)
     ]
     if y.low < 0 < y.high and not y.log:
         parts.append(line(x.start, y(0), x.end, y(0), "zero"))
     parts.append(line(x.start, y.start, x.end, y.start, "axis"))
-    told = []
+    told, ends = [], []
     for class_, points in lines:
         inside = [p for p in points if x.low <= p.step <= x.high and y.low <= p.mean <= y.high]
         if not inside:
@@ -200,11 +199,28 @@ def curves(
         drawn = _path([(p.step, p.mean) for p in inside], x, y)
         parts.append(tag("path", d=drawn, class_=f"curve {class_}"))
         first, last = inside[0], inside[-1]
+        ends.append((y(last.mean), class_, last.method))
         told.append(
             f"{first.method}: {first.mean:.4g} at step {first.step:,}, {last.mean:.4g} at step "
             f"{last.step:,}"
         )
+    if named:
+        parts += _names(sorted(ends), x.end, y.start)
     return svg(title, "; ".join(told) or "nothing to draw", width, height, *parts)
+
+
+def _names(ends: list[tuple[float, str, str]], right: float, bottom: float) -> list[Markup]:
+    """The names of curves beside their ends, from above to below, none over another."""
+    pitch, parts = 14, []
+    lowest = bottom - pitch * (len(ends) - 1)
+    place = min(ends[0][0], lowest) if ends else 0.0
+    for number, (end, class_, name) in enumerate(ends):
+        place = max(place, min(end, lowest + pitch * number))
+        lead = f"M{right} {end}L{right + 12} {round(place, 1)}h8"
+        parts.append(tag("path", d=lead, class_=f"curve {class_}"))
+        parts.append(label(right + 24, round(place + 4, 1), name, "small"))
+        place += pitch
+    return parts
 
 
 def _tick(value: float, y: Scale) -> str:

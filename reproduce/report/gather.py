@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,8 @@ class Shown:
         named = {arm.label: arm for arm in arms}
         base = named.get(self.baseline)
         rows = comparison.table(arms, base or arms[0], self.metric)
+        if base is None:  # nothing to compare with
+            rows = [replace(row, pairs=0, difference=math.nan) for row in rows]
         return {row.label: row for row in rows}
 
     @cached_property

@@ -86,6 +86,11 @@ def command(line: str) -> Markup:
     return tag("pre", tag("code", line), class_="command", tabindex=0)
 
 
+def unbroken(words: str) -> str:
+    """The words with spaces at which no line ends."""
+    return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+
 def listed(items: Iterable[Any]) -> Markup:
     """The items with commas between them."""
     parts = [text(item) for item in items]

@@ -166,7 +166,14 @@ def _blocks(
         tag("p", f"Block {name} has no runs yet, and no file in reproduce/blocks.")
         for name in absent
     ]
-    return text([blocks.section(s, evidence, rules.margin, found, links) for s in shown], none)
+    made = {s.block.name: blocks.section(s, evidence, rules.margin, found, links) for s in shown}
+    pilots = [part for name, part in made.items() if name.startswith("pilot")]
+    return text(
+        [part for name, part in made.items() if not name.startswith("pilot")],
+        none,
+        tag("h3", "Pilots"),
+        html.details(f"{len(pilots)} pilots, which chose the settings", pilots),
+    )
 
 
 def _own(runs: Path) -> Markup:
@@ -227,8 +234,7 @@ def _sources(evidence: Evidence, links: Links) -> Markup:
     found: dict[tuple[str, str], list[str]] = {}
     for (block, _), seeds in evidence.kept.items():
         for kept in seeds.values():
-            device = kept.record["environment"]["device"]
-            found.setdefault((blocks.revision(kept), device), []).append(block)
+            found.setdefault((blocks.revision(kept), blocks.device(kept)), []).append(block)
     rows = [
         [revision, device, len(names), ", ".join(sorted(set(names)))]
         for (revision, device), names in sorted(found.items())

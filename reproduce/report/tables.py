@@ -119,7 +119,7 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
             label = ", ".join(cells[at[part]] for part in ("of", "method") if part in at)
             verdict = verdicts.get((table.name, cells[at["metric"]], label))
             given.insert(at["tier"], badge(verdict) if verdict else "-")
-        rows.append([*given, revision, device])
+        rows.append([*given, revision, html.unbroken(device)])
     heads = list(made.columns)
     if "metric" in at:
         heads.insert(at["tier"], "verdict")

@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -188,3 +190,59 @@ def test_a_made_table_is_read_back(tmp_path):
     path.write_text("nothing\n")
     with pytest.raises(Exception, match="holds no table"):
         tables.read(path)
+
+
+# ------------------------------------------------------------------------------ in a browser
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+WATCH = """<script>
+const trouble = [];
+addEventListener("error", event => trouble.push(event.message));
+for (const kind of ["error", "warn"]) console[kind] = (...said) => trouble.push(said.join(" "));
+addEventListener("load", () => {
+  for (const folded of document.querySelectorAll("details")) folded.open = true;
+  const { scrollWidth, clientWidth } = document.documentElement;
+  parent.postMessage({ scrollWidth, clientWidth, trouble }, "*");
+});
+</script>"""
+# A window cannot be as narrow as a phone, a frame in it can.
+FRAMES = """<!doctype html><script>
+addEventListener("message", event => {
+  const heard = document.body.appendChild(document.createElement("data"));
+  heard.value = JSON.stringify(event.data);
+});
+</script><body style="margin: 0">"""
+WIDTHS = (1280, 390)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+def test_in_a_browser_without_errors_or_sideways_scrolling(text, tmp_path):
+    """With everything unfolded. The picture is there to be looked at: pytest --basetemp=DIR."""
+    (tmp_path / "page.html").write_text(text.replace("<head>", f"<head>{WATCH}", 1))
+    style = "border: 0; height: 1600px; width:"
+    frames = [tag("iframe", src="page.html", style=f"{style} {width}px") for width in WIDTHS]
+    (tmp_path / "frames.html").write_text(FRAMES + "".join(frames))
+    done = subprocess.run(
+        [
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars"),
+            *(
+                "--window-size=1700,1600",
+                "--virtual-time-budget=2000",
+                f"--screenshot={tmp_path / 'page.png'}",
+                "--dump-dom",
+            ),
+            (tmp_path / "frames.html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    told = [json.loads(given["value"]) for given in Page(done.stdout).of("data")]
+    expected = [{"scrollWidth": w, "clientWidth": w, "trouble": []} for w in WIDTHS]
+    assert sorted(told, key=lambda found: -found["clientWidth"]) == expected
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert (tmp_path / "page.png").is_file()
