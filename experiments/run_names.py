@@ -73,9 +73,11 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def _files(group: str) -> dict[str, dict[str, Any]]:
-    """By their names, the values in the files of a group that are no parts of others."""
-    paths = sorted((CONF / group).glob("[!_]*.yaml"))
-    return {path.stem: _read(path) for path in paths}
+    """By their names, the values in the files of a group that are no parts of others; a folder in
+    it is a part of the name, before a dot."""
+    folder = CONF / group
+    paths = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("[!_]*.yaml")}
+    return {".".join(name.parts): _read(path) for name, path in sorted(paths.items())}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def _read(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in content.pop("defaults", []):
         if isinstance(part, str) and part != "_self_":
-            values |= _read(path.with_name(f"{part}.yaml"))
+            folder = CONF if part.startswith("/") else path.parent
+            values |= _read(folder / f"{part.removesuffix('@_here_').lstrip('/')}.yaml")
     return values | content
 
 

@@ -24,6 +24,8 @@ from experiments.config import load
          "dense-gpt2_nano_half-n_layer_2-batch_4"),
         (["method=ste", "model=deit_nano"], "ste-deit_nano"),
         (["method=ste", "init=somewhere"], "ste-init"),
+        (["method=released/slope"], "released.slope"),
+        (["method=released/t_sr_ste", "method.alpha=3e-4"], "released.t_sr_ste-alpha_0.0003"),
     ],
 )  # fmt: skip
 def test_a_name_has_what_differs_from_the_defaults(overrides, name, monkeypatch):
