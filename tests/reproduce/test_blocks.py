@@ -8,6 +8,7 @@ import pytest
 from experiments.errors import UserError
 from reproduce import blocks
 from reproduce.blocks import Block, curves, read_block
+from reproduce.reading import read_tables
 
 TEXT = """
 title: T
@@ -115,6 +116,16 @@ def test_shipped_blocks_compose(name, tmp_path):
     first = [run for run in block.runs(tmp_path) if run.seed == block.seeds[0]]
     digests = {run.arm: run.digest() for run in first}
     assert len(set(digests.values())) == len(block.arms)
+
+
+def test_block_d_has_the_rows_of_torchao_s_table():
+    """Its seven fractions, and a dense model of half the width as the yardstick."""
+    table = next(t for t in read_tables() if t.name == "torchao_table1")
+    arms = dict(read_block("d").arms)
+    assert arms.pop("half") == ["method=dense", "model=vit_mini_half"]
+    rates = "train.learning_rate="  # which its pilot chose
+    kept = [[o for o in own if not o.startswith(rates)] for own in arms.values()]
+    assert sorted(kept) == sorted(row.overrides for row in table.rows) and len(kept) == 7
 
 
 @pytest.mark.parametrize(
