@@ -119,7 +119,7 @@ def comments(path: Path) -> dict[str, str]:
     content: Any = OmegaConf.load(path)
     for name in content.get("defaults", []):
         if isinstance(name, str):
-            found |= comments(path.with_name(f"{name}.yaml"))
+            found |= comments(named(name, path))
     parents: list[str] = []
     last = None
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -134,6 +134,12 @@ def comments(path: Path) -> dict[str, str]:
         else:
             last = None
     return found
+
+
+def named(default: str, path: Path) -> Path:
+    """The file that an entry in the defaults list of the file `path` names."""
+    folder = CONF if default.startswith("/") else path.parent
+    return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
 
 
 def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import CONF, plain
+from experiments.command_line import CONF, named, plain
 
 LONGEST = 60  # characters of a tag, but for the "_more" at its end
 _WORD = 24  # of one part of it
@@ -87,8 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in content.pop("defaults", []):
         if isinstance(part, str) and part != "_self_":
-            folder = CONF if part.startswith("/") else path.parent
-            values |= _read(folder / f"{part.removesuffix('@_here_').lstrip('/')}.yaml")
+            values |= _read(named(part, path))
     return values | content
 
 
