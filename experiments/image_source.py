@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.errors import UserError
-from experiments.image_memory import hold
+from experiments.image_memory import hold, mixed
 from experiments.image_stream import Stream, own_draws, read_ahead, spaced
 from experiments.images import SPLITS, ImageConfig, load_images
 from experiments.source import Batch, Request
@@ -205,7 +205,12 @@ class ImageSource:
             input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
         else:
             input, target = self._read(step, samples, numbers)
-        if self.config.mixes:
+        if self.config.mixes and self.memory:
+            classes = len(self.images.classes)
+            input, target = mixed(
+                input, target, classes, self.config, self.seed, step, samples.start
+            )
+        elif self.config.mixes:
             target = self._mix_pairs(input, target, step, samples)
         elif self.config.label_smoothing:
             target = mixup_target(

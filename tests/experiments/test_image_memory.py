@@ -8,7 +8,7 @@ import torch
 
 from experiments import pretrain
 from experiments.config import load
-from experiments.image_memory import GreyImages
+from experiments.image_memory import GreyImages, mixed
 from experiments.image_source import ImageSource
 from experiments.images import Arrays, ImageConfig
 from experiments.trainer import Trainer
@@ -138,6 +138,69 @@ def test_what_needs_more_is_made_image_by_image(folder, settings):
     source = ImageSource(config, shape, 0, 6)
     assert not source.memory
     assert next(source.batches([(0, range(2))]))["input"].shape == (2, 3, *[config.image_size] * 2)
+
+
+def ramp(pairs, size=4):
+    """Images whose pixels tell which they are and where, as in a batch."""
+    count = 2 * pairs
+    values = torch.arange(count * size * size, dtype=torch.float32).view(count, 1, size, size)
+    return values.expand(-1, 3, -1, -1), torch.arange(count) % 3
+
+
+def mix(pairs=40, size=4, seed=0, step=5, **settings):
+    """(plain images, mixed ones, targets, weights of a smoothed own label)."""
+    x, labels = ramp(pairs, size)
+    config = ImageConfig("mine", "unused", **{**PLAIN, **settings})
+    made, target = mixed(x, labels, 3, config, seed, step, 0)
+    return x, made, target, labels
+
+
+def test_mixup_is_a_weighted_mean_and_so_is_its_target():
+    x, made, target, labels = mix(mixup=0.8)
+    shares = set()
+    for i in range(0, len(x), 2):
+        share = target[i, labels[i]]  # neighbours have different classes
+        shares.add(round(share.item(), 4))
+        torch.testing.assert_close(target[i, labels[i + 1]], 1 - share)
+        torch.testing.assert_close(target[i + 1, labels[i + 1]], share)
+        torch.testing.assert_close(made[i], share * x[i] + (1 - share) * x[i + 1])
+        torch.testing.assert_close(made[i + 1], share * x[i + 1] + (1 - share) * x[i])
+    assert len(shares) > 30
+
+
+def test_cutmix_exchanges_a_rectangle_and_its_share_is_that_of_the_area():
+    x, made, target, labels = mix(cutmix=1.0, label_smoothing=0.3, size=8)
+    areas = set()
+    for i in range(0, len(x), 2):
+        ours = made[i] == x[i]
+        assert torch.equal(made[i][~ours], x[i + 1][~ours])
+        assert torch.equal(made[i + 1][~ours], x[i][~ours])
+        assert torch.equal(made[i + 1][ours], x[i + 1][ours])
+        rows, columns = (~ours[0]).any(1), (~ours[0]).any(0)
+        assert torch.equal(~ours[0], rows[:, None] & columns)
+        share = ours.double().mean().item()
+        areas.add(share)
+        expected = torch.full((3,), 0.1)
+        expected[labels[i]] += 0.7 * share
+        expected[labels[i + 1]] += 0.7 * (1 - share)
+        torch.testing.assert_close(target[i], expected)
+    assert len(areas) > 5
+
+
+def test_both_kinds_of_mixing_are_drawn_as_often():
+    x, made, *_ = mix(pairs=4000, mixup=1.0, cutmix=1.0, size=2)
+    exchanged = (
+        ((made == x) | (made == x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1))).all(3).all(2)
+    )
+    share = exchanged[::2, 0].double().mean().item()
+    assert share == pytest.approx(0.5, abs=4 * 0.5 / 4000**0.5)
+
+
+def test_a_small_alpha_leaves_images_almost_as_they_are_and_a_large_one_takes_halves():
+    for alpha, low, high in ((0.01, 0.45, 0.5), (1000.0, 0.0, 0.1)):
+        *_, target, _ = mix(pairs=400, mixup=alpha)
+        distance = (target.max(1).values - 0.5).mean().item()
+        assert low < distance < high
 
 
 class Stop(Exception):
