@@ -142,7 +142,8 @@ class Table:
         appendix table as `B2`. driver: what a row is run by. published_table: its name in
         `published.json`. published_setting: what the paper did; printed. published_row,
         published_column: names of a cell there, with `{row}`, `{variant}` and `{column}` for the
-        published names of these. notes: printed below the settings.
+        published names of these. notes: printed below the settings. arms: by the label of a row,
+        the arm (`<block>/<arm>`, reproduce/blocks) that trains the same on a small model.
     """
 
     name: str
@@ -160,6 +161,7 @@ class Table:
     published_column: str = "{column}"
     notes: list[str] = field(default_factory=list)
     figure: Figure = field(default_factory=Figure)
+    arms: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         labels = [row.label for row in self.rows]

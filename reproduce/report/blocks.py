@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.curves import Point
+from experiments.curves import NAMES, Point
 from reproduce import scale
+from reproduce.cells import published_cell
 from reproduce.claims import Margin
 from reproduce.report import claims, html
 from reproduce.report.figures import Scale, curves, forest, span
@@ -18,7 +19,9 @@ from reproduce.report.gather import Evidence, Kept, Shown
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.runner import command
+from reproduce.spec import TIERS, Table
 
+LOSSES = ("val_loss", "loss")  # the first that a block has
 FROM = 0.15  # of the steps: before, all curves fall from the same height
 Found = dict[str, Any]  # of reproduce/verdicts.py
 
@@ -80,35 +83,82 @@ def _run(name: str) -> str:
 
 def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Found) -> Markup:
     name = shown.block.name
-    rows = []
-    for arm in shown.block.arms:
-        if arm not in shown.rows:
-            rows.append([_anchored(name, arm), *["-"] * 3, "not run", "mini", "-", "-", "-"])
-            continue
-        row, kept = shown.rows[arm], list(shown.arms[arm].values())
-        spread = f" ± {row.std:.4f}" if math.isfinite(row.std) else ""
-        mean = f"{row.mean:.4f}{spread}" if math.isfinite(row.mean) else "not finite"
-        difference = f"{claims.signed(row.difference)} {claims.interval(row.low, row.high)}"
-        rows.append(
-            [
-                _anchored(name, arm),
-                f"{mean} (n={row.n})",
-                difference.removesuffix(" -") if row.pairs else "-",
-                _gap_closed(evidence, shown, arm, margin),
-                claims.of_arm(found, name, arm),
-                "mini",
-                ", ".join(dict.fromkeys(revision(k) for k in kept)),
-                html.unbroken(", ".join(dict.fromkeys(map(device, kept)))),
-                tag("a", "files", href=f"#{html.slug('files', name, arm)}"),
-            ]
-        )
+    rows = [
+        [_anchored(name, arm), *_cells(shown, arm, evidence, margin, found)]
+        for arm in shown.block.arms
+    ]
+    heads = ["arm", *_heads(shown)]
+    return html.table(f"Arms of {name}", heads, rows, words=(0, 4, 5, 6, 7, 8))
+
+
+def _heads(shown: Shown) -> list[str]:
     better = "less" if shown.lower_is_better else "more"
-    heads = [
-        *("arm", f"{shown.quantity}, {better} is better: ours ± std (n)"),
+    return [
+        *(f"ours ± std (n): {shown.quantity}, {better} is better",),
         *(f"minus {shown.baseline or '?'} [95 %]", "gap closed g", "verdict"),
         *("tier", "revision", "device", "source"),
     ]
-    return html.table(f"Arms of {name}", heads, rows, words=(0, 4, 5, 6, 7, 8))
+
+
+def _cells(shown: Shown, arm: str, evidence: Evidence, margin: Margin, found: Found) -> list[Any]:
+    """What there is of an arm, under `_heads`."""
+    name = shown.block.name
+    if arm not in shown.rows:
+        return [*["-"] * 3, "not run", "mini", "-", "-", "-"]
+    row, kept = shown.rows[arm], list(shown.arms[arm].values())
+    spread = f" ± {row.std:.4f}" if math.isfinite(row.std) else ""
+    mean = f"{row.mean:.4f}{spread}" if math.isfinite(row.mean) else "not finite"
+    difference = f"{claims.signed(row.difference)} {claims.interval(row.low, row.high)}"
+    return [
+        f"{mean} (n={row.n})",
+        difference.removesuffix(" -") if row.pairs else "-",
+        _gap_closed(evidence, shown, arm, margin),
+        claims.of_arm(found, name, arm),
+        "mini",
+        ", ".join(dict.fromkeys(map(revision, kept))),
+        html.unbroken(", ".join(dict.fromkeys(map(device, kept)))),
+        tag("a", "files", href=f"#{html.slug('files', name, arm)}"),
+    ]
+
+
+def of_table(
+    table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, found: Found
+) -> Markup | None:
+    """The rows of a paper's table that arms of a block stand for, beside the paper's values; None
+    if no such arm was run."""
+    places = {label: tuple(place.split("/")) for label, place in table.arms.items()}
+    known = {block: blocks[block] for block, _ in places.values() if block in blocks}
+    if len(known) != 1:
+        return None
+    ((name, shown),) = known.items()
+    arms = {label: arm for label, (_, arm) in places.items()}
+    if not any(arm in shown.arms for arm in arms.values()):
+        return None
+    column, papers = _published(table)
+    rows = [
+        [label, papers.get(label, "not available"), *_cells(shown, arm, evidence, margin, found)]
+        for label, arm in arms.items()
+    ]
+    heads = ["method", f"paper: {column}" if papers else "paper", *_heads(shown)]
+    told = "Small models: the order of the rows can be compared with the paper's, no number. "
+    link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
+    return text(
+        html.table(f"{table.title}, by block {name}", heads, rows, words=(0, 5, 6, 7, 8, 9)),
+        tag("p", told, link, "."),
+    )
+
+
+def _published(table: Table) -> tuple[str, dict[str, str]]:
+    """The first column of which the paper's values are known, and these by row, of the size that
+    is nearest to a small model."""
+    variant = table.variants_of(TIERS[0])[0]
+    for column in table.columns:
+        cells = {row.label: published_cell(table, variant, row, column) for row in table.rows}
+        papers = {label: cell.text(column.format) for label, cell in cells.items() if cell}
+        if papers:
+            size = f", {variant.published}" if variant.published else ""
+            return f"{column.label}{size}", papers
+    return "", {}
 
 
 def _anchored(block: str, arm: str) -> Markup:
@@ -130,9 +180,10 @@ def _curves(shown: Shown) -> Markup:
     first = FROM * last
     small = Scale(first, last, 40, 206)
     base, half = shown.baseline, shown.yardstick
-    over = {arm: shown.curve(arm, "val_loss", base) for arm in shown.arms if arm != base}
+    loss_name = next((n for n in LOSSES if shown.curve(base, n)), LOSSES[0])
+    over = {arm: shown.curve(arm, loss_name, base) for arm in shown.arms if arm != base}
     flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
-    parts: list[Any] = [_losses(shown, first, last)]
+    parts: list[Any] = [_losses(shown, loss_name, first, last)]
     late = [abs(p.mean) for points in over.values() for p in points if p.step > first]
     most = sorted(late)[int(0.9 * (len(late) - 1))] * 1.3 if late else 1.0
     y = Scale(-0.25 * most, most, 96, 6)
@@ -141,15 +192,15 @@ def _curves(shown: Shown) -> Markup:
     for arm, points in over.items():
         drawn = [("other", over.get(half, []))]
         drawn += [("", points)] if arm != half else []
-        loss = curves(f"{arm}: validation loss minus {base}", drawn, y, small)
+        loss = curves(f"{arm}: {NAMES[loss_name]}, minus {base}", drawn, y, small)
         flip = None
         if log is not None and any(p.mean for p in flips[arm]):
             flip = curves(f"{arm}: flip rate", [("", flips[arm])], log, small)
         panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
     more = (
-        f"Above: validation loss minus that of {base} at the same seeds, from step {first:,.0f} "
-        f"on, {half} dashed; one scale for all arms, what is beyond it is cut off. Below, where "
-        "masks change: share of the mask that flips in a step, on a logarithmic scale. Lines are "
+        f"Above: {NAMES[loss_name]}, minus that of {base} at the same seeds, from step "
+        f"{first:,.0f} on, {half} dashed; one scale for all arms, what is beyond it is cut off. "
+        "Below, where masks change: share of the mask that flips in a step, on a logarithmic scale. Lines are "
         "means over seeds, bands ± standard deviation."
     )
     inside = tag("p", more), tag("div", panels, class_="panels")
@@ -157,26 +208,26 @@ def _curves(shown: Shown) -> Markup:
     return text(parts)
 
 
-def _losses(shown: Shown, first: float, last: float) -> Markup:
+def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
     """Dense and half the width in absolute terms, and where the leading methods lie."""
     names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
-    lines = [(f"arm-{n % 8}", shown.curve(arm, "val_loss")) for n, arm in enumerate(names)]
+    lines = [(f"arm-{n % 8}", shown.curve(arm, quantity)) for n, arm in enumerate(names)]
     lines += [
-        ("other", shown.curve(shown.yardstick, "val_loss")),
-        ("base", shown.curve(shown.baseline, "val_loss")),
+        ("other", shown.curve(shown.yardstick, quantity)),
+        ("base", shown.curve(shown.baseline, quantity)),
     ]
     inside = [p.mean for _, points in lines for p in points if p.step >= first]
     if not inside:
         return text()
     drawn = curves(
-        "Validation loss of the leading arms",
+        f"{NAMES[quantity]}, of the leading arms",
         lines,
         Scale(*span(inside), 250, 8),
         Scale(first, last, 44, 380),
         named=True,
     )
     caption = (
-        f"Validation loss of the leading arms from step {first:,.0f} on, means over seeds. They "
+        f"The leading arms' {NAMES[quantity]}, from step {first:,.0f} on, means over seeds. They "
         "part little beside the fall of all: their differences have figures of their own below."
     )
     return tag("figure", drawn, tag("figcaption", caption))

@@ -89,7 +89,7 @@ def forest(
     """Differences to the baseline with their intervals, from below to above; the yardstick's is the
     unit of the upper axis, and within `share` of it an arm counts as equal."""
     ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
-    left = 14 + 6.8 * max(len(r.label) for r in [*ordered, *rows])
+    left = 14 + 7.4 * max(len(r.label) for r in [*ordered, *rows])
     name, right, top, pitch = left - 8, left + 250, 44, 22
     bottom = top + pitch * (len(ordered) + 1)
     ends = [v for r in ordered for v in (r.difference, r.low, r.high) if math.isfinite(v)]
@@ -252,7 +252,7 @@ def span(values: Sequence[float], room: float = 0.05) -> tuple[float, float]:
 def factors(title: str, rows: Sequence[tuple[str, float | None, float]], unit: str) -> Markup:
     """Dots of the paper's factors and ours, row by row; 1 is dense."""
     values = [v for _, paper, ours in rows for v in (paper, ours) if v is not None]
-    left = 14 + 6.2 * max(len(row) for row, _, _ in rows)
+    left = 14 + 7.0 * max(len(row) for row, _, _ in rows)
     name, right, top, pitch = left - 8, left + 220, 12, 18
     bottom = top + pitch * len(rows) + 6
     x = Scale(*span([*values, 1.0]), left, right)

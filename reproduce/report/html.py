@@ -64,7 +64,7 @@ def table(
     body = []
     for row in rows:
         first, *others = row
-        cells = [tag("td", cell, class_=side(n)) for n, cell in enumerate(others, 1)]
+        cells = [tag("td", cell, class_=side(n) or _long(cell)) for n, cell in enumerate(others, 1)]
         body.append(tag("tr", tag("th", first, scope="row", class_=side(0)), cells))
     content = tag(
         "table",
@@ -75,6 +75,11 @@ def table(
     # It can be scrolled with the keyboard only if it can be reached.
     name = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, str) else "table"
     return tag("div", content, class_="scroll", tabindex=0, role="region", aria_label=name)
+
+
+def _long(cell: Any) -> str | None:
+    """The class of a cell whose words need more than one line."""
+    return "long" if len(re.sub(r"<[^>]*>", "", text(cell))) > 34 else None
 
 
 def details(summary: Any, *children: Any, **attributes: Any) -> Markup:

@@ -25,6 +25,7 @@ from reproduce.report.gather import (
 )
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
+from reproduce.spec import Table
 
 HERE = Path(__file__).parent
 MAIN = "a"  # the block of the main figure
@@ -81,10 +82,15 @@ def build(runs: Path, folder: Path) -> str:
     found = verdicts.content(rules, evidence.values)
     shown = shown_blocks(rules, evidence)
     arms = {(s.block.name, arm) for s in shown if s.arms for arm in s.block.arms}
+    by_name = {s.block.name: s for s in shown}
+
+    def of_table(table: Table) -> Markup | None:
+        return blocks.of_table(table, by_name, evidence, rules.margin, found)
+
     parts = {
         "claims": claims.section(found, arms, links),
         "blocks": _blocks(shown, evidence, rules, found, links),
-        "tables": tables.section(read_tables(), runs, claims.verdicts(found), links),
+        "tables": tables.section(read_tables(), runs, claims.verdicts(found), of_table, links),
         "speed": speed.section(found, links),
         "own": _own(runs),
         "left-out": _left_out(shown, evidence, runs, links),

@@ -20,6 +20,7 @@ MEANS = {
     "projected": "no whole model was timed: one layer stands for it, or bytes are counted",
 }
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
+SHORT = 8  # rows of a figure that is open at first
 Found = dict[str, Any]  # of reproduce/verdicts.py
 
 
@@ -56,6 +57,7 @@ def _measured(measured: Found, claim: int, links: Links) -> Markup:
             f". {measured['device']}. ",
             files,
         ),
+        open=len(rows) <= SHORT,
     )
 
 
@@ -107,6 +109,7 @@ def _record(path: Path, links: Links) -> Markup:
                 html.table(f"{title} ({kind})", heads, cells, words=(0, 1, 2, 3, 7)),
                 tag("p", "From ", links.to(path), ". Make it:"),
                 html.command(f"python -m experiments.bench {name}"),
+                open=kind == "step",
             )
         )
     return text(parts)

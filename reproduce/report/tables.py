@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from reproduce.spec import Table
 
 MEASURED = Path(__file__).parents[1] / "measured"
 Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdict
+NOTHING = ("-", "extra row of ours")  # a paper says there
+ArmsOf = Callable[[Table], Markup | None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Made:
 
 
 def found(table: Table, runs: Path) -> list[Made]:
-    """All tiers of a table that were made, the committed ones first; else its largest, not run."""
+    """All tiers of a table that were made, the committed ones first; else its largest, not run,
+    with the lines of which the paper says something."""
     paths = [*sorted(MEASURED.glob(f"*/{table.name}-*.md"))]
     paths += [path for tier in table.tiers if (path := _own(table, tier, runs)).is_file()]
     if paths:
@@ -46,7 +49,11 @@ def found(table: Table, runs: Path) -> list[Made]:
     offered = [name for name, tier in table.tiers.items() if not tier.unavailable]
     tier = offered[-1]
     empty = render(table, tier, [])
-    return [Made(tier, None, empty.header, empty.columns, empty.cells)]
+    if "paper" not in empty.columns:
+        return [Made(tier, None, empty.header, empty.columns, [])]
+    at = empty.columns.index("paper")
+    told = [cells for cells in empty.cells if cells[at] not in NOTHING]
+    return [Made(tier, None, empty.header, empty.columns, told)]
 
 
 def _own(table: Table, tier: str, runs: Path) -> Path:
@@ -68,17 +75,22 @@ def read(path: Path) -> Made:
     return Made(path.stem.rpartition("-")[2], path, header, rows[0], rows[2:])
 
 
-def section(tables: list[Table], runs: Path, verdicts: Verdicts, links: Links) -> Markup:
-    """Every table and figure of the papers, and those of this project's own."""
+def section(
+    tables: list[Table], runs: Path, verdicts: Verdicts, arms: ArmsOf, links: Links
+) -> Markup:
+    """Every table and figure of the papers, and those of this project's own.
+
+    arms: draws the rows of a table that arms of a block stand for.
+    """
     parts = []
     own = [table for table in tables if table.paper is None]
-    parts += [_table(table, "", runs, verdicts, links) for table in own]
+    parts += [_table(table, "", runs, verdicts, arms, links) for table in own]
     for title, known in coverage.items().items():
         parts.append(tag("h3", title))
         absent = []
         for item in known:
             specs = [t for t in tables if (t.paper, t.number) == (item.paper, item.number)]
-            parts += [_table(table, item.name, runs, verdicts, links) for table in specs]
+            parts += [_table(table, item.name, runs, verdicts, arms, links) for table in specs]
             if not specs:
                 absent.append(tag("li", f"{item.name}: {item.caption}. {item.reason}."))
         if absent:
@@ -87,16 +99,21 @@ def section(tables: list[Table], runs: Path, verdicts: Verdicts, links: Links) -
     return html.text(parts)
 
 
-def _table(table: Table, name: str, runs: Path, verdicts: Verdicts, links: Links) -> Markup:
+def _table(
+    table: Table, name: str, runs: Path, verdicts: Verdicts, arms: ArmsOf, links: Links
+) -> Markup:
     made = found(table, runs)
-    tiers = ", ".join(_where(one) for one in made if one.path is not None)
-    state = f"made: {tiers}" if tiers else "not run"
+    small = arms(table)
+    states = [_where(one) for one in made if one.path is not None]
+    states += ["small models of a block"] if small else []
+    state = f"made: {', '.join(states)}" if states else "not run"
     known = name[:1].upper() + name[1:]
     title = table.title.partition(": ")[2] if name else table.title
     named = tag("strong", f"{known}: " if name else "", title)
     summary = [named, " ", tag("span", state, class_="state")]
     return html.details(
         summary,
+        small,
         [_made(table, one, verdicts, links) for one in made],
         id=html.slug("table", table.name),
     )
@@ -128,7 +145,7 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
         heads, rows = [*heads, "tier"], [[*row[:-2], made.tier, *row[-2:]] for row in rows]
     heads += ["revision", "device"]
     words += [len(heads) - 2, len(heads) - 1]
-    source: list[object] = ["Nothing was run for it: these are the paper's values."]
+    source: list[object] = [f"Tier {made.tier} was not run here; the paper's values stand above."]
     if made.path is not None:
         beside = [made.path, made.path.with_suffix(".csv")]
         beside.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
@@ -137,7 +154,7 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     paper = f" paper={table.paper}" if table.paper else ""
     line = f"python -m reproduce {table.command}{paper} tier={made.tier}"
     return html.text(
-        html.table(f"{table.title}, tier {made.tier}", heads, rows, words),
+        html.table(f"{table.title}, tier {made.tier}", heads, rows, words) if rows else None,
         html.details("Settings and reservations", tag("ul", [tag("li", h) for h in made.header])),
         tag("p", source, " Make it:"),
         html.command(line),

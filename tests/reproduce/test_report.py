@@ -13,8 +13,9 @@ import pytest
 
 from experiments.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
-from reproduce.blocks import BLOCKS, EVIDENCE
+from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import read_claims
+from reproduce.reading import read_tables
 from reproduce.report import figures, html, page, tables
 from reproduce.report.html import tag
 
@@ -156,6 +157,25 @@ def test_the_main_figure_as_a_file(tmp_path):
     root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
     assert root.tag.endswith("svg") and "dense" in "".join(root.itertext())
     ElementTree.fromstring((Path(page.HERE) / "figure.svg").read_text(encoding="utf-8"))
+
+
+def test_the_arms_of_tables_are_those_of_blocks():
+    for table in read_tables():
+        known = {
+            block: read_block(block) for block in {a.split("/")[0] for a in table.arms.values()}
+        }
+        assert len(known) <= 1
+        assert table.arms.keys() <= {row.label for row in table.rows}, table.name
+        for place in table.arms.values():
+            block, arm = place.split("/")
+            assert arm in known[block].arms, f"{table.name}: {place}"
+
+
+def test_a_paper_s_table_made_of_small_models(text):
+    """SLoPe's Table 4: the paper's scores of BERT beside the losses of block a's arms."""
+    part = text.partition('id="table-slope-table4"')[2].partition('id="table-slope-table5"')[0]
+    assert "by block a" in part and "paper: SQuAD F1" in part and "90.44" in part
+    assert "#files-a-slope-rank-16" in part
 
 
 def test_arguments_that_mean_nothing(capsys, tmp_path):
