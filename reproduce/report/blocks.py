@@ -200,8 +200,8 @@ def _curves(shown: Shown) -> Markup:
     more = (
         f"Above: {NAMES[loss_name]}, minus that of {base} at the same seeds, from step "
         f"{first:,.0f} on, {half} dashed; one scale for all arms, what is beyond it is cut off. "
-        "Below, where masks change: share of the mask that flips in a step, on a logarithmic scale. Lines are "
-        "means over seeds, bands ± standard deviation."
+        "Below, where masks change: share of the mask that flips in a step, on a logarithmic "
+        "scale. Lines are means over seeds, bands ± standard deviation."
     )
     inside = tag("p", more), tag("div", panels, class_="panels")
     parts.append(html.details(f"Curves of every arm ({len(panels)})", inside, open=True))

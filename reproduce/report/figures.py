@@ -63,7 +63,8 @@ def svg(title: str, description: str, width: float, height: float, *content: Any
 def standalone(figure: Markup) -> str:
     """A figure as a file of its own."""
     style = STYLE.read_text(encoding="utf-8").replace(":root", "svg")
-    inside = figure.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    start = '<svg xmlns="http://www.w3.org/2000/svg" width="640" '
+    inside = figure.replace("<svg ", start, 1)
     return inside.replace("<title", f"<style>{style}</style><title", 1) + "\n"
 
 
