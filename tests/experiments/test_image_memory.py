@@ -118,6 +118,18 @@ def test_a_batch_depends_on_seed_step_and_index_alone(folder, settings):
     assert not torch.equal(steps[0], steps[2])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_on_the_gpu_is_that_on_the_cpu(folder):
+    config = source_of(folder, **MIXED).config
+    here, there = (ImageSource(config, SHAPE, 0, 6, device=name) for name in ("cpu", "cuda"))
+    for ours, theirs in zip(
+        here.batches([(0, range(6))]), there.batches([(0, range(6))]), strict=True
+    ):
+        assert theirs["input"].is_cuda and theirs["target"].is_cuda
+        for name in ours:
+            torch.testing.assert_close(theirs[name].cpu(), ours[name])
+
+
 def test_an_epoch_shows_every_image_once(folder):
     means = source_of(folder).images.train.pixels.mean((1, 2))
     assert len(set(means.tolist())) == TRAIN
