@@ -32,6 +32,26 @@ def differences(shown: Shown, arms: Iterable[str], share: float) -> Markup:
     return forest(rows, shown.baseline, shown.yardstick, shown.gap, share, shown.quantity)
 
 
+def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | None:
+    """What each arm closes of the gap in every block that it is in; None of a single block."""
+    known = [s for s in blocks if math.isfinite(s.gap) and not s.block.name.startswith("pilot")]
+    shared = {arm: [s for s in known if arm in s.arms] for s in known for arm in s.arms}
+    rows = [
+        [arm, *(_gap_closed(evidence, s, arm, margin) if s in of else "-" for s in known)]
+        for arm, of in shared.items()
+        if len(of) > 1
+    ]
+    if not rows:
+        return None
+    heads = ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)]
+    return text(
+        tag("h3", "The same arms in several blocks"),
+        tag("p", "The share of the gap between dense and half the width that is lost, g: 0 as "
+                 "dense, 1 as half the width. It is what can be compared between scales."),
+        html.table("Gap closed g [95 %] by block", heads, rows),
+    )  # fmt: skip
+
+
 def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, links: Links) -> Markup:
     name, block = shown.block.name, shown.block
     kind = "pilot" if name.startswith("pilot") else f"block {name}"

@@ -12,7 +12,7 @@ from typing import Any
 from experiments import comparison
 from experiments.curves import Point
 from experiments.errors import UserError
-from experiments.results import number
+from experiments.results import FILE, number
 from experiments.stats import mean, std
 from reproduce.blocks import BLOCKS, Block, read_block
 from reproduce.claims import Claims, Values, differences, records
@@ -190,18 +190,27 @@ def _last_line(path: Path) -> str:
     return lines[-1].strip() if lines else "it printed nothing"
 
 
-def own_runs(runs: Path) -> tuple[dict[str, list[comparison.Row]], list[str]]:
-    """The finished trainings below `runs`, as `experiments.compare` shows them, by their model and
-    data; and why some cannot be shown."""
-    rows: dict[str, list[comparison.Row]] = {}
-    trouble = []
+@dataclass(frozen=True)
+class Own:
+    """One's own finished trainings, as `experiments.compare` shows them, by their folder: a row for
+    each arm, with its results. trouble: why some cannot be shown."""
+
+    rows: dict[Path, list[tuple[comparison.Row, list[Path]]]]
+    trouble: list[str]
+
+
+def own_runs(runs: Path) -> Own:
+    """What is below `runs`."""
+    own = Own({}, [])
     for folder in sorted(path for path in runs.glob("*") if path.is_dir()):
         if not any(folder.glob("*/*/result.json")):
             continue
         try:
             finished, _ = comparison.find([folder])
             arms = comparison.arms(finished)
-            rows[folder.name] = comparison.table(arms, comparison.choose(arms, None))
+            files = {a.label: [r.directory / FILE for r in a.runs.values()] for a in arms}
+            rows = comparison.table(arms, comparison.choose(arms, None))
+            own.rows[folder] = [(row, files[row.label]) for row in rows]
         except UserError as error:
-            trouble.append(f"{folder}: {' '.join(str(error).split())}")
-    return rows, trouble
+            own.trouble.append(f"{folder}: {' '.join(str(error).split())}")
+    return own

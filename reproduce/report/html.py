@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-VOID = ("meta", "br")
+VOID = ("meta",)
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -68,13 +68,13 @@ def table(
         body.append(tag("tr", tag("th", first, scope="row", class_=side(0)), cells))
     content = tag(
         "table",
-        tag("caption", caption),
+        tag("caption", tag("span", caption)),
         tag("thead", tag("tr", heading)),
         tag("tbody", body),
     )
     # It can be scrolled with the keyboard only if it can be reached.
     name = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, str) else "table"
-    return tag("div", content, class_="scroll", tabindex=0, role="region", aria_label=name)
+    return tag("div", content, class_="scroll", tabindex=0, role="group", aria_label=name)
 
 
 def _long(cell: Any) -> str | None:

@@ -17,6 +17,7 @@ from reproduce.report import blocks, claims, html, speed, tables
 from reproduce.report.figures import STYLE, standalone
 from reproduce.report.gather import (
     Evidence,
+    Own,
     Shown,
     own_runs,
     read_evidence,
@@ -80,7 +81,7 @@ def build(runs: Path, folder: Path) -> str:
     links = Links(folder)
     rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
     found = verdicts.content(rules, evidence.values)
-    shown = shown_blocks(rules, evidence)
+    shown, own = shown_blocks(rules, evidence), own_runs(runs)
     arms = {(s.block.name, arm) for s in shown if s.arms for arm in s.block.arms}
     by_name = {s.block.name: s for s in shown}
 
@@ -92,8 +93,8 @@ def build(runs: Path, folder: Path) -> str:
         "blocks": _blocks(shown, evidence, rules, found, links),
         "tables": tables.section(read_tables(), runs, claims.verdicts(found), of_table, links),
         "speed": speed.section(found, links),
-        "own": _own(runs),
-        "left-out": _left_out(shown, evidence, runs, links),
+        "own": _own(own, runs, links),
+        "left-out": _left_out(shown, evidence, own, runs, links),
         "sources": _sources(evidence, links),
     }
     sections = [
@@ -175,6 +176,7 @@ def _blocks(
     made = {s.block.name: blocks.section(s, evidence, rules.margin, found, links) for s in shown}
     pilots = [part for name, part in made.items() if name.startswith("pilot")]
     return text(
+        blocks.across(shown, evidence, rules.margin),
         [part for name, part in made.items() if not name.startswith("pilot")],
         none,
         tag("h3", "Pilots"),
@@ -182,27 +184,26 @@ def _blocks(
     )
 
 
-def _own(runs: Path) -> Markup:
-    rows, _ = own_runs(runs)
+def _own(own: Own, runs: Path, links: Links) -> Markup:
     parts = []
-    for folder, arms in rows.items():
-        base = arms[0].label
+    for folder, arms in own.rows.items():
         cells = [
             [
-                arm.label,
-                f"{arm.mean:.4f}" + (f" ± {arm.std:.4f}" if arm.n > 1 else "") + f" (n={arm.n})",
-                claims.signed(arm.difference) if arm.pairs else "-",
-                claims.interval(arm.low, arm.high),
+                row.label,
+                f"{row.mean:.4f}" + (f" ± {row.std:.4f}" if row.n > 1 else "") + f" (n={row.n})",
+                claims.signed(row.difference) if row.pairs else "-",
+                claims.interval(row.low, row.high),
+                html.listed(links.to(file, file.parent.name) for file in files),
             ]
-            for arm in arms
+            for row, files in arms
         ]
-        heads = ["run", "val_loss", f"minus {base}", "95 % interval"]
-        parts.append(html.table(f"{runs / folder}", heads, cells))
-        parts.append(html.command(f"python -m experiments.compare {runs / folder}"))
+        heads = ["run", "val_loss", f"minus {arms[0][0].label}", "95 % interval", "results"]
+        parts.append(html.table(str(folder), heads, cells, words=(0, 4)))
+        parts.append(html.command(f"python -m experiments.compare {folder}"))
     return text(parts or tag("p", f"There are no finished trainings in {runs}."))
 
 
-def _left_out(shown: list[Shown], evidence: Evidence, runs: Path, links: Links) -> Markup:
+def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, links: Links) -> Markup:
     parts = []
     for s in shown:
         total = len(s.block.arms) * len(s.block.seeds)
@@ -219,7 +220,7 @@ def _left_out(shown: list[Shown], evidence: Evidence, runs: Path, links: Links) 
         "Begun and not finished here, with the last that they said.": [
             text(links.to(path), f": {said}") for path, said in unfinished(runs)
         ],
-        "Of your own runs these cannot be shown.": [text(why) for why in own_runs(runs)[1]],
+        "Of your own runs these cannot be shown.": [text(why) for why in own.trouble],
     }
     for reason, entries in lists.items():
         inside = tag("ul", [tag("li", entry) for entry in entries]) if entries else " None."

@@ -131,6 +131,33 @@ def test_what_runs_said_is_escaped_and_what_is_left_out_is_told(text):
     assert "an_arm_that_was-seed0.json" in text
 
 
+def test_runs_of_one_s_own_and_several_blocks(tmp_path):
+    """Two trainings beside a second block, which has block a's figures under its own name."""
+    runs = tmp_path / "runs"
+    for method, loss in (("dense", 3.0), ("<b>", 3.5)):
+        config = {"seed": 0, "train": {"steps": 1}, "method": {"name": method}}
+        config |= {"model": {"name": "m"}, "data": {"source": "d"}}
+        result = {"config": config, "metrics": {"val_loss": loss}, "config_hash": method}
+        result |= {"schema": 1, "converted": [], "steps": 1, "tokens": 1, "corpus_hash": "c"}
+        write_json(runs / "m-d" / method.strip("<>") / "seed0" / "result.json", result)
+    write_json(runs / "broken" / "x" / "seed0" / "result.json", {})
+    for run in read_block("c").runs(tmp_path):
+        if run.arm in ("dense", "half", "s_ste") and run.seed < 2:
+            record = {
+                **json.loads((EVIDENCE / "a" / f"{run.arm}-seed{run.seed}.json").read_text()),
+                "block": "c",
+                "overrides": run.job.overrides,
+            }
+            record["metrics"]["val_top1"] = -record["metrics"]["val_loss"]
+            write_json(run.file(runs / "evidence"), record)
+    told = page.build(runs, runs / "report")
+    parsed = Page(told)
+    assert parsed.wrong == []
+    assert "+0.5000" in told and "&lt;b&gt;" in told and "m-d/b/seed0/result.json" in told
+    assert f"{runs / 'broken'}" in told.partition("these cannot be shown")[2]
+    assert "The same arms in several blocks" in told
+
+
 def test_elements():
     assert tag("p", "a < b", ["&", tag("b", 1)], None, class_="x", hidden=True, id=None) == (
         '<p class="x" hidden>a &lt; b&amp;<b>1</b></p>'
