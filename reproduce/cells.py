@@ -7,9 +7,12 @@ from typing import Any
 
 from experiments import stats
 from experiments.errors import UserError
+from experiments.finished import FinishedRun
 from reproduce.engine import Run
 from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, Column, Measure, Row, Table, Variant
+
+ILLEGAL = "sparsity.illegal_groups"
 
 Numbers = dict[str, float | int | str | None]
 
@@ -84,6 +87,8 @@ def ours(
     if column.show in ("paired", "ratio", "speedup"):
         own = {seed: v for seed, v in own.items() if seed in base}
     n = len(own)
+    if n and column.value == ILLEGAL and all(_ends_dense(run) for run in runs):
+        return Cell("dense by design", {"n": n})
     if n == 0:
         there = len(runs) == wanted and column.value.partition(".")[0] not in measures
         return Cell("not measured" if there else "not run", {"n": 0})
@@ -111,6 +116,10 @@ def ours(
         case _:
             amount = stats.mean(list(own.values()))
     return Cell(f"{in_unit(f'{amount:{form}}', unit)}{few}", {column.show: amount, "n": n})
+
+
+def _ends_dense(run: Run) -> bool:
+    return FinishedRun(run.directory, run.result).trained_with.ends_dense
 
 
 def _values(column: Column, runs: list[Run], measures: dict[str, Measure]) -> dict[int, float]:

@@ -91,6 +91,20 @@ def test_the_mini_tier(name, shape, parameters):
                  "train=mini"]).data.name == "openwebtext"  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "parameters"),
+    [("gpt2_pico", None, 86_208), ("gpt2_pico_half", 128, 69_824)],
+)
+def test_the_models_of_the_quickstart(name, width, parameters):
+    """512 + 64 embeddings of 64, a block of 12 d^2 + 2 d (8 d^2 with half the width), a norm."""
+    config = load([f"model={name}", "data.vocab_size=512", "train=quickstart"])
+    model, train = config.model, config.train
+    built = sum(parameter.numel() for parameter in config.build_model().parameters())
+    assert (model.n_inner, built) == (width, parameters)
+    assert train.batch_size * model.block_size == 4096
+    assert train.steps * train.batch_size * model.block_size == 1_638_400
+
+
 def test_every_size_and_method_has_a_recipe():
     names = ("dense", "sr_ste", "t_sr_ste", "s_ste")
     assert set(GPT2) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}

@@ -35,12 +35,18 @@ def body(rendered):
     return [line for line in rendered.markdown().splitlines() if line.startswith("|")][2:]
 
 
+def of_method(name, **options):
+    """The config of a run, as far as tables read it."""
+    impl = {"compile": False, "micro_batch": None}
+    return {"train": {"dtype": "fp32"}, "impl": impl, "method": {"name": name, **options}}
+
+
 @pytest.fixture
 def runs(finished_run):
     full = {"density": 1.0, "illegal_groups": 1000}
     dense = [finished_run("dense", s, v, sparsity=full) for s, v in enumerate([1.0, 2.0, 3.0])]
     sparse = [
-        finished_run("S-STE", seed, loss, step_seconds=seconds)
+        finished_run("S-STE", seed, loss, step_seconds=seconds, config=of_method("s_ste"))
         for seed, loss, seconds in [(0, 1.5, 3.0), (1, 2.0, 4.0), (2, 4.0, 5.0)]
     ]
     return dense + sparse
@@ -62,7 +68,7 @@ the difference at equal seeds, that is, equal initial weights and data.
 
 | method | loss (n=3) | to dense | density | illegal | time |
 | --- | --- | --- | --- | --- | --- |
-| dense | 2.00 ± 1.00 | baseline | 1.0 | 3,000 | 1.0 |
+| dense | 2.00 ± 1.00 | baseline | 1.0 | dense by design | 1.0 |
 | S-STE | 2.50 ± 1.32 | +0.50 [-0.74, +1.74] | 0.5 | 0 | 2.0 |
 """
     )
@@ -90,13 +96,26 @@ def test_what_is_missing_says_so(runs, finished_run):
     ]
     # Dense at seed 0, S-STE at 0 and 1: one pair only, and so no interval.
     assert body(render(table, "smoke", [runs[0], *runs[3:5]])) == [
-        "| dense | 1.00 (n=1 of 3) | baseline | 1.0 (n=1 of 3) | 1,000 (n=1 of 3) "
+        "| dense | 1.00 (n=1 of 3) | baseline | 1.0 (n=1 of 3) | dense by design "
         "| 1.0 (n=1 of 3) |",
         "| S-STE | 1.75 ± 0.35 (n=2 of 3) | +0.50 (n=1 of 3) | 0.5 (n=2 of 3) | 0 (n=2 of 3) "
         "| 1.5 (n=1 of 3) |",
     ]
     unmeasured = finished_run("dense", 0, None)
     assert "| not measured | baseline |" in body(render(own_table([0]), "smoke", [unmeasured]))[0]
+
+
+def test_groups_beyond_2_4_are_counted_where_the_method_ends_sparse(finished_run):
+    """FST ends dense, unless its last phase has no step; S-STE must not."""
+    illegal = {"density": 1.0, "illegal_groups": 7}
+    for said, config in [
+        ("dense by design", of_method("t_sr_ste", total_steps=60)),
+        ("7", of_method("t_sr_ste", total_steps=60, dense_fraction=0.0)),
+        ("7", of_method("s_ste", total_steps=60)),
+    ]:
+        run = finished_run("dense", 0, 1.0, sparsity=illegal, config=config)
+        lines = body(render(own_table([0], [COLUMNS[3]]), "smoke", [run]))
+        assert lines[0] == f"| dense | {said} |"
 
 
 def test_a_single_seed_has_no_interval(runs):

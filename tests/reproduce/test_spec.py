@@ -98,11 +98,12 @@ def _local(override, folder):
 # Method, whether it starts from the dense run, and what it changes of the method's defaults.
 QUICKSTART = {
     "dense": ("dense", False, {}),
+    "dense, half width": ("dense", False, {}),
     "STE": ("ste", False, {}),
-    "SR-STE": ("sr_ste", False, {}),
-    "T-SR-STE (FST)": ("t_sr_ste", False, {}),
+    "SR-STE": ("sr_ste", False, {"alpha": 3e-2}),
+    "T-SR-STE (FST)": ("t_sr_ste", False, {"alpha": 3e-2}),
     "S-STE": ("s_ste", False, {}),
-    "S-STE FP8": ("s_ste", False, {"fp8": "paper"}),
+    "S-STE, no MVUE": ("s_ste", False, {"mvue": "off"}),
     "SLoPe": ("slope", False, {"include": ("*mlp.*",)}),
     "semi-sparse (torchao)": ("semi_sparse", False, {}),
     "dense, trained on": ("dense", True, {}),
@@ -117,15 +118,20 @@ def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
     planned = plan(dataclasses.replace(table, tiers={"smoke": tier}), "smoke", tmp_path)
     assert [(p.row, p.seed) for p in planned.places] == [(r, s) for r in QUICKSTART for s in seeds]
     dense = {p.seed: job for p, (job, _) in planned.places.items() if p.row == "dense"}
-    # Nothing but the method and the first weights differ, options of the methods included.
+    # Nothing but what the labels say differs, options of the methods included.
     first = planned.jobs[0].config
     for place, (job, _) in planned.places.items():
         method, continued, own = QUICKSTART[place.row]
         config = job.compose(None) if job.source else job.config
         assert config.method == method
         assert job.source is (dense[place.seed] if continued else None)
-        assert (config.model, config.data, config.train) == (first.model, first.data, first.train)
-        assert config.impl == first.impl
+        half = 2 * first.model.n_embd if place.row == "dense, half width" else None
+        assert config.model == dataclasses.replace(first.model, n_inner=half)
+        assert (config.data, config.impl) == (first.data, first.impl)
+        if continued:  # the rows that go on do so alike
+            assert config.train == planned.jobs[-1].compose(None).train
+        else:
+            assert config.train == first.train
         assert changed_options(config) == own
 
 
