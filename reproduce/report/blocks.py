@@ -108,7 +108,7 @@ def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Found) -> Ma
         for arm in shown.block.arms
     ]
     heads = ["arm", *_heads(shown)]
-    return html.table(f"Arms of {name}", heads, rows, words=(0, 4, 5, 6, 7, 8))
+    return html.table(f"Arms of block {name}", heads, rows, words=(0, 4, 5, 6, 7, 8))
 
 
 def _heads(shown: Shown) -> list[str]:
