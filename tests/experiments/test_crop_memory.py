@@ -218,8 +218,9 @@ def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypat
     def config(name):
         return dino.load([
             "model=vit_mini", "model.width=16", "model.depth=1", "model.heads=2", "data.name=mine",
-            f"data.source={folder}", "data.image_size=8", "dino.local_size=4", "dino.hidden=16",
-            "dino.prototypes=8", "dino.bottleneck=8", "train.steps=6", "train.batch_size=4",
+            f"data.source={folder}", "data.image_size=8", "dino.local_size=4",
+            "dino.local_crops=2", "dino.hidden=16", "dino.prototypes=8",
+            "dino.bottleneck=8", "train.steps=6", "train.batch_size=4",
             "train.warmup_steps=1", "train.log_every=1", "train.eval_every=6", "train.dtype=fp32",
             "train.eval_samples=6", "method=semi_sparse", "method.sparse_fraction=0.8",
             "impl.device=cpu", "impl.threads=1", "impl.checkpoint_every=1",
