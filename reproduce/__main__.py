@@ -20,13 +20,14 @@ USAGE = """\
 python -m reproduce quickstart
     every method against dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
-    Table 2 of every paper that has one, or of one; likewise table1 to table8,
-    table10, tableB2, figure4, figure7
+    Table 2 of every paper that has one, or of one; likewise table1 to table10,
+    tableB2, figure4, figure7; mini shows what the blocks have measured
 python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
     the many small runs that claims are judged by, on all GPUs; the blocks are
     in reproduce/blocks
 python -m reproduce claims
-    the papers' claims with their verdicts, from the runs of the blocks
+    the papers' claims with their verdicts, from the runs of the blocks and the
+    measured speeds; also written to runs/report
 python -m reproduce report [figure=FILE]
     one page of all results, runs/report/index.html; or the main figure of the
     committed ones alone, as SVG
@@ -82,6 +83,7 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         return False
     # Only now: these need torch, which takes seconds.
     from experiments.checkpoint import csv_text, write_json, write_text
+    from reproduce import from_records
     from reproduce.engine import execute, finished
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
@@ -93,11 +95,18 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
-    planned = plan(table, tier, runs)
-    if needs_inputs(table, tier):
-        smoke_tasks.write(runs / INPUTS)
-    execute(planned.jobs, lambda message: print(message, flush=True))
-    done = finished(planned)
+    if table.tiers[tier].block:
+        table, done, lacking = from_records.collect(table, tier, runs)
+        missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in lacking.items()]
+        jobs, made = len(done) + sum(map(len, lacking.values())), len(done)
+    else:
+        planned = plan(table, tier, runs)
+        if needs_inputs(table, tier):
+            smoke_tasks.write(runs / INPUTS)
+        execute(planned.jobs, lambda message: print(message, flush=True))
+        done, jobs = finished(planned), len(planned.jobs)
+        missing = [str(job) for job in planned.jobs if job.result() is None]
+        made = jobs - len(missing)
     rendered = render(table, tier, done)
     for suffix, text in {
         ".md": rendered.markdown(),
@@ -106,13 +115,13 @@ def make(table: Table, tier: str, runs: Path) -> bool:
     }.items():
         write_text(stem.with_name(stem.name + suffix), text)
     drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
-    missing = [job for job in planned.jobs if job.result() is None]
-    counts = coverage.record(len(planned.jobs), len(planned.jobs) - len(missing))
-    write_json(stem.with_name(f"{stem.name}.json"), counts)
+    write_json(stem.with_name(f"{stem.name}.json"), coverage.record(jobs, made))
     rendered.print()
     print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     if missing:
-        print(f"missing: {'; '.join(map(str, missing))}", file=sys.stderr)
+        block = table.tiers[tier].block
+        told = f" (python -m reproduce run {block})" if block else ""
+        print(f"missing: {'; '.join(missing)}{told}", file=sys.stderr)
     return not missing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,9 @@ def value(run: Run, path: str, measures: dict[str, Measure]) -> float | None:
         known = [figure for figure in several if figure is not None]
         return stats.mean(known) if len(known) == len(several) else None
     name, _, rest = path.partition(".")
+    if name == "exp":
+        inner = value(run, rest, measures)
+        return None if inner is None else math.exp(inner)
     if name == "tail":
         first = 0.9 * run.result["steps"]
         tail = [r[rest] for r in run.log if r["step"] >= first and r.get(rest) is not None]
@@ -61,6 +65,8 @@ def offered(table: Table, tier: str, path: str) -> bool:
     if "," in path:
         return all(offered(table, tier, part.strip()) for part in path.split(","))
     name, _, rest = path.partition(".")
+    if name == "exp":
+        return offered(table, tier, rest)
     if name in {part for other in table.tiers.values() for part in other.measure}:
         measure = table.tiers[tier].measure.get(name)
         if measure is None:
@@ -76,12 +82,13 @@ def ours(
 
     unit: printed behind the numbers, as `in_unit` has it.
     """
-    if column.value is None:
+    path = column.value_in(tier)
+    if path is None:
         return Cell("not measured", {"n": 0})
-    if not offered(table, tier, column.value):
+    if not offered(table, tier, path):
         return Cell("not in this tier", {"n": 0})
     wanted, measures = len(table.tiers[tier].seeds), table.tiers[tier].measure
-    own, base = (_values(column, some, measures) for some in (runs, baseline))
+    own, base = (_values(column, path, some, measures) for some in (runs, baseline))
     if column.show == "paired" and runs and runs == baseline:
         return Cell("baseline")
     if column.show in ("paired", "ratio", "speedup"):
@@ -90,8 +97,9 @@ def ours(
     if n and column.value == ILLEGAL and all(_ends_dense(run) for run in runs):
         return Cell("dense by design", {"n": n})
     if n == 0:
-        there = len(runs) == wanted and column.value.partition(".")[0] not in measures
-        return Cell("not measured" if there else "not run", {"n": 0})
+        there = len(runs) == wanted and path.partition(".")[0] not in measures
+        not_run = "not run yet" if table.tiers[tier].block else "not run"
+        return Cell("not measured" if there else not_run, {"n": 0})
     few = f" (n={n} of {wanted})" if n < wanted else ""
     form = column.format
     match column.show:
@@ -119,13 +127,16 @@ def ours(
 
 
 def _ends_dense(run: Run) -> bool:
+    if "config" not in run.result:  # the record of a block does not tell
+        return False
     return FinishedRun(run.directory, run.result).trained_with.ends_dense
 
 
-def _values(column: Column, runs: list[Run], measures: dict[str, Measure]) -> dict[int, float]:
+def _values(
+    column: Column, path: str, runs: list[Run], measures: dict[str, Measure]
+) -> dict[int, float]:
     """seed -> value, of the runs that measured it."""
-    assert column.value is not None
-    found = {run.place.seed: value(run, column.value, measures) for run in runs}
+    found = {run.place.seed: value(run, path, measures) for run in runs}
     return {seed: column.scale * v for seed, v in found.items() if v is not None}
 
 

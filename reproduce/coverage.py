@@ -89,6 +89,10 @@ def _tiers(table: Table, runs: Path) -> list[str]:
         if tier.unavailable:
             told.append(f"  {table.command} tier={name}: not offered: {tier.unavailable}")
             continue
+        if tier.block:
+            shown = f"the records of block {tier.block}; `python -m reproduce run {tier.block}`"
+            told.append(f"  {table.command} tier={name}: {state(table, name, runs)} ({shown})")
+            continue
         trained = len(list(table.trainings(name)))
         measured = sum(len(measure.tasks) or 1 for measure in tier.measure.values())
         size = f"{trained} runs" + (f", {measured} measurements of each" if measured else "")

@@ -10,7 +10,10 @@ from typing import Any
 from experiments.bench.timing import load_text
 from reproduce.cells import Cell, Numbers, offered, ours, paper, published_cell, value
 from reproduce.engine import Run
+from reproduce.scale import of_records
 from reproduce.spec import BENCH, Column, Row, Table, Variant
+
+ABSENT = ("not measured", "not in this tier")  # of a whole column
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
                 if row_label in not_run and key not in papers:
                     continue
                 published, difference = papers.get(key, no_paper)
+                nothing = "paper" not in published.numbers and mine[key].text in ABSENT
+                if table.tiers[tier].block and nothing:  # nobody's numbers: named in the header
+                    continue
                 texts = [published.text, mine[key].text, difference.text, tier]
                 cells.append([column.label, *([label] if named else []), row_label, *texts])
     else:
@@ -156,6 +162,16 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
         for what, labels in absent.items():
             if labels:
                 lines.append(f"Not in this tier ({what}): {'; '.join(labels)}.")
+    if chosen.block:
+        columns = {column.label: column.value_in(tier) for column in table.columns}
+        absent_columns = [k for k, v in columns.items() if v is None or not offered(table, tier, v)]
+        if absent_columns:
+            lines.append(f"Not measured in this tier: {'; '.join(absent_columns)}.")
+        told = of_records(run.result for run in runs) or "none yet"
+        lines.append(
+            f"Nothing is trained for this tier: it shows the records of block {chosen.block} "
+            f"({told}); `python -m reproduce run {chosen.block}` makes what is missing."
+        )
     trained = len(list(table.trainings(tier)))
     seeds = ", ".join(map(str, chosen.seeds))
     of_seeds = f"seeds {seeds}" if len(chosen.seeds) > 1 else f"one seed ({seeds})"
@@ -229,11 +245,11 @@ def _corpus(manifest: dict[str, Any]) -> str:
 
 def _device(result: dict[str, Any]) -> str:
     environment = result["environment"]
-    parts = [
-        f"{result.get('world_size', 1)} x " * (result.get("world_size", 1) > 1)
-        + environment["device"],
-        f"{environment['threads']} threads",
-    ]
+    several = f"{result.get('world_size', 1)} x " * (result.get("world_size", 1) > 1)
+    parts = [several + environment["device"]]
+    if "config" not in result:  # the record of a block
+        return f"{parts[0]}, torch {environment['versions']['torch']}"
+    parts.append(f"{environment['threads']} threads")
     impl = result["config"].get("impl")
     if impl is not None:
         parts += [
@@ -257,8 +273,9 @@ def _per_run(table: Table, tier: str, run: Run) -> Numbers:
     own: Numbers = {"of": run.place.variant} if run.place.variant else {}
     own |= {"method": run.place.row, "seed": run.place.seed}
     for column in table.columns:
-        if column.value is not None and offered(table, tier, column.value):
-            own[column.value] = value(run, column.value, table.tiers[tier].measure)
+        path = column.value_in(tier)
+        if path is not None and offered(table, tier, path):
+            own[path] = value(run, path, table.tiers[tier].measure)
     environment = run.result["environment"]
     return own | {
         "config_hash": run.result["config_hash"],

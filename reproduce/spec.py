@@ -2,7 +2,8 @@
 
 A table has rows (methods), may have variants (sizes, tasks, patterns) and has tiers (budgets). For
 every variant, row and seed of a tier there is one training, or one benchmark, and then the tier's
-measurements on what was trained. Columns say which of the resulting numbers are shown.
+measurements on what was trained. Columns say which of the resulting numbers are shown. A tier may
+instead show what a block (reproduce/blocks) has measured: then nothing is run for it.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ class Tier:
         machine. overrides: hydra overrides of every row; started: further ones of rows that start
         from another one. measure: what is measured afterwards, by a name that columns refer to.
         variants: instead of the table's. rows: labels of those that this tier has; all if empty.
-        pretrained: the model brings trained weights, from which all rows start. incomparable: why
-        no difference to the paper is taken even in the tier `full`, if so. unavailable: why there
-        is no such tier, if so.
+        block: whose records it shows, those of the rows' arms; it has the block's seeds and runs
+        nothing. pretrained: the model brings trained weights, from which all rows start.
+        incomparable: why no difference to the paper is taken even in the tier `full`, if so.
+        unavailable: why there is no such tier, if so.
     """
 
     setting: str = ""
@@ -67,6 +69,7 @@ class Tier:
     measure: dict[str, Measure] = field(default_factory=dict)
     variants: list[Variant] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
+    block: str = ""
     pretrained: bool = False
     incomparable: str = ""
     unavailable: str = ""
@@ -81,7 +84,9 @@ class Row:
         [row, column], instead of where the table's `published_row` and `published_column` say.
     starts_from: label of an earlier row, whose finished run of the same variant and seed gives the
         first weights. stage: it is there to start from: trained, but neither measured nor shown.
-    not_run: why it stands there with the paper's values alone, if so.
+    not_run: why it stands there with the paper's values alone, if so. arm: of the block that a
+        tier shows, or `<block>/<arm>` of the one that it goes on from; a row that has nothing else
+        is there in such tiers only.
     """
 
     label: str
@@ -93,6 +98,7 @@ class Row:
     starts_from: str | None = None
     stage: bool = False
     not_run: str = ""
+    arm: str = ""
 
 
 @dataclass
@@ -102,7 +108,8 @@ class Column:
     value: dotted path into `result.json`, `tail.<name>` for the mean of that entry of
         `metrics.jsonl` over the last tenth of the steps, or `<measure>.<metric>` and
         `<measure>.<task>.<metric>` for a measurement's metrics, `<measure>.mean` for the mean of
-        its tasks' scores; several with commas for their mean. None cannot be measured.
+        its tasks' scores; several with commas for their mean; `exp.<value>` for the exponential
+        of one. None cannot be measured. tiers: another value in some tiers.
     show: over the seeds, `mean_std`, `mean` or `sum`; against the first row at the same seeds,
         `paired` (mean difference with its 95 % interval), `ratio` (mean quotient) or `speedup`
         (mean of its inverse, for times).
@@ -118,6 +125,10 @@ class Column:
     published: str | None = None
     scale: float = 1.0
     unit: str = ""
+    tiers: dict[str, str] = field(default_factory=dict)
+
+    def value_in(self, tier: str) -> str | None:
+        return self.tiers.get(tier, self.value)
 
 
 @dataclass
@@ -142,8 +153,7 @@ class Table:
         appendix table as `B2`. driver: what a row is run by. published_table: its name in
         `published.json`. published_setting: what the paper did; printed. published_row,
         published_column: names of a cell there, with `{row}`, `{variant}` and `{column}` for the
-        published names of these. notes: printed below the settings. arms: by the label of a row,
-        the arm (`<block>/<arm>`, reproduce/blocks) that trains the same on a small model.
+        published names of these. notes: printed below the settings.
     """
 
     name: str
@@ -161,7 +171,6 @@ class Table:
     published_column: str = "{column}"
     notes: list[str] = field(default_factory=list)
     figure: Figure = field(default_factory=Figure)
-    arms: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         labels = [row.label for row in self.rows]
@@ -190,8 +199,11 @@ class Table:
 
     def _check_tier(self, name: str, tier: Tier) -> None:
         _check("tier", name, TIERS)
+        if tier.block and (tier.overrides or tier.measure):
+            raise ValueError(f"tier {name} shows block {tier.block}: it runs nothing of its own")
         distinct = len(set(tier.seeds))
-        if not tier.unavailable and (distinct == 0 or distinct < len(tier.seeds)):
+        none = distinct == 0 and not tier.block
+        if not tier.unavailable and (none or distinct < len(tier.seeds)):
             raise ValueError(f"tier {name} needs seeds, each once, got {tier.seeds}")
         for label in tier.rows:
             _check(f"tier {name}: rows", label, tuple(row.label for row in self.rows))
@@ -214,10 +226,26 @@ class Table:
             return self.name
         return self.number if self.number.startswith("figure") else f"table{self.number}"
 
+    @property
+    def arms(self) -> dict[str, str]:
+        """Row -> `<block>/<arm>` that trains the same on a small model, of the tier of a block."""
+        shown = [
+            (tier.block, self.rows_of(name)) for name, tier in self.tiers.items() if tier.block
+        ]
+        return {
+            row.label: f"{block}/{row.arm}"
+            for block, rows in shown
+            for row in rows
+            if row.arm and "/" not in row.arm
+        }
+
     def rows_of(self, tier: str) -> list[Row]:
         """Those that the tier has, stages included."""
+        if self.tiers[tier].block:
+            return [row for row in self.rows if row.arm or row.not_run]
         chosen = self.tiers[tier].rows
-        return [row for row in self.rows if not chosen or row.label in chosen]
+        own = [row for row in self.rows if row.overrides or not row.arm]
+        return [row for row in own if not chosen or row.label in chosen]
 
     def trainings(self, tier: str) -> Iterator[tuple[Variant, Row, int]]:
         """What is trained or benchmarked: variant, row and seed."""

@@ -16,7 +16,7 @@ from reproduce.reading import read_tables
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table9"], "error: no table 'table9'; there are table1, table2, "),
+        (["table99"], "error: no table 'table99'; there are table1, table2, "),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, slope, sste, tor"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
@@ -42,7 +42,7 @@ def test_no_argument_shows_the_usage(capsys):
 def test_usage_errors_come_before_torch():
     """They are immediate: nothing heavy is imported for them."""
     code = (
-        "import sys; from reproduce.__main__ import main; status = main(['table9']); "
+        "import sys; from reproduce.__main__ import main; status = main(['table99']); "
         "sys.exit(status if not {'torch', 'matplotlib'} & set(sys.modules) else 99)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2

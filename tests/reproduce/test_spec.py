@@ -23,7 +23,7 @@ OFFERED = [
     (name, tier)
     for name, table in TABLES.items()
     for tier, what in table.tiers.items()
-    if not what.unavailable
+    if not what.unavailable and not what.block
 ]
 SEED = 7
 # What FP8 scales are taken over is said by the rows that have FP8.
@@ -243,7 +243,7 @@ def test_rows_of_a_table_are_trained_alike(name, gpt2_folder):
     table = TABLES[name]
     for tier, chosen in table.tiers.items():
         found = {}
-        for row in [] if chosen.unavailable else table.rows_of(tier):
+        for row in [] if chosen.unavailable or chosen.block else table.rows_of(tier):
             if row.not_run:
                 continue
             given = jobs._training(chosen, tier, table.variants_of(tier)[0], row)
@@ -359,6 +359,7 @@ DENSE = Row("dense", ["method=dense"])
         ),
         ({"rows": [Row("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
         ({"rows": [Row("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
+        ({"tiers": {"mini": Tier(block="a", overrides=["x=1"])}}, "it runs nothing of its own"),
         ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, bench"),
         ({"figure": Figure("pie")}, "figure.kind=pie"),
         ({"figure": Figure("bars", ["c"])}, "figure.columns=c"),

@@ -1,0 +1,227 @@
+"""Tiers that show the records of a block instead of runs of their own."""
+
+import importlib
+import math
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from experiments.checkpoint import write_json
+from experiments.errors import UserError
+from reproduce import blocks, from_records
+from reproduce.blocks import read_block
+from reproduce.from_records import collect
+from reproduce.reading import read_tables
+from reproduce.render import render
+from reproduce.spec import Column, Row, Table, Tier
+
+TABLES = read_tables()
+SHOWN = [(table, name) for table in TABLES for name, tier in table.tiers.items() if tier.block]
+# What a block says otherwise than a paper's row, because pilots or its model do.
+OF_THE_BLOCK = {"alpha", "include", "exclude", "adapter_rank", "kl_weight", "task_weight",
+                "layer_weight", "begin_fraction", "permute_every", "candidates"}  # fmt: skip
+
+
+def method_of(overrides):
+    """(method, what of its options is not the default), without what a block chooses by itself."""
+    given = dict(override.split("=", 1) for override in overrides)
+    name = given["method"]
+    defaults = importlib.import_module(f"methods.{name}").Config()
+    texts = {k.removeprefix("method."): v for k, v in given.items() if k.startswith("method.")}
+    own = texts.keys() - OF_THE_BLOCK
+    keys = {key: yaml.safe_load(texts[key]) for key in own}
+    return name, {k: keys[k] for k in own if _plain(keys[k]) != _plain(getattr(defaults, k))}
+
+
+def _plain(value):
+    return {False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+@pytest.mark.parametrize(("table", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])
+def test_an_arm_is_what_its_row_says(table, tier):
+    """Of blocks that have a file: a number beside another method's label would be a lie."""
+    name = table.tiers[tier].block
+    if not (blocks.BLOCKS / f"{name}.yaml").is_file():
+        pytest.skip(f"block {name} is not there yet")
+    block = read_block(name)
+    arms = dict(block.arms)
+    if block.source is not None:
+        source = block.source
+        arms |= {f"{source.block.name}/{source.arm}": source.block.arms[source.arm]}
+    rows = [row for row in table.rows_of(tier) if row.arm]
+    assert rows[0].arm in ("dense", "a/dense") and len({row.arm for row in rows}) == len(rows)
+    for row in rows:
+        assert row.arm in arms, f"{table.name}: block {name} has no arm {row.arm}"
+        if row.overrides:
+            assert method_of(arms[row.arm]) == method_of(row.overrides), row.label
+
+
+def test_the_tables_of_the_issue_have_a_mini_tier():
+    by_block = {}
+    for table, tier in SHOWN:
+        assert tier == "mini"
+        by_block.setdefault(table.tiers[tier].block, set()).add(table.name)
+    a = {f"fst_table{n}" for n in (5, 6, 9, 10)} | {f"sste_table{n}" for n in (1, 2, 3, 4, 6, 7)}
+    assert by_block == {
+        "a": a | {"sste_figure4", "slope_table3", "slope_table4"},
+        "b": {"ast_table1", "ast_table4", "ast_table5"},
+        "c": {"fst_table8", "sste_table5", "sste_table8"},
+        "d": {"torchao_table1"},
+    }
+
+
+# ------------------------------------------------------------------------------ made records
+
+BLOCK = """
+title: "Block t: toys"
+overrides: [model=gpt2_toy, data=words]
+seeds: [0, 1, 2]
+arms: {dense: [method=dense], half: [method=dense, model=gpt2_half], it: [method=ste]}
+"""
+OTHER = """
+title: "Block u: toys retrained"
+source: {block: t, arm: dense}
+overrides: [model=gpt2_toy, data=words]
+seeds: [0, 1]
+arms: {more: [method=dense]}
+"""
+
+
+@pytest.fixture
+def folders(tmp_path):
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "t.yaml").write_text(BLOCK, encoding="utf-8")
+    (tmp_path / "blocks" / "u.yaml").write_text(OTHER, encoding="utf-8")
+    return {"runs": tmp_path / "runs", "committed": tmp_path / "kept",
+            "blocks": tmp_path / "blocks"}  # fmt: skip
+
+
+def keep(folders, block, arm, seed, loss, where="committed"):
+    """A record of a run of a block, as `BlockRun.keep` writes it, in the folder of committed ones
+    or in one's own."""
+    runs = read_block(block, folders["blocks"]).runs(folders["runs"])
+    (run,) = [run for run in runs if (run.arm, run.seed) == (arm, seed)]
+    folder = folders["committed"] if where == "committed" else folders["runs"] / "evidence"
+    record = {
+        "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": f"{seed}",
+        "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "naive",
+        "metrics": {"val_loss": loss, "flip_rate": 0.5}, "sparsity": {"density": 0.5},
+        "environment": {"device": "toy", "git_revision": "c0ffee", "git_dirty": False,
+                        "versions": {"torch": "2.0"}},
+        "curves": {"val_loss": [[0, 9.0], [10, loss]], "loss": [[4, 5.0], [10, 4.0]]},
+    }  # fmt: skip
+    write_json(run.file(folder), record)
+    return run.file(folder)
+
+
+def table(block="t", rows=None, **columns):
+    rows = rows or [
+        Row("dense", ["method=dense"], arm="dense", published="dense"),
+        Row("half (ours)", arm="half"),
+        Row("STE", ["method=ste"], arm="it"),
+        Row("ours elsewhere", ["method=step"]),
+    ]
+    shown = [
+        Column("loss", "metrics.val_loss", format=".2f"),
+        Column("tail", "tail.loss", format=".2f"),
+        Column("perplexity", "wikitext.ppl", tiers={"mini": "exp.metrics.val_loss"}, format=".3f"),
+        Column("minus dense", "metrics.val_loss", show="paired", format="+.2f"),
+        Column("BLEU"),
+    ]
+    tiers = {"smoke": Tier(seeds=[0]), "mini": Tier(setting="No BLEU.", block=block)}
+    return Table("t", "T", tiers, rows, shown, paper="fst", published_table="none")
+
+
+def test_records_take_the_place_of_runs(folders):
+    for seed, loss in enumerate([2.0, 2.2, 2.4]):
+        path = keep(folders, "t", "dense", seed, loss)
+        keep(folders, "t", "it", seed, loss + 0.1, where="own")
+    keep(folders, "t", "it", 0, 9.0)  # a committed one comes before one's own
+    filled, found, missing = collect(table(), "mini", **folders)
+    assert missing == {"half": [0, 1, 2]}
+    assert [(run.place.row, run.place.seed) for run in found] == [
+        *(("dense", seed) for seed in range(3)), *(("STE", seed) for seed in range(3)),
+    ]  # fmt: skip
+    assert found[2].directory == path
+    rendered = render(filled, "mini", found)
+    cells = {(row[0], row[1]): row[2:4] for row in rendered.cells}
+    assert cells["loss", "dense"] == ["-", "2.20 ± 0.20"]
+    assert cells["loss", "half (ours)"] == ["-", "not run yet"]
+    assert cells["tail", "dense"] == ["-", "4.00 ± 0.00"]  # the last tenth of ten steps
+    perplexities = [math.exp(loss) for loss in (2.0, 2.2, 2.4)]
+    assert cells["perplexity", "dense"][1].startswith(f"{sum(perplexities) / 3:.3f} ± ")
+    assert cells["minus dense", "STE"][1].startswith("+2.40 [")  # of 7.0, 0.1 and 0.1
+    assert {row for _, row in cells} == {"dense", "half (ours)", "STE"}
+    assert not any(column == "BLEU" for column, _ in cells)  # nobody's numbers
+    header = "\n".join(rendered.header)
+    assert "Tier mini: Block t: toys No BLEU." in header.replace(". No", " No")
+    assert (
+        "the records of block t (gpt2_toy, 0.00064M tokens, 64 tokens a step, data=words" in header
+    )
+    assert "`python -m reproduce run t` makes what is missing" in header
+    assert "Not measured in this tier: BLEU." in header
+    assert "Runs: 6 of 9, seeds 0, 1, 2." in header
+    assert "Device: toy, torch 2.0." in header and "Code: revision c0ffee." in header
+    assert rendered.per_run[0]["directory"] == str(folders["committed"] / "t" / "dense-seed0.json")
+
+
+def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
+    keep(folders, "t", "dense", 0, 2.0)
+    keep(folders, "u", "more", 0, 1.5)
+    rows = [Row("Dense", ["method=dense"], arm="t/dense"), Row("on", ["method=dense"], arm="more")]
+    _, found, missing = collect(table("u", rows), "mini", **folders)
+    assert [(run.place.row, run.result["block"]) for run in found] == [("Dense", "t"), ("on", "u")]
+    assert missing == {"t/dense": [1], "more": [1]}
+
+
+def test_what_is_not_there_is_told(folders):
+    rows = [Row("Dense", ["method=dense"], arm="nobody")]
+    with pytest.raises(UserError, match="t, 'Dense': block t has no arm nobody"):
+        collect(table("t", rows), "mini", **folders)
+    with pytest.raises(UserError, match="no block 'v'; there is t, u"):
+        collect(table("v"), "mini", **folders)
+    filled, found, _ = collect(table(), "mini", **folders)
+    rendered = render(filled, "mini", found)
+    assert {row[3] for row in rendered.cells} == {"not run yet"}
+
+
+def test_rows_of_an_arm_alone_are_in_such_tiers_only():
+    spec = table()
+    assert [row.label for row in spec.rows_of("smoke")] == ["dense", "STE", "ours elsewhere"]
+    quoted = Row("theirs", not_run="of another model")
+    with_quoted = replace(spec, rows=[*spec.rows, quoted])
+    assert [row.label for row in with_quoted.rows_of("mini")] == [
+        "dense", "half (ours)", "STE", "theirs",
+    ]  # fmt: skip
+
+
+def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp_path):
+    from reproduce import __main__ as command
+
+    monkeypatch.setattr(from_records, "BLOCKS", folders["blocks"])
+    spec = table()
+    keep(folders, "t", "dense", 0, 2.0, where="own")
+    collected = collect(spec, "mini", **folders)
+    monkeypatch.setattr(from_records, "collect", lambda *_: collected)
+    assert command.make(spec, "mini", folders["runs"]) is False
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "missing: dense, seeds 1 2; half, seeds 0 1 2; it, seeds 0 1 2 "
+        "(python -m reproduce run t)\n"
+    )
+    stem = folders["runs"] / "tables" / "t-mini"
+    assert (
+        "| loss | dense | - | 2.00 (n=1 of 3) | - | mini |" in stem.with_suffix(".md").read_text()
+    )
+    assert stem.with_suffix(".png").is_file()
+    assert '"done": 1' in stem.with_suffix(".json").read_text()
+    assert not list(folders["runs"].glob("*/*/*/result.json"))
+
+
+def test_a_list_says_where_the_numbers_come_from(tmp_path):
+    from reproduce import coverage
+
+    spec = replace(table(), paper=None)
+    told = coverage.lines([spec], tmp_path, {})
+    assert "  t tier=mini: not made (the records of block t; `python -m reproduce run t`)" in told
