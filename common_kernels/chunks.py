@@ -1,8 +1,8 @@
 """Walking a tensor in memory order, in pieces that fit the cache.
 
 Every pass over a large tensor costs a trip to memory, and every temporary of its size costs page
-faults, which are dearer still. The naive operators therefore run their passes over one piece at a
-time, in scratch space allocated once.
+faults, which are dearer still. The operators of cpu.py therefore run their passes over one piece at
+a time, in scratch space allocated once.
 """
 
 import math

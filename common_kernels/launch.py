@@ -23,7 +23,7 @@ BLOCK = 512  # groups in a program: the fastest of 256 to 4096 on an H200 for ne
 def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
     """Run `kernel` in `blocks` programs on `device`.
 
-    Without fused multiply-adds: the naive path has none, and the bits are to be equal.
+    Without fused multiply-adds: cpu.py has none, and the bits are to be equal.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(blocks,)](*args, **options, enable_fp_fusion=False)

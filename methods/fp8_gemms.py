@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common_kernels import quantize_fp8
-from common_kernels.fp8.naive import FORMATS
+from common_kernels.fp8.cpu import FORMATS
 from common_kernels.matmul import blob_linear, blob_matmul
 from common_kernels.prepare.fp8 import (
     quantize_and_sample,

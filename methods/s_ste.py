@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from common_kernels import mvue24, quantize_fp8, soft_threshold24
-from common_kernels.fp8.naive import FORMATS
+from common_kernels.fp8.cpu import FORMATS
 from common_kernels.prepare import empty_blob, prune_pack24_
 from common_kernels.prepare.fp8 import project_quantize24_
 

@@ -12,7 +12,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.compressed import naive
+from common_kernels.compressed import cpu
 from common_kernels.library import custom_op
 
 
@@ -28,10 +28,10 @@ def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor
 @custom_op("sparse24::pack_mask", mutates_args=())
 def _pack_mask(mask: torch.Tensor, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.compressed import kernel
+        from common_kernels.compressed import triton
 
-        return kernel.pack_mask(mask)
-    return naive.pack_mask(mask)
+        return triton.pack_mask(mask)
+    return cpu.pack_mask(mask)
 
 
 @_pack_mask.register_fake
@@ -50,10 +50,10 @@ def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None)
 @custom_op("sparse24::unpack_mask", mutates_args=())
 def _unpack_mask(bits: torch.Tensor, columns: int, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.compressed import kernel
+        from common_kernels.compressed import triton
 
-        return kernel.unpack_mask(bits, columns)
-    return naive.unpack_mask(bits, columns)
+        return triton.unpack_mask(bits, columns)
+    return cpu.unpack_mask(bits, columns)
 
 
 @_unpack_mask.register_fake
@@ -83,15 +83,15 @@ def compress_nm(
 @custom_op("sparse24::compress_nm", mutates_args=())
 def _compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.compressed import kernel
+        from common_kernels.compressed import triton
 
-        return kernel.compress_nm(x, bits, n, m)
-    return naive.compress_nm(x, bits, n, m)
+        return triton.compress_nm(x, bits, n, m)
+    return cpu.compress_nm(x, bits, n, m)
 
 
 @_compress_nm.register_fake
 def _(x, bits, n, m, backend):
-    return x.new_empty(naive.compressed_shape(x, n, m))
+    return x.new_empty(cpu.compressed_shape(x, n, m))
 
 
 def expand_nm(
@@ -104,7 +104,7 @@ def expand_nm(
     checks.float_tensor(values, "values")
     _check_pattern(n, m)
     checks.group_dim(values, n, -1)
-    _check_bits(bits, naive.expanded_shape(values, n, m))
+    _check_bits(bits, cpu.expanded_shape(values, n, m))
     name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
     return torch.ops.sparse24.expand_nm(values, bits, n, m, name)
 
@@ -114,15 +114,15 @@ def _expand_nm(
     values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
 ) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.compressed import kernel
+        from common_kernels.compressed import triton
 
-        return kernel.expand_nm(values, bits, n, m)
-    return naive.expand_nm(values, bits, n, m)
+        return triton.expand_nm(values, bits, n, m)
+    return cpu.expand_nm(values, bits, n, m)
 
 
 @_expand_nm.register_fake
 def _(values, bits, n, m, backend):
-    return values.new_empty(naive.expanded_shape(values, n, m))
+    return values.new_empty(cpu.expanded_shape(values, n, m))
 
 
 def double_prune_bits(
@@ -141,7 +141,7 @@ def double_prune_bits(
         raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
     checks.group_dim(values, n, -1)
     checks.group_dim(values, m, 0)
-    _check_bits(bits, naive.expanded_shape(values, n, m))
+    _check_bits(bits, cpu.expanded_shape(values, n, m))
     name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
     return torch.ops.sparse24.double_prune_bits(values, bits, n, m, name)
 
@@ -151,10 +151,10 @@ def _double_prune_bits(
     values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
 ) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.compressed import kernel
+        from common_kernels.compressed import triton
 
-        return kernel.double_prune_bits(values, bits, n, m)
-    return naive.double_prune_bits(values, bits, n, m)
+        return triton.double_prune_bits(values, bits, n, m)
+    return cpu.double_prune_bits(values, bits, n, m)
 
 
 @_double_prune_bits.register_fake

@@ -4,7 +4,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.decay import naive
+from common_kernels.decay import cpu
 from common_kernels.library import custom_op
 
 
@@ -37,11 +37,11 @@ def _masked_decay_(
     grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float, backend: str
 ) -> None:
     if backend == "triton":
-        from common_kernels.decay import kernel
+        from common_kernels.decay import triton
 
-        kernel.masked_decay_(grad, weight, mask, alpha)
+        triton.masked_decay_(grad, weight, mask, alpha)
     else:
-        naive.masked_decay_(grad, weight, mask, alpha)
+        cpu.masked_decay_(grad, weight, mask, alpha)
 
 
 @_masked_decay_.register_fake

@@ -4,7 +4,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.fp8 import naive
+from common_kernels.fp8 import cpu
 from common_kernels.library import custom_op
 
 
@@ -30,32 +30,32 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
 def _check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
     """The backend's name."""
     checks.float_tensor(x)
-    if fmt not in naive.FORMATS:
-        raise ValueError(f"unknown format {fmt!r}: choose one of {', '.join(naive.FORMATS)}")
+    if fmt not in cpu.FORMATS:
+        raise ValueError(f"unknown format {fmt!r}: choose one of {', '.join(cpu.FORMATS)}")
     return backends.resolve(x.device, backend)
 
 
 @custom_op("sparse24::quantize_fp8", mutates_args=())
 def _quantize_fp8(x: torch.Tensor, fmt: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     if backend == "triton":
-        from common_kernels.fp8 import kernel
+        from common_kernels.fp8 import triton
 
-        return kernel.quantize_fp8(x, fmt)
-    return naive.quantize_fp8(x, fmt)
+        return triton.quantize_fp8(x, fmt)
+    return cpu.quantize_fp8(x, fmt)
 
 
 @_quantize_fp8.register_fake
 def _(x, fmt, backend):
-    return torch.empty_like(x, dtype=naive.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
+    return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
 
 
 @custom_op("sparse24::fake_fp8", mutates_args=())
 def _fake_fp8(x: torch.Tensor, fmt: str, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.fp8 import kernel
+        from common_kernels.fp8 import triton
 
-        return kernel.fake_fp8(x, fmt)
-    return naive.fake_fp8(x, fmt)
+        return triton.fake_fp8(x, fmt)
+    return cpu.fake_fp8(x, fmt)
 
 
 @_fake_fp8.register_fake

@@ -12,7 +12,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.glu import naive
+from common_kernels.glu import cpu
 from common_kernels.library import custom_op
 
 
@@ -41,24 +41,24 @@ def _glu(x: torch.Tensor, activation: str, backend: str | None) -> torch.Tensor:
 @custom_op("sparse24::glu", mutates_args=())
 def _forward(x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.glu import kernel
+        from common_kernels.glu import triton
 
-        return kernel.glu(x, activation)
-    return naive.glu(x, activation)
+        return triton.glu(x, activation)
+    return cpu.glu(x, activation)
 
 
 @_forward.register_fake
 def _(x, activation, backend):
-    return naive.half_like(x)
+    return cpu.half_like(x)
 
 
 @custom_op("sparse24::glu_backward", mutates_args=())
 def _backward(dy: torch.Tensor, x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.glu import kernel
+        from common_kernels.glu import triton
 
-        return kernel.glu_backward(dy, x, activation)
-    return naive.glu_backward(dy, x, activation)
+        return triton.glu_backward(dy, x, activation)
+    return cpu.glu_backward(dy, x, activation)
 
 
 @_backward.register_fake

@@ -8,7 +8,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.lowrank import naive
+from common_kernels.lowrank import cpu
 
 
 def lowrank_addmm(
@@ -53,10 +53,10 @@ def _lowrank_addmm(
     backend: str,
 ) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.lowrank import kernel
+        from common_kernels.lowrank import triton
 
-        return kernel.lowrank_addmm(y1, y2, r, bias, scale)
-    return naive.lowrank_addmm(y1, y2, r, bias, scale)
+        return triton.lowrank_addmm(y1, y2, r, bias, scale)
+    return cpu.lowrank_addmm(y1, y2, r, bias, scale)
 
 
 @_lowrank_addmm.register_fake

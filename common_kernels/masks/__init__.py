@@ -10,7 +10,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.masks import naive
+from common_kernels.masks import cpu
 
 ALGORITHMS = ("exact", "greedy", "two_approx")
 
@@ -33,10 +33,10 @@ def nm_mask(
 @custom_op("sparse24::nm_mask", mutates_args=())
 def _nm_mask(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.masks import kernel
+        from common_kernels.masks import triton
 
-        return kernel.nm_mask(x, n, m, dim)
-    return naive.nm_mask(x, n, m, dim)
+        return triton.nm_mask(x, n, m, dim)
+    return cpu.nm_mask(x, n, m, dim)
 
 
 @_nm_mask.register_fake
@@ -79,10 +79,10 @@ def transposable_mask24(
 @custom_op("sparse24::transposable_mask24", mutates_args=())
 def _transposable_mask24(w: torch.Tensor, algorithm: str, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.masks import kernel
+        from common_kernels.masks import triton
 
-        return kernel.transposable_mask24(w, algorithm)
-    return naive.transposable_mask24(w, algorithm)
+        return triton.transposable_mask24(w, algorithm)
+    return cpu.transposable_mask24(w, algorithm)
 
 
 @_transposable_mask24.register_fake
@@ -104,10 +104,10 @@ def check_nm(
 @custom_op("sparse24::check_nm")
 def _check_nm(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.masks import kernel
+        from common_kernels.masks import triton
 
-        return kernel.check_nm(x, n, m, dim)
-    return naive.check_nm(x, n, m, dim)
+        return triton.check_nm(x, n, m, dim)
+    return cpu.check_nm(x, n, m, dim)
 
 
 @_check_nm.register_fake
@@ -131,10 +131,10 @@ def flip_rate(old: torch.Tensor, new: torch.Tensor, *, backend: str | None = Non
 @custom_op("sparse24::flips")
 def _flips(old: torch.Tensor, new: torch.Tensor, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.masks import kernel
+        from common_kernels.masks import triton
 
-        return kernel.flips(old, new)
-    return naive.flips(old, new)
+        return triton.flips(old, new)
+    return cpu.flips(old, new)
 
 
 @_flips.register_fake

@@ -5,7 +5,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.mvue import naive
+from common_kernels.mvue import cpu
 
 DESIGNS = ("exact", "sequential")
 
@@ -59,10 +59,10 @@ def _mvue24(
     x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int, backend: str
 ) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.mvue import kernel
+        from common_kernels.mvue import triton
 
-        return kernel.mvue24(x, seed, offset, design, dim)
-    return naive.mvue24(x, seed, offset, design, dim)
+        return triton.mvue24(x, seed, offset, design, dim)
+    return cpu.mvue24(x, seed, offset, design, dim)
 
 
 @_mvue24.register_fake

@@ -1,6 +1,6 @@
 """Packed 2:4 matrices: half of the values and two bits a value for where they stand.
 
-`naive.py` is the specification of the layouts, `kernel.py` prunes and packs in one read for
+`cpu.py` is the specification of the layouts, `triton.py` prunes and packs in one read for
 cuSPARSELt on compute capability 9.0, `bitmask.py` has the formats that store a mask, `interop.py`
 torch's tensor class, `cpu_operators.py` torch's 2:4 operators for the CPU.
 """
@@ -12,7 +12,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.pack import naive
+from common_kernels.pack import cpu
 
 DTYPES = (
     torch.float64,
@@ -31,13 +31,13 @@ class Packed24:
 
     values: `[rows, columns / 2]`, two of each group of four in ascending order of columns.
     meta: their positions, `[rows, ceil(columns / 8) bytes]` in words of the layout's type, in the
-        layout's order (`naive.py`): `neutral` row by row (uint8), any size and type;
+        layout's order (`cpu.py`): `neutral` row by row (uint8), any size and type;
         `cutlass_sm80` as torch's CUTLASS operators have it (int16, for one-byte types int32);
         `cutlass_sm90` CUTLASS' for Hopper and one-byte types (uint8); `cusparselt_sm90`
         cuSPARSELt's for Hopper, one and two-byte types (uint8), right behind the values in memory.
 
     A group with fewer than two kept entries has a stored zero in the place of the second; which
-    place that is, is the packer's choice (ours: `naive.choose`), so compare what is unpacked.
+    place that is, is the packer's choice (ours: `cpu.choose`), so compare what is unpacked.
     ValueError if the parts do not belong together.
 
     buffer: the bytes of values and metadata together; layout `cusparselt_sm90` has it and no other.
@@ -53,7 +53,7 @@ class Packed24:
         checks.one_device(values=self.values, meta=self.meta)
         rows, columns = self.shape
         word = check_form(self.shape, self.values.dtype, self.layout).word
-        meta_shape = (rows, naive.row_bytes(columns) // word.itemsize)
+        meta_shape = (rows, cpu.row_bytes(columns) // word.itemsize)
         for name, tensor, shape, dtype in (
             ("values", self.values, (rows, columns // 2), self.values.dtype),
             ("meta", self.meta, meta_shape, word),
@@ -154,11 +154,11 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
     return Packed24(values, _words(meta, shape, values.dtype, layout), shape, layout)
 
 
-def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> naive.Form:
+def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
     """The layout's form for such a matrix; ValueError if it has no place for it."""
-    if layout not in naive.LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(naive.LAYOUTS)}")
-    forms = naive.LAYOUTS[layout].forms
+    if layout not in cpu.LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(cpu.LAYOUTS)}")
+    forms = cpu.LAYOUTS[layout].forms
     if dtype.itemsize not in forms:
         sizes = " or ".join(map(str, sorted(forms)))
         raise ValueError(
@@ -177,7 +177,7 @@ def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> naive
 
 def check_mask(mask: torch.Tensor) -> None:
     """ValueError that names the first group of which `mask` [rows, columns] keeps more than two."""
-    kept = naive.as_groups(mask).sum(-1)
+    kept = cpu.as_groups(mask).sum(-1)
     if (kept > 2).any():
         row, group = (kept > 2).nonzero()[0].tolist()
         raise ValueError(
@@ -204,8 +204,8 @@ def _words(
     meta: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> torch.Tensor:
     """Metadata bytes, flat, in the layout's words."""
-    word = naive.LAYOUTS[layout].forms[dtype.itemsize].word
-    return meta.view(word).view(shape[0], naive.row_bytes(shape[1]) // word.itemsize)
+    word = cpu.LAYOUTS[layout].forms[dtype.itemsize].word
+    return meta.view(word).view(shape[0], cpu.row_bytes(shape[1]) // word.itemsize)
 
 
 def meta_bytes(packed: Packed24) -> torch.Tensor:
@@ -220,24 +220,24 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
     # The kernel takes 64 columns at a time, and entries by way of fp32.
     fits = x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
     if backend == "triton" and layout == "cusparselt_sm90" and fits:
-        from common_kernels.pack import kernel
+        from common_kernels.pack import triton
 
-        blob = kernel.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype)
+        blob = triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype)
         return blob.view(-1).view(torch.uint8)
-    return naive.pack(x, mask, layout)
+    return cpu.pack(x, mask, layout)
 
 
 @_pack24.register_fake
 def _(x, mask, layout, backend):
     rows, columns = x.shape
-    size = rows * (columns // 2) * x.element_size() + rows * naive.row_bytes(columns)
+    size = rows * (columns // 2) * x.element_size() + rows * cpu.row_bytes(columns)
     return x.new_empty(size, dtype=torch.uint8)
 
 
 @custom_op("sparse24::unpack24", mutates_args=())
 def _unpack24(values: torch.Tensor, meta: torch.Tensor, layout: str) -> torch.Tensor:
     rows, columns = values.shape[0], 2 * values.shape[1]
-    return naive.expand(values, naive.gather(meta, rows, columns, layout, values.element_size()))
+    return cpu.expand(values, cpu.gather(meta, rows, columns, layout, values.element_size()))
 
 
 @_unpack24.register_fake
@@ -249,7 +249,7 @@ def _(values, meta, layout):
 def _reorder_meta(
     meta: torch.Tensor, rows: int, columns: int, itemsize: int, source: str, target: str
 ) -> torch.Tensor:
-    return naive.scatter(naive.gather(meta, rows, columns, source, itemsize), target, itemsize)
+    return cpu.scatter(cpu.gather(meta, rows, columns, source, itemsize), target, itemsize)
 
 
 @_reorder_meta.register_fake

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from common_kernels import compressed
-from common_kernels.pack import Packed24, check_form, meta_bytes, naive
+from common_kernels.pack import Packed24, check_form, cpu, meta_bytes
 
 
 def swizzle_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -53,10 +53,10 @@ def to_bitmask24(packed: Packed24) -> dict[str, torch.Tensor]:
     shape: int64 `[2, 1]`.
     """
     size = packed.values.element_size()
-    nibbles = naive.gather(meta_bytes(packed), *packed.shape, packed.layout, size)
+    nibbles = cpu.gather(meta_bytes(packed), *packed.shape, packed.layout, size)
     return {
         "compressed": packed.values,
-        "bitmask": compressed.pack_mask(naive.mask_of(nibbles)),
+        "bitmask": compressed.pack_mask(cpu.mask_of(nibbles)),
         "shape": torch.tensor(packed.shape).view(2, 1),
     }
 
@@ -77,12 +77,12 @@ def from_bitmask24(tensors: Mapping[str, torch.Tensor]) -> Packed24:
     rows, columns = shape
     check_form((rows, columns), values.dtype, "neutral")
     mask = compressed.unpack_mask(tensors["bitmask"], columns)
-    kept = naive.as_groups(mask).sum(-1)
+    kept = cpu.as_groups(mask).sum(-1)
     if (kept != 2).any():
         row, group = (kept != 2).nonzero()[0].tolist()
         raise ValueError(
             f"the bitmask sets {int(kept[row, group])} of columns {4 * group}..{4 * group + 3} in "
             f"row {row}; sparse-24-bitmask sets 2 in every group"
         )
-    meta = naive.scatter(naive.encode(mask), "neutral", values.element_size())
-    return Packed24(values, meta.view(rows, naive.row_bytes(columns)), (rows, columns), "neutral")
+    meta = cpu.scatter(cpu.encode(mask), "neutral", values.element_size())
+    return Packed24(values, meta.view(rows, cpu.row_bytes(columns)), (rows, columns), "neutral")

@@ -2,8 +2,8 @@
 
 A blob is values and metadata of a 2:4 matrix [rows, columns] in one buffer (layout
 `cusparselt_sm90` of common_kernels.pack). Rows and columns must be multiples of 64. What is written
-here is what the operators on dense tensors and `pack24` would give, to the bit; the naive path does
-just that.
+here is what the operators on dense tensors and `pack24` would give, to the bit; the path in
+PyTorch does just that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from common_kernels.compressed import expand_nm, unpack_mask
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
-from common_kernels.pack import naive
+from common_kernels.pack import cpu
 from common_kernels.soft_threshold import soft_threshold24
 
 Out = TypeVar("Out", Tensor, Tensor | None)
@@ -88,11 +88,11 @@ def _prune_pack24_(
     backend: str,
 ) -> None:
     if backend == "triton":
-        from common_kernels.pack import kernel
+        from common_kernels.pack import triton
 
         mask = None if mask is None else mask.contiguous()
         with row_major(dense) as out:
-            kernel.pack(w.contiguous(), mask, source, blob.dtype, scale, blob, out)
+            triton.pack(w.contiguous(), mask, source, blob.dtype, scale, blob, out)
         return
     if source == "soft":
         # What is below the threshold is zero, and counts as pruned for the positions no less.
@@ -139,10 +139,10 @@ def _pack_both24_(
     blob: Tensor, transposed: Tensor, w: Tensor, mask: Tensor | None, backend: str
 ) -> None:
     if backend == "triton":
-        from common_kernels.pack import kernel
+        from common_kernels.pack import triton
 
         mask = None if mask is None else mask.contiguous()
-        kernel.pack_both(w.contiguous(), mask, blob.dtype, (blob, transposed))
+        triton.pack_both(w.contiguous(), mask, blob.dtype, (blob, transposed))
         return
     kept = transposable_mask24(w) if mask is None else mask
     pruned = torch.where(kept, w, 0.0).to(blob.dtype)
@@ -197,7 +197,7 @@ def _pack_compressed24_(
     backend: str,
 ) -> None:
     if backend == "triton":
-        from common_kernels.pack.compressed_kernel import pack_both_compressed
+        from common_kernels.pack.compressed_triton import pack_both_compressed
 
         pack_both_compressed(values, row_mask, column_mask, blob.dtype, (blob, transposed))
         return
@@ -242,9 +242,9 @@ def _sample_pack24(
     dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
     if backend == "triton":
-        from common_kernels.pack import kernel
+        from common_kernels.pack import triton
 
-        return kernel.pack_sample(dy, key.contiguous(), dtype, stride)
+        return triton.pack_sample(dy, key.contiguous(), dtype, stride)
     sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
     return naive_blob(sample.to(dtype), sample != 0)
 
@@ -259,8 +259,8 @@ def expand_blob(blob: Tensor) -> Tensor:
     rows, columns, size = len(blob), columns_of(blob), blob.element_size()
     values, meta = blob.flatten().split([rows * columns // 2, blob.numel() - rows * columns // 2])
     whole = _whole(columns, size)
-    nibbles = naive.gather(meta.view(torch.uint8), rows, whole, "cusparselt_sm90", size)
-    return naive.expand(values.view(rows, -1), nibbles[:, : columns // 4])
+    nibbles = cpu.gather(meta.view(torch.uint8), rows, whole, "cusparselt_sm90", size)
+    return cpu.expand(values.view(rows, -1), nibbles[:, : columns // 4])
 
 
 def columns_of(blob: Tensor) -> int:
@@ -276,9 +276,9 @@ def _whole(columns: int, itemsize: int) -> int:
 
 def naive_blob(pruned: Tensor, kept: Tensor) -> Tensor:
     """The blob of `pruned` [rows, 16 a], of which the entries under `kept` are stored."""
-    values, _ = naive.compress(pruned, kept)
+    values, _ = cpu.compress(pruned, kept)
     missing = _whole(pruned.shape[1], pruned.element_size()) - pruned.shape[1]
-    return naive.cusparselt_sm90(values, naive.encode(F.pad(kept, (0, missing))))
+    return cpu.cusparselt_sm90(values, cpu.encode(F.pad(kept, (0, missing))))
 
 
 def fill_up(x: Tensor, rows: int) -> Tensor:

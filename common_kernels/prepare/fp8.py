@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.fp8 import naive as fp8
+from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
 from common_kernels.mvue import mvue24
@@ -43,9 +43,9 @@ def _quantize_both(
     x: Tensor, fmt: str, fmt_transposed: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and x.numel():
-        from common_kernels.prepare import fp8_kernel
+        from common_kernels.prepare import fp8_triton
 
-        return fp8_kernel.quantize_both(x.contiguous(), fmt, fmt_transposed)
+        return fp8_triton.quantize_both(x.contiguous(), fmt, fmt_transposed)
     codes, scale = fp8.quantize_fp8(x.contiguous(), fmt)
     transposed, scale_transposed = fp8.quantize_fp8(x, fmt_transposed)
     transposed = fill_up(transposed, -len(x) % MULTIPLE).t().contiguous()
@@ -101,10 +101,10 @@ def _project_quantize24_(
 ) -> None:
     # Under the interpreter codes cannot be stored as such.
     if backend == "triton" and not backends.interpreted():
-        from common_kernels.prepare import fp8_kernel
+        from common_kernels.prepare import fp8_triton
 
         with row_major(codes) as own, row_major(transposed) as other:
-            fp8_kernel.project_quantize24_(blob, own, other, scales, w.contiguous(), beta)
+            fp8_triton.project_quantize24_(blob, own, other, scales, w.contiguous(), beta)
         return
     projected = soft_threshold24(w).float() * beta
     target = codes if blob is None else blob
@@ -147,9 +147,9 @@ def _quantize_and_sample(
     dy: Tensor, key: Tensor, stride: int, fmt: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and dy.numel():
-        from common_kernels.prepare import fp8_kernel
+        from common_kernels.prepare import fp8_triton
 
-        return fp8_kernel.quantize_and_sample(dy.contiguous(), key.contiguous(), stride, fmt)
+        return fp8_triton.quantize_and_sample(dy.contiguous(), key.contiguous(), stride, fmt)
     codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt)
     sample = mvue24(fill_up(dy, -len(dy) % MULTIPLE).float(), key[0], key[1] * stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
@@ -198,11 +198,11 @@ def _rescale(
     backend: str,
 ) -> Tensor:
     if backend == "triton" and y.numel() and y.is_contiguous():
-        from common_kernels.prepare import fp8_kernel
+        from common_kernels.prepare import fp8_triton
 
         out = torch.empty_like(y, dtype=dtype)
         bias = None if bias is None else bias.contiguous()
-        fp8_kernel.rescale(y, out, scale, other, factor, bias)
+        fp8_triton.rescale(y, out, scale, other, factor, bias)
         return out
     result = y.float() * (factor / scale / other)
     return (result if bias is None else result + bias.float()).to(dtype, copy=True)

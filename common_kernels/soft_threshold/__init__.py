@@ -5,7 +5,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.soft_threshold import naive
+from common_kernels.soft_threshold import cpu
 
 
 def soft_threshold24(
@@ -28,10 +28,10 @@ def soft_threshold24(
 @custom_op("sparse24::soft_threshold24", mutates_args=())
 def _soft_threshold24(x: torch.Tensor, gamma: float, backend: str) -> torch.Tensor:
     if backend == "triton":
-        from common_kernels.soft_threshold import kernel
+        from common_kernels.soft_threshold import triton
 
-        return kernel.soft_threshold24(x, gamma)
-    return naive.soft_threshold24(x, gamma)
+        return triton.soft_threshold24(x, gamma)
+    return cpu.soft_threshold24(x, gamma)
 
 
 @_soft_threshold24.register_fake

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import nm_mask, transposable_mask24
-from common_kernels.pack.naive import cusparselt_sm90_order
+from common_kernels.pack.cpu import cusparselt_sm90_order
 from experiments.bench.timing import in_turns
 
 aten = torch.ops.aten

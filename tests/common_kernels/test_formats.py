@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.sparse import _semi_structured_conversions as conversions
 
 from common_kernels import nm_mask, transposable_mask24
-from common_kernels.pack import Packed24, convert24, from_blob, naive, pack24, unpack24
+from common_kernels.pack import Packed24, convert24, cpu, from_blob, pack24, unpack24
 from common_kernels.pack.bitmask import (
     from_bitmask24,
     swizzle_mask,
@@ -52,7 +52,7 @@ def same(a, b):
 
 def masked(x, mask):
     """x where mask, +0 elsewhere, without arithmetic."""
-    bits = x.view(naive.INTEGERS[x.element_size()])
+    bits = x.view(cpu.INTEGERS[x.element_size()])
     return torch.where(mask, bits, 0).view(x.dtype)
 
 
@@ -102,7 +102,7 @@ def test_groups_that_are_not_full(dtype):
 def test_the_positions_of_groups_that_are_not_full():
     masks = {"0000": 14, "1000": 8, "0100": 9, "0010": 14, "0001": 14}  # i0 | i1 << 2
     mask = torch.tensor([[bit == "1" for bit in "".join(masks)]])
-    assert naive.encode(mask).tolist() == [list(masks.values())]
+    assert cpu.encode(mask).tolist() == [list(masks.values())]
 
 
 # ------------------------------------------------------------------ by hand
@@ -120,7 +120,7 @@ def test_a_neutral_matrix_by_hand():
 def test_neutral_words_are_row_major():
     """As words of 16 bits: four groups each, the first in the lowest bits."""
     mask = nm_mask(matrix((8, 64)))
-    nibbles = naive.encode(mask).long().view(8, 4, 4)
+    nibbles = cpu.encode(mask).long().view(8, 4, 4)
     words = (nibbles << torch.tensor([0, 4, 8, 12])).sum(-1)
     meta = pack24(mask.to(torch.int8), mask).meta.view(torch.int16)
     assert torch.equal(meta.long() & 0xFFFF, words)
@@ -139,7 +139,7 @@ def test_the_order_of_cutlass_on_hopper():
 def test_the_order_of_cusparselt_on_hopper():
     """The digits of a group's row and column, in another order."""
     shape, mask = (128, 256), nm_mask(matrix((128, 256)))
-    nibbles = naive.encode(mask)
+    nibbles = cpu.encode(mask)
     # row: block, r5 r4, r3, r2 r1 r0; group of 16-bit types: tile, g2, g1, g0; 8-bit: g3, g2 g1, g0
     wide = nibbles.view(2, 4, 2, 8, 8, 2, 2, 2).permute(0, 4, 1, 3, 6, 7, 5, 2).flatten()
     narrow = nibbles.view(2, 4, 2, 8, 4, 2, 4, 2).permute(0, 4, 1, 3, 6, 5, 2, 7).flatten()
@@ -155,7 +155,7 @@ def test_the_order_of_cusparselt_on_hopper():
     ("layout", "dtype"),
     [
         (name, dtype)
-        for name, layout in naive.LAYOUTS.items()
+        for name, layout in cpu.LAYOUTS.items()
         for dtype in EVERY
         if dtype.itemsize in layout.forms
     ],
@@ -164,7 +164,7 @@ def test_every_layout_holds_every_bit(layout, dtype):
     """Kept zeros of both signs, NaN with a payload, Inf; pruned NaNs are gone."""
     shape = (64, 256)
     x, mask = matrix(shape, dtype), at_most_two(shape)
-    integers = x.view(naive.INTEGERS[dtype.itemsize])
+    integers = x.view(cpu.INTEGERS[dtype.itemsize])
     if dtype != torch.int8:
         special = torch.tensor([-0.0, 0.0, float("nan")]).to(dtype)
         x[:3, ::2] = special[:, None]
@@ -172,8 +172,8 @@ def test_every_layout_holds_every_bit(layout, dtype):
         x[3, :] = float("nan")
     packed = pack24(x, mask, layout)
     same(unpack24(packed), masked(x, mask))
-    for other in naive.LAYOUTS:
-        if dtype.itemsize in naive.LAYOUTS[other].forms:
+    for other in cpu.LAYOUTS:
+        if dtype.itemsize in cpu.LAYOUTS[other].forms:
             converted = convert24(packed, other)
             direct = pack24(x, mask, other)
             same(converted.values, direct.values)
@@ -213,7 +213,7 @@ def test_strides_do_not_matter(layout):
 def test_the_blob():
     x, mask = matrix((128, 192), torch.bfloat16), nm_mask(matrix((128, 192), seed=1))
     packed = pack24(x, mask, "cusparselt_sm90")
-    blob = naive.cusparselt_sm90(*naive.compress(x, mask))
+    blob = cpu.cusparselt_sm90(*cpu.compress(x, mask))
     same(packed.blob, blob)
     assert packed.blob.data_ptr() == packed.values.data_ptr()
     same(convert24(pack24(x, mask), "cusparselt_sm90").blob, blob)

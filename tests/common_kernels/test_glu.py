@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from common_kernels import geglu, swiglu
 from common_kernels.backend import HAS_TRITON
-from common_kernels.glu import naive
+from common_kernels.glu import cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["naive", *(["triton"] if HAS_TRITON else [])]
@@ -172,7 +172,7 @@ def test_as_a_library_operator(activation, shape):
         ops = torch.ops.sparse24
         torch.library.opcheck(ops.glu.default, (x.requires_grad_(), activation, "naive"))
         x = x.detach()
-        dy = torch.randn(naive.half_like(x).shape)
+        dy = torch.randn(cpu.half_like(x).shape)
         torch.library.opcheck(ops.glu_backward.default, (dy, x, activation, "naive"))
 
 

@@ -99,7 +99,7 @@ def test_unbiased_with_least_variance_on_a_grid_of_uniforms(generator):
     H.
     """
     from common_kernels import chunks
-    from common_kernels.mvue.naive import exact
+    from common_kernels.mvue.cpu import exact
 
     steps, groups = 4096, torch.randn(4, 256, 1, generator=generator) ** 3
     u = ((torch.arange(steps) + 0.5) / steps).expand(1, 256, steps)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from common_kernels import mvue24, nm_mask, soft_threshold24, transposable_mask24
-from common_kernels.pack import naive
+from common_kernels.pack import cpu
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from common_kernels.pack import kernel
+from common_kernels.pack import triton
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -18,8 +18,8 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def blob(x, mask, dtype):
-    values, nibbles = naive.compress(x, mask)
-    return naive.cusparselt_sm90(values.to(dtype), nibbles)
+    values, nibbles = cpu.compress(x, mask)
+    return cpu.cusparselt_sm90(values.to(dtype), nibbles)
 
 
 def same_bytes(got, want):
@@ -33,9 +33,9 @@ def test_every_mask_with_up_to_two_kept_entries_survives_the_round_trip():
     mask = torch.tensor(masks).repeat(16, 1).view(16, -1)
     x = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     x[0] = 0
-    values, nibbles = naive.compress(x, mask)
+    values, nibbles = cpu.compress(x, mask)
     assert values.shape == (16, mask.shape[1] // 2) and nibbles.shape == (16, mask.shape[1] // 4)
-    assert torch.equal(naive.expand(values, nibbles), x * mask)
+    assert torch.equal(cpu.expand(values, nibbles), x * mask)
     first, second = nibbles & 3, nibbles >> 2
     assert (first < second).all()
     full = mask.unflatten(-1, (-1, 4)).sum(-1) == 2
@@ -47,7 +47,7 @@ def test_every_mask_with_up_to_two_kept_entries_survives_the_round_trip():
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("shape", [(64, 64), (128, 192), (320, 128)])
 def test_the_metadata_order_is_a_permutation(itemsize, shape):
-    order = naive.cusparselt_sm90_order(*shape, itemsize).flatten()
+    order = cpu.cusparselt_sm90_order(*shape, itemsize).flatten()
     assert torch.equal(order.sort().values, torch.arange(shape[0] * shape[1] // 4))
 
 
@@ -57,13 +57,13 @@ def test_packers(shape, dtype):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     w[0, :4] = torch.tensor([1.0, 1.0, 1.0, 1.0])
     mask, both = nm_mask(w), transposable_mask24(w)
-    same_bytes(kernel.pack(w, None, "magnitude", dtype), blob(w, mask, dtype))
-    same_bytes(kernel.pack(w, both, "mask", dtype), blob(w, both, dtype))
+    same_bytes(triton.pack(w, None, "magnitude", dtype), blob(w, mask, dtype))
+    same_bytes(triton.pack(w, both, "mask", dtype), blob(w, both, dtype))
     scale = torch.tensor(1.5, device=DEVICE)
     soft = 1.5 * soft_threshold24(w)
-    same_bytes(kernel.pack(w, None, "soft", dtype, scale), blob(soft, mask, dtype))
+    same_bytes(triton.pack(w, None, "soft", dtype, scale), blob(soft, mask, dtype))
     for given in (both, None):
-        forward, transposed = kernel.pack_both(w, given, dtype)
+        forward, transposed = triton.pack_both(w, given, dtype)
         same_bytes(forward, blob(w, both, dtype))
         same_bytes(transposed, blob(w.t().contiguous(), both.t().contiguous(), dtype))
 
@@ -73,7 +73,7 @@ def test_the_sample_of_a_gradient_is_packed_transposed(dtype):
     dy = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     key = torch.tensor([77, 16], device=DEVICE)
     sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
-    same_bytes(kernel.pack_sample(dy, key, dtype), blob(sample, sample != 0, dtype))
+    same_bytes(triton.pack_sample(dy, key, dtype), blob(sample, sample != 0, dtype))
 
 
 @every_dtype
@@ -82,21 +82,21 @@ def test_the_sample_of_hard_groups_is_packed(dtype, hard_groups):
     groups = hard_groups(256, dtype).nan_to_num(nan=2.0, posinf=torch.inf, neginf=-torch.inf)
     dy = groups.view(-1, 64, 4).mT.reshape(-1, 64)[-96:].to(DEVICE)
     sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
-    got = kernel.pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
+    got = triton.pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
     same_bytes(got, blob(sample, sample != 0, dtype))
 
 
 def test_what_the_packers_cannot_pack_is_refused():
     w = torch.randn(64, 128, device=DEVICE)
     with pytest.raises(ValueError, match=r"\(96, 64\).*multiples of 64"):
-        kernel.pack(torch.randn(96, 64, device=DEVICE), None, "magnitude", torch.bfloat16)
+        triton.pack(torch.randn(96, 64, device=DEVICE), None, "magnitude", torch.bfloat16)
     with pytest.raises(ValueError, match="contiguous"):
-        kernel.pack_both(torch.randn(128, 64, device=DEVICE).t(), None, torch.bfloat16)
+        triton.pack_both(torch.randn(128, 64, device=DEVICE).t(), None, torch.bfloat16)
     with pytest.raises(ValueError, match="contiguous"):
         mask = nm_mask(torch.randn(128, 64, device=DEVICE).t())
-        kernel.pack(w, mask, "mask", torch.bfloat16)
+        triton.pack(w, mask, "mask", torch.bfloat16)
     with pytest.raises(ValueError, match="4 bytes"):
-        kernel.pack_sample(w, torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.float32)
+        triton.pack_sample(w, torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.float32)
 
 
 @pytest.mark.skipif(not CUDA, reason="cuSPARSELt runs on a GPU")
@@ -107,4 +107,4 @@ def test_the_library_itself_writes_the_same_bytes(shape, dtype):
         pytest.skip("the order is known for compute capability 9.0")
     w = torch.randn(shape, device="cuda")
     pruned = (w * nm_mask(w)).to(dtype)
-    same_bytes(kernel.pack(w, None, "magnitude", dtype), torch.ops.aten._cslt_compress(pruned))
+    same_bytes(triton.pack(w, None, "magnitude", dtype), torch.ops.aten._cslt_compress(pruned))

@@ -11,17 +11,17 @@ from common_kernels import (
     pack_mask,
     unpack_mask,
 )
-from common_kernels.pack import naive
+from common_kernels.pack import cpu
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from common_kernels.pack.compressed_kernel import pack_both_compressed
+from common_kernels.pack.compressed_triton import pack_both_compressed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def blob(x, mask, dtype):
-    values, nibbles = naive.compress(x, mask)
-    return naive.cusparselt_sm90(values.to(dtype), nibbles)
+    values, nibbles = cpu.compress(x, mask)
+    return cpu.cusparselt_sm90(values.to(dtype), nibbles)
 
 
 def same_bytes(got, want):

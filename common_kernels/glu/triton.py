@@ -5,16 +5,16 @@ import triton
 import triton.language as tl
 
 from common_kernels import chunks
-from common_kernels.glu import naive
+from common_kernels.glu import cpu
 from common_kernels.launch import cast, first_entries, launch
 
 BLOCK = 2048  # results in a program: the fastest of 512 to 2048 on an H200
-LINEAR, CUBIC = tl.constexpr(naive.LINEAR), tl.constexpr(naive.CUBIC)
-SATURATED = tl.constexpr(naive.SATURATED)
+LINEAR, CUBIC = tl.constexpr(cpu.LINEAR), tl.constexpr(cpu.CUBIC)
+SATURATED = tl.constexpr(cpu.SATURATED)
 
 
 def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
-    out = naive.half_like(x)
+    out = cpu.half_like(x)
     if out.numel():
         run_in_pairs(glu_kernel, x, activation, chunks.in_memory_order(out))
     return out
@@ -23,13 +23,13 @@ def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
 def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
     dx = torch.empty_like(x)
     if x.numel():
-        upstream = chunks.in_memory_order(naive.laid_out(dy, x))
-        run_in_pairs(glu_backward_kernel, x, activation, upstream, naive.as_halves(dx))
+        upstream = chunks.in_memory_order(cpu.laid_out(dy, x))
+        run_in_pairs(glu_backward_kernel, x, activation, upstream, cpu.as_halves(dx))
     return dx
 
 
 def run_in_pairs(kernel, x: torch.Tensor, activation: str, *more: torch.Tensor) -> None:
-    halves = naive.as_halves(x)
+    halves = cpu.as_halves(x)
     count = halves.numel() // 2
     launch(
         kernel, triton.cdiv(count, BLOCK), x.device,
@@ -64,7 +64,7 @@ def glu_backward_kernel(x, dy, dx, count, run, GELU: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def sigmoid(gate, GELU: tl.constexpr):
-    """naive.sigmoid."""
+    """cpu.sigmoid."""
     if GELU:
         g = tl.maximum(gate, -SATURATED, propagate_nan=tl.PropagateNan.ALL)
         g = tl.minimum(g, SATURATED, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,4 @@
-"""Hard masks in Triton, bit for bit those of naive.py.
+"""Hard masks in Triton, bit for bit those of cpu.py.
 
 Where more than four magnitudes are ranked, a thread sorts its keys, magnitude and place in one
 number, in a network of comparators: minima and maxima, nothing that depends on the data.
@@ -23,17 +23,17 @@ from common_kernels.launch import (
     store_groups,
     together,
 )
-from common_kernels.masks import naive
+from common_kernels.masks import cpu
 
 LARGEST_M = 32  # a thread holds a whole group
 CHECKED = 8192  # entries in a program that only reads
-LARGE = tl.constexpr(naive.LARGE)
+LARGE = tl.constexpr(cpu.LARGE)
 TILES = 128  # 4x4 tiles in a program of two warps, two to a thread
 
 
 def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     if m > LARGEST_M:
-        return naive.nm_mask(x, n, m, dim)
+        return cpu.nm_mask(x, n, m, dim)
     mask = torch.empty_like(x, dtype=torch.bool)
     if n in (0, m):
         return mask.fill_(n == m)
@@ -168,7 +168,7 @@ def reaching(keys, least, M: tl.constexpr):
 
 def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
     if algorithm == "two_approx":  # a baseline without a kernel of its own
-        return naive.transposable_mask24(w, algorithm)
+        return cpu.transposable_mask24(w, algorithm)
     mask = torch.empty_like(w, dtype=torch.bool)
     if w.numel() == 0:
         return mask
@@ -179,7 +179,7 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
     blocks = across * (w.numel() // (16 * columns))
     arguments = w.contiguous(), kept.view(torch.int32), columns, across
     if algorithm == "exact":
-        words = naive.half_words(w.device)
+        words = cpu.half_words(w.device)
         launch(exact_kernel, blocks, w.device, *arguments, words, BLOCK=block, num_warps=2)
     else:
         launch(
@@ -204,7 +204,7 @@ def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def pair_sums(row, unit):
-    """Sums of the six pairs of a row's magnitudes times `unit`, in the order of naive.PAIRS; NaN as
+    """Sums of the six pairs of a row's magnitudes times `unit`, in the order of cpu.PAIRS; NaN as
     Inf."""
     a0, a1, a2, a3 = finite(row[0]), finite(row[1]), finite(row[2]), finite(row[3])
     a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit
@@ -227,7 +227,7 @@ def finite(a):
 
 @triton.jit
 def best_place(r0, r1, r2, r3):
-    """naive.exact: the best upper and lower half of each of the 19 classes, then the best class.
+    """cpu.exact: the best upper and lower half of each of the 19 classes, then the best class.
 
     Takes four rows of four entries; returns 36 * upper half + lower half, the position of a pattern
     in the order of ties.
@@ -284,7 +284,7 @@ def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
 
 @triton.jit
 def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.constexpr):
-    """naive.greedy: sixteen times the largest magnitude not yet seen, the lower index in a draw.
+    """cpu.greedy: sixteen times the largest magnitude not yet seen, the lower index in a draw.
 
     The place of an entry is one bit for its row, every fourth from bit 16 down, and one for its
     column, from bit 3 down. Their product is one bit of sixteen for the entry.
@@ -316,7 +316,7 @@ def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.con
 
 def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     if x.dtype not in checks.FLOATS:
-        return naive.check_nm(x, n, m, dim)
+        return cpu.check_nm(x, n, m, dim)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if x.numel() == 0:
         return total
@@ -369,11 +369,11 @@ def check_kernel(
 
 def flips(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if not old.dtype == new.dtype == torch.bool:
-        return naive.flips(old, new)
+        return cpu.flips(old, new)
     order = chunks.memory_order(old)  # the other in the same order, a view unless laid out apart
     old, new = (t.permute(order).contiguous().view(-1) for t in (old, new))
     words = len(old) // 4
-    total = naive.flips(old[4 * words :], new[4 * words :])
+    total = cpu.flips(old[4 * words :], new[4 * words :])
     if words:
         old, new = (aligned(t[: 4 * words]).view(torch.int32) for t in (old, new))
         launch(

@@ -1,4 +1,4 @@
-"""Per-tensor FP8 quantisation in Triton, bit for bit that of naive.py: one read for the amax, one
+"""Per-tensor FP8 quantisation in Triton, bit for bit that of cpu.py: one read for the amax, one
 for the codes."""
 
 import torch
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from common_kernels import backend, chunks
-from common_kernels.fp8 import naive
-from common_kernels.fp8.naive import FORMATS
+from common_kernels.fp8 import cpu
+from common_kernels.fp8.cpu import FORMATS
 from common_kernels.launch import cast, launch, magnitude
 
 BLOCK = 4096
@@ -15,7 +15,7 @@ BLOCK = 4096
 
 def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel() == 0:
-        return naive.quantize_fp8(x, fmt)
+        return cpu.quantize_fp8(x, fmt)
     scale = torch.empty((), device=x.device)
     # The interpreter casts to FP8 wrongly; its codes are therefore stored in fp32 first.
     dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
@@ -89,7 +89,7 @@ def scale_from(bits, TOP: tl.constexpr):
 
 @triton.jit
 def rounded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """y to the nearest number of the format, in fp32; see naive.fake_fp8."""
+    """y to the nearest number of the format, in fp32; see cpu.fake_fp8."""
     y = tl.minimum(y, TOP, propagate_nan=tl.PropagateNan.ALL)
     y = tl.maximum(y, -TOP, propagate_nan=tl.PropagateNan.ALL)
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST)

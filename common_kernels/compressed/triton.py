@@ -1,12 +1,12 @@
-"""The compressed form in Triton, bit for bit that of naive.py: a thread holds whole groups."""
+"""The compressed form in Triton, bit for bit that of cpu.py: a thread holds whole groups."""
 
 import torch
 import triton
 import triton.language as tl
 
-from common_kernels.compressed import naive
+from common_kernels.compressed import cpu
 from common_kernels.launch import apart, keep24, launch, magnitude, together
-from common_kernels.masks.kernel import LARGEST_M, nm_mask
+from common_kernels.masks.triton import LARGEST_M, nm_mask
 
 BLOCK = 1024  # bytes of bits in a program
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # entries are moved, never computed
@@ -80,9 +80,9 @@ def unpack_mask_kernel(bits, mask, count, columns, WORDS: tl.constexpr, BLOCK: t
 
 def compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
     if m > LARGEST_M:
-        return naive.compress_nm(x, bits, n, m)
+        return cpu.compress_nm(x, bits, n, m)
     x = x.contiguous()
-    values = x.new_empty(naive.compressed_shape(x, n, m))
+    values = x.new_empty(cpu.compressed_shape(x, n, m))
     if x.numel():
         move_groups(compress_kernel, x, values, bits, n, m)
     return values
@@ -90,8 +90,8 @@ def compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Te
 
 def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
     if m > LARGEST_M:
-        return naive.expand_nm(values, bits, n, m)
-    x = values.new_empty(naive.expanded_shape(values, n, m))
+        return cpu.expand_nm(values, bits, n, m)
+    x = values.new_empty(cpu.expanded_shape(values, n, m))
     if x.numel():
         move_groups(expand_kernel, x, values.contiguous(), bits, n, m)
     return x
@@ -210,7 +210,7 @@ def expand_kernel(
 def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
     rows, width = values.shape
     if (n, m) != (2, 4) or width % 8:
-        x = values.float().masked_fill_(values == 0, 2.0**-149)  # as in naive.py
+        x = values.float().masked_fill_(values == 0, 2.0**-149)  # as in cpu.py
         x = expand_nm(x, bits, n, m)
         return pack_mask(compress_nm(nm_mask(x, n, m, 0), bits, n, m))
     column_bits = bits.new_empty(rows, width // 8)

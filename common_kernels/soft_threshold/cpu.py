@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from common_kernels import chunks
-from common_kernels.masks import naive as masks
+from common_kernels.masks import cpu as masks
 
 MAGNITUDE = 0x7FFFFFFF
 

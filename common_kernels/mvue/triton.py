@@ -1,4 +1,4 @@
-"""Unbiased 2:4 sampling in Triton, bit for bit that of naive.py."""
+"""Unbiased 2:4 sampling in Triton, bit for bit that of cpu.py."""
 
 import torch
 import triton
@@ -6,8 +6,8 @@ import triton.language as tl
 
 from common_kernels import chunks
 from common_kernels.launch import cast, launch, load_groups, store_groups
-from common_kernels.masks.kernel import tile
-from common_kernels.mvue import naive
+from common_kernels.masks.triton import tile
+from common_kernels.mvue import cpu
 
 BLOCK = 512  # groups in a program; four of them share a counter of the generator
 
@@ -16,7 +16,7 @@ def mvue24(
     x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
 ) -> torch.Tensor:
     if design == "sequential":  # a test arm without a kernel of its own
-        return naive.mvue24(x, seed, offset, design, dim)
+        return cpu.mvue24(x, seed, offset, design, dim)
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
@@ -112,9 +112,9 @@ def uniform(words):
 
 @triton.jit
 def sample(x0, x1, x2, x3, u):
-    """naive.exact: systematic sampling with inclusion probabilities min(1, |x| / H)."""
+    """cpu.exact: systematic sampling with inclusion probabilities min(1, |x| / H)."""
     h, one, other = draw(x0, x1, x2, x3, u)
-    # With H = 0 naive keeps entry 0 as it is and no other zero: one that is kept here is made +0.
+    # With H = 0 cpu.py keeps entry 0 as it is and no other zero: one that is kept here is made +0.
     return (
         tl.where((h == 0) | ~one[0], value(x0, h), 0.0),
         tl.where((one[0] & ~one[1]) | (other[0] & ~other[1]), value(x1, h), 0.0),
@@ -127,7 +127,7 @@ def sample(x0, x1, x2, x3, u):
 def sample_stored(x0, x1, x2, x3, u):
     """The same as the two entries that a packed matrix stores, and the nibble of their positions.
 
-    Where one entry is kept, or none, pack.naive.choose says which other one is stored, as +0.
+    Where one entry is kept, or none, pack.cpu.choose says which other one is stored, as +0.
     """
     h, one, other = draw(x0, x1, x2, x3, u)
     # Positions are counted in floats: to compare gives 1.0 or 0.0 at once, and predicates are few.
@@ -151,7 +151,7 @@ def draw(x0, x1, x2, x3, u):
     """H, whether the first kept entry of a group comes after entry 0, 1, and whether the second
     comes after entry 0, 1, 2. Where they are the same, one entry is kept.
 
-    The lines of naive.exact, but a dominant entry j keeps its place, as one of length H: as p < H,
+    The lines of cpu.exact, but a dominant entry j keeps its place, as one of length H: as p < H,
     p before j leaves j to the second draw, and p in j leaves p to the entries after j. The first
     draw is never entry 3, for p < H <= the sum of the others. With H = 0 it is the one non-zero, or
     2 where that comes later or is missing, and the second draw is 3.

@@ -1,4 +1,4 @@
-"""S-STE's soft threshold in Triton, bit for bit that of naive.py (with gamma, to rounding)."""
+"""S-STE's soft threshold in Triton, bit for bit that of cpu.py (with gamma, to rounding)."""
 
 import torch
 import triton

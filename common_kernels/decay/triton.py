@@ -1,4 +1,4 @@
-"""Masked decay in Triton, bit for bit that of naive.py."""
+"""Masked decay in Triton, bit for bit that of cpu.py."""
 
 import torch
 import triton

@@ -4,7 +4,7 @@ for compute capability 9.0.
 A word of the metadata holds the nibbles of eight groups. With the bits of a row's number named r
 and those of a group's g, a word of 16-bit types collects bits (r3, g2, g0) and lies at place (r4,
 r5, r0, r1, r2, g1) of its block; of one-byte types it collects (g0, r3, g3) and lies at (r4, r5,
-r0, r1, r2, g1, g2). See naive.cusparselt_sm90_order.
+r0, r1, r2, g1, g2). See cpu.cusparselt_sm90_order.
 """
 
 import functools
@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude
-from common_kernels.masks import naive as masks
-from common_kernels.masks.kernel import best_place
-from common_kernels.mvue.kernel import sample_stored, uniform
-from common_kernels.pack.naive import choose
-from common_kernels.soft_threshold.kernel import less, threshold
+from common_kernels.masks import cpu as masks
+from common_kernels.masks.triton import best_place
+from common_kernels.mvue.triton import sample_stored, uniform
+from common_kernels.pack.cpu import choose
+from common_kernels.soft_threshold.triton import less, threshold
 
 SAMPLED = 16  # groups of each of 64 features in a program of sample_kernel
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
@@ -79,7 +79,7 @@ def pack(
 
 @triton.jit
 def stored(k0, k1, k2, k3):
-    """naive.choose: the positions of the two stored entries."""
+    """cpu.choose: the positions of the two stored entries."""
     first = tl.where(k0, 0, tl.where(k1, 1, 2))
     second = tl.where(k3 | (first == 2), 3, tl.where(k0 & k1, 1, 2))
     return first, second

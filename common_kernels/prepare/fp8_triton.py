@@ -1,4 +1,4 @@
-"""FP8 operands in Triton, bit for bit those of fp8.py's naive paths (except `rescale`, whose
+"""FP8 operands in Triton, bit for bit those of fp8.py's paths in PyTorch (except `rescale`, whose
 factor may differ in its last bit)."""
 
 import torch
@@ -6,19 +6,19 @@ import triton
 import triton.language as tl
 
 from common_kernels import backend
-from common_kernels.fp8.kernel import BLOCK, amax_kernel, rounded, scale_from
-from common_kernels.fp8.naive import FORMATS
+from common_kernels.fp8.cpu import FORMATS
+from common_kernels.fp8.triton import BLOCK, amax_kernel, rounded, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
-from common_kernels.mvue.kernel import sample_stored, uniform
-from common_kernels.pack.kernel import largest_two, store_meta, take_apart
-from common_kernels.soft_threshold.kernel import less, threshold
+from common_kernels.mvue.triton import sample_stored, uniform
+from common_kernels.pack.triton import largest_two, store_meta, take_apart
+from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
 
 
 def constants(fmt: str) -> tuple[float, int, int]:
     """Largest code, bits of the smallest normal number, and what lifts an exponent to the number
-    that rounds: see fp8.kernel.rounded."""
+    that rounds: see fp8.triton.rounded."""
     info = torch.finfo(FORMATS[fmt])
     mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
     smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
@@ -231,7 +231,7 @@ def quantize_and_sample_kernel(
     dy, key, stride, codes, values, meta, amax, scale, tokens, padded, out,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """64 tokens of 64 features: 16 groups each; as pack.kernel.sample_kernel, in codes."""
+    """64 tokens of 64 features: 16 groups each; as pack.triton.sample_kernel, in codes."""
     s = scale_from(tl.load(amax), TOP)
     if tl.program_id(0) == 0:
         tl.store(scale, s)

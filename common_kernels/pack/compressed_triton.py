@@ -3,7 +3,7 @@
 
 W * A, 2:4 along its rows, is what `values` and `row_mask` hold; (W * A * B)^T is 2:4 along the
 columns of W, B dropping some of the values (arXiv 2405.16325). Both are written in the form of
-naive.cusparselt_sm90.
+cpu.cusparselt_sm90.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import launch
-from common_kernels.pack.kernel import blob_like, entries_stored, stack, store_tiles, stored
+from common_kernels.pack.triton import blob_like, entries_stored, stack, store_tiles, stored
 
 
 def pack_both_compressed(
