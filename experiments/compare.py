@@ -19,11 +19,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from experiments import comparison, curves
-from experiments.checkpoint import csv_text, write_atomic, write_text
-from experiments.config import exit_with_one_line
-from experiments.errors import UserError
-from experiments.progress import say
+from experiments.config.run import exit_with_one_line
+from experiments.runs import comparison, curves
+from experiments.support.checkpoint import csv_text, write_atomic, write_text
+from experiments.support.errors import UserError
+from experiments.support.progress import say
 
 DEFAULTS = {"baseline": "", "metric": comparison.METRIC, "out": "runs/compare"}
 

@@ -2,8 +2,8 @@
 
 Self-distillation (DINO, models/dino.py) on the images of `data`; the training itself is that of
 `experiments.pretrain`, with the same files in the same place. What it delivers is the teacher's
-ViT. Then its frozen features are probed (experiments/probes.py): `knn_top1` and `linear_top1` stand
-among the metrics of `result.json`.
+ViT. Then its frozen features are probed (experiments/evaluation/probes.py): `knn_top1` and
+`linear_top1` stand among the metrics of `result.json`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from experiments import checkpoint, pretrain, results
-from experiments import config as configuration
-from experiments.comparison import Run, of_sweep
-from experiments.config import RunConfig, driver
-from experiments.errors import UserError
-from experiments.finished import FinishedRun
-from experiments.images import ImageConfig
-from experiments.probes import probe
-from experiments.progress import say
+from experiments import pretrain
+from experiments.config import run as configuration
+from experiments.config.run import RunConfig, driver
+from experiments.evaluation.probes import probe
+from experiments.images.dataset import ImageConfig
+from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.finished import FinishedRun
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError
+from experiments.support.progress import say
 from models.vit import ViT
 
 

@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from experiments import export, pretrain
-from experiments.comparison import Run, of_sweep
-from experiments.config import RunConfig, driver
-from experiments.errors import UserError
-from experiments.finished import FinishedRun
-from experiments.progress import say
+from experiments.config.run import RunConfig, driver
+from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.support.progress import say
 
 EXPORT = export.FOLDER  # in the run directory
 

@@ -3,11 +3,12 @@
     run=DIR              a finished run, or model.path=FOLDER, a causal model of transformers
     weights=sparse       as the method ended; dense: the dense master weights, where it keeps them
     ppl=wikitext2        perplexity on the test split of WikiText-2, of a FILE, or of standard input
-                         (-), by the protocol of experiments/perplexity.py
-    tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/zero_shot.py); ast and slope stand
-                         for the tasks of these papers
+                         (-), by the protocol of experiments/evaluation/perplexity.py
+    tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/evaluation/zero_shot.py);
+                         ast and slope stand for the tasks of these papers
     images=val           top-1 and top-5 on the validation images of the run, or of data.source
-    images=features      k-NN and logistic regression of frozen features (experiments/probes.py)
+    images=features      k-NN and logistic regression of frozen features
+                         (experiments/evaluation/probes.py)
 
 The density and the legality of every converted linear are measured with any of them, or alone.
 Numbers are those of fp32 unless `dtype` says otherwise. `result.json` goes into
@@ -24,21 +25,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from experiments import checkpoint, export, legality, results, zero_shot
-from experiments.config import driver
-from experiments.distributed import World, world
-from experiments.errors import UserError
-from experiments.evaluate_config import EvaluateConfig, freeze
-from experiments.evaluate_config import load as load
-from experiments.export_tokenizer import tokenizer_of
-from experiments.image_source import ImageSource
-from experiments.images import Images, load_images
-from experiments.optimization import DTYPES
-from experiments.perplexity import perplexity, windows
+from experiments import export
+from experiments.config.run import driver
+from experiments.data.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
+from experiments.evaluation import zero_shot
+from experiments.evaluation.config import EvaluateConfig, freeze
+from experiments.evaluation.config import load as load
+from experiments.evaluation.perplexity import perplexity, windows
+from experiments.evaluation.probes import probe
+from experiments.exporting.tokenizer import tokenizer_of
+from experiments.images.dataset import Images, load_images
+from experiments.images.source import ImageSource
 from experiments.pretrain import process_settings
-from experiments.probes import probe
-from experiments.progress import say
-from experiments.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import legality
+from experiments.training.distributed import World, world
+from experiments.training.optimization import DTYPES
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.vit import ViT

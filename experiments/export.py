@@ -17,7 +17,8 @@ metadata of masks.safetensors say for each tensor which n, m and dim.
 
 What transformers has no place for becomes dense: low-rank terms are merged into the weights. The
 Cramming form of BERT (`glu`, no biases, ...) has no architecture there and is refused.
-`experiments/semi_structured.py` gives a model for inference with torch's 2:4 products instead.
+`experiments/exporting/semi_structured.py` gives a model for inference with torch's 2:4 products
+instead.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from experiments import checkpoint, legality
-from experiments.config import digest, driver, plain, typed
-from experiments.errors import UserError, writing
-from experiments.export_tokenizer import tokenizer_of
-from experiments.finished import WEIGHTS_OF, FinishedRun
-from experiments.images import ImageConfig
-from experiments.initial import weight_files
-from experiments.progress import say
+from experiments.config.initial import weight_files
+from experiments.config.run import digest, driver, plain, typed
+from experiments.exporting.tokenizer import tokenizer_of
+from experiments.images.dataset import ImageConfig
+from experiments.runs.finished import WEIGHTS_OF, FinishedRun
+from experiments.support import checkpoint
+from experiments.support.errors import UserError, writing
+from experiments.support.progress import say
+from experiments.training import legality
 from methods import slorb
 from methods.compressed import SparsePlusLowRank
 from models.gpt2 import GPT

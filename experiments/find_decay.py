@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments import pretrain
-from experiments.checkpoint import write_atomic, write_json
-from experiments.config import RunConfig, driver, freeze, plain
-from experiments.distributed import world
-from experiments.errors import UserError
-from experiments.progress import say
-from experiments.tracking import read_metrics
+from experiments.config.run import RunConfig, driver, freeze, plain
+from experiments.support.checkpoint import write_atomic, write_json
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training.distributed import world
+from experiments.training.tracking import read_metrics
 from methods import base, dense, sr_ste, t_sr_ste
 
 FEASIBLE = (0.60, 0.95)

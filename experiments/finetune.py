@@ -28,27 +28,29 @@ import torch
 from torch import Tensor
 
 from common_kernels import backend
-from experiments import checkpoint, glue, legality, results
-from experiments.config import driver
-from experiments.distributed import World, world
-from experiments.errors import UserError, deferred_stop
-from experiments.finetune_config import GLUE, Checkpoint, FinetuneConfig, freeze
-from experiments.finetune_config import load as load
-from experiments.finetune_tasks import Encoded, Problem, collate, load_problem
-from experiments.finished import FinishedRun
-from experiments.optimization import (
+from experiments.config.run import driver
+from experiments.config.settings import TrainConfig
+from experiments.data.source import Batch
+from experiments.data.tokenizer import check_vocabulary
+from experiments.finetuning import glue
+from experiments.finetuning.config import GLUE, Checkpoint, FinetuneConfig, freeze
+from experiments.finetuning.config import load as load
+from experiments.finetuning.tasks import Encoded, Problem, collate, load_problem
+from experiments.pretrain import process_settings
+from experiments.runs.finished import FinishedRun
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError, deferred_stop
+from experiments.support.progress import Progress, say
+from experiments.training import legality
+from experiments.training.distributed import World, world
+from experiments.training.optimization import (
     DTYPES,
     NonFiniteGradient,
     Optimization,
     generators,
     set_generators,
 )
-from experiments.pretrain import process_settings
-from experiments.progress import Progress, say
-from experiments.settings import TrainConfig
-from experiments.source import Batch
-from experiments.tokenizer import check_vocabulary
-from experiments.tracking import MetricsLog, check_viewers
+from experiments.training.tracking import MetricsLog, check_viewers
 from methods import Method, dense
 from models.bert import BertLM
 from models.gpt2 import GPT

@@ -39,20 +39,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experiments import export, semi_structured
-from experiments.config import driver, plain, typed
-from experiments.distributed import world
-from experiments.errors import UserError
-from experiments.finished import FinishedRun
-from experiments.optimization import DTYPES
+from experiments import export
+from experiments.config.run import driver, plain, typed
+from experiments.config.settings import ImplConfig, check_seed
+from experiments.exporting import semi_structured
 from experiments.pretrain import process_settings
-from experiments.progress import say
-from experiments.settings import ImplConfig, check_seed
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training.distributed import world
+from experiments.training.optimization import DTYPES
 from models.gpt2 import GPT
 from models.hf import CausalLM
 
 if TYPE_CHECKING:
-    from experiments.glue import Encoding
+    from experiments.finetuning.glue import Encoding
 
 LARGEST = 10**6  # copies of a prompt
 

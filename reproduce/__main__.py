@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.errors import Terminated, UserError, raise_on_sigterm
+from experiments.support.errors import Terminated, UserError, raise_on_sigterm
 from reproduce import coverage, smoke_tasks
 from reproduce.reading import TABLES, read_tables
 from reproduce.spec import TIERS, Table
@@ -82,7 +82,7 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return False
     # Only now: these need torch, which takes seconds.
-    from experiments.checkpoint import csv_text, write_json, write_text
+    from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import from_records
     from reproduce.engine import execute, finished
     from reproduce.figure import draw

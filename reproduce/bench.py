@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from experiments import results
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import SUSTAINED_S
-from experiments.config import digest, one_line_errors, typed
-from experiments.errors import UserError
+from experiments.config.run import digest, one_line_errors, typed
+from experiments.support import results
+from experiments.support.errors import UserError
 from reproduce import speed
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.checkpoint import write_atomic
+from experiments.support.checkpoint import write_atomic
 
 HERE = Path(__file__).parent
 MEASURED, README = HERE / "measured" / "h200", HERE / "README.md"

@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import lacks, write_json
-from experiments.config import digest
-from experiments.errors import UserError
-from experiments.tracking import read_metrics
+from experiments.config.run import digest
+from experiments.support.checkpoint import lacks, write_json
+from experiments.support.errors import UserError
+from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job
 from reproduce.reading import build
 from reproduce.spec import TRAINING

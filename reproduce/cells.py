@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments import stats
-from experiments.errors import UserError
-from experiments.finished import FinishedRun
+from experiments.runs import stats
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
 from reproduce.engine import Run
 from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, Column, Measure, Row, Table, Variant

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError
-from experiments.results import number
-from experiments.stats import equivalence_p_value, holm, mean, p_value, paired_interval
+from experiments.runs.stats import equivalence_p_value, holm, mean, p_value, paired_interval
+from experiments.support.errors import UserError
+from experiments.support.results import number
 from reproduce.blocks import BLOCKS, read_block, read_record
 from reproduce.reading import build
 

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import csv_text, write_atomic, write_text
-from experiments.results import number
-from experiments.stats import mean, std
+from experiments.runs.stats import mean, std
+from experiments.support.checkpoint import csv_text, write_atomic, write_text
+from experiments.support.results import number
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import Values
 
@@ -102,8 +102,8 @@ def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
 
 
 def _draw(found: list[Factor], lines: dict[str, float], path: Path) -> None:
-    from experiments.curves import COLOURS, figure
     from experiments.find_decay import FEASIBLE
+    from experiments.runs.curves import COLOURS, figure
 
     def panel(axes: Any) -> None:
         axes.axvspan(*FEASIBLE, color=COLOURS[3], alpha=0.15, label="mu that FST calls feasible")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from experiments.checkpoint import write_text
-from experiments.errors import UserError
-from experiments.tracking import read_metrics
+from experiments.support.checkpoint import write_text
+from experiments.support.errors import UserError
+from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job, Place, Plan
 
 Report = Callable[[str], None]

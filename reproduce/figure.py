@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import csv_text, write_atomic, write_text
-from experiments.curves import COLOURS, MARKERS, NAMES, SPREAD, Point, points
-from experiments.curves import draw as draw_curves
-from experiments.curves import figure as draw_figure
+from experiments.runs.curves import COLOURS, MARKERS, NAMES, SPREAD, Point, points
+from experiments.runs.curves import draw as draw_curves
+from experiments.runs.curves import figure as draw_figure
+from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from reproduce.engine import Run
 from reproduce.render import Rendered
 from reproduce.spec import Figure, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import read_records
 from reproduce.engine import Run

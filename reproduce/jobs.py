@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce.spec import BENCH, Row, Table, Tier, Variant
 
 INPUTS = "smoke_tasks"  # folder below that of the runs: reproduce/smoke_tasks.py

@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce.spec import Table
 
 TABLES = Path(__file__).parent / "tables"

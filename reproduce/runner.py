@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from experiments.data import DataConfig
-from experiments.errors import UserError
-from experiments.images import load_images
+from experiments.data.corpus import DataConfig
+from experiments.images.dataset import load_images
 from experiments.prepare_data import prepare
+from experiments.support.errors import UserError
 from reproduce.blocks import EVIDENCE, Block, BlockRun
 from reproduce.engine import clock, needs_gpu
 from reproduce.jobs import quoted

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.stats import mean, ratio_interval, std
+from experiments.runs.stats import mean, ratio_interval, std
 from reproduce.claims import Margin, Values, differences
 
 ENOUGH = 5.0  # half the width should cost so many paired deviations, before arms are compared

@@ -20,7 +20,7 @@ from experiments.bench import arms, linear
 from experiments.bench.arms import ARMS, Bench, Converted
 from experiments.bench.memory import parts
 from experiments.bench.timing import Call, Time, in_turns
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from models.gpt2 import MLP, Block, GPTConfig
 from reproduce import sam
 

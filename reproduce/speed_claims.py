@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.errors import UserError
-from experiments.stats import holm, mean, p_value, paired_interval
+from experiments.runs.stats import holm, mean, p_value, paired_interval
+from experiments.support.errors import UserError
 from reproduce.beside import MEASURED
 from reproduce.claims import (
     CONFIRMED,

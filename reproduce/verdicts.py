@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import csv_text, write_json, write_text
-from experiments.stats import mean, paired_interval
+from experiments.runs.stats import mean, paired_interval
+from experiments.support.checkpoint import csv_text, write_json, write_text
 from reproduce import decay_curve, scale
 from reproduce.beside import MEASURED
 from reproduce.blocks import EVIDENCE

@@ -23,9 +23,9 @@ from experiments.bench.report import (
     read_record,
     write_table,
 )
-from experiments.checkpoint import write_json
-from experiments.errors import UserError
-from experiments.results import environment as run_environment
+from experiments.support.checkpoint import write_json
+from experiments.support.errors import UserError
+from experiments.support.results import environment as run_environment
 
 BENCHMARKS = {
     "ops": "every operator beside a copy",

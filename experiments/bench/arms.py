@@ -15,7 +15,7 @@ import methods
 from common_kernels import compress_nm, expand_nm, fake_fp8, quantize_fp8, unpack_mask
 from experiments.bench import dense_fp8
 from experiments.bench.timing import Call, Time, in_turns
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from methods import s_ste
 from methods.compressed import CompressedLinear
 from methods.gemms import Products, sample_tokens

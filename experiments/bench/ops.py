@@ -24,7 +24,7 @@ from common_kernels import backend
 from experiments.bench import packers
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 
 # The attention and FFN weights of GPT-2 124M: 85 million numbers.
 LAYERS = 12

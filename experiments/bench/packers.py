@@ -17,7 +17,7 @@ from torch import Tensor
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_, sample_pack24
 from experiments.bench.timing import Call
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 
 if TYPE_CHECKING:
     from experiments.bench.report import Report

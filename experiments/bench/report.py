@@ -26,9 +26,9 @@ import rich.table
 import torch
 
 from experiments.bench.timing import Time, load_text
-from experiments.checkpoint import write_atomic, write_json
-from experiments.errors import UserError
-from experiments.results import cpu_name, git_state
+from experiments.support.checkpoint import write_atomic, write_json
+from experiments.support.errors import UserError
+from experiments.support.results import cpu_name, git_state
 
 KEY = ("name", "dtype", "shape", "backend")
 MIB = 2**20

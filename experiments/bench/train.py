@@ -25,7 +25,7 @@ from experiments.bench import arms, linear
 from experiments.bench.arms import Converted
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.timing import Time, in_turns
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 
 NAMES = ("dense", "s_ste", "t_sr_ste", "slope")

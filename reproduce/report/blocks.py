@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.curves import NAMES, Point
+from experiments.runs.curves import NAMES, Point
 from reproduce import scale
 from reproduce.cells import published_cell
 from reproduce.claims import Margin

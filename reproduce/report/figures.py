@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from experiments.comparison import Row
-from experiments.curves import Point
+from experiments.runs.comparison import Row
+from experiments.runs.curves import Point
 from reproduce.report.html import MINUS, Markup, tag, text
 
 STYLE = Path(__file__).with_name("figures.css")

@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments import comparison
-from experiments.curves import Point
-from experiments.errors import UserError
-from experiments.results import FILE, number
-from experiments.stats import mean, std
+from experiments.runs import comparison
+from experiments.runs.curves import Point
+from experiments.runs.stats import mean, std
+from experiments.support.errors import UserError
+from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
 from reproduce.claims import Claims, Values, differences, records
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoint import write_text
-from experiments.errors import UserError
-from experiments.results import git_state
+from experiments.support.checkpoint import write_text
+from experiments.support.errors import UserError
+from experiments.support.results import git_state
 from reproduce import verdicts
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import Claims, read_claims

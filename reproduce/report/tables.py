@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce import coverage
 from reproduce.render import render
 from reproduce.report import html

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from experiments.checkpoint import sha256
-from experiments.config import load
-from experiments.data import DataConfig
+from experiments.config.run import load
+from experiments.data.corpus import DataConfig
 from experiments.prepare_data import prepare
+from experiments.support.checkpoint import sha256
 
 TINY_MODEL = [
     "model.n_layer=1",

@@ -11,7 +11,7 @@ from experiments.bench import ops, packers, report, timing
 from experiments.bench.__main__ import main
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

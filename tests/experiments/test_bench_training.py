@@ -12,7 +12,7 @@ from experiments.bench import arms, block, dense_fp8, linear, memory, train
 from experiments.bench.__main__ import main
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import Time, in_turns
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 
 CPU = torch.device("cpu")
 SHAPE = (64, 16, 32)  # tokens, in, out; FP8 products take multiples of 16

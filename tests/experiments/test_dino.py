@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 import methods
-from experiments import dino, pretrain, probes
-from experiments.config import load
-from experiments.errors import UserError
-from experiments.finished import FinishedRun
-from experiments.optimization import Optimization
-from experiments.settings import TrainConfig
+from experiments import dino, pretrain
+from experiments.config.run import load
+from experiments.config.settings import TrainConfig
+from experiments.evaluation import probes
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.training.optimization import Optimization
 from models.dino import DINO, DinoConfig
 from models.vit import ViT, ViTConfig
 

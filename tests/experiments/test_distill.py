@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments import distill, prepare_data, pretrain
-from experiments.config import load
-from experiments.data import CALIBRATION, DataConfig, load_tokens
-from experiments.errors import UserError
-from experiments.initial import load_weights
+from experiments.config.initial import load_weights
+from experiments.config.run import load
+from experiments.data.corpus import CALIBRATION, DataConfig, load_tokens
+from experiments.data.text import CausalText
+from experiments.data.tokenizer import END_OF_TEXT
 from experiments.prepare_data import prepare
-from experiments.text import CausalText
-from experiments.tokenizer import END_OF_TEXT
-from experiments.tracking import read_metrics
-from experiments.trainer import Trainer
+from experiments.support.errors import UserError
+from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
 from models.hf import CausalLM
 
 PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from experiments import find_decay, pretrain
-from experiments.config import load, one_line_errors
-from experiments.errors import UserError
+from experiments.config.run import load, one_line_errors
 from experiments.find_decay import Outcome, Search, find, freeze_search, recommend
-from experiments.tracking import read_metrics
-from experiments.trainer import Trainer
+from experiments.support.errors import UserError
+from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
 from methods import dense
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from common_kernels import backend, register_cpu_operators
-from experiments import generate, pretrain, semi_structured
-from experiments.errors import UserError
-from experiments.finished import FinishedRun
-from experiments.settings import ImplConfig
+from experiments import generate, pretrain
+from experiments.config.settings import ImplConfig
+from experiments.exporting import semi_structured
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
 
 
 def settings(**options):

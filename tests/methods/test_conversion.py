@@ -9,7 +9,7 @@ from torch import nn
 
 import methods
 from common_kernels import check24
-from experiments.config import load
+from experiments.config.run import load
 from methods import dense, slope, ste
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig

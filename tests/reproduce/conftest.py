@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments import results
-from experiments.checkpoint import write_json
+from experiments.support import results
+from experiments.support.checkpoint import write_json
 from reproduce.engine import Run
 from reproduce.jobs import Place
 from reproduce.spec import Column, Row, Table, Tier

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.bench.timing import in_turns
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce import bench, speed
 from reproduce.bench import Config, load
 

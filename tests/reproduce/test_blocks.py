@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce import blocks
 from reproduce.blocks import Block, curves, read_block
 from reproduce.reading import read_tables

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from experiments.checkpoint import write_json
-from experiments.errors import UserError
-from experiments.stats import holm, p_value
+from experiments.runs.stats import holm, p_value
+from experiments.support.checkpoint import write_json
+from experiments.support.errors import UserError
 from reproduce import blocks, claims
 from reproduce.blocks import read_block
 from reproduce.claims import (

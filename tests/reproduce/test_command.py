@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce import __main__ as command
 from reproduce.__main__ import main, parse
 from reproduce.reading import read_tables

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from experiments import evaluate, finetune, results
-from experiments.errors import UserError
+from experiments import evaluate, finetune
+from experiments.support import results
+from experiments.support.errors import UserError
 from reproduce.engine import clock, execute, finished
 from reproduce.jobs import Place, plan, quoted
 from reproduce.spec import Measure, Row, Variant

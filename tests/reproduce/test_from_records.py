@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from experiments.checkpoint import write_json
-from experiments.errors import UserError
+from experiments.support.checkpoint import write_json
+from experiments.support.errors import UserError
 from reproduce import blocks, from_records
 from reproduce.blocks import read_block
 from reproduce.from_records import collect

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from experiments.checkpoint import csv_text
-from experiments.errors import UserError
+from experiments.support.checkpoint import csv_text
+from experiments.support.errors import UserError
 from reproduce import published
 from reproduce.cells import value
 from reproduce.figure import axis, curves, draw, values

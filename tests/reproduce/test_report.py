@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.checkpoint import write_json
+from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import read_claims

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from experiments import dino
-from experiments.data import DataConfig
-from experiments.mlm import MLMConfig
+from experiments.data.corpus import DataConfig
+from experiments.data.mlm import MLMConfig
 from experiments.prepare_data import prepare
 from reproduce import smoke_tasks
 from reproduce.engine import execute, finished

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from experiments.errors import UserError
-from experiments.images import load_images
+from experiments.images.dataset import load_images
+from experiments.support.errors import UserError
 from reproduce import blocks, runner
 from reproduce.__main__ import main
 from reproduce.blocks import Block, Source
@@ -440,7 +440,7 @@ def test_the_gpus_are_those_that_this_process_may_use(variable, count, expected,
 
 
 def test_the_command_of_a_run_with_a_source(finish, tmp_path):
-    from experiments.config import load
+    from experiments.config.run import load
 
     runs = tmp_path / "it's here"
     run = next(second().runs(runs))
@@ -452,7 +452,7 @@ def test_the_command_of_a_run_with_a_source(finish, tmp_path):
 
 def test_the_command_of_a_run(tmp_path):
     """What `python -m experiments.pretrain` is called with gives the config that was counted."""
-    from experiments.config import load
+    from experiments.config.run import load
 
     runs = tmp_path / "it's here"
     run = next(block().runs(runs))

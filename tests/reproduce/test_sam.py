@@ -5,7 +5,7 @@ import timm
 import torch
 
 from experiments.bench.arms import convert
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce import bench, sam
 from reproduce.bench import Config
 

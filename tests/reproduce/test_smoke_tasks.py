@@ -4,7 +4,7 @@ import filecmp
 
 import pytest
 
-from experiments import glue, squad
+from experiments.finetuning import glue, squad
 from reproduce import smoke_tasks
 
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import experiments
-from experiments import glue
-from experiments.errors import UserError
+from experiments.finetuning import glue
+from experiments.support.errors import UserError
 from methods import slope, sr_ste
 from reproduce import jobs
 from reproduce.jobs import Job, plan

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.errors import UserError
+from experiments.support.errors import UserError
 from reproduce import speed_claims
 from reproduce.claims import Claims, Margin, Speed, read_claims
 from reproduce.reading import TABLES, read_table
@@ -68,7 +68,7 @@ def test_of_memory_less_is_a_gain(measured, ours, expected):
     ],
 )
 def test_repeats_have_their_own_interval(measured, repeats, expected):
-    from experiments.stats import paired_interval
+    from experiments.runs.stats import paired_interval
 
     found = judge_speed(CLAIMS, statement(), measured({"x": (1.5, 9.0)}, {"x": repeats}))
     assert (found.verdict, found.lines[0].n) == (expected, 5)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.checkpoint import write_json
-from experiments.stats import paired_interval, ratio_interval
+from experiments.runs.stats import paired_interval, ratio_interval
+from experiments.support.checkpoint import write_json
 from reproduce import decay_curve, scale, verdicts
 from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
 

@@ -1,0 +1,190 @@
+"""What a driver does with its command line before hydra sees it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.support.errors import UserError
+
+WIDTH = 79
+CONF = Path(__file__).parents[1] / "conf"
+_COLUMN = 30  # where the descriptions of options begin
+_LAST = """\
+`GROUP=CHOICE --help` shows the options of that choice. hydra's own flags: -m
+sweeps over `key=1,2`, --cfg job prints the config, --hydra-help lists more."""
+
+
+def take_texts(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments without those that are plain text, flags first, and these by their names.
+
+    `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give everything that follows, as it is: quotation
+    marks, brackets, equals signs and line breaks are no grammar there. Of `a=1 -m b=2`, hydra's
+    parser would not take what follows the flag.
+
+    Raises:
+        UserError: a text that is missing, given twice, or not UTF-8.
+    """
+    rest: list[str] = []
+    texts: dict[str, str] = {}
+    left = iter(arguments)
+    for argument in left:
+        key, equals, text = argument.partition("=")
+        name = key.removeprefix("--")
+        if name not in names or not (equals or key.startswith("--")):
+            rest.append(argument)
+            continue
+        if not equals and (text := next(left, None)) is None:  # type: ignore[assignment]
+            raise UserError(f"{key} needs a text after it: {key} TEXT, or {name}=TEXT")
+        if name in texts:
+            raise UserError(f"{name} is given twice; give it once")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{name} is not UTF-8 (character {error.start + 1})") from error
+        texts[name] = text
+    return sorted(rest, key=_is_override), texts
+
+
+def _is_override(argument: str) -> bool:
+    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
+
+
+# ------------------------------------------------------------------ --help
+
+
+def help_text(
+    module: str, docstring: str, config_name: str, overrides: list[str], groups: Sequence[str] = ()
+) -> str:
+    """What `--help` prints: the docstring of a driver, then its options with their present values
+    and what the files in conf/ say of them, at most 79 characters a line.
+
+    Args:
+        docstring: its first line is "What it does: `example`.".
+        groups: those that the driver reads, and nothing else of its config; () = all of it.
+    """
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf, open_dict
+
+    with initialize_config_module("experiments.conf", version_base="1.3"):
+        composed = compose(config_name, overrides, return_hydra_config=True)
+    choices = {
+        group.partition("@")[0]: choice
+        for group, choice in composed.hydra.runtime.choices.items()
+        if not group.startswith("hydra/")
+    }
+    with open_dict(composed):
+        del composed["hydra"]
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    own = {key: values[key] for key in values if key not in choices and not groups}
+    does, _, example = docstring.partition("\n")[0].partition(": `")
+    _, *blocks = docstring.strip().split("\n\n")
+    parts = [
+        f"usage:   python -m {module} [KEY=VALUE ...] [GROUP=CHOICE ...]\n"
+        f"example: {example.rstrip('`.')}",
+        f"{does}.",
+        *map(_wrapped, blocks),
+    ]
+    if own:
+        said = comments(CONF / f"{config_name}.yaml")
+        parts.append("\n".join(["options:", *_options(own, "", said)]))
+    # One without values, such as experiment, last.
+    for group in groups or sorted(choices, key=[*values, *choices].index):
+        files = sorted((CONF / group).glob("*.yaml"))
+        names = " ".join(file.stem for file in files if not file.stem.startswith("_"))
+        chosen = choices[group] or "null"
+        said = comments(CONF / group / f"{chosen}.yaml")
+        lines = [*textwrap.wrap(f"{group}={chosen}, one of: {names}", WIDTH, **_WHOLE_WORDS)]
+        parts.append("\n".join([*lines, *_options(values.get(group) or {}, f"{group}.", said)]))
+    return "\n\n".join([*parts, _LAST])
+
+
+_WHOLE_WORDS: Any = {
+    "break_long_words": False,
+    "break_on_hyphens": False,
+    "subsequent_indent": "  ",
+}
+
+
+def comments(path: Path) -> dict[str, str]:
+    """By its dotted key, what a yaml file, or one that it is made from, says behind an option."""
+    if not path.is_file():
+        return {}
+    from omegaconf import OmegaConf
+
+    found: dict[str, str] = {}
+    content: Any = OmegaConf.load(path)
+    for name in content.get("defaults", []):
+        if isinstance(name, str):
+            found |= comments(named(name, path))
+    parents: list[str] = []
+    last = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if option := re.match(r"( *)(\w+):(.*?)(?:\s+# *(.*))?$", line):
+            del parents[len(option[1]) // 2 :]
+            parents.append(option[2])
+            last = ".".join(parents) if option[4] else None
+            if last is not None:
+                found[last] = option[4]
+        elif last is not None and (more := re.match(r" +# *(.*)", line)):
+            found[last] += f" {more[1]}"
+        else:
+            last = None
+    return found
+
+
+def named(default: str, path: Path) -> Path:
+    """The file that an entry in the defaults list of the file `path` names."""
+    folder = CONF if default.startswith("/") else path.parent
+    return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
+
+
+def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Iterator[str]:
+    """Lines on each option of a group, and on those within it."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
+            yield from _options(value, f"{prefix}{key}.", inner)
+            continue
+        option = f"  {prefix}{key}={plain(value)}"
+        if len(option) > WIDTH:
+            option = f"{option[: WIDTH - 3]}..."
+        text = said.get(key, "")
+        if len(option) > _COLUMN - 2 and text:
+            yield option
+            option = ""
+        indent = " " * _COLUMN
+        text = textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+        yield f"{option:<{_COLUMN}}{text.removeprefix(indent)}".rstrip()
+
+
+def plain(value: Any) -> str:
+    """A value as one types it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(plain, value))}]"
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    )
+
+
+def _wrapped(block: str) -> str:
+    """A paragraph of a docstring; of an indented one, each line is an entry of its own, with
+    deeper lines that belong to it, and two spaces part what it is about from what it says."""
+    if not block.startswith(" "):
+        return textwrap.fill(" ".join(block.split()), WIDTH, break_on_hyphens=False)
+    lines = []
+    for entry in re.split(r"\n(?= {4}\S)", block):
+        about, gap, text = re.fullmatch(r"( +\S+(?: \S+)*)(?:( {2,})(.*))?", entry, re.S).groups("")  # type: ignore[union-attr]
+        column = len(about + gap)
+        filled = textwrap.fill(
+            " ".join(text.split()),
+            WIDTH,
+            initial_indent=" " * column,
+            subsequent_indent=" " * column,
+            break_on_hyphens=False,
+        )
+        lines.append(about + gap + filled[column:])
+    return "\n".join(lines)

@@ -1,0 +1,313 @@
+"""Weights that a run starts from: a checkpoint of transformers, or a finished run of our own.
+
+A checkpoint is trained as the model of transformers that it is (`model=hf`), or read into a model
+of ours of the same shape (`init=FOLDER`). Neither it nor a run enters an identity by its path: a
+checkpoint does so by the hash of its files, a run by the hash of its config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from experiments.data.tokenizer import ALL_FILES
+from experiments.data.tokenizer import FILES as TOKENIZERS
+from experiments.support import hub
+from experiments.support.checkpoint import lacks, sha256
+from experiments.support.errors import UserError
+from experiments.support.hashes import file_hash
+from experiments.support.results import FILE as RESULT
+from experiments.support.results import TRAINING
+from methods import compressed, slorb
+from models import bert, gpt2, vit
+from models.bert import BertLM
+from models.gpt2 import GPT
+from models.hf import CausalLM
+from models.vit import ViT
+
+# In the directory of a finished run: plain weights as the method ends, those of the averaged copy,
+# and what the method's layers held before they became plain.
+WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
+MOST_LISTED = 50  # finished runs
+_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """A checkpoint of transformers; `build` takes it as a causal language model.
+
+    path: a local folder, or an id on the hub, owner/name@revision to pin it. block_size: tokens per
+    training sequence; null = as many as the model takes.
+    """
+
+    path: str
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size < 1:
+            raise UserError(f"model.block_size={self.block_size}; it must be at least 1")
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the checkpoint is; one on the hub is downloaded into the hub's cache.
+
+        Raises:
+            UserError: it is neither here nor there, or holds no weights in safetensors.
+        """
+        folder = Path(self.path)
+        if not folder.is_dir():
+            folder = hub.download(self.path, _CHECKPOINT_FILES, "model.path")
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise UserError(
+                f"model.path={self.path} has no config.json with weights in .safetensors: give the "
+                "folder that save_pretrained of transformers wrote"
+            )
+        return folder
+
+    @property
+    def pinned(self) -> str:
+        """`path`, of an id on the hub with the commit that was taken: what a result names."""
+        commit = None if Path(self.path).is_dir() else hub.commit(self.folder)
+        return self.path if commit is None else f"{self.path.partition('@')[0]}@{commit}"
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.folder / name).is_file() for name in TOKENIZERS)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the architecture and the weights, 16 hex digits."""
+        files = [self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))]
+        digest = hashlib.sha256()
+        for path in files:
+            digest.update(bytes.fromhex(sha256(path)))
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str | None:
+        """Hash of the files of the tokenizer, 16 hex digits; None without one."""
+        if not self.has_tokenizer:
+            return None
+        paths = (self.folder / name for name in ALL_FILES)
+        found = {path.name: sha256(path) for path in paths if path.is_file()}
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+    def build(self) -> CausalLM:
+        """The model with its weights, on the CPU."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        try:
+            return CausalLM.from_pretrained(self.folder, self.block_size)
+        except ValueError as error:
+            raise UserError(f"model.path={self.path}: {error}") from error
+
+    @cached_property
+    def model_type(self) -> str | None:
+        """What transformers calls the architecture."""
+        return _model_type(self.folder)
+
+    def build_ours(self) -> GPT | BertLM | ViT:
+        """The model of ours with the same outputs, on the CPU in fp32.
+
+        Raises:
+            UserError: it is none of GPT-2, BERT (with its head for masked words) and ViT, or has
+                settings that ours do not have.
+        """
+        import transformers
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        names = {name for path in self.folder.glob("*.safetensors") for name in _names(path)}
+
+        def has(part: str) -> bool:
+            return any(part in name for name in names)
+
+        # Which of its forms a checkpoint is shows in the heads that it has.
+        choices: dict[str | None, tuple[str, Callable[[Any], GPT | BertLM | ViT]]] = {
+            "gpt2": ("GPT2LMHeadModel", gpt2.from_hf),
+            "bert": (
+                "BertForPreTraining" if has("seq_relationship") else "BertForMaskedLM",
+                bert.from_hf,
+            ),
+            "vit": ("ViTForImageClassification" if has("classifier") else "ViTModel", vit.from_hf),
+        }
+        if self.model_type not in choices:
+            raise UserError(
+                f"{self.path} is a checkpoint of {self.model_type}; only those of gpt2, bert and "
+                "vit can be read into models of this project"
+            )
+        kind, convert = choices[self.model_type]
+        try:
+            loaded, info = getattr(transformers, kind).from_pretrained(
+                self.folder, use_safetensors=True, output_loading_info=True
+            )
+            # The pooler of a ViTModel is no part of its features.
+            if missing := [n for n in sorted(info["missing_keys"]) if "pooler" not in n]:
+                raise ValueError(f"{missing[0]} and {len(missing) - 1} more weights are missing")
+            return convert(loaded.float())
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{self.path}: {' '.join(str(error).split())}") from error
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+
+
+def _model_type(folder: Path) -> str | None:
+    """The architecture by the `config.json` of transformers; a run's own names none."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
+
+
+def _checkpoint(directory: Path) -> HFConfig | None:
+    """`directory` as a checkpoint of transformers; None where it is a run, or is to be one."""
+    return None if _model_type(directory) is None else HFConfig(str(directory))
+
+
+def read_result(directory: Path) -> dict[str, Any]:
+    """The `result.json` of the finished run in `directory`.
+
+    Raises:
+        UserError: there is none, or it is damaged, or that of something else than a training.
+    """
+    path = directory / RESULT
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if below := runs_below(directory):
+            raise UserError(
+                f"{directory} holds no finished run itself, but {len(below)} below; give the path "
+                "of one of them:",
+                below[:MOST_LISTED] + ["..."] * (len(below) > MOST_LISTED),
+            ) from error
+        raise UserError(
+            f"{directory} holds no finished run ({RESULT} is missing); run it to its end first"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); run it again") from error
+    parts = result.get("config") if isinstance(result, dict) and "config_hash" in result else None
+    if not isinstance(parts, dict) or not {"model", "data", "method"} <= parts.keys():
+        raise UserError(f"{path} is not the result of a training, whose config it lacks")
+    if (found := lacks(result, TRAINING)) is not None:
+        raise UserError(f"{path} is damaged (no {found} in it); remove it and run again")
+    return result
+
+
+def runs_below(directory: Path) -> list[str]:
+    """A line on each finished training in a folder of runs, or of a model's or a method's: its path
+    there, method, seed and loss."""
+    lines = []
+    depths = ("*", "*/*", "*/*/*")
+    for path in sorted(path for depth in depths for path in directory.glob(f"{depth}/{RESULT}")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            method, seed = result["config"]["method"]["name"], result["seed"]
+            loss = result["metrics"]["val_loss"]
+        except (OSError, ValueError, KeyError, TypeError):  # of an evaluation, say, or damaged
+            continue
+        inside = path.parent.relative_to(directory)
+        told = "not finite" if loss is None else f"{loss:.4f}"
+        lines.append(f"{inside}  {method}, seed {seed}, val_loss {told}")
+    return lines
+
+
+def source_hash(directory: Path) -> str:
+    """Hash of what `init=directory` stands for: the config of a finished run, or the weights of a
+    checkpoint of transformers."""
+    hf = _checkpoint(directory)
+    return read_result(directory)["config_hash"] if hf is None else hf.fingerprint
+
+
+def weight_files(directory: Path, weights: str) -> dict[str, str]:
+    """SHA-256 of the files that the `weights` (`sparse`, `dense`) of a finished run, or of a
+    checkpoint of transformers, come from.
+
+    Raises:
+        UserError: there is no finished run, or they are missing or damaged.
+    """
+    names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
+    if _checkpoint(directory) is None:
+        check_files(directory, read_result(directory), *names)
+    return {name: file_hash(directory / name) for name in names if (directory / name).is_file()}
+
+
+def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
+    """What is wrong with the files of the finished run in `directory`: those of `names` that it
+    has, without names all; None if nothing is. A run that stored no hashes has to have weights.
+    """
+    vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
+    if not isinstance(vouched, dict) or {*map(type, vouched.values())} - {str, type(None)}:
+        return f"{directory / RESULT} is damaged (files in it are no hashes by their names)"
+    for name in names or vouched:
+        path, expected = directory / name, vouched.get(name)
+        if name in vouched and not path.is_file():
+            return f"{path} is missing"
+        if expected is not None and (found := file_hash(path)) != expected:
+            return (
+                f"{path} was changed since it was written: its sha256 is {found[:12]}..., "
+                f"{RESULT} says {expected[:12]}..."
+            )
+    return None
+
+
+def check_files(directory: Path, result: dict[str, Any], *names: str) -> None:
+    """A UserError with the command that mends it, where there is `damage`."""
+    if wrong := damage(directory, result, *names):
+        how = result.get("command") or f"the settings are in {directory / 'config.json'}"
+        raise UserError(f"{wrong}; make the run again: {how}")
+
+
+def load_weights(model: nn.Module, directory: Path) -> None:
+    """The weights of the finished run, or of the checkpoint of transformers, in `directory` put
+    into the plain `model`, in place.
+
+    Raises:
+        UserError: they are missing, damaged or of another architecture.
+    """
+    hf = _checkpoint(directory)
+    state = dict(hf.build_ours().named_parameters()) if hf else _of_run(model, directory)
+    own = dict(model.named_parameters())
+    wrong = sorted(
+        name
+        for name in own.keys() | state.keys()
+        if name not in own or name not in state or own[name].shape != state[name].shape
+    )
+    if wrong:
+        raise UserError(
+            f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
+            "more differ; set model.* as there"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def _of_run(model: nn.Module, directory: Path) -> dict[str, Tensor]:
+    """The weights of a finished run; low-rank terms that are among them are given to `model`."""
+    path = directory / WEIGHTS
+    check_files(directory, read_result(directory), WEIGHTS)
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); run it again") from error
+    slorb.attach(model, state)
+    compressed.attach(model, state)
+    return state

@@ -1,0 +1,100 @@
+"""Names of run directories: found by their hash, with a tag that tells people what a run is.
+
+The tag is a function of the config like the hash, but no part of what a run is known by: it may be
+told otherwise tomorrow, and a run that is there under another one, or under none, is still found.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.config.command_line import CONF, named, plain
+
+LONGEST = 60  # characters of a tag, but for the "_more" at its end
+_WORD = 24  # of one part of it
+_SHORT = {"learning_rate": "lr", "batch_size": "batch"}
+
+
+def find(parent: Path, digest: str, seed: int, name: Callable[[], str]) -> Path:
+    """`<parent>/<name>-<digest>/seed<seed>`, or what is there already in the place of `<name>`: of
+    several, one that has this seed."""
+    there = sorted(parent.glob(f"*-{digest}"), key=lambda p: (not (p / f"seed{seed}").exists(), p))
+    folder = there[0] if there else parent / f"{name()}-{digest}"
+    return folder / f"seed{seed}"
+
+
+def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], more: str) -> str:
+    """The method, and the options that differ from those in its file; then the files of model and
+    train that these come nearest to, if they are not those of a bare command, and what differs from
+    them; then one more word. Letters, digits and `._+-` alone, which need no quotes anywhere: an
+    equals sign would in `run=DIR`.
+    """
+    words = []
+    for group, values in (("method", method), ("model", model), ("train", train)):
+        values = json.loads(json.dumps(values))  # tuples as lists, as in a file
+        found = {
+            file: _differing(values, known)
+            for file, known in _files(group).items()
+            if values.get("name") == known.get("name")
+        }
+        default = _chosen()[group]
+        file = min(found, key=lambda file: (len(found[file]), file != default, file), default=None)
+        if file is not None:
+            words += [file] if group == "method" or file != default else []
+            words += found[file]
+    first, *rest = dict.fromkeys([*words, *([more] if more else [])])
+    kept: list[str] = []
+    for number, word in enumerate(rest):
+        if len("-".join([*kept, word])) > LONGEST:
+            kept.append(f"{len(rest) - number}_more")
+            break
+        kept.append(word)
+    return "-".join([first, *kept])
+
+
+def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """Words for the keys of a file that have another value; one that the file takes from elsewhere
+    in the config says nothing."""
+    words = []
+    for key, default in known.items():
+        value = values.get(key, default)
+        if value != default and not str(default).startswith("${"):
+            for long, short in _SHORT.items():
+                key = key.replace(long, short)
+            said = re.sub(r"[^\w.+-]+", "_", plain(value), flags=re.A).strip("_.")
+            words.append(f"{key}_{said}"[:_WORD].rstrip("_."))
+    return words
+
+
+@functools.cache
+def _files(group: str) -> dict[str, dict[str, Any]]:
+    """By their names, the values in the files of a group that are no parts of others; a folder in
+    it is a part of the name, before a dot."""
+    folder = CONF / group
+    paths = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("[!_]*.yaml")}
+    return {".".join(name.parts): _read(path) for name, path in sorted(paths.items())}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    values: dict[str, Any] = {}
+    for part in content.pop("defaults", []):
+        if isinstance(part, str) and part != "_self_":
+            values |= _read(named(part, path))
+    return values | content
+
+
+@functools.cache
+def _chosen() -> dict[str, str]:
+    """The file of each group that a command takes where it names none."""
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "pretrain.yaml"), resolve=False)
+    return {k: v for choice in content["defaults"] if choice != "_self_" for k, v in choice.items()}

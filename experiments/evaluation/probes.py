@@ -1,0 +1,186 @@
+"""What frozen features know of the classes: nearest neighbours and logistic regression.
+
+Both are fitted on the features of the training images, in their validation transform, and tested on
+those of the validation images. The regression sees every feature standardised, with mean 0 and
+deviation 1 over the training images; neighbours see them as the model gives them. Shapes: N
+training and M test images, C features, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.data.source import Batch
+from experiments.images.dataset import ImageConfig, Images, load_images
+from experiments.images.memory import GreyImages, hold
+from experiments.images.source import eval_transform
+from experiments.images.stream import Stream, read_ahead
+from models.vit import ViT
+
+if TYPE_CHECKING:
+    from experiments.images.source import Transform
+
+# Weight decays of the logistic regression; a held-out tenth of the training images chooses.
+DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # DINO's
+_BATCH = 256  # images per forward pass
+_ROWS = 2**16  # images per product with all classes
+_COSINES = 2**26  # between test and training images at a time
+_ITERATIONS = 500
+
+
+def probe(
+    model: ViT, config: ImageConfig, device: torch.device | str = "cpu", workers: int = 0
+) -> dict[str, float]:
+    """`knn_top1` and `linear_top1` in percent of the validation images, and the `linear_decay`
+    that was chosen. The model is moved to `device`.
+    """
+    images = load_images(config)
+    model = model.to(device).eval()
+    x, y = features(model, images, "train", config, device, workers)
+    test_x, test_y = features(model, images, "val", config, device, workers)
+    predicted, decay = linear(x, y, test_x, len(images.classes))
+    return {
+        "knn_top1": top1(knn(x, y, test_x, len(images.classes)), test_y),
+        "linear_top1": top1(predicted, test_y),
+        "linear_decay": decay,
+    }
+
+
+@torch.no_grad()
+def features(
+    model: ViT,
+    images: Images,
+    split: str,
+    config: ImageConfig,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(features [N, C] fp32, classes int64 [N]) of all images of a split, in a fixed random order.
+
+    With `config.on_corrupt=skip` the next image stands for a corrupt one of the training split.
+    """
+    skip = split == "train" and config.on_corrupt == "skip"
+    stream = Stream(getattr(images, split), 0, skip)
+    count = len(stream.split.labels)
+    parts = [range(i, min(i + _BATCH, count)) for i in range(0, count, _BATCH)]
+    if held := hold(images, config, device):
+        read, workers = partial(_take, stream, held[split]), 0
+    else:
+        read = partial(_read, stream, eval_transform(config))
+    found: list[tuple[Any, Tensor]] = [
+        (model.features(batch["input"].to(device)).float(), batch["target"].to(device))
+        for batch in read_ahead(read, parts, workers, stream.skipped)
+    ]
+    return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
+
+
+def _take(stream: Stream, held: GreyImages, numbers: range) -> Batch:
+    """Of images that lie on the device."""
+    input, target = held.plain(stream.indices(np.arange(numbers.start, numbers.stop)))
+    return {"input": input, "target": target}
+
+
+def _read(stream: Stream, transform: Transform, numbers: range) -> Batch:
+    opened = [stream.open(number) for number in numbers]
+    inputs = torch.stack([transform(image) for image, _ in opened])
+    return {"input": inputs, "target": torch.tensor([label for _, label in opened])}
+
+
+def knn(
+    x: Tensor,
+    y: Tensor,
+    test_x: Tensor,
+    n_classes: int,
+    k: int = NEIGHBOURS,
+    temperature: float | None = TEMPERATURE,
+) -> Tensor:
+    """Class of each test image by a vote of its k nearest training images, by cosine.
+
+    Args:
+        x, y: features [N, C] and classes [N] of the training images. test_x: features [M, C].
+        temperature: a neighbour of cosine c has exp(c / temperature) votes; None: one.
+    Returns: int64 [M]. Equal votes go to the lower class.
+    """
+    train = F.normalize(x, dim=1)
+    found = []
+    for rows in _chunks(test_x, max(1, _COSINES // len(train))):
+        cosines, nearest = (F.normalize(rows, dim=1) @ train.T).topk(min(k, len(train)))
+        weights = torch.ones_like(cosines) if temperature is None else (cosines / temperature).exp()
+        votes = weights.new_zeros(len(rows), n_classes).scatter_add_(1, y[nearest], weights)
+        found.append(votes.argmax(1))
+    return torch.cat(found)
+
+
+def linear(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> tuple[Tensor, float]:
+    """(class of each test image by logistic regression, int64 [M], and its weight decay).
+
+    Features are standardised by the training images. The decay is that of `DECAYS` which is right
+    most often on every tenth training image after a fit on the others (the largest, of equal ones);
+    the last fit takes all.
+    """
+    deviation, mean = torch.std_mean(x, dim=0)
+    deviation = deviation.clamp_min(1e-6 * float(deviation.max()))  # features that never change
+    x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
+    best = _best_decay(x, y, n_classes)
+    weight, bias = logistic_regression(x, y, n_classes, best)
+    return (test_x @ weight.T + bias).argmax(1), best
+
+
+def _best_decay(x: Tensor, y: Tensor, n_classes: int) -> float:
+    held_out = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    held_out[::10] = True
+    fit_x, fit_y = x[~held_out], y[~held_out]  # one copy, for all decays
+
+    def score(decay: float) -> float:
+        weight, bias = logistic_regression(fit_x, fit_y, n_classes, decay)
+        return top1((x[held_out] @ weight.T + bias).argmax(1), y[held_out])
+
+    return max(DECAYS, key=lambda decay: (score(decay), decay))
+
+
+def logistic_regression(
+    x: Tensor, y: Tensor, n_classes: int, decay: float
+) -> tuple[Tensor, Tensor]:
+    """(weight [K, C], bias [K]) that minimise mean cross entropy + decay / 2 * |weight|^2, by
+    L-BFGS over all N rows. scikit-learn's `LogisticRegression(C=1 / (decay * N))` is the same.
+    """
+    weight = x.new_zeros(n_classes, x.shape[1], requires_grad=True)
+    bias = x.new_zeros(n_classes, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=_ITERATIONS,
+        tolerance_grad=1e-6,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = decay / 2 * weight.square().sum()
+        total.backward()
+        total = total.detach()
+        for rows, classes in zip(_chunks(x, _ROWS), _chunks(y, _ROWS), strict=True):
+            loss = F.cross_entropy(F.linear(rows, weight, bias), classes, reduction="sum") / len(x)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    return weight.detach(), bias.detach()
+
+
+def top1(predicted: Tensor, y: Tensor) -> float:
+    """Percent of the predictions [M] that are right."""
+    return 100.0 * (predicted == y).float().mean().item()
+
+
+def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
+    return iter(rows.split(size))

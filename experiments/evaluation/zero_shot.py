@@ -1,0 +1,192 @@
+"""Zero-shot tasks through EleutherAI's lm-eval, as a library.
+
+Tasks are lm-eval's own by name (their data come from the hub), or those of a local folder of task
+files, with which nothing is downloaded. A name of `TASK_SETS` stands for the tasks of that paper.
+Code from data sets is never run.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.support.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# What the tables hold: AST's Table 2 and SLoPe's Table 3, by their plain `acc`.
+TASK_SETS = {
+    "ast": (
+        *("boolq", "rte", "hellaswag", "winogrande"),
+        *("arc_easy", "arc_challenge", "openbookqa"),
+    ),
+    "slope": (
+        *("mmlu", "arc_challenge", "openbookqa", "winogrande"),
+        *("hellaswag", "mathqa", "piqa", "race"),
+    ),
+}
+
+
+def expand(tasks: Sequence[str]) -> tuple[str, ...]:
+    """`tasks` with the names of papers replaced by their tasks, each once."""
+    return tuple(dict.fromkeys(name for task in tasks for name in TASK_SETS.get(task, (task,))))
+
+
+def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
+    """What the scores depend on beside the model: tasks, lm-eval's version, local task files and
+    the local data that they name.
+
+    Raises:
+        UserError: lm-eval is not installed, or there is no such folder.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError("tasks need lm-eval: pip install 'sparse24[hf]'")
+    found: dict[str, Any] = {"tasks": list(tasks), "lm_eval": version("lm_eval")}
+    if task_folder is not None:
+        folder = Path(task_folder)
+        if not folder.is_dir():
+            raise UserError(f"task_folder={task_folder} is no folder")
+        digest = hashlib.sha256()
+        for path in _files(folder):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        for name, path in _named_data(folder):
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        found["task_files"] = digest.hexdigest()
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name as it stands there, file) of the local data that the task files of a folder name:
+    files, patterns and folders, from the working directory."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Without lm-eval's own tags, which name functions."""
+
+    Loader.add_multi_constructor("", lambda *_: None)
+    for task in _files(folder):
+        if task.suffix in (".yaml", ".yml"):
+            try:
+                content = yaml.load(task.read_text(encoding="utf-8"), Loader)
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise UserError(f"{task} is no task file: {error}") from error
+            if not isinstance(content, dict):
+                continue
+            for name in _strings([content.get("dataset_path"), content.get("dataset_kwargs")]):
+                # Path.glob takes no absolute patterns.
+                for place in map(Path, sorted(glob.glob(name, recursive=True))):  # noqa: PTH207
+                    for path in [place] if place.is_file() else _files(place):
+                        yield name, path
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings among the values of nested lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    max_length: int,
+    *,
+    task_folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch: int = 8,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """By task (or group of tasks): `metrics`, `stderr`, `version`, `n` and `num_fewshot`.
+
+    Args:
+        model: on its device. max_length: tokens that it takes at once.
+        dtype: of autocast; None computes in the dtype of the weights.
+        task_folder: of lm-eval's task files, which come before its own; paths in them are taken
+            from the working directory.
+        num_fewshot: examples before each question; None leaves it to the task.
+        limit: questions per task, the first ones; None takes all.
+        seed: of the choice of examples.
+    Raises:
+        UserError: an unknown task, or data that cannot be had.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_path=task_folder, include_defaults=False)
+    if not set(tasks) <= set(manager.all_tasks):  # its own are thousands: some seconds
+        manager = TaskManager(include_path=task_folder)
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        where = "" if task_folder is None else f", nor has {task_folder}"
+        raise UserError(f"lm-eval {version('lm_eval')} has no task {', '.join(unknown)}{where}")
+    model.eval()
+    lm = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch,
+        max_length=max_length,
+        mixed_precision_dtype=dtype,
+        trust_remote_code=False,
+    )
+    try:
+        found = simple_evaluate(
+            lm,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=1000,  # of metrics whose error has no closed form
+            log_samples=False,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    except (ConnectionError, FileNotFoundError) as error:  # of datasets and the hub's client
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"the data of {', '.join(tasks)} could not be had: {reason}") from error
+    assert found is not None  # it is None on other ranks than 0 alone
+    return {name: _summary(found, name) for name in found["results"]}
+
+
+def _summary(found: Any, task: str) -> dict[str, Any]:
+    """One task of lm-eval's answer, whose keys are `metric,filter`."""
+    values = {k: v for k, v in found["results"][task].items() if isinstance(v, int | float)}
+    by_metric: dict[str, float] = {}
+    stderr: dict[str, float] = {}
+    for key, value in values.items():
+        metric, comma, chosen = key.partition(",")
+        if not comma:
+            continue
+        name = metric if chosen == "none" else f"{metric}_{chosen}"
+        into = stderr if metric.endswith("_stderr") else by_metric
+        into[name.replace("_stderr", "")] = float(value)
+    samples = found["n-samples"].get(task, {})
+    return {
+        "metrics": by_metric,
+        "stderr": stderr,
+        "version": found["versions"].get(task),
+        "n": samples.get("effective"),
+        "num_fewshot": found["n-shot"].get(task),
+    }

@@ -1,0 +1,1 @@
+"""Fine-tuning on GLUE and SQuAD: tasks, their data and their scores."""

@@ -1,0 +1,335 @@
+"""What a fine-tuning is: a pre-trained model, a task, a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from experiments.config.initial import HFConfig, weight_files
+from experiments.config.run import composed, digest, plain, typed
+from experiments.config.settings import DTYPES, ImplConfig, TrainConfig, check_seed
+from experiments.data.tokenizer import folder_tokenizer
+from experiments.finetuning import glue, squad
+from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
+from experiments.support.errors import UserError
+from methods import Method, dense
+
+GLUE, SQUAD = "glue", "squad"
+TASKS = (*glue.TASKS, SQUAD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a task is fine-tuned. Batches are in sequences; of SQuAD these are windows.
+
+    learning_rate: peak; it rises from 0 over `warmup_fraction` of the steps and falls to 0.
+    grad_clip: global norm; 0 = off. dropout: before the classifier; the trunk keeps its own.
+    max_length: tokens of a sequence. stride: between two windows of a SQuAD context, `stride_is`
+    the `overlap`, the tokens that they share, or the `step` from one start to the next.
+    padding: up to the `longest` sequence of a batch, or always to `max_length`. dtype: of autocast.
+    """
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    warmup_fraction: float
+    schedule: str
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    grad_clip: float
+    dtype: str
+    dropout: float
+    max_length: int
+    stride: int
+    stride_is: str
+    padding: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name, least in {"epochs": 1, "batch_size": 1, "max_length": 8, "stride": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"recipe.{name}={getattr(self, name)}; it must be at least {least}"
+                )
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"recipe.{name}={getattr(self, name)}; it must not be negative")
+        if not 0 <= self.warmup_fraction <= 1:
+            raise ValueError(
+                f"recipe.warmup_fraction={self.warmup_fraction}; it must lie in [0, 1]"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"recipe.dropout={self.dropout}; it must lie in [0, 1)")
+        for name, choices in {
+            "schedule": ("cosine", "linear"),
+            "dtype": DTYPES,
+            "stride_is": ("overlap", "step"),
+            "padding": ("longest", "max_length"),
+        }.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"recipe.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        self.train(1)  # checks the rest
+
+    def train(self, steps: int) -> TrainConfig:
+        """The settings of the optimizer for so many steps.
+
+        Raises:
+            UserError: one that no training has.
+        """
+        try:
+            return TrainConfig(
+                steps=steps,
+                batch_size=self.batch_size,
+                learning_rate=self.learning_rate,
+                warmup_steps=int(self.warmup_fraction * steps),
+                schedule=self.schedule,
+                betas=self.betas,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+                grad_clip=self.grad_clip,
+                dtype=self.dtype,
+            )
+        except ValueError as error:
+            text = str(error).replace("train.steps", "the number of steps in recipe.epochs")
+            raise UserError(text.replace("train.", "recipe.")) from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of transformers, with what is asked of a `FinishedRun`."""
+
+    config: HFConfig
+    method: str = "dense"
+
+    longest: None = None
+
+    @property
+    def config_hash(self) -> str:
+        return f"{self.config.fingerprint} {self.config.tokenizer_fingerprint}"
+
+    def model(self, weights: str = "sparse") -> nn.Module:
+        # There is one kind of weights.
+        bert = self.config.model_type == "bert"
+        return self.config.build_ours() if bert else self.config.build()
+
+    def tokenizer(self) -> glue.Encoding:
+        return folder_tokenizer(str(self.config.folder))
+
+    def method_for(
+        self,
+        model: nn.Module,
+        mode: str,
+        total_steps: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> Method:
+        if mode == "sparse":
+            raise UserError(
+                f"model.path={self.config.path} knows no sparse method: set mode=dense, or train "
+                "it with a method (`python -m experiments.distill`) and give that run"
+            )
+        include = ("*.h.*", "*.layers.*", "*.layer.*")  # the blocks, whatever they are called
+        method = dense.Method(dense.Config(include=include, total_steps=total_steps, seed=seed))
+        method.convert(model, dtype)
+        return method
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """One fine-tuning, or with `task="glue"` all that the recipe lists.
+
+    source: directory of a finished run, or a checkpoint of transformers. weights: those of it that
+    are fine-tuned. recipes: by task. data: a folder, or an id on the hub.
+    """
+
+    seed: int
+    tier: str
+    runs: Path
+    source: Path | HFConfig
+    task: str
+    mode: str
+    weights: str
+    data: str
+    recipes: dict[str, Recipe]
+    impl: ImplConfig
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.recipes[self.task]
+
+    def single(self, task: str) -> FinetuneConfig:
+        """This config for one of its tasks."""
+        return dataclasses.replace(self, task=task, recipes={task: self.recipes[task]})
+
+    def open(self) -> FinishedRun | Checkpoint:
+        """What is fine-tuned.
+
+        Raises:
+            UserError: the run is not finished, or there is no such checkpoint.
+        """
+        if isinstance(self.source, HFConfig):
+            return Checkpoint(self.source)
+        return FinishedRun.open(self.source)
+
+    def data_hash(self) -> str | None:
+        """Hash of the tasks' files in a folder; None for data of the hub.
+
+        Raises:
+            UserError: the folder is missing, or that of a task in it.
+        """
+        if not glue.is_folder(self.data):
+            return None
+        if self.task == SQUAD:
+            return glue.fingerprint(squad.files(self.data))
+        if self.task == GLUE:
+            glue.check_present(list(self.recipes), self.data)
+        return glue.fingerprint([path for t in self.recipes for path in glue.files(t, self.data)])
+
+    def weights_hash(self) -> str:
+        """Hash of the weights that are fine-tuned."""
+        if isinstance(self.source, HFConfig):
+            return self.source.fingerprint
+        return digest(weight_files(self.source, "dense"))
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "mode": self.mode,
+            "weights": self.weights,
+            "data": self.data_hash() or self.data,
+            "recipe": {task: dataclasses.asdict(r) for task, r in self.recipes.items()},
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the result depends on, but for the weights of a run."""
+        return {"seed": self.seed, "source": self.open().config_hash, **self._settings()}
+
+    def digest(self) -> str:
+        """Hash of `identity()`, 16 hex digits."""
+        return digest(self.identity())
+
+    def directory(self) -> Path:
+        """`<directory of the run>/finetune/<task>-<mode>-<hash without the seed>/seed<seed>`; of a
+        checkpoint, `<runs>/<its name>` stands for the run."""
+        settings = self._settings()
+        if isinstance(self.source, HFConfig):
+            home = self.runs / Path(self.source.path).resolve().name
+            settings["source"] = self.open().config_hash
+        else:
+            home = self.source
+        name = f"{self.task}-{self.mode}-{digest(settings)[:8]}"
+        return home / "finetune" / name / f"seed{self.seed}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole resolved config as plain values."""
+        hf = isinstance(self.source, HFConfig)
+        return {
+            **self.identity(),
+            "run": None if hf else str(self.source),
+            "model": {"path": self.source.pinned if isinstance(self.source, HFConfig) else None},
+            "data": {"source": self.data},
+            "tier": self.tier,
+            "runs": str(self.runs),
+            "impl": dataclasses.asdict(self.impl),
+        }
+
+
+# ------------------------------------------------------------------ configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Top:
+    seed: int
+    tier: str
+    runs: str
+    run: str | None
+    task: str
+    mode: str
+    weights: str
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        known = {"task": (*TASKS, GLUE), "mode": MODES, "weights": WEIGHTS_OF}
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
+                )
+        if self.weights == "dense" and self.mode != "dense":
+            raise ValueError(
+                f"weights=dense with mode={self.mode}: the dense weights under the masks can only "
+                "be fine-tuned densely; set mode=dense"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    source: str | None
+
+
+def load(overrides: list[str] | None = None) -> FinetuneConfig:
+    """`composed` of `experiments/conf/finetune.yaml`, as a fine-tuning."""
+    return composed("finetune", freeze, overrides)
+
+
+def freeze(composed: Any) -> FinetuneConfig:
+    """The typed form of a composed `DictConfig`."""
+    fields = [f.name for f in dataclasses.fields(_Top)]
+    groups = plain(composed, "data", "impl", "model", "recipe", *fields)
+    top = typed(_Top, "the config", {key: groups[key] for key in fields})
+    path, data = groups["model"]["path"], typed(_Data, "data", groups["data"])
+    if (top.run is None) == (path is None):
+        raise UserError(
+            "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
+            "checkpoint of transformers"
+        )
+    recipe = dict(groups["recipe"])
+    listed = _listed(recipe.pop("tasks"))
+    names = listed if top.task == GLUE else (top.task,)
+    values = {task: _for_task(recipe, task) for task in names}
+    return FinetuneConfig(
+        seed=top.seed,
+        tier=top.tier,
+        runs=Path(top.runs),
+        source=Path(top.run) if path is None else typed(HFConfig, "model", groups["model"]),
+        task=top.task,
+        mode=top.mode,
+        weights=top.weights,
+        data=data.source or (squad.HUB if top.task == SQUAD else glue.HUB),
+        recipes={task: typed(Recipe, "recipe", own) for task, own in values.items()},
+        impl=typed(ImplConfig, "impl", groups["impl"]),
+    )
+
+
+def _listed(tasks: Any) -> tuple[str, ...]:
+    """The tasks of `task=glue`."""
+    names = tuple(tasks) if isinstance(tasks, list) else ()
+    if not names or len({*names}) < len(names) or not {*names} <= {*glue.TASKS}:
+        raise UserError(
+            f"recipe.tasks={tasks}; give a list of different ones of {', '.join(glue.TASKS)}"
+        )
+    return names
+
+
+def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:
+    """The recipe with the values of this task where they differ by task."""
+    for key, value in recipe.items():
+        unknown = set(value) - {*TASKS, "default"} if isinstance(value, dict) else set()
+        if unknown or (isinstance(value, dict) and not value.keys() & {task, "default"}):
+            raise UserError(
+                f"recipe.{key} differs by task, but has {', '.join(map(str, value))}; it takes "
+                f"default and {', '.join(TASKS)}"
+            )
+    return {
+        key: value.get(task, value.get("default")) if isinstance(value, dict) else value
+        for key, value in recipe.items()
+    }

@@ -1,0 +1,430 @@
+"""The nine tasks of GLUE (Wang et al., arXiv 1804.07461): files, labels, inputs and metrics.
+
+Examples come from a local folder in GLUE's own layout (`CoLA/train.tsv`, `SST-2/dev.tsv`, ...), or
+from the hub (`nyu-mll/glue`). The files have no quoting: a quotation mark is a character, and a
+tab always separates. Test splits have no public labels; results are those of the dev splits.
+
+Each task has one number by which papers compare, `score`, after Devlin et al. (arXiv 1810.04805,
+table 1): F1 for MRPC and QQP, Spearman's correlation for STS-B, Matthews' for CoLA, accuracy for
+the others, of MNLI on the matched split. SLoPe's table of GLUE (arXiv 2405.16325) means F1 too: its
+dense MRPC, 81.2, is the F1 on the dev split (279 of 408 pairs positive) of always saying yes, whose
+accuracy is 68.4. FST's code gives accuracy and F1, Pearson and Spearman: all of them are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.data.tokenizer import CLS, PAD, SEP, HFTokenizer
+from experiments.support.errors import UserError
+from experiments.support.hashes import file_hash
+
+if TYPE_CHECKING:
+    import tiktoken
+
+    Encoding = tiktoken.Encoding | HFTokenizer
+
+HUB = "nyu-mll/glue"
+REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
+MAX_BROKEN = 0.01  # of the lines of a file, where short ones are left out
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where a task's examples are and what is asked about them.
+
+    texts, label: names of the columns in the files. labels: what can stand in the label column,
+    in the order of the classes; none for STS-B, whose label is a number from 0 to 5. header: of
+    files that have none. dev: the name of each dev split and of its file. hub_texts: the columns
+    on the hub, where their names are others. broken_lines: short lines of the training file
+    are left out and counted, at most 1 % of it, because the published one has some.
+    """
+
+    folder: str
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+    label: str = "label"
+    header: tuple[str, ...] = ()
+    dev: tuple[tuple[str, str], ...] = (("dev", "dev.tsv"),)
+    hub_texts: tuple[str, ...] = ()
+    broken_lines: bool = False
+
+    @property
+    def n_labels(self) -> int:
+        """Classes; 1 for a number."""
+        return len(self.labels) or 1
+
+
+_PAIR = ("sentence1", "sentence2")
+_BINARY = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+
+TASKS = {
+    "cola": Task("CoLA", ("sentence",), _BINARY, header=("source", "label", "mark", "sentence")),
+    "sst2": Task("SST-2", ("sentence",), _BINARY),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), _BINARY, label="Quality", hub_texts=_PAIR),
+    "stsb": Task("STS-B", _PAIR, (), label="score"),
+    "qqp": Task(
+        "QQP", ("question1", "question2"), _BINARY, label="is_duplicate", broken_lines=True
+    ),
+    "mnli": Task(
+        "MNLI",
+        _PAIR,
+        ("entailment", "neutral", "contradiction"),
+        label="gold_label",
+        dev=(("dev", "dev_matched.tsv"), ("dev_mismatched", "dev_mismatched.tsv")),
+        hub_texts=("premise", "hypothesis"),
+    ),
+    "qnli": Task("QNLI", ("question", "sentence"), _ENTAILMENT),
+    "rte": Task("RTE", _PAIR, _ENTAILMENT),
+    "wnli": Task("WNLI", _PAIR, _BINARY),
+}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """texts: one or two of each example. labels [n]: classes (int64) or numbers (float64).
+    left_out: broken lines of the file."""
+
+    texts: list[tuple[str, ...]]
+    labels: np.ndarray
+    left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+# ------------------------------------------------------------------ reading
+
+
+def load(task: str, data: str) -> dict[str, Examples]:
+    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`.
+
+    Args:
+        data: a folder in GLUE's layout, or the id of GLUE on the hub.
+    Raises:
+        UserError: a missing folder, file or column, an empty split, a short line (in QQP's training
+            file, too many of them), or a label that the task does not have; it names the file and
+            the line.
+    """
+    if not is_folder(data):
+        return _from_hub(TASKS[task], task, data)
+    spec, folder = TASKS[task], _folder(task, data)
+    if task == "mrpc" and not (folder / "train.tsv").is_file():
+        return _split_mrpc(spec, folder)
+    splits = {"train": _examples(spec, folder / "train.tsv", spec.broken_lines)}
+    return splits | {name: _examples(spec, folder / file) for name, file in spec.dev}
+
+
+def is_folder(data: str) -> bool:
+    """Whether `data` is a folder here; else it is an id on the hub.
+
+    Raises:
+        UserError: it can be neither.
+    """
+    if Path(data).is_dir():
+        return True
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", data):
+        raise UserError(f"data.source={data} is missing: there is no such folder")
+    return False
+
+
+def files(task: str, data: str) -> list[Path]:
+    """The files that `load` reads from a folder, those of them that are there.
+
+    Raises:
+        UserError: the task's own folder is missing.
+    """
+    names = ["train.tsv", *(file for _, file in TASKS[task].dev), *_MRPC_FILES]
+    paths = [_folder(task, data) / name for name in names]
+    return [path for path in paths if path.is_file()]
+
+
+def check_present(tasks: Sequence[str], data: str) -> None:
+    """A UserError that tells the tasks that are in a folder from those that are not, if any."""
+    present = [task for task in tasks if (Path(data) / TASKS[task].folder).is_dir()]
+    if absent := [f"{t} ({TASKS[t].folder})" for t in tasks if t not in present]:
+        remedy = (
+            f"set recipe.tasks=[{','.join(present)}] to run those that are there"
+            if present
+            else "it must have GLUE's own layout"
+        )
+        raise UserError(
+            f"data.source={data} lacks the folders of {len(absent)} of {len(tasks)} tasks: "
+            f"{', '.join(absent)}; {remedy}"
+        )
+
+
+def fingerprint(paths: Sequence[Path]) -> str:
+    """Hash of the content of files, 16 hex digits."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(bytes.fromhex(file_hash(path)))
+    return digest.hexdigest()[:16]
+
+
+def _folder(task: str, data: str) -> Path:
+    folder = Path(data) / TASKS[task].folder
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is missing: data.source={data} must have GLUE's own layout, with the folder "
+            f"{TASKS[task].folder} for task={task}"
+        )
+    return folder
+
+
+# Microsoft's own file of MRPC, and GLUE's list of the pairs in it that make the dev split.
+_MRPC_FILES = ("msr_paraphrase_train.txt", "dev_ids.tsv")
+
+
+def _split_mrpc(spec: Task, folder: Path) -> dict[str, Examples]:
+    whole, ids = (folder / name for name in _MRPC_FILES)
+    if not whole.is_file() or not ids.is_file():
+        raise UserError(f"{folder} has neither train.tsv nor {whole.name} with {ids.name}")
+    in_dev = {tuple(fields[:2]) for _, fields in _lines(ids)}
+    columns = _columns(whole, (*spec.texts, spec.label, "#1 ID", "#2 ID"), spec.header)
+    rows: dict[str, list[tuple[int, list[str]]]] = {"train": [], "dev": []}
+    for number, fields in _rows(whole, columns, spec.header):
+        pair = fields[columns["#1 ID"]], fields[columns["#2 ID"]]
+        rows["dev" if pair in in_dev else "train"].append((number, fields))
+    return {name: _parse(spec, whole, columns, own) for name, own in rows.items()}
+
+
+def _examples(spec: Task, path: Path, broken_lines: bool = False) -> Examples:
+    columns = _columns(path, (*spec.texts, spec.label), spec.header)
+    broken: list[int] | None = [] if broken_lines else None
+    examples = _parse(spec, path, columns, _rows(path, columns, spec.header, broken))
+    lines = len(examples) + len(broken or [])
+    if broken and len(broken) > MAX_BROKEN * lines:
+        raise UserError(
+            f"{path}: {len(broken)} of {lines} lines have too few fields, the first of them line "
+            f"{broken[0]}; more than {MAX_BROKEN:.0%} means that the file is damaged"
+        )
+    return replace(examples, left_out=len(broken or []))
+
+
+def _parse(spec: Task, path: Path, columns: dict[str, int], rows: Any) -> Examples:
+    texts, labels = [], []
+    for number, fields in rows:
+        texts.append(tuple(fields[columns[name]] for name in spec.texts))
+        labels.append(_label(spec, fields[columns[spec.label]], f"{path}, line {number}"))
+    if not texts:
+        raise UserError(f"{path} has no examples")
+    return Examples(texts, np.array(labels))
+
+
+def _label(spec: Task, text: str, where: str) -> int | float:
+    if spec.labels:
+        if text not in spec.labels:
+            raise UserError(f"{where}: {text!r} is no label; it is one of {', '.join(spec.labels)}")
+        return spec.labels.index(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 5:
+        raise UserError(f"{where}: {text!r} is no label; it is a number from 0 to 5")
+    return value
+
+
+def _columns(path: Path, names: Sequence[str], header: Sequence[str]) -> dict[str, int]:
+    """Index of each named column."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    found = list(header)
+    if not header:
+        _, found = next(_lines(path), (1, []))
+    for name in names:
+        if name not in found:
+            raise UserError(f"{path}, line 1: no column {name!r} among {', '.join(found)}")
+    return {name: found.index(name) for name in names}
+
+
+def _rows(
+    path: Path, columns: dict[str, int], header: Sequence[str], broken: list[int] | None = None
+) -> Iterator[tuple[int, list[str]]]:
+    """Number and fields of each line with an example. Fields beyond the header's are ignored.
+
+    The numbers of short lines are appended to `broken`; without it they are errors.
+    """
+    for number, fields in _lines(path):
+        if number == 1 and not header:
+            continue
+        if len(fields) <= max(columns.values()):
+            if broken is None:
+                raise UserError(
+                    f"{path}, line {number}: {len(fields)} fields, and column "
+                    f"{max(columns, key=lambda name: columns[name])!r} is number "
+                    f"{max(columns.values()) + 1}"
+                )
+            broken.append(number)
+            continue
+        yield number, fields
+
+
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Number and fields of each line; Microsoft's file starts with a byte order mark."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                yield number, line.rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8: {error}") from error
+
+
+def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
+    # The hub's names of our splits.
+    names = {"train": "train", "dev": "validation"}
+    if task == "mnli":
+        names |= {"dev": "validation_matched", "dev_mismatched": "validation_mismatched"}
+    dataset = load_dataset(data, task, REVISION if data == HUB else None)
+    texts = spec.hub_texts or spec.texts
+    splits = {}
+    for ours, theirs in names.items():
+        if theirs not in dataset or not {*texts, "label"} <= {*dataset[theirs].column_names}:
+            raise UserError(
+                f"data.source={data} has no split {theirs!r} of {task} with columns "
+                f"{', '.join(texts)}, label"
+            )
+        split = dataset[theirs]
+        labels = np.array(split["label"])
+        if spec.labels and not ((labels >= 0) & (labels < len(spec.labels))).all():
+            raise UserError(
+                f"data.source={data}, {task}, {theirs}: a label is none of 0 to "
+                f"{len(spec.labels) - 1}"
+            )
+        columns = [split[name] for name in texts]
+        splits[ours] = Examples(list(zip(*columns, strict=True)), labels)
+    return splits
+
+
+def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
+    """A data set of the hub, all splits; without a revision, the newest.
+
+    Raises:
+        UserError: the hub does not give it.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(hub_id, config, revision=revision)
+    except (OSError, ValueError) as error:  # what its own errors derive from, offline ones too
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "
+            f"{reason}"
+        ) from error
+
+
+# ------------------------------------------------------------------ inputs
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How texts become one sequence of tokens.
+
+    BERT: [CLS] a [SEP] b [SEP], the second text and its [SEP] of type 1. Causal models: a b, with
+    nothing between them, as transformers joins them for GPT-2 and FST's and S-STE's runs had them.
+    `pad` fills the end of shorter sequences, where no model looks.
+    """
+
+    start: tuple[int, ...]
+    between: tuple[int, ...]
+    end: tuple[int, ...]
+    pad: int
+
+    @classmethod
+    def of(cls, encoding: Encoding) -> Frame:
+        """That of the models that a tokenizer is for.
+
+        Raises:
+            UserError: it has BERT's [CLS], but not the other two.
+        """
+        special = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
+        if CLS in special:
+            if missing := [name for name in (SEP, PAD) if name not in special]:
+                raise UserError(f"the tokenizer has {CLS}, but no {', '.join(missing)}")
+            separator = (special[SEP],)
+            return cls((special[CLS],), separator, separator, special[PAD])
+        return cls((), (), (), encoding.eot_token)
+
+    def special(self, texts: int) -> int:
+        """Number of tokens that belong to no text."""
+        return len(self.start) + (texts - 1) * len(self.between) + len(self.end)
+
+    def join(self, texts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+        """(ids of one sequence, never empty; where in it tokens of type 1 begin)."""
+        first = [*self.start, *texts[0]]
+        if len(texts) == 1:
+            ids = [*first, *self.end] or [self.pad]
+            return ids, len(ids)
+        first += self.between
+        return [*first, *texts[1], *self.end] or [self.pad], len(first)
+
+
+def encode(
+    encoding: Encoding, frame: Frame, texts: Sequence[tuple[str, ...]], max_length: int
+) -> list[tuple[list[int], int]]:
+    """`Frame.join` of each example, at most `max_length` tokens; of two texts the longer one gives
+    way first."""
+    columns = [encoding.encode_ordinary_batch(list(column)) for column in zip(*texts, strict=True)]
+    encoded = []
+    for parts in zip(*columns, strict=True):
+        room = max_length - frame.special(len(parts))
+        first, second = len(parts[0]), len(parts[1]) if len(parts) == 2 else 0
+        first = min(first, max(room - second, room - room // 2))
+        encoded.append(frame.join([parts[0][:first], *(p[: room - first] for p in parts[1:])]))
+    return encoded
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def predictions(task: str, logits: np.ndarray) -> np.ndarray:
+    """Classes, or numbers, of logits [n, n_labels]."""
+    return logits.argmax(axis=1) if TASKS[task].labels else logits[:, 0]
+
+
+def metrics(
+    task: str, predicted: dict[str, np.ndarray], examples: dict[str, Examples]
+) -> dict[str, float]:
+    """All metrics of a task in percent, by dev split, and `score`, the one that papers print.
+
+    A correlation with predictions or labels that are all equal, which is undefined, counts as 0.
+    """
+    labels = examples["dev"].labels
+    if task == "cola":
+        from sklearn.metrics import matthews_corrcoef
+
+        result = {"matthews": matthews_corrcoef(labels, predicted["dev"])}
+    elif task == "stsb":
+        from scipy.stats import pearsonr, spearmanr
+
+        constant = np.ptp(predicted["dev"]) == 0 or np.ptp(labels) == 0
+        both = {"spearman": spearmanr, "pearson": pearsonr}
+        result = {
+            name: 0.0 if constant else statistic(predicted["dev"], labels).statistic
+            for name, statistic in both.items()
+        }
+    elif task in ("mrpc", "qqp"):
+        from sklearn.metrics import f1_score
+
+        result = {
+            "f1": f1_score(labels, predicted["dev"], zero_division=0.0),
+            "accuracy": (predicted["dev"] == labels).mean(),
+        }
+    else:
+        result = {"accuracy": (predicted["dev"] == labels).mean()}
+        if task == "mnli":
+            other = predicted["dev_mismatched"] == examples["dev_mismatched"].labels
+            result["accuracy_mismatched"] = other.mean()
+    percent = {name: 100.0 * float(value) for name, value in result.items()}
+    return {"score": next(iter(percent.values())), **percent}

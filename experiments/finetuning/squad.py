@@ -1,0 +1,331 @@
+"""SQuAD v1.1 (Rajpurkar et al., arXiv 1606.05250): windows of contexts, answers as spans, scores.
+
+A context that does not fit into a sequence beside its question is cut into overlapping windows, of
+which each is a training example; where the answer is not in the window, its span is token 0, [CLS]
+of BERT. Windows overlap by `stride` tokens, as in transformers and FST's runs; or one begins every
+`stride` tokens, as in the original BERT's and SLoPe's runs, which mostly gives more of them.
+Questions are cut after 64 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.data.tokenizer import HFTokenizer
+from experiments.finetuning.glue import Frame, is_folder, load_dataset
+from experiments.support.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.finetuning.glue import Encoding
+
+HUB = "rajpurkar/squad"
+REVISION = "7b6d24c440a36b6815f21b70d25016731768db1f"  # of HUB
+FILES = {"train": "train-v1.1.json", "dev": "dev-v1.1.json"}
+MAX_QUESTION = 64  # tokens
+N_BEST = 20  # starts, and ends, that the search for an answer combines
+MAX_ANSWER = 30  # tokens
+
+
+@dataclass(frozen=True)
+class Question:
+    """answers: (text, index of its first character in the context), the accepted ones."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A question and a part of its context as one sequence.
+
+    question: index of the question. second: where in the sequence the context begins. spans: the
+    characters of the context that each token covers, None for tokens of the question and special
+    ones. answer: first and last token of the answer; (0, 0) if it is not whole in this window.
+    """
+
+    question: int
+    ids: list[int]
+    second: int
+    spans: list[tuple[int, int] | None]
+    answer: tuple[int, int]
+
+
+# ------------------------------------------------------------------ reading
+
+
+def load(data: str) -> dict[str, list[Question]]:
+    """The splits `train` and `dev`.
+
+    Args:
+        data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub.
+    Raises:
+        UserError: a missing file or split, one of another format, an id that two questions have,
+            text with half of a surrogate pair, or an answer that is not in its context; it names
+            the file and the question.
+    """
+    if is_folder(data):
+        return {split: read(Path(data) / name) for split, name in FILES.items()}
+    dataset = load_dataset(data, None, REVISION if data == HUB else None)
+    names = {"train": "train", "dev": "validation"}
+    if missing := [name for name in names.values() if name not in dataset]:
+        raise UserError(
+            f"data.source={data} has no split {', '.join(missing)}, only {', '.join(dataset)}"
+        )
+    sources = {name: f"data.source={data}, {name}" for name in names.values()}
+    return {
+        split: _checked(_rows(dataset[name], sources[name]), sources[name])
+        for split, name in names.items()
+    }
+
+
+def read(path: Path) -> list[Question]:
+    """The questions of a file in SQuAD's JSON."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, not UTF-8
+        raise UserError(f"{path} is not JSON: {error}") from error
+    return _checked(_questions(content, str(path)), str(path))
+
+
+def files(data: str) -> list[Path]:
+    """The files that `load` reads from a folder, those of them that are there."""
+    return [path for name in FILES.values() if (path := Path(data) / name).is_file()]
+
+
+def _get(parent: Any, key: str, kind: type, source: str) -> Any:
+    value = parent.get(key) if isinstance(parent, dict) else None
+    if type(value) is not kind:  # a bool is no int here
+        raise UserError(
+            f"{source} is not in the format of SQuAD v1.1: {key} is {value!r:.40}, no "
+            f"{kind.__name__}, in {json.dumps(parent, default=str):.80}"
+        )
+    return value
+
+
+def _questions(content: Any, source: str) -> Iterator[Question]:
+    get = partial(_get, source=source)
+    for article in get(content, "data", list):
+        for paragraph in get(article, "paragraphs", list):
+            context = get(paragraph, "context", str)
+            for asked in get(paragraph, "qas", list):
+                answers = get(asked, "answers", list)
+                pairs = tuple((get(a, "text", str), get(a, "answer_start", int)) for a in answers)
+                yield Question(get(asked, "id", str), get(asked, "question", str), context, pairs)
+
+
+def _rows(dataset: Any, source: str) -> Iterator[Question]:
+    """The hub has the answers of a question as two lists."""
+    get = partial(_get, source=source)
+    for row in dataset:
+        answers = get(row, "answers", dict)
+        pairs = zip_longest(get(answers, "text", list), get(answers, "answer_start", list))
+        listed = [{"text": text, "answer_start": start} for text, start in pairs]
+        checked = tuple((get(a, "text", str), get(a, "answer_start", int)) for a in listed)
+        question, context = get(row, "question", str), get(row, "context", str)
+        yield Question(get(row, "id", str), question, context, checked)
+
+
+def _checked(questions: Iterable[Question], source: str) -> list[Question]:
+    questions = list(questions)
+    if not questions:
+        raise UserError(f"{source} has no questions")
+    seen: set[str] = set()
+    for asked in questions:
+        if asked.id in seen:
+            raise UserError(f"{source}, question {asked.id}: another one has the same id")
+        seen.add(asked.id)
+        for name in ("question", "context"):
+            if half := re.search("[\ud800-\udfff]", getattr(asked, name)):
+                raise UserError(
+                    f"{source}, question {asked.id}: character {half.start()} of its {name}, "
+                    f"{half[0]!a}, is half of a surrogate pair and no text"
+                )
+        if not asked.answers:
+            raise UserError(
+                f"{source}, question {asked.id}: it has no answer; in SQuAD v1.1 all have one"
+            )
+        for text, start in asked.answers:
+            found = asked.context[start : start + len(text)] if start >= 0 else ""
+            if not text or found != text:
+                raise UserError(
+                    f"{source}, question {asked.id}: the answer {text!r} is not at character "
+                    f"{start} of its context of {len(asked.context)}; there is {found!r}"
+                )
+    return questions
+
+
+# ------------------------------------------------------------------ windows
+
+
+def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text, and the characters [start, end) that each of them covers.
+
+    A token that holds only a part of the bytes of a character covers that character.
+    """
+    if isinstance(encoding, HFTokenizer):
+        encoded = _library_tokenizer(encoding.text).encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+    ids = encoding.encode_ordinary(text)
+    spans, seen = [], 0
+    for piece in encoding.decode_tokens_bytes(ids):
+        start = seen - _continues(piece[0])  # the character began in an earlier token
+        seen += sum(not _continues(byte) for byte in piece)
+        spans.append((start, seen))
+    return ids, spans
+
+
+@cache
+def _library_tokenizer(text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # the name of one in a text is text
+    return tokenizer
+
+
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 is one inside a character."""
+    return byte & 0xC0 == 0x80
+
+
+def windows(
+    encoding: Encoding,
+    frame: Frame,
+    questions: Sequence[Question],
+    max_length: int,
+    stride: int,
+    stride_is: str = "overlap",
+) -> list[Window]:
+    """All windows of all questions, in their order; an answer's span is that of the first answer.
+
+    Args:
+        stride: tokens that two windows share, or with stride_is="step" those from the start of one
+            to that of the next, at most a window's.
+    Raises:
+        UserError: a question leaves too little room for windows that overlap by `stride` tokens.
+    """
+    made: list[Window] = []
+    contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+    for index, asked in enumerate(questions):
+        if asked.context not in contexts:
+            contexts = {asked.context: tokenize(encoding, asked.context)}  # the next ask the same
+        ids, spans = contexts[asked.context]
+        question = tokenize(encoding, asked.question.lstrip())[0][:MAX_QUESTION]
+        room = max_length - frame.special(2) - len(question)
+        step = min(stride, room) if stride_is == "step" else room - stride
+        if step <= 0:
+            raise UserError(
+                f"question {asked.id} has {len(question)} tokens: sequences of max_length="
+                f"{max_length} leave {room} for its context, and windows have stride="
+                f"{stride}; raise recipe.max_length or lower recipe.stride"
+            )
+        first = 0
+        while True:
+            last = min(first + room, len(ids))
+            joined, second = frame.join([question, ids[first:last]])
+            covered = [*[None] * second, *spans[first:last], *[None] * len(frame.end)]
+            answer = _answer(asked.answers[0], covered)
+            made.append(Window(index, joined, second, covered, answer))
+            if last == len(ids):
+                break
+            first += step
+    return made
+
+
+def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) -> tuple[int, int]:
+    """First and last token that touch the answer; (0, 0) if a part of it lies outside."""
+    text, start = answer
+    end = start + len(text)
+    inside = [(i, span) for i, span in enumerate(spans) if span is not None]
+    touching = [i for i, span in inside if span[0] < end and span[1] > start]
+    if not touching or inside[0][1][0] > start or inside[-1][1][1] < end:
+        return 0, 0
+    return touching[0], touching[-1]
+
+
+# ------------------------------------------------------------------ answers
+
+
+def best_answers(
+    questions: Sequence[Question], made: Sequence[Window], logits: Iterable[np.ndarray]
+) -> dict[str, str]:
+    """The text that the model takes for the answer, by question id; none where no span is legal.
+
+    It is the span of the largest sum of start and end logit over all windows of its question, of
+    at most 30 tokens, both ends among the 20 best of the window and in the context.
+
+    Args:
+        logits: [T, 2] of start and end for each window; further rows are padding.
+    """
+    best: dict[int, tuple[float, str]] = {}
+    for window, scores in zip(made, logits, strict=True):
+        scores = scores[: len(window.ids)]
+        order = np.argsort(-scores, axis=0, kind="stable")[:N_BEST]
+        starts, ends = order[:, 0][:, None], order[:, 1][None, :]
+        inside = np.array([span is not None for span in window.spans])
+        legal = inside[starts] & inside[ends] & (starts <= ends) & (ends - starts < MAX_ANSWER)
+        if not legal.any():
+            continue
+        sums = np.where(legal, scores[starts, 0] + scores[ends, 1], -np.inf)
+        row, column = np.unravel_index(int(sums.argmax()), sums.shape)
+        score = float(sums[row, column])
+        if window.question not in best or score > best[window.question][0]:
+            first, last = window.spans[order[row, 0]], window.spans[order[column, 1]]
+            assert first is not None and last is not None
+            context = questions[window.question].context
+            best[window.question] = score, context[first[0] : last[1]].strip()
+    return {questions[index].id: text for index, (_, text) in best.items()}
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def normalize(text: str) -> str:
+    """As SQuAD's official evaluation compares answers: lower case, no ASCII punctuation, no
+    articles, single spaces."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    return float(normalize(prediction) == normalize(reference))
+
+
+def f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over the words that both have."""
+    words, expected = normalize(prediction).split(), normalize(reference).split()
+    common = sum((Counter(words) & Counter(expected)).values())
+    return 2.0 * common / (len(words) + len(expected)) if common else 0.0
+
+
+def metrics(questions: Sequence[Question], predicted: dict[str, str]) -> dict[str, float]:
+    """EM and F1 in percent, for each question the best over its answers; `score` is F1.
+
+    A question without a prediction counts as wrong, even if its answer is an article alone.
+    """
+    result = {}
+    for name, measure in (("f1", f1), ("exact_match", exact_match)):
+        best = [
+            max(measure(predicted[asked.id], text) for text, _ in asked.answers)
+            for asked in questions
+            if asked.id in predicted
+        ]
+        result[name] = 100.0 * sum(best) / len(questions)
+    return {"score": result["f1"], **result}

@@ -1,0 +1,1 @@
+"""Images: folders and files of them, how they are read and changed, and batches of them."""

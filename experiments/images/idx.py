@@ -1,0 +1,105 @@
+"""Images and classes in the idx format of MNIST, each file gzipped or not.
+
+A file begins with two zero bytes, 8 for the type uint8, the number of dims and the dims themselves,
+as big-endian 32-bit numbers; the values follow.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.support.errors import UserError
+
+FILES = {split: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte")
+         for split, name in (("train", "train"), ("val", "t10k"))}  # fmt: skip
+# `Idx.sha256` of both splits of published data sets, by their `data.name`.
+PUBLISHED = {
+    "fashion_mnist": {
+        "train": "6ba2795ebd1931a1643ac1ad7e66168dd73d5f20e4df4779820d98f2344a6045",
+        "val": "eb7d6a637e06928bd180beb02809c9da0dee278decfc7b9eaad5427f5b5585c4",
+    }
+}
+ADVICE = (
+    "Debian's dataset-fashion-mnist has them (`apt-get install` it), and "
+    "torchvision.datasets.FashionMNIST(FOLDER, download=True) puts them into "
+    "FOLDER/FashionMNIST/raw: pass that as data.source"
+)
+_UINT8 = 8
+
+
+@dataclass(frozen=True)
+class Idx:
+    """One split: pixels uint8 [N, H, W], labels int64 [N] and a hash of both, the same for files
+    that are gzipped and that are not. `path`: of the images."""
+
+    path: Path
+    pixels: np.ndarray
+    labels: np.ndarray
+    sha256: str
+
+
+def in_folder(root: Path) -> bool:
+    """Whether a folder holds one of these files."""
+    return any(_find(root, name) for names in FILES.values() for name in names)
+
+
+def read(root: Path, split: str) -> Idx:
+    """The images and labels of a split.
+
+    Raises:
+        UserError: a file is missing or damaged, or they are not of one number.
+    """
+    image_path, label_path = (_need(root, name) for name in FILES[split])
+    pixels, labels = _values(image_path, 3), _values(label_path, 1)
+    if not pixels.size:
+        raise UserError(f"{image_path} holds no image")
+    if len(pixels) != len(labels):
+        raise UserError(
+            f"{image_path} holds {len(pixels)} images, but {label_path} {len(labels)} labels"
+        )
+    shape = " ".join(map(str, pixels.shape)).encode()
+    digest = hashlib.sha256(shape + b"\n" + pixels.tobytes() + labels.tobytes()).hexdigest()
+    return Idx(image_path, pixels, labels.astype(np.int64), digest)
+
+
+def _find(root: Path, name: str) -> Path | None:
+    return next((path for end in ("", ".gz") if (path := root / (name + end)).is_file()), None)
+
+
+def _need(root: Path, name: str) -> Path:
+    if (path := _find(root, name)) is None:
+        raise UserError(f"{root} has no {name}, gzipped (.gz) or not")
+    return path
+
+
+def _values(path: Path, dims: int) -> np.ndarray:
+    """uint8, of so many dims."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is damaged: {error}; get it anew") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    size = 4 + 4 * dims
+    expected = bytes((0, 0, _UINT8, dims))
+    if content[:4] != expected or len(content) < size:
+        raise UserError(
+            f"{path} is no idx file of uint8 in {dims} dims: it begins with "
+            f"{content[:4].hex(' ') or 'nothing'}, not with {expected.hex(' ')}"
+        )
+    shape = tuple(int(n) for n in np.frombuffer(content[4:size], ">u4"))
+    values = np.frombuffer(content, np.uint8, offset=size)
+    if values.size != np.prod(shape, dtype=object):
+        raise UserError(
+            f"{path} is damaged: its header says {' x '.join(map(str, shape))} values, but "
+            f"{values.size} follow; get it anew"
+        )
+    return values.reshape(shape)

@@ -1,0 +1,115 @@
+"""Grey images in memory, shifted, mirrored and mixed a whole batch at once on the model's device.
+
+Values and chances are those of the transforms in `experiments.images.source` and of timm's mixing;
+only the draws are others. Shapes: B images, S pixels a side, K classes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.images.dataset import Arrays, ImageConfig, Images
+
+_DRAWS = 3  # of a training image: down, to the right, mirrored
+_PAIR_DRAWS = 4  # of two that are mixed: mixup or cutmix, the share, the middle of the cut
+_IMAGES, _PAIRS = 1, 2  # in the key of the draws; the order of the images has those of 0
+
+
+def hold(images: Images, config: ImageConfig, device: torch.device | str) -> dict[str, GreyImages]:
+    """The splits on `device`; none unless they are in memory, at the size that the model sees, and
+    nothing but shifts, mirroring and mixing is asked for."""
+    held = {
+        name: GreyImages(split, config, device)
+        for name, split in images.splits.items()
+        if isinstance(split, Arrays) and split.pixels.shape[1:] == (config.image_size,) * 2
+    }
+    other = config.rotate or config.color_jitter or config.random_erasing or config.rand_augment
+    whole = config.crop_scale is None and config.crop_pct == 1
+    return held if whole and not other and len(held) == len(images.splits) else {}
+
+
+class GreyImages:
+    """The images of a split on `device`, one byte a pixel, with a black margin as wide as shifts
+    reach."""
+
+    def __init__(self, split: Arrays, config: ImageConfig, device: torch.device | str) -> None:
+        self.flip, self.size = config.flip, config.image_size
+        self.reach = config.shift * self.size
+        margin = self.margin = round(self.reach)
+        pixels = np.pad(split.pixels, ((0, 0), (margin, margin), (margin, margin)))
+        self.pixels = torch.from_numpy(pixels).to(device)
+        self.labels = torch.from_numpy(split.labels).to(device)
+        self.mean, self.std = (
+            torch.tensor(x, device=device)[:, None, None] for x in (config.mean, config.std)
+        )
+
+    def plain(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(normalised images [B, 3, S, S], classes [B])."""
+        return self._batch(indices, *np.zeros((_DRAWS, len(indices)), dtype=np.int64))
+
+    def augmented(
+        self, indices: np.ndarray, seed: int, step: int, samples: range
+    ) -> tuple[Tensor, Tensor]:
+        """As `plain`, each image by the draws of its place `samples` in the batch of the step."""
+        draws = _uniform(_IMAGES, seed, step, samples, _DRAWS)
+        down, right = np.rint((2 * draws[:, :2].T - 1) * self.reach).astype(np.int64)
+        return self._batch(indices, down, right, (draws[:, 2] < self.flip).astype(np.int64))
+
+    def _batch(
+        self, indices: np.ndarray, down: np.ndarray, right: np.ndarray, mirrored: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        choices = torch.from_numpy(np.stack([indices, down, right, mirrored]))
+        chosen, down_by, right_by, flipped = choices.to(self.pixels.device)[:, :, None]
+        at = torch.arange(self.size, device=chosen.device) + self.margin
+        rows, columns = at - down_by, torch.where(flipped == 1, at.flip(0), at) - right_by
+        x = self.pixels[chosen[:, :, None], rows[:, :, None], columns[:, None, :]]
+        return (x[:, None] / 255 - self.mean) / self.std, self.labels[chosen[:, 0]]
+
+
+def mixed(
+    x: Tensor, labels: Tensor, classes: int, config: ImageConfig, seed: int, step: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """Neighbours of a batch [B, 3, S, S] mixed with each other, and their targets [B, K]; each pair
+    by the draws of its place in the batch of the step, where the first image has place `first`."""
+    from scipy.special import betaincinv
+
+    size = x.shape[-1]
+    places = range(first // 2, (first + len(x)) // 2)
+    which, rank, *middle = _uniform(_PAIRS, seed, step, places, _PAIR_DRAWS).T
+    cuts = (
+        (which < 0.5) if config.mixup and config.cutmix else np.full(len(which), not config.mixup)
+    )
+    alpha = np.where(cuts, config.cutmix, config.mixup)
+    share = betaincinv(alpha, alpha, rank)  # of an image in what comes out in its place
+    reach = (size * np.sqrt(1 - share)).astype(np.int64) // 2
+    middles = (size * np.stack(middle)).astype(np.int64)
+    low, high = (np.clip(middles + way, 0, size) for way in (-reach, reach))
+    share = np.where(cuts, 1 - np.prod(high - low, axis=0) / size**2, share)
+
+    box = torch.from_numpy(np.stack([low, high])).to(x.device)[..., None]  # [2, 2, B / 2, 1]
+    at = torch.arange(size, device=x.device)
+    down, right = (at >= box[0]) & (at < box[1])
+    own = torch.from_numpy(share).to(x)[:, None, None]
+    outside = ~(down[:, :, None] & right[:, None, :])
+    weight = torch.where(torch.from_numpy(cuts).to(x.device)[:, None, None], outside.to(x), own)
+    off = config.label_smoothing / classes
+    target = torch.full((len(x), classes), off, device=x.device)
+    target.scatter_(1, labels[:, None], 1 - config.label_smoothing + off)
+    return _blend(x, weight[:, None, None]), _blend(target, own)
+
+
+def _blend(values: Tensor, weight: Tensor) -> Tensor:
+    """Each row by its weight and the other one of its pair by the rest."""
+    pairs = values.unflatten(0, (-1, 2))
+    return (pairs * weight + pairs.flip(1) * (1 - weight)).flatten(0, 1)
+
+
+def _uniform(kind: int, seed: int, step: int, places: range, count: int) -> np.ndarray:
+    """So many draws from [0, 1) for each place, [places, count]; those of a place do not depend on
+    which others are asked for."""
+    key = np.array([seed, 0], dtype=np.uint64)
+    counter = np.array([0, step, kind, 0], dtype=np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(count * places.stop)
+    return (words[count * places.start :] >> np.uint64(11)).reshape(-1, count) * 2.0**-53

@@ -1,0 +1,212 @@
+"""Crops of images for self-distillation (DINO, arXiv 2104.14294): two global, n local ones each.
+
+The images, their order and their corrupt files are those of `experiments.images.dataset`; labels
+are not used. `flip`, `rotate` and `shift` are those of the data (mirrored digits would be no
+digits), the rest of the augmentation that of `DinoConfig`. Shapes: B images, S = image_size and
+s = local_size pixels a side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.source import Batch, Request
+from experiments.images.crop_memory import GreyCrops, uniform
+from experiments.images.dataset import ImageConfig, load_images
+from experiments.images.memory import hold
+from experiments.images.source import turn_and_shift
+from experiments.images.stream import Stream, own_draws, read_ahead, spaced
+from experiments.support.errors import UserError
+from models.dino import DinoConfig
+from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from experiments.images.source import Transform
+
+_TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
+# Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.
+_BLUR = {"first": 1.0, "second": 0.1, "local": 0.5}
+_SOLARIZE = {"first": 0.0, "second": 1.0, "local": 0.0}
+
+
+def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
+    """Augmentation of the `first` or `second` global crop or of a `local` one: RGB image of any
+    size -> [3, S, S] or [3, s, s]. Draws from the global generators."""
+    from torchvision import transforms as T
+
+    local = kind == "local"
+    size, scale = (
+        (dino.local_size, dino.local_scale) if local else (data.image_size, dino.global_scale)
+    )
+    bicubic = T.InterpolationMode.BICUBIC
+    steps = [*turn_and_shift(data), T.RandomResizedCrop(size, scale, interpolation=bicubic)]
+    if data.flip:
+        steps.append(T.RandomHorizontalFlip(data.flip))
+    if dino.jitter:
+        color = (dino.jitter / 2, dino.jitter / 4) if dino.color else (0.0, 0.0)
+        steps.append(T.RandomApply([T.ColorJitter(dino.jitter, dino.jitter, *color)], p=0.8))
+    if dino.color:
+        steps.append(T.RandomGrayscale(p=0.2))
+    if dino.blur:
+        steps.append(T.RandomApply([T.Lambda(_blur)], p=_BLUR[kind]))
+    if dino.solarize and _SOLARIZE[kind]:
+        steps.append(T.RandomSolarize(128, p=dino.solarize * _SOLARIZE[kind]))
+    return T.Compose([*steps, T.ToTensor(), T.Normalize(data.mean, data.std)])
+
+
+def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
+    """`crop_transform` of grey images in memory, for the global crops or for the local ones."""
+    local = "first" not in kinds
+    return GreyCrops(
+        size=dino.local_size if local else data.image_size,
+        scale=dino.local_scale if local else dino.global_scale,
+        flip=data.flip,
+        jitter=dino.jitter,
+        blur=tuple(_BLUR[kind] * dino.blur for kind in kinds),
+        solarize=tuple(_SOLARIZE[kind] * dino.solarize for kind in kinds),
+    )
+
+
+def _blur(image: Image) -> Image:
+    """By a Gaussian of 0.1 to 2 pixels."""
+    from PIL import ImageFilter
+
+    return image.filter(ImageFilter.GaussianBlur(torch.empty(1).uniform_(0.1, 2.0).item()))
+
+
+class MultiCrops:
+    """Crops (experiments/data/source.py): `global_crops` [B, 2, 3, S, S], `local_crops`
+    [B, n, 3, s, s].
+
+    The random choices of a training sample are keyed by (seed, step, index in the batch), those of
+    a validation image by its index alone.
+
+    Images that lie in memory and are neither turned nor shifted are cropped there, on the device
+    (experiments/images/crop_memory.py), and there are no workers.
+
+    Args:
+        shape: of the model.
+        batch_size: images per optimizer step.
+        workers: processes that decode and crop; 0 = this one. They do not change the batches.
+        device: that of the model.
+
+    Raises:
+        UserError: the data set cannot be used, or does not fit the model.
+    """
+
+    unit = "images"
+
+    def __init__(
+        self,
+        data: ImageConfig,
+        dino: DinoConfig,
+        shape: ViTConfig,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if shape.image_size != data.image_size:
+            raise UserError(
+                f"data.image_size={data.image_size}, but model.image_size={shape.image_size}"
+            )
+        images = load_images(data)
+        self.data, self.dino, self.images = data, dino, images
+        self.memory = {} if data.shift else hold(images, data, device)
+        self.seed, self.batch_size = seed, batch_size
+        self.workers = 0 if self.memory else workers
+        self.directory, self.fingerprint = images.directory, images.fingerprint
+        self.stream = Stream.of_training(images, data, seed)
+        self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
+        self.local = crop_transform(data, dino, "local")
+        self.large = grey_crops(data, dino, "first", "second")
+        self.small = grey_crops(data, dino, *["local"] * dino.local_crops)
+        # Of the student, which sees all crops.
+        local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
+        self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
+
+    @property
+    def skipped(self) -> set[int]:
+        """Indices in the training split of the corrupt images that were left out."""
+        return self.stream.skipped
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
+
+    @property
+    def eval_size(self) -> int:
+        return len(self.images.val.labels)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """Crops of `count` validation images, evenly spaced over the split."""
+        parts = spaced(self.images, count, batch_size)
+        return read_ahead(self._eval_batch, parts, self.workers, set())
+
+    def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """The sum of the loss, and B."""
+        count = len(batch["global_crops"])
+        return {"loss": loss * count}, count
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.data.name,
+            **self.images.describe(),
+            **self.stream.describe(),
+        }
+
+    def _train_batch(self, request: Request) -> Batch:
+        step, samples = request
+        first = step * self.batch_size
+        if self.memory:
+            indices = self.stream.indices(first + np.arange(samples.start, samples.stop))
+            draws = self._draws(self.batch_size, self.seed, _TRAIN, step)
+            return self._cropped("train", indices, draws[samples.start : samples.stop])
+        crops = []
+        with own_draws() as seed:
+            for index in samples:
+                image, _ = self.stream.open(first + index)
+                seed(self.seed, _TRAIN, step, index)
+                crops.append(self._crops(image))
+        return _stack(crops)
+
+    def _eval_batch(self, indices: np.ndarray) -> Batch:
+        if self.memory:
+            return self._cropped("val", indices, self._draws(self.eval_size, _EVAL)[indices])
+        crops = []
+        with own_draws() as seed:
+            for index in indices:
+                image = self.images.val.open(index)
+                seed(_EVAL, int(index))
+                crops.append(self._crops(image))
+        return _stack(crops)
+
+    def _draws(self, count: int, *key: int) -> Tensor:
+        return uniform(count, 2 + self.dino.local_crops, *key)
+
+    def _cropped(self, split: str, indices: np.ndarray, draws: Tensor) -> Batch:
+        """Crops of images in memory."""
+        held = self.memory[split]
+        device = held.pixels.device
+        images = held.pixels[torch.from_numpy(indices).to(device)] / 255
+        large, small = draws.to(device).split([2, self.dino.local_crops], 1)
+        crops = {"global_crops": self.large.of(images, large)}
+        crops["local_crops"] = self.small.of(images, small)
+        return {name: (x[:, :, None] - held.mean) / held.std for name, x in crops.items()}
+
+    def _crops(self, image: Image) -> tuple[Tensor, Tensor]:
+        large = torch.stack([crop(image) for crop in self.globals])
+        small = [self.local(image) for _ in range(self.dino.local_crops)]
+        size = self.dino.local_size
+        return large, torch.stack(small) if small else torch.empty(0, 3, size, size)
+
+
+def _stack(crops: list[tuple[Tensor, Tensor]]) -> Batch:
+    large, small = zip(*crops, strict=True)
+    return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}

@@ -1,0 +1,248 @@
+"""Images and classes as the trainer's source, augmented by timm, or in memory where that is enough.
+
+Shapes: B images, S = image_size pixels a side, K classes; images are RGB, normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.source import Batch, Request
+from experiments.images.dataset import SPLITS, ImageConfig, load_images
+from experiments.images.memory import hold, mixed
+from experiments.images.stream import Stream, own_draws, read_ahead, spaced
+from experiments.support.errors import UserError
+from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Transform = Callable[[Image], Tensor]
+
+
+_AUGMENT, _MIX = range(2)  # what is drawn, in the key of the draw
+_ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
+
+
+def train_transform(config: ImageConfig) -> Transform:
+    """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
+    from timm.data import auto_augment, create_transform
+    from torchvision.transforms import Compose
+
+    whole = config.crop_scale is None
+    augment: Any = create_transform(
+        config.image_size,
+        is_training=True,
+        scale=(1.0, 1.0) if whole else config.crop_scale,
+        ratio=(1.0, 1.0) if whole else None,
+        hflip=config.flip,
+        color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
+        auto_augment=config.rand_augment,
+        interpolation="bicubic",
+        mean=config.mean,
+        std=config.std,
+        re_prob=config.random_erasing,
+        re_mode="pixel",
+    )
+    for step in augment.transforms:
+        for operation in step.ops if isinstance(step, auto_augment.RandAugment) else ():
+            if operation.aug_fn is auto_augment.posterize:
+                operation.aug_fn = _posterize
+    return Compose([*turn_and_shift(config), augment])
+
+
+def turn_and_shift(config: ImageConfig) -> list[Any]:
+    """The first steps of an augmentation, RGB image -> RGB image of its size."""
+    from torchvision import transforms as T
+
+    bilinear = T.InterpolationMode.BILINEAR
+    if config.shift:
+        shift = (config.shift, config.shift)
+        return [T.RandomAffine(config.rotate, shift, interpolation=bilinear)]
+    return [T.RandomRotation(config.rotate, interpolation=bilinear)] if config.rotate else []
+
+
+def _posterize(image: Image, bits: int, **_: Any) -> Image:
+    """The `bits` highest of each value. RandAugment at its full strength asks for none of them,
+    which Pillow refuses from its release 13 on; before, that was a black image.
+    """
+    from PIL import Image, ImageOps
+
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
+
+
+def eval_transform(config: ImageConfig) -> Transform:
+    """timm's for validation: bicubic resize and centre crop, RGB image -> [3, S, S]."""
+    from timm.data import create_transform
+
+    return create_transform(
+        config.image_size,
+        is_training=False,
+        crop_pct=config.crop_pct,
+        interpolation="bicubic",
+        mean=config.mean,
+        std=config.std,
+    )
+
+
+class ImageSource:
+    """Images and classes (experiments/data/source.py): `input` [B, 3, S, S], `target`.
+
+    In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
+    distribution, fp32 [B, K]; in evaluation always the class.
+
+    With `repeats` r, a batch of b samples holds b/r images, r times each (the last one goes on in
+    the next batch where r does not divide b); neighbours in the batch are different images. The
+    random choices of a sample are keyed by (seed, step, index in the batch).
+
+    Images that lie in memory and need no more than `experiments.images.memory` are augmented there,
+    on the device, and there are no workers.
+
+    Args:
+        shape: of the model.
+        batch_size: samples per optimizer step.
+        workers: processes that decode and augment; 0 = this one. They do not change the batches.
+        device: that of the model.
+        splits: those that are read; for evaluation alone, ("val",).
+
+    Raises:
+        UserError: the data set cannot be used, or does not fit the model.
+    """
+
+    unit = "images"
+
+    def __init__(
+        self,
+        config: ImageConfig,
+        shape: ViTConfig,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        splits: Sequence[str] = SPLITS,
+    ) -> None:
+        from timm.data import Mixup
+
+        images = load_images(config, splits)
+        if shape.n_classes != len(images.classes):
+            raise UserError(
+                f"{images.directory} has {len(images.classes)} classes, the model has "
+                f"{shape.n_classes}: set model.n_classes={len(images.classes)}"
+            )
+        if shape.image_size != config.image_size:
+            raise UserError(
+                f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
+            )
+        if config.mixes and batch_size % 2:
+            raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
+        self.config, self.images, self.seed, self.workers = config, images, seed, workers
+        self.batch_size, self.tokens_per_sample = batch_size, shape.tokens
+        self.directory, self.fingerprint = images.directory, images.fingerprint
+        repeats = range(config.repeats)
+        self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
+        self.memory = hold(images, config, device)
+        self.augment, self.prepare = train_transform(config), eval_transform(config)
+        self.mix = Mixup(
+            config.mixup,
+            config.cutmix,
+            label_smoothing=config.label_smoothing,
+            num_classes=len(images.classes),
+        )
+
+    @cached_property
+    def stream(self) -> Stream:
+        return Stream.of_training(self.images, self.config, self.seed)
+
+    @property
+    def skipped(self) -> set[int]:
+        """Indices in the training split of the corrupt images that were left out."""
+        return self.stream.skipped
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        workers = 0 if self.memory else self.workers
+        return read_ahead(self._train_batch, requests, workers, self.skipped)
+
+    @property
+    def eval_size(self) -> int:
+        return len(self.images.val.labels)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """`count` validation images, evenly spaced over the split, which is sorted by class."""
+        parts = spaced(self.images, count, batch_size)
+        return read_ahead(self._eval_batch, parts, 0 if self.memory else self.workers, set())
+
+    def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """Logits [B, K] -> sums of the loss and of top-1 and top-5 accuracy in percent, and B."""
+        target = batch["target"]
+        best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
+        hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}
+        return {"loss": loss * len(target), **hits}, len(target)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.config.name,
+            **self.images.describe(),
+            **self.stream.describe(),
+        }
+
+    def _train_batch(self, request: Request) -> Batch:
+        from timm.data.mixup import mixup_target
+
+        step, samples = request
+        if self.config.mixes and (samples.start % 2 or len(samples) % 2):
+            raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
+        numbers = (step * self.batch_size + self.order[samples]) // self.config.repeats
+        if self.memory:
+            indices = self.stream.indices(numbers)
+            input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
+        else:
+            input, target = self._read(step, samples, numbers)
+        if self.config.mixes and self.memory:
+            classes = len(self.images.classes)
+            input, target = mixed(
+                input, target, classes, self.config, self.seed, step, samples.start
+            )
+        elif self.config.mixes:
+            target = self._mix_pairs(input, target, step, samples)
+        elif self.config.label_smoothing:
+            target = mixup_target(
+                target, len(self.images.classes), 1.0, self.config.label_smoothing
+            )
+        return {"input": input, "target": target}
+
+    def _read(self, step: int, samples: range, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        inputs, labels = [], []
+        with own_draws() as seed:
+            for index, number in zip(samples, numbers, strict=True):
+                image, label = self.stream.open(int(number))
+                seed(self.seed, _AUGMENT, step, index)
+                inputs.append(self.augment(image))
+                labels.append(label)
+        return torch.stack(inputs), torch.tensor(labels)
+
+    def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
+        """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
+        targets = []
+        with own_draws() as seed:
+            for row in range(0, len(samples), 2):
+                pair = slice(row, row + 2)
+                seed(self.seed, _MIX, step, samples[row])
+                input[pair], target = self.mix(input[pair], labels[pair])
+                targets.append(target)
+        return torch.cat(targets)
+
+    def _eval_batch(self, indices: np.ndarray) -> Batch:
+        if self.memory:
+            input, target = self.memory["val"].plain(indices)
+            return {"input": input, "target": target}
+        inputs = [self.prepare(self.images.val.open(index)) for index in indices]
+        labels = torch.from_numpy(self.images.val.labels[indices])
+        return {"input": torch.stack(inputs), "target": labels}

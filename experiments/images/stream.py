@@ -1,0 +1,171 @@
+"""The order in which training sees images, its randomness, and the processes that read them."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from experiments.data.source import Batch
+from experiments.images.dataset import CorruptImage, ImageConfig, Images, Split
+from experiments.support.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MOST_NAMED = 100  # of the corrupt images
+
+
+@lru_cache(maxsize=4)
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of `count` images of one epoch, a pure function of seed and epoch."""
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+
+
+@contextmanager
+def own_draws() -> Iterator[Callable[..., None]]:
+    """Python's, NumPy's and torch's CPU generators for what is inside; as before afterwards.
+
+    timm and torchvision draw from these three. Yields `seed(*key)`, which starts all three anew.
+    It is one context for a batch, since NumPy's state takes longer to keep than an image to turn.
+    """
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield _seed
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+
+
+def _seed(*key: int) -> None:
+    word = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(word)
+    np.random.seed(word)
+    torch.default_generator.manual_seed(word)
+
+
+@dataclass
+class Stream:
+    """The training images without end, epoch after epoch, each epoch in its own order.
+
+    advice: what the message of a corrupt image adds. skipped: indices in the split of the corrupt
+    images that were met and replaced by the next one of the epoch's order.
+    """
+
+    split: Split
+    seed: int
+    skip_corrupt: bool = False
+    advice: str = ""
+    skipped: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of_training(cls, images: Images, config: ImageConfig, seed: int) -> Stream:
+        """What a training reads, which does with corrupt images as `config` says."""
+        advice = "; set data.on_corrupt=skip to go on without it"
+        return cls(images.train, seed, config.on_corrupt == "skip", advice)
+
+    def open(self, number: int) -> tuple[Image, int]:
+        """(image, label) of the `number`-th image since the beginning of training."""
+        count = len(self.split.labels)
+        epoch, position = divmod(number, count)
+        order = epoch_order(count, self.seed, epoch)
+        for offset in range(count if self.skip_corrupt else 1):
+            index = int(order[(position + offset) % count])
+            try:
+                return self.split.open(index), int(self.split.labels[index])
+            except CorruptImage as error:
+                if not self.skip_corrupt:
+                    raise CorruptImage(f"{error}{self.advice}") from error
+                self.skipped.add(index)
+        raise UserError(f"none of the {count} training images can be decoded")
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """Indices in the split of the images of these numbers, int64 [B]; for splits in memory, of
+        which no image is corrupt."""
+        epochs, positions = np.divmod(numbers, len(self.split.labels))
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            of_it = epochs == epoch
+            order = epoch_order(len(self.split.labels), self.seed, int(epoch))
+            found[of_it] = order[positions[of_it]]
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """How many images were left out, and which, at least the first of them."""
+        files = [self.split.where(index) for index in sorted(self.skipped)[:_MOST_NAMED]]
+        return {"skipped": len(self.skipped), "skipped_files": files}
+
+
+def spaced(images: Images, count: int, batch_size: int) -> list[np.ndarray]:
+    """Indices of `count` validation images, evenly spaced over the split, by batches.
+
+    Raises:
+        UserError: there are not so many.
+    """
+    available = len(images.val.labels)
+    if not 1 <= count <= available:
+        raise UserError(
+            f"{count} evaluation images asked for, but the validation split of "
+            f"{images.directory} holds {available}: set train.eval_samples to 1 to {available}"
+        )
+    indices = np.arange(count) * available // count
+    return [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+
+
+R = TypeVar("R")
+
+
+def read_ahead(
+    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[int]
+) -> Iterator[Batch]:
+    """`make(request)` for each request, in order; made by `workers` processes if there are any.
+
+    skipped: that of the `Stream` that `make` reads from; it takes up what the processes skipped.
+    """
+    if not workers:
+        yield from map(make, requests)
+        return
+    loader: Iterable[Any] = torch.utils.data.DataLoader(
+        _Made(make, skipped),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_ignore_signals,
+        generator=torch.Generator(),  # the global one must not feel the number of workers
+    )
+    for made, seen in loader:
+        if isinstance(made, UserError):
+            raise made
+        skipped |= seen
+        yield made
+
+
+class _Made(torch.utils.data.Dataset):
+    def __init__(self, make: Callable[[Any], Batch], skipped: set[int]) -> None:
+        self.make, self.skipped = make, skipped
+
+    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[int]]:
+        try:
+            return self.make(request), set(self.skipped)
+        except UserError as error:  # raised here, the loader would wrap it into a traceback
+            return error, set(self.skipped)
+
+
+def _ignore_signals(_: int) -> None:
+    """Those that end a whole group of processes: the driver ends its readers, after its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _as_it_is(made: Any) -> Any:
+    return made

@@ -1,0 +1,1 @@
+"""Finished runs: opened again, compared, drawn."""

@@ -1,0 +1,290 @@
+"""Finished trainings side by side: runs that differ in nothing but their seed are an arm, and arms
+are compared seed by seed with one of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.config.command_line import plain
+from experiments.config.initial import read_result
+from experiments.runs.curves import Point, points
+from experiments.runs.stats import mean, paired_interval, std
+from experiments.support.checkpoint import lacks
+from experiments.support.errors import UserError
+from experiments.support.results import FILE, number
+from experiments.training.tracking import read_metrics
+
+METRIC = "metrics.val_loss"
+QUANTITIES = ("val_loss", "loss", "flip_rate")  # of the curves
+_SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}  # see lacks
+# No part of what was computed (experiments/config/run.py), or of every run its own.
+_APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training and its `result.json`."""
+
+    directory: Path
+    result: dict[str, Any]
+
+    @property
+    def seed(self) -> int:
+        return self.result["config"]["seed"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs of one config, by their seeds. config: its values by their dotted keys."""
+
+    label: str
+    config: dict[str, str]
+    runs: dict[int, Run]
+
+    def numbers(self, metric: str) -> dict[int, float]:
+        """By seed, in their order."""
+        return {seed: number(self.runs[seed].result, metric) for seed in sorted(self.runs)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm in the table. difference: mean of what it has more than the baseline at the seeds that
+    both have, `pairs` many, with its 95 % interval; nan for the baseline itself."""
+
+    label: str
+    n: int
+    mean: float
+    std: float
+    pairs: int = 0
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+
+def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
+    """The finished runs at or below these paths, each once, and the directories of others.
+
+    Raises:
+        UserError: there is none, or a result is damaged.
+    """
+    asked = list(paths)
+    directories = dict.fromkeys(run.resolve() for path in asked for run in _runs_at(path))
+    finished = [run for run in directories if (run / FILE).is_file()]
+    if not finished:
+        raise UserError(f"no finished run at {', '.join(map(str, asked)) or 'no path'}")
+    runs = [Run(_shown(run), read_result(run)) for run in finished]
+    for run in runs:
+        if (key := lacks(run.result, _SHAPE)) is not None:
+            raise UserError(f"{run.directory / FILE} is damaged (no {key} in it); run it again")
+    return runs, [_shown(run) for run in directories if run not in finished]
+
+
+def _runs_at(path: Path) -> list[Path]:
+    """The directories of runs that a path stands for: itself, or those of the seeds of an arm, of
+    the arms of a model, of all. What was made of a run lies within it and is none."""
+    for below in (".", "*", "*/*", "*/*/*"):
+        places = (f"{below}/{name}" for name in ("config.json", FILE))
+        if found := {file.parent for place in places for file in path.glob(place)}:
+            return sorted(found)
+    return []
+
+
+def _shown(directory: Path) -> Path:
+    here = Path.cwd()
+    return directory.relative_to(here) if directory.is_relative_to(here) else directory
+
+
+def arms(runs: Iterable[Run]) -> list[Arm]:
+    """The runs by their configs, in the order in which they were given.
+
+    Raises:
+        UserError: two runs of the same config and seed.
+    """
+    found: dict[str, Arm] = {}
+    for run in runs:
+        config = flat(run.result)
+        arm = found.setdefault(json.dumps(config), Arm("", config, {}))
+        other = arm.runs.setdefault(run.seed, run)
+        if other.directory != run.directory:
+            raise UserError(
+                f"{other.directory} and {run.directory} are the same run (seed {run.seed}); give "
+                "one of them"
+            )
+    return _labelled(list(found.values()))
+
+
+def flat(result: dict[str, Any]) -> dict[str, str]:
+    """What a run computed, but for its seed: the config's values by their dotted keys, as they are
+    typed, and the hash of its data."""
+    config = json.loads(json.dumps(result["config"]))  # of a run just made it has tuples
+    values: dict[str, str] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                add(f"{prefix}.{key}".strip("."), value[key])
+        elif prefix != "method.total_steps" or value != config["train"]["steps"]:
+            values[prefix] = plain(value)
+
+    add("", {key: value for key, value in config.items() if key not in _APART})
+    kept = {key: value for key, value in sorted(values.items()) if key not in _APART}
+    if (own := config["method"].get("seed", config["seed"])) != config["seed"]:
+        kept["method.seed"] = plain(own)
+    return {**kept, "corpus": str(result.get("corpus_hash"))[:12]}
+
+
+def _labelled(found: list[Arm]) -> list[Arm]:
+    """Each with its method as the label, and with what sets it apart from others of this method."""
+    labelled = []
+    for arm in found:
+        method = arm.config["method.name"]
+        alike = [other for other in found if other.config["method.name"] == method]
+        own = [f"{key}={arm.config[key]}" for key in differing(alike) if key in arm.config]
+        labelled.append(replace(arm, label=" ".join([method, *own])))
+    return labelled
+
+
+def differing(found: list[Arm]) -> list[str]:
+    """The keys in which arms differ, beside the method. An option that only some of them have is
+    none if these agree, unless all are of one method."""
+    methods = {arm.config["method.name"] for arm in found}
+    keys = sorted({key for arm in found for key in arm.config} - {"method.name"})
+    several = []
+    for key in keys:
+        values = {arm.config.get(key) for arm in found}
+        if len(methods) > 1:
+            values.discard(None)
+        if len(values) > 1:
+            several.append(key)
+    return several
+
+
+def choose(found: list[Arm], baseline: str | None) -> Arm:
+    """The arm that the others are compared with: by its label, or by a method that only it has; the
+    dense one, or else the first, where none is named.
+
+    Raises:
+        UserError: there is none of this name, or there are several.
+    """
+    wanted = baseline or "dense"
+    if exact := [arm for arm in found if arm.label == wanted]:
+        return exact[0]
+    of_method = [arm for arm in found if arm.config["method.name"] == wanted]
+    if len(of_method) == 1 or (of_method and baseline is None):
+        return of_method[0]
+    if baseline is None:
+        return found[0]
+    several = "is the name of several runs" if of_method else "is none of the runs"
+    raise UserError(
+        f"baseline={baseline} {several}; name one of these:", [arm.label for arm in found]
+    )
+
+
+def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Row]:
+    """A row for each arm, the baseline first.
+
+    Raises:
+        UserError: no run has this metric.
+    """
+    results = [run.result for arm in found for run in arm.runs.values()]
+    if not any(_has(result, metric) for result in results):
+        known = [f"metrics.{name}" for name in results[0]["metrics"]]
+        raise UserError(f"metric={metric}: no run has it; there is {', '.join(known)}")
+    reference = baseline.numbers(metric)
+    rows = []
+    for arm in [baseline, *(arm for arm in found if arm is not baseline)]:
+        numbers = arm.numbers(metric)
+        row = Row(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
+        paired = [numbers[s] - reference[s] for s in numbers if s in reference]
+        if arm is not baseline and paired:
+            low, high = paired_interval(paired)
+            row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
+        rows.append(row)
+    return rows
+
+
+def _has(record: Any, path: str) -> bool:
+    """Whether there is something at a dotted path; a training that diverged has null there."""
+    key, _, rest = path.partition(".")
+    return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
+
+
+def markdown(found: list[Arm], rows: list[Row], metric: str = METRIC) -> str:
+    """The rows as a table, with a column for each key in which the configs differ; before it a line
+    if these runs hardly compare."""
+    baseline, keys = rows[0].label, differing(found)
+    configs = {arm.label: arm.config for arm in found}
+    lines = [f"| run | {metric.rpartition('.')[2]} | seeds |", "|---|--:|--:|"]
+    if len(rows) > 1:
+        lines = [
+            f"{lines[0]} minus {baseline} | 95 % interval | pairs |",
+            f"{lines[1]}--:|--:|--:|",
+        ]
+    lines = [" ".join([lines[0], *(f"{key} |" for key in keys)]), lines[1] + "---|" * len(keys)]
+    for row in rows:
+        line = f"| {row.label} | {_with_spread(row.mean, row.std)} | {row.n} |"
+        if len(rows) > 1:
+            interval = "-" if math.isnan(row.low) else f"{row.low:+.4f} to {row.high:+.4f}"
+            less = f"{row.difference:+.4f}" if row.pairs else "-"
+            line += f" {less} | {interval} | {row.pairs or '-'} |"
+        lines.append(" ".join([line, *(f"{configs[row.label].get(key, '-')} |" for key in keys)]))
+    warning = caution(found)
+    return "\n".join([*([warning, ""] if warning else []), *lines]) + "\n"
+
+
+def caution(found: list[Arm]) -> str:
+    """A sentence on runs of unequal length, data or tokenizer; "" if there is nothing to say."""
+    kinds = {"length": _length, "data or tokenizer": _data}
+    said = []
+    for kind, of in kinds.items():
+        values = dict.fromkeys(of(run) for arm in found for run in arm.runs.values())
+        if len(values) > 1:
+            said.append(f"of different {kind} ({'; '.join(values)})")
+    return f"Careful: these runs are {', and '.join(said)}." if said else ""
+
+
+def _length(run: Run) -> str:
+    tokens = run.result.get("tokens")
+    steps = f"{run.result['config']['train']['steps']:,} steps"
+    return f"{steps}, {tokens:,} tokens" if isinstance(tokens, int) else steps
+
+
+def _data(run: Run) -> str:
+    corpus = run.result.get("corpus") or {}
+    tokenizer = corpus.get("tokenizer") or {}
+    size = f", {tokenizer.get('kind')} of {tokenizer.get('vocab_size')}" if tokenizer else ""
+    return f"{run.result['config']['data']['name']} {str(run.result.get('corpus_hash'))[:12]}{size}"
+
+
+def _with_spread(center: float, spread: float) -> str:
+    if math.isnan(center):
+        return "not finite"
+    return f"{center:.4f}" if math.isnan(spread) else f"{center:.4f} ± {spread:.4f}"
+
+
+def curves(found: list[Arm], baseline: Arm) -> list[Point]:
+    """Over the seeds of each arm, the baseline first."""
+    ordered = [baseline, *(arm for arm in found if arm is not baseline)]
+    logs = [
+        (arm.label, read_metrics(run.directory / "metrics.jsonl"), run.result)
+        for arm in ordered
+        for run in arm.runs.values()
+    ]
+    return points(logs, QUANTITIES)
+
+
+def of_sweep(runs: list[Run], metric: str = METRIC) -> str:
+    """What a sweep ends with: the table of its runs, and the command that makes it again, with
+    curves."""
+    found = arms(runs)
+    rows = table(found, choose(found, None), metric)
+    folders = dict.fromkeys(str(run.directory.parent) for run in runs)
+    given = [*folders, *([] if metric == METRIC else [f"metric={metric}"])]
+    command = shlex.join(["python", "-m", "experiments.compare", *given])
+    return f"\n{markdown(found, rows, metric)}\nwith curves: {command}"

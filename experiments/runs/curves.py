@@ -1,0 +1,133 @@
+"""Curves of trainings over their seeds, as means with their spread, and how they are drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.runs.stats import mean, std
+
+NAMES = {
+    "val_loss": "validation loss, nats",
+    "flip_rate": "flip rate, share of the mask per step",
+    "loss": "training loss, nats",
+}
+SPREAD = "mean over seeds, band: ± standard deviation"
+
+# Okabe and Ito's colours, told apart by colour-blind readers; the baseline, first, is black.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
+MARKERS = ("o", "s", "^", "v", "D", "P", "X")
+STYLES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of one curve, over the seeds; std is None for a single one."""
+
+    quantity: str
+    method: str
+    step: int
+    mean: float
+    std: float | None
+    n: int
+
+
+def points(
+    runs: Iterable[tuple[str, list[dict[str, Any]], dict[str, Any]]], quantities: Iterable[str]
+) -> list[Point]:
+    """The curves of all quantities, in their order; step 0 is left out.
+
+    The last validation loss is that of the finalized model, at the step after the last.
+
+    Args:
+        runs: label, records of `metrics.jsonl` and content of `result.json` of each; runs of the
+            same label make one curve.
+    """
+    order = list(quantities)
+    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for label, log, result in runs:
+        last = {"step": result["steps"], "val_loss": result["metrics"].get("val_loss")}
+        own = {
+            (quantity, label, record["step"]): record[quantity]
+            for record in [*log, last]  # the last stands in the log, too, of a run of today
+            for quantity in order
+            if record["step"] > 0 and record.get(quantity) is not None
+        }
+        for key, value in own.items():
+            found[key].append(value)
+    return [
+        Point(
+            quantity,
+            label,
+            step,
+            mean(values),
+            std(values) if len(values) > 1 else None,
+            len(values),
+        )
+        for (quantity, label, step), values in sorted(
+            found.items(), key=lambda item: order.index(item[0][0])
+        )
+    ]
+
+
+def draw(axes: Any, quantity: str, data: list[Point]) -> None:
+    """The curves of one quantity out of `data`, a line for each label; a label looks the same in
+    every quantity, though some may lack it."""
+    for number, label in enumerate(dict.fromkeys(point.method for point in data)):
+        shown = [p for p in data if (p.quantity, p.method) == (quantity, label)]
+        if not shown:
+            continue
+        steps, means = [p.step for p in shown], [p.mean for p in shown]
+        colour = COLOURS[number % len(COLOURS)]
+        axes.plot(
+            steps,
+            means,
+            label=label,
+            color=colour,
+            linestyle="--" if number == 0 else STYLES[number // len(COLOURS) % len(STYLES)],
+            # Thinner from row to row, so that a curve under another one still shows.
+            linewidth=max(1.0, 2.6 - 0.4 * number),
+            marker=MARKERS[number % len(MARKERS)] if quantity == "val_loss" else None,
+            markersize=4,
+        )
+        low = [p.mean - (p.std or 0.0) for p in shown]
+        high = [p.mean + (p.std or 0.0) for p in shown]
+        axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    if quantity == "flip_rate":
+        axes.set_yscale("log", nonpositive="mask")
+    axes.set_xlabel("optimizer step", fontsize=9)
+
+
+def figure(
+    panels: Mapping[str, Callable[[Any], None]], title: str, path: Path, width: float = 3.6
+) -> None:
+    """Write a figure with a panel for each label of a y axis, drawn by a function of its axes, and
+    one legend for all. width: of a panel, in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    canvas = Figure(figsize=(max(width * len(panels), 5.0), 3.4), layout="constrained")
+    FigureCanvasAgg(canvas)
+    legend: dict[str, Any] = {}
+    several = canvas.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (label, fill) in zip(several, panels.items(), strict=True):
+        fill(axes)
+        axes.set_ylabel(label, fontsize=9)
+        axes.tick_params(labelsize=8, which="both")
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles, labelled = axes.get_legend_handles_labels()
+        legend |= dict(zip(labelled, handles, strict=True))
+    canvas.legend(
+        list(legend.values()),
+        list(legend),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+    canvas.suptitle(title, fontsize=9)
+    canvas.savefig(path, dpi=200, format="png")

@@ -1,0 +1,242 @@
+"""A finished run, for what starts from its weights: fine-tuning, evaluation, export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+import methods
+from experiments.config.initial import LATENT, check_files, load_weights, read_result
+from experiments.config.run import (
+    FAMILIES,
+    DataConfig,
+    ImageConfig,
+    ModelConfig,
+    build_model,
+    typed,
+)
+from experiments.data.corpus import load_encoding
+from experiments.data.mlm import MLMConfig
+from experiments.support.checkpoint import lacks
+from experiments.support.errors import UserError
+from experiments.support.results import FILE
+from methods import compressed, dense, one_shot, slorb
+from models.bert import BertConfig
+
+if TYPE_CHECKING:
+    import tiktoken
+
+    from experiments.data.tokenizer import HFTokenizer
+
+WEIGHTS_OF = ("sparse", "dense")
+MODES = ("auto", "sparse", "dense")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The directory of a training that was run to its end, and its `result.json`, whose hashes its
+    files are compared with before they are read."""
+
+    directory: Path
+    result: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: str | Path) -> FinishedRun:
+        """Raises a UserError where there is no finished run."""
+        return cls(Path(directory), read_result(Path(directory)))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of the run, as plain values."""
+        return self.result["config"]
+
+    @property
+    def config_hash(self) -> str:
+        return self.result["config_hash"]
+
+    @property
+    def model_name(self) -> str:
+        return self.config["model"]["name"]
+
+    @property
+    def method(self) -> str:
+        return self.config["method"]["name"]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the linears that the method converted."""
+        return tuple(self.result["converted"])
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        """The shape of its model."""
+        values = {k: v for k, v in self.config["model"].items() if k not in ("name", "weights")}
+        return self._typed(FAMILIES[self.family][0], "model", values)
+
+    @property
+    def family(self) -> str:
+        """`gpt2`, `bert`, `vit` or `hf`."""
+        family = "hf" if "path" in self.config["model"] else self.model_name.partition("_")[0]
+        if family not in FAMILIES:
+            raise UserError(f"{self.directory / FILE}: there is no model {self.model_name}")
+        return family
+
+    @cached_property
+    def data(self) -> DataConfig | ImageConfig:
+        """The data that it was trained on."""
+        return self._typed(FAMILIES[self.family][1], "data", self.config["data"])
+
+    @cached_property
+    def trained_with(self) -> methods.Method:
+        """Its method, not attached to a model."""
+        try:
+            module = methods.module(self.method)
+        except ValueError as error:
+            place = self.directory / FILE
+            raise UserError(f"{place}: there is no method {self.method}") from error
+        options = {k: v for k, v in self.config["method"].items() if k != "name"}
+        return module.Method(self._typed(module.Config, "method", options))
+
+    def _typed(self, schema: type, group: str, values: Any) -> Any:
+        place = f"{self.directory / FILE}: {group}"
+        try:
+            return typed(schema, place, values)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the sequences that it was trained on; None where its model takes any number of
+        them equally well."""
+        if not isinstance(self.shape, BertConfig) or self.shape.positions != "learned":
+            return None
+        assert isinstance(self.data, MLMConfig)
+        return self.data.sequence_length or self.shape.block_size
+
+    def pattern(self, name: str) -> tuple[int, int]:
+        """(n, m) of the converted linear of this name."""
+        return self.trained_with.pattern(name)
+
+    def tokenizer(self) -> tiktoken.Encoding | HFTokenizer:
+        """The one that it was trained with, of which the run keeps a copy.
+
+        Raises:
+            UserError: it was trained on images, or the copy is gone.
+        """
+        if isinstance(self.data, ImageConfig):
+            raise UserError(f"{self.directory} was trained on images and has no tokenizer")
+        corpus = self.result.get("corpus")
+        record: Any = corpus.get("tokenizer") if isinstance(corpus, dict) else None
+        own = {"file": str, "sha256": str, "end_of_text": int}
+        if lacks(record, {"kind": str}) is not None or (
+            record["kind"] != "gpt2" and lacks(record, own) is not None
+        ):
+            raise UserError(f"{self.directory / FILE} names no tokenizer; run it again")
+        if record["kind"] != "gpt2":
+            check_files(self.directory, self.result, record["file"])
+        return load_encoding(self.directory, record)
+
+    def model(self, weights: str = "sparse") -> nn.Module:
+        """The plain model on the CPU, as the method ended; `dense`: with the dense weights under
+        its masks instead, where the method keeps them.
+
+        Raises:
+            UserError: weights that do not exist, or files that do not fit.
+        """
+        if weights not in WEIGHTS_OF:
+            raise UserError(f"weights={weights}; choose one of {', '.join(WEIGHTS_OF)}")
+        model = build_model(self.shape)
+        load_weights(model, self.directory)
+        if weights == "dense" and not self.trained_with.ends_dense:
+            masters = [f"{name}.weight" for name in self.converted]
+            if absent := [name for name in masters if name not in self.latent]:
+                raise UserError(
+                    f"weights=dense, but {self.method} keeps no dense {absent[0]} in "
+                    f"{self.directory}; use weights=sparse"
+                )
+            with torch.no_grad():
+                for name in masters:
+                    # A low-rank term stands for what the mask removes, and that is there again.
+                    _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
+                    model.get_parameter(name).copy_(self.latent[name])
+        return model
+
+    @cached_property
+    def latent(self) -> dict[str, torch.Tensor]:
+        """State of the method's layers before they became plain, by its name in the model.
+
+        Raises:
+            UserError: its file is missing or damaged.
+        """
+        path = self.directory / LATENT
+        check_files(self.directory, self.result, LATENT)
+        try:
+            return load_file(path) if path.is_file() else {}
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged ({error}); run it again") from error
+
+    def method_for(
+        self,
+        model: nn.Module,
+        mode: str,
+        total_steps: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> methods.Method:
+        """Convert `model`, which holds `self.model()` under the same names, for fine-tuning.
+
+        mode: `auto` is the method's own rule: dense after a dense last phase; else what the method
+        has to go on with (S-STE projects, SLoPe keeps its masks and adapters), or the last mask.
+        `dense` and `sparse` ask for one or the other. Low-rank terms that are not trained as such
+        are added to the weights. dtype: as for `Method.convert`.
+
+        Raises:
+            UserError: an unknown mode, or sparse fine-tuning of a model that ended dense.
+        """
+        if mode not in MODES:
+            raise UserError(f"mode={mode}; choose one of {', '.join(MODES)}")
+        trained = self.trained_with
+        if mode == "sparse" and trained.ends_dense:
+            raise UserError(
+                f"mode=sparse, but {self.directory} ends with dense weights; use mode=auto or dense"
+            )
+        # By their names: the globs of training may match linears of a new head.
+        common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
+        if mode == "dense" or trained.ends_dense:
+            method: methods.Method = dense.Method(dense.Config(**common))
+            compressed.merge(slorb.merge(model))
+            method.convert(model, dtype)
+            return method
+        own = trained.finetuning(total_steps)
+        if own is None:
+            method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
+            method.convert(model, dtype)
+            return method
+        modules = dict(model.named_modules())
+        for name in modules.keys() & set(self.converted):  # a head of training may be gone
+            _drop_low_rank_terms(modules[name])  # the layer's own state has them
+        method = methods.module(self.method).Method(type(own)(**{**vars(own), **common}))
+        method.convert(model, dtype)
+        for name, layer in method.sparse_layers.items():
+            wanted = {key: f"{name}.{key}" for key in layer.state_dict()}
+            if absent := [stored for stored in wanted.values() if stored not in self.latent]:
+                path = self.directory / LATENT
+                raise UserError(
+                    f"{path} is missing or lacks {absent[0]}, with which {self.method} goes on; "
+                    "run it again, or set mode=dense"
+                )
+            layer.load_state_dict({key: self.latent[stored] for key, stored in wanted.items()})
+        return method
+
+
+def _drop_low_rank_terms(layer: nn.Module) -> None:
+    for name in set(layer._parameters) - {"weight", "bias"}:
+        delattr(layer, name)
+    layer.__class__ = nn.Linear

@@ -1,0 +1,1 @@
+"""What every part uses: errors in one line, progress, whole files, hashes, results."""

@@ -1,0 +1,194 @@
+"""Atomic, checked checkpoints: a killed process leaves the previous one whole.
+
+A checkpoint is one `torch.save` file of tensors and plain values, read back with
+`weights_only=True` (nothing is unpickled), and a sidecar with its size and SHA-256. The file is
+written beside its place, synced, and renamed; the sidecar follows. The two newest are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.support.errors import UserError, writing
+
+KEPT = 2
+LOCK = ".lock"
+
+
+def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call `write` on a temporary path beside `path`, sync, and rename it into place.
+
+    Raises:
+        UserError: the disk is full; nothing half-written is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with writing(path):
+            temporary.touch()
+            usual = temporary.stat().st_mode
+            write(temporary)
+            temporary.chmod(usual)  # safetensors makes files for their owner alone
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as indented JSON, atomically."""
+    write_text(path, json.dumps(finite(value), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically."""
+    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; the header is the union of their keys in order of appearance."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def lacks(value: Any, shape: Any, key: str = "") -> str | None:
+    """The first key, dotted, at which a value from JSON is not what `shape` says, a type or a dict
+    of shapes; None if there is none. "" is the value itself."""
+    if not isinstance(shape, dict):
+        return None if isinstance(value, shape) else key
+    if not isinstance(value, dict):
+        return key
+    parts = (lacks(value.get(k), part, f"{key}.{k}".strip(".")) for k, part in shape.items())
+    return next((found for found in parts if found is not None), None)
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write the state before optimizer step `step` as `directory/step-<step>.pt`."""
+    path = directory / f"step-{step:09d}.pt"
+    write_atomic(path, lambda p: _save(state, p))
+    write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": sha256(path)})
+    whole = [p for p in sorted(directory.glob("step-*.pt")) if p <= path]
+    for other in directory.glob("step-*.pt"):
+        # Later ones were damaged, or this run would have begun there.
+        if other not in whole[-KEPT:]:
+            _sidecar(other).unlink(missing_ok=True)
+            other.unlink()
+    return path
+
+
+def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """The newest whole checkpoint, on the CPU, or None; `warn` hears of each damaged one, and of
+    what is used instead."""
+    damaged: dict[Path, str] = {}
+    state, instead = None, "none is whole, so the run begins anew"
+    for path in sorted(directory.glob("step-*.pt"), reverse=True):
+        try:
+            state = _load(path)
+            instead = f"{path.name}, the one before it, is used"
+            break
+        except _Damaged as error:
+            damaged[path] = str(error)
+    for path, damage in damaged.items():
+        warn(f"checkpoint {path} is damaged ({damage}); {instead}")
+    return state
+
+
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Hold `directory` against other processes, and remove what a killed one left half-written.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is running in {directory}; wait for it") from error
+        for folder in (directory, directory / "checkpoints"):
+            for debris in folder.glob(".*.[0-9]*"):
+                debris.unlink()
+        yield
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's content, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    # torch's own writing to a path does not tell why it failed.
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Raises _Damaged unless it is what its checksum file says, and a checkpoint."""
+    try:
+        expected = json.loads(_sidecar(path).read_text(encoding="utf-8"))
+        length, digest = expected["bytes"], expected["sha256"]
+    except FileNotFoundError as error:
+        # The process ended between the two writes: the file itself was renamed when complete,
+        # but nothing vouches for it.
+        raise _Damaged("its checksum file is missing") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _Damaged("its checksum file is damaged") from error
+    size = path.stat().st_size
+    if size != length:
+        raise _Damaged(f"{size} bytes instead of {length}")
+    if sha256(path) != digest:
+        raise _Damaged("its SHA-256 does not match")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise _Damaged("it is no file of tensors and plain values") from error
+    if not isinstance(state, dict):
+        raise _Damaged(f"it holds a {type(state).__name__}")
+    return state

@@ -1,0 +1,37 @@
+"""Snapshots of checkpoints on the Hugging Face hub: `owner/name`, or `owner/name@revision` for a
+commit, a branch or a tag of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from experiments.support.errors import UserError
+
+
+def download(source: str, patterns: Iterable[str], key: str) -> Path:
+    """The folder of a snapshot in the hub's cache, with the files that match `patterns`.
+
+    key: what sets `source`, as messages name it.
+
+    Raises:
+        UserError: the hub does not give it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hub_id, _, revision = source.partition("@")
+    try:
+        folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=list(patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"{key}={source} is neither a local folder nor a checkpoint that the hub gives "
+            f"({type(error).__name__})"
+        ) from error
+    return Path(folder)
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of the snapshot in `folder`; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None

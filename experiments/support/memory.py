@@ -1,0 +1,40 @@
+"""Memory: how much a device has, and one line for what surely does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from experiments.support.errors import UserError
+
+_GIB = 2**30
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+
+
+def total(device: torch.device) -> int:
+    """Bytes of the GPU, or of this machine or container."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(_CONTAINER.read_text()))
+    except (OSError, ValueError):  # it is no container, or one without a limit
+        return machine
+
+
+def require(what: str, needed: float, device: torch.device, remedy: str) -> None:
+    """A UserError if `what`, a plural, needs more bytes than there are at all."""
+    if needed > (there := total(device)):
+        where = "the GPU" if device.type == "cuda" else "this machine"
+        raise UserError(
+            f"{what} need {needed / _GIB:,.1f} GiB of memory, {where} has {there / _GIB:,.1f} "
+            f"GiB; {remedy}"
+        )
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether an error of Python, numpy or torch says that there was no memory left."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or "DefaultCPUAllocator: can't allocate memory" in str(error)

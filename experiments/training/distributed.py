@@ -1,0 +1,97 @@
+"""The process group under torchrun, and none without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.support.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers. `device` is where it computes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def main_first(self, work: Callable[[], T]) -> T:
+        """`work()` on every rank, on rank 0 before the others: it prepares what they then find.
+
+        Its UserError is everybody's.
+        """
+        if self.size == 1:
+            return work()
+        value: Any = None
+        error: list[str | None] = [None]
+        if self.is_main:
+            try:
+                value = work()
+            except UserError as reason:
+                error = [str(reason)]
+        dist.broadcast_object_list(error)
+        if error[0] is not None:
+            raise UserError(error[0])
+        return value if self.is_main else work()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Average of a tensor over the ranks; every rank must call it."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= self.size
+        return value
+
+
+@contextmanager
+def world(device: str) -> Iterator[World]:
+    """Join the group that torchrun describes in the environment; leave it at the end.
+
+    Within another `world` it is that one's group: a process cannot join torchrun's twice, so
+    several runs in one process need a `world` around them.
+
+    Args:
+        device: `auto` (a GPU where there is one), `cpu` (gloo) or `cuda` (nccl).
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("impl.device=cuda, but torch sees no GPU here; use impl.device=cpu")
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        yield World(0, 1, torch.device(kind))
+        return
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} GPUs; "
+                "lower --nproc_per_node"
+            )
+        torch.cuda.set_device(local_rank)
+    place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size(), place)
+        dist.barrier()  # what rank 0 wrote is there for all
+        return
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), place)
+        # gloo's threads outlive the group; with work in hand they abort an interpreter that ends
+        # (github.com/pytorch/pytorch/pull/179291).
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,224 @@
+"""One optimizer step, of pre-training and of fine-tuning alike.
+
+In order: learning rate and weight decay, `on_step_begin`, forward and backward of every
+micro-batch, unscale, clip, `on_gradients`, optimizer, `on_step_end`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.config.settings import TrainConfig
+from experiments.data.source import Batch
+from experiments.support import memory
+from experiments.support.errors import UserError
+from experiments.training.schedules import learning_rate, weight_decay
+from methods import Method
+
+# A run whose scaler has skipped this many steps in a row will not recover.
+MAX_SKIPPED_IN_A_ROW = 50
+
+# By `train.dtype`; None: no autocast.
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NonFiniteGradient(Exception):
+    """The gradient of a step is not finite, and nothing of that step has touched the weights.
+
+    loss: of the step on this rank.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__(f"loss {float(loss):.4g}")
+        self.loss = loss
+
+
+def make_optimizer(method: Method, model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that `train` names, over the groups that the model makes of its parameters.
+
+    Raises:
+        UserError: the method has AdamW's rule or a form of it, and another one is asked for.
+    """
+    groups = model.param_groups(train.weight_decay)  # type: ignore[operator]
+    if train.optimizer == "adamw":
+        options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "fused": True}
+        return method.optimizer(groups, lr=train.learning_rate, **options)
+    if method.needs_adamw:
+        raise UserError(
+            f"train.optimizer={train.optimizer}, but the update rule of this method is a form of "
+            "AdamW; set train.optimizer=adamw"
+        )
+    from timm.optim import Lamb, Lion
+
+    if train.optimizer == "lion":
+        return Lion(groups, lr=train.learning_rate, betas=train.betas)
+    # The steps clip: the optimizer's own clipping, of the same kind, is left out.
+    return Lamb(
+        groups, lr=train.learning_rate, betas=train.betas, eps=train.eps, max_grad_norm=None
+    )
+
+
+def _training_bytes(model: nn.Module, optimizer: str) -> int:
+    """What a step needs at least, beside activations."""
+    copies = 3 if optimizer == "lion" else 4  # weights, gradients, and one or two moments
+    parameters = sum(p.nbytes * (copies if p.requires_grad else 1) for p in model.parameters())
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+
+
+class Optimization:
+    """Optimizer steps of `model`, converted by `method` and on its device.
+
+    A model may have hooks of its own, called in the order of the method's and before them:
+    `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`.
+
+    Args:
+        ranks: processes that share each step's samples.
+        rate: what sets the learning rate, as messages name it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        train: TrainConfig,
+        device: torch.device,
+        *,
+        compiled: bool = False,
+        ranks: int = 1,
+        rate: str = "train.learning_rate",
+    ) -> None:
+        self.model, self.method, self.train = model, method, train
+        self.device, self.dtype, self.rate = device, DTYPES[train.dtype], rate
+        memory.require(
+            "weights, gradients and moments",
+            _training_bytes(model, train.optimizer),
+            device,
+            "choose a smaller model",
+        )
+        self.optimizer = make_optimizer(method, model, train)
+        # By position: loading a checkpoint makes new groups.
+        decayed = model.param_groups(1.0)  # type: ignore[operator]
+        self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
+        runner: Any = torch.compile(model) if compiled else model
+        if ranks > 1:
+            # Masks and scales are equal on all ranks by construction; the random keys must not be.
+            runner = DistributedDataParallel(runner, broadcast_buffers=False)
+        self.runner = runner
+        self.skipped = self.skipped_in_a_row = 0
+
+    def step(
+        self, step: int, batches: Iterator[Batch], shares: Sequence[float]
+    ) -> tuple[Tensor, float]:
+        """One optimizer step on as many micro-batches as there are `shares`.
+
+        Args:
+            batches: on any device. shares: of each micro-batch's samples in those of the step on
+                this rank; the loss of the step is the mean over its samples.
+        Returns: (mean loss on this rank, norm of the gradient before clipping). Where the norm is
+            not finite, the loss scaler has left the step out.
+        Raises:
+            NonFiniteGradient: the gradient is not finite, and there is no loss scaler to help.
+            UserError: the loss scaler did not find its way back in many steps.
+        """
+        rate = learning_rate(self.train, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        for index in self.decayed:
+            decay = weight_decay(self.train, step)
+            self.optimizer.param_groups[index]["weight_decay"] = decay
+        self._model_hook("on_step_begin", step)
+        self.method.on_step_begin(step)
+        total = self._accumulate(batches, shares)
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.train.grad_clip or math.inf
+        )
+        finite = bool(torch.isfinite(norm))
+        if not finite and not self.scaler.is_enabled():
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradient(total)
+        if finite:
+            self._model_hook("on_gradients", step)
+            self.method.on_gradients(step, self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._count_skipped(finite, step)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._model_hook("on_step_end", step)
+        self.method.on_step_end(step)
+        return total, float(norm)
+
+    def _accumulate(self, batches: Iterator[Batch], shares: Sequence[float]) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for index, share in enumerate(shares):
+            batch, last = self.to_device(next(batches)), index == len(shares) - 1
+            lazy = isinstance(self.runner, DistributedDataParallel) and not last
+            with self.runner.no_sync() if lazy else nullcontext():
+                with self.autocast():
+                    loss = self.method.loss(self.runner, batch) * share
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def _model_hook(self, name: str, step: int) -> None:
+        hook: Any = getattr(self.model, name, None)
+        if hook is not None:
+            hook(step)
+
+    def _count_skipped(self, finite: bool, step: int) -> None:
+        self.skipped += not finite
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {step}, at any"
+                f" loss scale; lower {self.rate}, or train in bf16 or fp32"
+            )
+
+    def to_device(self, batch: Batch) -> Batch:
+        return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on: model, method, optimizer, scaler."""
+        return {
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.method.load_state_dict(state["method"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped = state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's random generators, of which dropout draws."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,128 @@
+"""Where a run's figures go: a JSONL file, which is the truth, and optional viewers.
+
+However often a run is stopped and goes on, it is one run at Weights & Biases, and one event file of
+TensorBoard.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from experiments.support.checkpoint import finite, write_atomic
+from experiments.support.errors import UserError, writing
+
+WANDB_ID = "wandb_id.txt"
+
+
+class MetricsLog:
+    """Appends one JSON object per record to `metrics.jsonl`; each has a `step`.
+
+    lines: of the records so far. A checkpoint keeps them, and a resumed run begins with those of
+        its checkpoint: whatever became of the file, none is missing and none is there twice.
+    config: of the run, for the viewers.
+    """
+
+    def __init__(
+        self, directory: Path, lines: list[str], viewers: tuple[str, ...], config: dict[str, Any]
+    ) -> None:
+        self.path, self.lines = directory / "metrics.jsonl", [*lines]
+        text = "".join(self.lines)
+        write_atomic(self.path, lambda p: p.write_text(text, encoding="utf-8"))
+        self._file = self.path.open("ab", buffering=0)
+        self._tensorboard = _tensorboard(directory, config) if "tensorboard" in viewers else None
+        self._wandb = _wandb(directory, config) if "wandb" in viewers else None
+        if self._tensorboard is not None:
+            for line in self.lines:
+                self._draw(json.loads(line))
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.lines.append(json.dumps(finite(record)) + "\n")
+        with writing(self.path):
+            left = self.lines[-1].encode()
+            while left:  # of a disk that fills up it takes a part first
+                left = left[self._file.write(left) :]
+        self._draw(record)
+        if self._wandb is not None:
+            self._wandb.log(_numbers(record), step=record["step"])
+
+    def _draw(self, record: dict[str, Any]) -> None:
+        if self._tensorboard is not None:
+            for name, value in _numbers(record).items():
+                self._tensorboard.add_scalar(name, value, record["step"])
+
+    def sync(self) -> None:
+        """Make the records survive a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a metrics file; a last line cut by a kill is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {path} is damaged; remove {path.parent} and run it again"
+            ) from error
+    return records
+
+
+def check_viewers(viewers: tuple[str, ...]) -> None:
+    """A UserError for a viewer that is not installed."""
+    for name in viewers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"impl.loggers has {name}: run `pip install sparse24[logging]`")
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+
+
+def _tensorboard(directory: Path, config: dict[str, Any]) -> Any:
+    """A new event file, which is to show the records so far as well, in the place of the old."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for old in directory.glob("events.out.tfevents.*"):
+        old.unlink()
+    writer = SummaryWriter(str(directory))
+    writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
+    return writer
+
+
+def _wandb(directory: Path, config: dict[str, Any]) -> Any:
+    """The run of this directory, which keeps its id: a directory that was removed and made again is
+    another run, whose records Weights & Biases would not take into the old one."""
+    import wandb
+
+    path = directory / WANDB_ID
+    if not path.exists():
+        write_atomic(path, lambda p: p.write_text(uuid.uuid4().hex[:16], encoding="utf-8"))
+    return wandb.init(
+        project="sparse24",
+        id=path.read_text(encoding="utf-8"),
+        name="-".join(directory.resolve().parts[-3:]),
+        config=config,
+        allow_val_change=True,  # `impl` may change from one start to the next
+        resume="allow",
+        dir=str(directory),
+    )

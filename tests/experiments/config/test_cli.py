@@ -1,0 +1,159 @@
+"""The commands as a user runs them: sweeps, SIGKILL, torchrun, and errors in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.config.run import load
+from experiments.training.tracking import read_metrics
+
+PRETRAIN = ["-m", "experiments.pretrain"]
+
+
+def python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def losses(directory, key="loss"):
+    return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
+
+
+def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
+    """... says that two of its methods convert different linears, and compares them."""
+    done = python(*PRETRAIN, "-m", "method=ste,slope", "seed=0,1", "train.steps=2", *overrides[:5],
+                  *[o for o in overrides[5:] if not o.startswith("train.steps")])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = sorted((tmp_path / "runs").glob("*/*/*/result.json"))
+    shorter = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=2"]
+    expected = [
+        load([*shorter, f"method={method}", f"seed={seed}"]).directory() / "result.json"
+        for method in ("slope", "ste")
+        for seed in (0, 1)
+    ]
+    assert results == sorted(expected)
+    assert len(results) == 4
+    assert "| run | val_loss | seeds | minus ste | 95 % interval | pairs |\n" in done.stdout
+    assert "\nwith curves: python -m experiments.compare " in done.stdout
+    said = [line for line in done.stdout.splitlines() if "different linears" in line]
+    (line,) = said
+    assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")
+
+
+@pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
+def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
+    """The process gets no chance to tidy up; the losses are equal to the last bit all the same."""
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=120"]
+    command = [sys.executable, *PRETRAIN, *steps, f"method={method}"]
+    whole = [*command, f"runs={tmp_path / 'whole'}"]
+    killed = [*command, f"runs={tmp_path / 'killed'}"]
+    directory = load([*steps, f"method={method}", f"runs={tmp_path / 'killed'}"]).directory()
+    reference = load([*steps, f"method={method}", f"runs={tmp_path / 'whole'}"]).directory()
+
+    process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(read_metrics(directory / "metrics.jsonl")) < 20:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (directory / "result.json").exists()
+
+    for command in (killed, whole):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        if command is killed:
+            assert "resumed at step" in done.stdout
+    assert losses(directory) == losses(reference)
+    assert len(losses(directory)) == 120
+
+
+def test_sigterm_ends_with_one_line(tiny, overrides, tmp_path):
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=5000"]
+    arguments = [*steps, "method=ste", f"runs={tmp_path / 'runs'}"]
+    command = [sys.executable, *PRETRAIN, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = load(arguments).directory() / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while len(read_metrics(metrics)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.endswith("terminated; the same command goes on from the last checkpoint\n")
+    assert "Traceback" not in errors
+
+
+def test_a_place_that_cannot_be_written_is_one_line(overrides, tmp_path):
+    (tmp_path / "file").touch()
+    done = python(*PRETRAIN, *overrides, f"runs={tmp_path / 'file'}")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {tmp_path / 'file'}")
+
+
+def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
+    """At a learning rate of 0: every step starts from equal weights, and no rounding grows."""
+    arguments = [*overrides, "method=s_ste", "train.learning_rate=0", "train.min_learning_rate=0"]
+    one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
+    two = [*arguments, "impl.micro_batch=1", f"runs={tmp_path / 'two'}"]
+    done = python(*PRETRAIN, *one)
+    assert done.returncode == 0, done.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = python(*torchrun, *PRETRAIN, *two, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    # A last bit of dY draws another sample in few groups; other random bits would in half of them.
+    for key, error in {"loss": {"abs": 1e-5}, "grad_norm": {"rel": 1e-2}}.items():
+        single, double = (losses(load(a).directory(), key) for a in (one, two))
+        assert len(single) == 12 and double == pytest.approx(single, **error)
+
+
+BAD_INPUT = {
+    "unknown key": (["trian.steps=3"], "there is no trian.steps here; train.steps may be meant"),
+    "globs match nothing": (["method.include=[encoder.*]"], "no linear matches include="),
+    "no multiple of 4": (["model.n_embd=18"], "2:4 needs both dims to be multiples of 4"),
+    "missing data": (["data.root=nowhere"], "run `python -m experiments.prepare_data"),
+    "short corpus": (["model.block_size=100000"], "use a larger corpus"),
+    "large vocabulary": (["model.vocab_size=200"], "set model.vocab_size to 320"),
+    "part of others": (["method=_distillation"], "no method of its own"),
+    "batch": (["impl.micro_batch=3"], "is no multiple of impl.micro_batch=3"),
+    "backend": (["impl.backend=cuda"], "backend 'cuda' cannot serve"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line_and_leaves_nothing(overrides, tmp_path, arguments, message):
+    kept = [o for o in overrides if o.split("=")[0] != arguments[0].split("=")[0]]
+    done = python(*PRETRAIN, *kept, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_do_not_divide_the_batch(overrides, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    kept = [o for o in overrides if not o.startswith("train.batch_size")]
+    done = python(*torchrun, *PRETRAIN, *kept, "train.batch_size=3", cwd=tmp_path)
+    assert done.returncode != 0
+    message = "error: train.batch_size=3 cannot be shared by 2 processes"
+    assert message in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_methods_import_with_nothing_but_torch():
+    code = """
+import importlib, sys, methods
+for name in methods.available():
+    importlib.import_module(f"methods.{name}")
+heavy = {"hydra", "omegaconf", "transformers", "timm", "datasets", "matplotlib", "experiments"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,425 @@
+"""Composition, typing and identity of configs."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import experiments
+import methods
+from experiments import pretrain
+from experiments.config.run import ImplConfig, TrainConfig, composed, exit_with_one_line, load
+from experiments.support import memory
+from experiments.support.errors import UserError
+from experiments.training.optimization import Optimization
+
+CONF = Path(experiments.__file__).parent / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*_gpt2_*.yaml"))
+GPT2 = [name for name in EXPERIMENTS if not name.startswith("ast")]  # those of FST and S-STE
+
+PUBLISHED_SHAPES = {
+    "124m": (12, 12, 768),
+    "350m": (24, 16, 1024),
+    "774m": (36, 20, 1280),
+    "1558m": (48, 25, 1600),
+}
+# By the authors' page of December 2024; their code of May 2024 has the last two swapped.
+PUBLISHED_DECAY = {"124m": 6e-5, "350m": 2e-4, "774m": 6e-5, "1558m": 2e-4}
+
+
+@pytest.mark.parametrize("name", GPT2)
+def test_published_recipes(name):
+    """Constants of FST and S-STE: 524,288 tokens a step, the schedule, the decay per size."""
+    config = load([f"experiment={name}"])
+    method, size = name.rsplit("_gpt2_", 1)
+    train, model = config.train, config.model
+    assert config.method == method
+    assert (model.n_layer, model.n_head, model.n_embd) == PUBLISHED_SHAPES[size]
+    assert (model.vocab_size, model.bias, model.dropout, model.gelu) == (50304, False, 0.0, "erf")
+    assert train.batch_size * model.block_size == 524_288
+    assert (train.steps, train.warmup_steps) == (300_000, 3000)
+    assert (train.learning_rate, train.min_learning_rate) == (1.5e-4, 1e-5)
+    assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
+    assert config.train.dtype == "fp16"
+    assert config.data.name == "openwebtext"
+    options = config.method_options
+    if method == "sr_ste":  # the rule and the factor of its own code
+        assert (options.alpha, options.decay_on) == (2e-4, "gradients")
+    if method == "t_sr_ste":
+        assert (options.alpha, options.decay_on) == (PUBLISHED_DECAY[size], "gradients")
+        assert (options.algorithm, options.mvue, options.refresh_every) == ("exact", "exact", 40)
+        assert config.build_method().dense_start == 250_000
+    if method == "s_ste":
+        options = config.method_options
+        assert (options.fp8, options.beta, options.mvue) == ("paper", "mse", "exact")
+    assert config.method_options.include == "ffn"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parameters"),
+    [
+        ("gpt2_5m", (4, 4, 256, None), 5_376_256),
+        ("gpt2_5m_half", (4, 4, 256, 512), 4_327_680),
+        ("gpt2_5m_shallow", (2, 4, 256, None), 3_802_368),
+        ("gpt2_23m", (6, 8, 512, None), 23_337_472),
+        ("gpt2_23m_half", (6, 8, 512, 1024), 17_046_016),
+    ],
+)
+def test_the_mini_tier(name, shape, parameters):
+    """Small models on text of packages: half the width in the feed-forward networks, half the
+    depth; the counts are vocabulary and positions, 12 d^2 + 2 d a block (8 d^2 with half the
+    width), the last norm."""
+    config = load([f"model={name}", "data=packages", "train=mini", "impl=mini"])
+    model, train, impl = config.model, config.train, config.impl
+    assert (model.n_layer, model.n_head, model.n_embd, model.n_inner) == shape
+    d, block = model.n_embd, 12 if model.n_inner is None else 8
+    counted = (8192 + 512) * d + model.n_layer * (block * d**2 + 2 * d) + d
+    built = sum(parameter.numel() for parameter in config.build_model().parameters())
+    assert built == counted == parameters
+    assert (model.vocab_size, model.block_size, model.bias) == (8192, 512, False)
+    assert (config.data.source, config.data.vocab_size) == ("packages", model.vocab_size)
+    assert train.batch_size * model.block_size == 32_768
+    assert train.steps * train.batch_size * model.block_size == 98_304_000
+    assert train.warmup_steps == train.steps // 20
+    assert (train.learning_rate, train.min_learning_rate) == (2e-3, 2e-4)
+    assert (train.dtype, impl.device, impl.compile, impl.matmul) == ("bf16", "cuda", True, "dense")
+    elsewhere = load([f"model={name}", "data=packages", "train=mini"])
+    assert elsewhere.digest() == config.digest()  # impl is no part of a run
+    assert load([f"model={name}", "data=openwebtext", "data.tokenizer=bpe", "data.vocab_size=8192",
+                 "train=mini"]).data.name == "openwebtext"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "parameters"),
+    [("gpt2_pico", None, 86_208), ("gpt2_pico_half", 128, 69_824)],
+)
+def test_the_models_of_the_quickstart(name, width, parameters):
+    """512 + 64 embeddings of 64, a block of 12 d^2 + 2 d (8 d^2 with half the width), a norm."""
+    config = load([f"model={name}", "data.vocab_size=512", "train=quickstart"])
+    model, train = config.model, config.train
+    built = sum(parameter.numel() for parameter in config.build_model().parameters())
+    assert (model.n_inner, built) == (width, parameters)
+    assert train.batch_size * model.block_size == 4096
+    assert train.steps * train.batch_size * model.block_size == 1_638_400
+
+
+def test_every_size_and_method_has_a_recipe():
+    names = ("dense", "sr_ste", "t_sr_ste", "s_ste")
+    assert set(GPT2) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}
+
+
+@pytest.mark.parametrize("name", methods.available())
+def test_method_yaml_states_the_defaults_of_its_dataclass(name):
+    config = load([f"method={name}"])
+    defaults = importlib.import_module(f"methods.{name}").Config()
+    steps, every = config.train.steps, config.train.log_every
+    expected = dataclasses.replace(defaults, total_steps=steps, measure_every=every)
+    assert config.method_options == expected
+    assert load([f"method={name}", "seed=5"]).method_options.seed == 5
+
+
+def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
+    from omegaconf import OmegaConf
+
+    # What a recipe must say itself, and what it may leave as it is.
+    own = {"steps", "batch_size", "learning_rate"}
+    common = OmegaConf.load(CONF / "train/_common.yaml")
+    assert own | set(common) == {f.name for f in dataclasses.fields(TrainConfig)}
+    for path in (CONF / "train").glob("[!_]*.yaml"):
+        recipe = OmegaConf.load(path)
+        assert recipe.defaults[-1] == "_self_" and len(recipe.defaults) >= 2
+    keys = set(OmegaConf.load(CONF / "impl/default.yaml"))
+    assert keys == {f.name for f in dataclasses.fields(ImplConfig)}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.steps=5", "there is no trian.steps here"),
+        ("train.step=5", "there is no train.step here"),
+        ("method=sste", "Could not find 'method/sste'"),
+        ("+method.decay=1", "method has no key decay; it takes"),
+        ("train.steps=many", "train.steps: Value 'many'"),
+        ("train.steps=0", "train.steps=0; it must be at least 1"),
+        ("train.cooldown_steps=900", "train.cooldown_steps=900 does not fit train.steps=200"),
+        ("train.warmup_steps=-1", "train.warmup_steps=-1 does not fit train.steps=200"),
+        ("train.dtype=fp8", "train.dtype=fp8; choose one of fp32, bf16, fp16"),
+        ("impl.dtype=bf16", "there is no impl.dtype here; train.dtype may be meant"),
+        ("seed=-1", "seed=-1; it must lie in [0, 2**63)"),
+        ("seed=18446744073709551616", "it must lie in [0, 2**63)"),
+        ("impl.threads=99999999999", "impl.threads=99999999999; it must lie in [0, 1024]"),
+        ("impl.workers=99999999999", "impl.workers=99999999999; it must lie in [0, 1024]"),
+        ("train.steps=1000000000000000", "at most 100,000,000"),
+        ("train.batch_size=10000000000000000000000", "at most 100,000,000"),
+        ("train.weight_decay_end=-1", "train.weight_decay_end=-1.0; it must be a finite number"),
+        ("train.weight_decay_end=nan", "train.weight_decay_end=nan; it must be a finite number"),
+        ("train.learning_rate=inf", "train.learning_rate=inf; it must be a finite number"),
+        ("train.learning_rate=1e300", "train.learning_rate=1e+300; at most 1e+06"),
+        ("~method", "the config has no method: leave ~method out"),
+        ("~impl", "the config has no impl: leave ~impl out"),
+        ("~seed", "'seed' not found"),
+        ("impl.device=tpu", "impl.device=tpu; choose one of auto, cpu, cuda"),
+        ("impl.loggers=[csv]", "choose of tensorboard, wandb"),
+        ("impl.micro_batch=0", "impl.micro_batch=0"),
+        ("method.beta=max", "beta='max'; choose one of none"),
+        ("method.gamma=2", "gamma=2.0; it must lie in"),
+        ("model.n_head=3", "n_embd must be a multiple of n_head"),
+        ("data.tokenizer=words", "tokenizer=words is neither gpt2, bpe nor wordpiece"),
+        ("data.name=../../x", "data.name='../../x' names a folder"),
+        ("data.name=/x", "data.name='/x' names a folder"),
+        ("data.name=''", "data.name='' names a folder"),
+        ("data.name=.", "data.name='.' names a folder"),
+        ("model.name=gpt2_/../../x", "model.name='gpt2_/../../x' names a folder"),
+        ("data.source=texts", "data.source=texts is not the embedded corpus"),
+    ],
+)
+def test_bad_overrides_are_one_line(override, message):
+    with pytest.raises(UserError) as caught:
+        load([override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "meant"),
+    [("finetune", "recipe.dtype"), ("evaluate", "dtype"), ("generate", "dtype")],
+)
+def test_the_dtype_that_was_a_key_of_impl_is_named(config_name, meant):
+    with pytest.raises(UserError, match=f"^there is no impl.dtype here; {meant} may be meant$"):
+        composed(config_name, lambda composed: composed, ["impl.dtype=bf16"])
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "''", ".", "..", "a/b"])
+def test_images_have_a_plain_name_as_well(name):
+    with pytest.raises(UserError, match=r"data\.name='.*' names a folder"):
+        load(["model=deit_nano", "data=imagenet", f"data.name={name}"])
+
+
+def test_run_directory_follows_from_what_is_computed():
+    base = load([])
+    assert load([]).directory() == base.directory()
+    assert base.directory().parts[-1] == "seed0"
+    assert base.directory().parts[-2].startswith("s_ste-")
+    same = ["impl.compile=true", "impl.micro_batch=4", "tier=smoke", "data.root=elsewhere"]
+    for override in same:
+        assert load([override]).directory() == base.directory()
+        assert load([override]).digest() == base.digest()
+    for override in (
+        "train.steps=50",
+        "train.dtype=bf16",
+        "method.gamma=0.5",
+        "model.n_layer=2",
+        "data.vocab_size=999",
+    ):
+        assert load([override]).directory().parent != base.directory().parent
+    seeded = load(["seed=1"])
+    assert seeded.directory().parent == base.directory().parent
+    assert seeded.directory() != base.directory()
+    assert seeded.digest() != base.digest()
+
+
+def test_configs_are_frozen():
+    config = load([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+# steps, batch, optimizer, schedule, rate, minimum, warm-up, betas, decay, clip, average
+RECIPES = {
+    "t_sr_ste_cramming": (
+        38049, 4096, "adamw", "triangle", 1e-3, 0, 0, (0.9, 0.98), 0.01, 0.5, 0,
+    ),  # FST's released config
+    "dense_bert_large_phase1": (
+        7038, 65536, "lamb", "sqrt", 6e-3, 0, 2001, (0.9, 0.999), 0.01, 1.0, 0,
+    ),  # NVIDIA's, which SLoPe took: warm-up over 28.43 % of the steps
+    "dense_bert_large_phase2": (
+        1563, 32768, "lamb", "sqrt", 4e-3, 0, 200, (0.9, 0.999), 0.01, 1.0, 0,
+    ),  # 12.8 %
+    "t_sr_ste_deit_base": (
+        187500, 2048, "lion", "cosine", 2e-4, 1e-6, 3125, (0.9, 0.99), 0.5, 0, 0.99996,
+    ),  # FST's released script: 300 epochs of 625 steps, five of warm-up, 5e-5 x 2048 / 512
+    "ast_boosted_gpt2_124m": (
+        40000, 128, "adamw", "cosine", 2e-4, 2e-5, 2000, (0.9, 0.95), 0.1, 1.0, 0,
+    ),  # the authors' command
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_numbers_of_the_other_recipes(name, tmp_path, hf_model):
+    overrides = [f"experiment={name}"]
+    if name.startswith("ast"):
+        hf_model("gpt2").save_pretrained(tmp_path)
+        overrides += [f"model.path={tmp_path}", "model.block_size=32"]
+    train = load(overrides).train
+    assert (
+        train.steps, train.batch_size, train.optimizer, train.schedule, train.learning_rate,
+        train.min_learning_rate, train.warmup_steps, train.betas, train.weight_decay,
+        train.grad_clip, train.ema,
+    ) == RECIPES[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_deit_s_own_recipe_is_offered_beside_that_of_fst(size):
+    """300 epochs of 1,251 x 1,024 images, AdamW at 5e-4 x batch / 512 (DeiT's released script)."""
+    ours, own = (
+        load([f"experiment=dense_deit_{size}", f"train={name}"]) for name in ("deit", "deit_adamw")
+    )
+    assert ours.train.optimizer == "lion" and (ours.model, ours.data) == (own.model, own.data)
+    train = own.train
+    assert (train.steps, train.batch_size, train.warmup_steps) == (300 * 1251, 1024, 5 * 1251)
+    assert (train.optimizer, train.betas, train.weight_decay) == ("adamw", (0.9, 0.999), 0.05)
+    rates = train.learning_rate, train.min_learning_rate, train.warmup_learning_rate
+    assert rates == (1e-3, 1e-5, 1e-6)
+    assert (train.schedule, train.grad_clip, train.ema) == ("cosine", 0.0, 0.99996)
+
+
+@pytest.mark.parametrize("method", ["dense", "slope"])
+@pytest.mark.parametrize(("phase", "tokens", "most"), [(1, 128, 20), (2, 512, 80)])
+def test_slope_s_bert_predicts_20_and_80_tokens(method, phase, tokens, most):
+    """Its code hides a fifth of a sequence's tokens, and no more than this."""
+    data = load([f"experiment={method}_bert_large_phase{phase}"]).data
+    assert (data.sequence_length, data.max_predictions) == (tokens, most)
+    assert data.mask_probability == 0.2 and data.mask_probability * tokens > most
+
+
+def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
+    """Micro-step 250,000 of 300,000 is optimizer step 36,367; epoch 250 of 300 is 156,250."""
+    bert, deit = (load([f"experiment=t_sr_ste_{name}"]) for name in ("cramming", "deit_base"))
+    assert bert.build_method().dense_start == 36367
+    assert bert.method_options.alpha == 6e-6 and bert.method_options.refresh_every == 40
+    # Bi-Mask searches every 100 of the 300,000 micro-steps, 3,000 times; here in optimizer steps.
+    masks = load(["experiment=bi_mask_cramming"])
+    searches = masks.train.steps / masks.method_options.permute_every
+    assert searches == pytest.approx(300_000 / 100, rel=0.05)
+    assert deit.build_method().dense_start == 156_250
+    assert deit.method_options.alpha == 1e-3 and deit.method_options.refresh_every == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=20", r"there is no train\.stepz here; train\.steps may be meant$"),
+        ("trian.steps=20", r"there is no trian\.steps here; train\.steps may be meant$"),
+        ("nothing_like_it=20", r"there is no nothing_like_it here$"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_answered_with_one_that_does(override, message):
+    with pytest.raises(UserError, match=message):
+        load([override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=bi_mask", "method.candidates=1000000000"], "it must lie in [1, 10000]"),
+        (["method=ast", "method.temperature=1e300"], "it must lie in [0.001, 1000]"),
+        (["method=ast", "method.temperature=1e-300"], "it must lie in [0.001, 1000]"),
+        (["method=ast", "method.alpha=1e300"], "lie in [0, 1e+06]"),
+        (["method=sr_ste", "method.alpha=1e300"], "the decay factor must lie in [0, 1e+06]"),
+        (
+            ["train.ramp_batch=1", "train.ramp_micro_steps=1000000000000"],
+            "train.ramp_micro_steps=1000000000000; at most 100,000,000",
+        ),
+        (["model=deit_nano", "data.std=[0,0,0]"], "data.std=[0.0, 0.0, 0.0]; it must be three pos"),
+        (["model=deit_nano", "data.mean=[nan,0,0]"], "it must be three numbers"),
+        (["model=deit_nano", "data.mean=[0]"], "data.mean=[0.0]; it must be three numbers"),
+        (["model=deit_nano", "data.crop_scale=[0.5]"], "data.crop_scale=[0.5]; it must be two"),
+        (["model=deit_nano", "data.rotate=1e300"], "data.rotate=1e+300; it must lie in [0, 180]"),
+        (["model=deit_nano", "data.color_jitter=1e300"], "it must lie in [0, 10]"),
+        (["model=deit_nano", "data.mixup=inf"], "data.mixup=inf; it must lie in [0, 1000]"),
+        (["model=deit_nano", "data.crop_pct=1e-300"], "it must lie in [0.01, 1]"),
+        (["model=deit_nano", "data.repeats=100000000000"], "it must lie in [1, 1000]"),
+        (["model=vit_nano", "model.n_layer=2"], "there is no model.n_layer here"),
+    ],
+)
+def test_values_beyond_all_bounds_are_one_line(overrides, message):
+    with pytest.raises(UserError) as caught:
+        load(overrides)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert "may be meant" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["n_embd=4000000", "n_embd=40000000000", "n_layer=1000000000", "vocab_size=100000000000"],
+)
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(override):
+    config = load([f"model.{override}"])
+    before = torch.get_rng_state()
+    message = r"GPT of this shape need [\d,.]+ GiB of memory, this machine has [\d,.]+ GiB; choose"
+    with pytest.raises(UserError, match=message):
+        config.build_model()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("choice", [[], ["model=bert_nano"], ["model=deit_nano"]])
+def test_the_weights_are_counted_by_one_and_two_layers(choice, monkeypatch):
+    config = load(choice)
+    model = config.build_model()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(memory, "total", lambda device: weights)
+    config.build_model()
+    monkeypatch.setattr(memory, "total", lambda device: weights - 1)
+    with pytest.raises(UserError, match="of this shape need"):
+        config.build_model()
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 4), ("lion", 3)])
+def test_a_training_larger_than_the_memory_is_refused(optimizer, copies, monkeypatch):
+    config = load(["method=dense", f"train.optimizer={optimizer}"])
+    model, method = config.build_model(), config.build_method()
+    method.convert(model)
+    tensors = [*model.parameters()] * copies + [*model.buffers()]
+    needed = sum(tensor.nbytes for tensor in tensors)
+    device = torch.device("cpu")
+    monkeypatch.setattr(memory, "total", lambda device: needed)
+    Optimization(model, method, config.train, device)
+    monkeypatch.setattr(memory, "total", lambda device: needed - 1)
+    with pytest.raises(UserError, match=r"gradients and moments need 0\.0 GiB"):
+        Optimization(model, method, config.train, device)
+
+
+def test_want_of_memory_is_one_line(capsys):
+    for error in (MemoryError(), np_error(), torch_error()):
+        with pytest.raises(SystemExit) as stop, exit_with_one_line("begins it anew"):
+            raise error
+        text = str(stop.value.code)
+        assert text.startswith("error: out of memory (") and "\n" not in text
+    with pytest.raises(RuntimeError), exit_with_one_line("begins it anew"):
+        raise RuntimeError("of the work itself")
+
+
+def np_error():
+    with pytest.raises(MemoryError) as caught:
+        np.empty(2**60, np.uint8)
+    return caught.value
+
+
+def torch_error():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "lamb"])
+@pytest.mark.parametrize(
+    ("method", "works"),
+    [
+        (["method=step"], False),
+        (["method=ast"], False),
+        (["method=ast", "method.decay_route=gradient"], True),
+        (["method=ast", "method.decay_route=decoupled"], True),
+    ],
+)
+def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny, optimizer, method, works):
+    config = tiny(*method, f"train.optimizer={optimizer}", "train.steps=2")
+    if works:
+        assert pretrain.run(config, lambda message: None)["steps"] == 2
+        return
+    with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
+        pretrain.run(config, lambda message: None)

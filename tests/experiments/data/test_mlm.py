@@ -1,0 +1,367 @@
+"""Masked text: which tokens are hidden, how, and what a batch depends on."""
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.config.settings import TrainConfig
+from experiments.data.corpus import Corpus
+from experiments.data.mlm import MaskedText, MLMConfig, mask_tokens, unigram_entropy
+from experiments.data.tokenizer import SPECIAL, HFTokenizer, train_wordpiece
+from experiments.prepare_data import prepare
+from experiments.support.errors import UserError
+from models.bert import BertConfig, BertLM
+
+CONF = Path(prepare.__code__.co_filename).parent / "conf"
+PAD, UNK, CLS, SEP, MASK = range(5)
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+CONFIG = MLMConfig("letters", "unused", tokenizer="wordpiece", vocab_size=256)
+MODEL = BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=256, block_size=128)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """26 letters, the same within words, and what merges of a short text give: below 256 tokens."""
+    return HFTokenizer(train_wordpiece([" ".join(ALPHABET) + " " + ALPHABET], 256), SEP)
+
+
+@pytest.fixture(scope="module")
+def corpus(tokenizer, tmp_path_factory):
+    """Random letters in documents of 50: a token at position 50 i + 49 is [SEP], another none."""
+    directory = tmp_path_factory.mktemp("letters")
+    (directory / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+    generator = np.random.default_rng(0)
+    splits = {}
+    for split, size in (("train", 60_000), ("val", 6_000)):
+        splits[split] = generator.integers(5, tokenizer.n_vocab, size, dtype=np.uint16)
+        splits[split][49::50] = SEP
+    record = {
+        "kind": "wordpiece",
+        "vocab_size": tokenizer.n_vocab,
+        "end_of_text": SEP,
+        "file": "tokenizer.json",
+        "sha256": hashlib.sha256(tokenizer.text.encode()).hexdigest(),
+    }
+    files = {split: {"sha256": split} for split in splits}
+    return Corpus(directory, {"tokenizer": record, "splits": files}, splits, seed=3)
+
+
+def source(corpus, model=MODEL, **options):
+    return MaskedText(corpus, replace(CONFIG, **options), model)
+
+
+def batch(source, step=0, samples=range(8)):
+    return next(source.batches([(step, samples)]))
+
+
+def unmasked(batch):
+    """The input with the hidden tokens put back."""
+    return batch["target"].where(batch["target"] != -1, batch["input"])
+
+
+# ------------------------------------------------------------------------------ masking
+
+
+def test_masking_by_hand():
+    """Ranks are the upper halves of the words; lower halves 7, 8, 9, 28 end in 7, 8, 9, 8."""
+    special = np.array([True, True, True, True, True, False, False, False])
+    tokens = np.array([[CLS, 5, 6, 7, SEP, 6], [CLS, SEP, 5, SEP, SEP, 7]])
+    rank = np.array([[0, 4, 1, 3, 0, 2], [0, 0, 9, 0, 0, 8]], dtype=np.uint64)
+    low = np.array([[0, 7, 7, 28, 0, 9], [0, 0, 8, 0, 0, 5]], dtype=np.uint64)
+    words = (rank << np.uint64(32)) | low
+    found, target = mask_tokens(tokens, words, 3, special, MASK)
+    # First row: of the words at 1, 2, 3, 5 that of 1 is the largest, so 5 is left alone. The 6
+    # becomes [MASK] (7); the 7 is replaced (28: outcome 8, 28 // 10 = 2, the third of 5, 6, 7); the
+    # last 6 stays (9). Second row: two ordinary tokens for three places.
+    assert found.tolist() == [[CLS, 5, MASK, 7, SEP, 6], [CLS, SEP, 5, SEP, SEP, MASK]]
+    assert target.tolist() == [[-1, -1, 6, 7, -1, 6], [-1, -1, 5, -1, -1, 7]]
+
+
+def test_a_sample_is_a_window_between_cls_and_sep(corpus):
+    masked = batch(source(corpus), step=5)
+    assert set(masked) == {"input", "target"}
+    assert all(x.shape == (8, 128) and x.dtype == torch.int64 for x in masked.values())
+    windows = corpus.batch("train", 5, range(8), 126)["input"]
+    whole = unmasked(masked)
+    assert torch.equal(whole[:, 1:-1], windows)
+    assert torch.all(whole[:, 0] == CLS) and torch.all(whole[:, -1] == SEP)
+
+
+@pytest.mark.parametrize(("probability", "length", "count"), [(0.15, 128, 19), (0.4, 32, 13)])
+def test_every_sample_has_the_same_number_of_targets(corpus, probability, length, count):
+    masked = batch(source(corpus, mask_probability=probability, sequence_length=length))
+    assert torch.all((masked["target"] != -1).sum(1) == count)
+    assert masked["input"].shape == (8, length)
+
+
+@pytest.mark.parametrize(
+    ("probability", "limit", "length", "count"),
+    [(0.2, 20, 128, 20), (0.2, 26, 128, 26), (0.2, 27, 128, 26), (0.15, 1, 32, 1)],
+)
+def test_no_more_tokens_are_predicted_than_the_limit(corpus, probability, limit, length, count):
+    own = source(
+        corpus, mask_probability=probability, max_predictions=limit, sequence_length=length
+    )
+    hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
+    assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_limit_that_predicts_nothing_is_refused(limit):
+    with pytest.raises(UserError, match=f"data.max_predictions={limit}; it must be at least 1"):
+        replace(CONFIG, max_predictions=limit)
+
+
+def test_statistics_of_the_masks(corpus):
+    """4000 samples of 19 targets: binomial counts within 4 sigma."""
+    own = source(corpus)
+    masked = batch(own, samples=range(4000))
+    whole, chosen = unmasked(masked), masked["target"] != -1
+    special = torch.isin(whole, torch.tensor([PAD, UNK, CLS, SEP, MASK]))
+    assert not torch.any(chosen & special)
+    assert torch.equal(masked["input"][~chosen], whole[~chosen])
+    n, after, before = int(chosen.sum()), masked["input"][chosen], whole[chosen]
+    assert n == 4000 * 19
+
+    def near(count, share, n=n):
+        assert abs(int(count) - share * n) < 4 * math.sqrt(n * share * (1 - share)), count
+
+    ordinary = corpus.vocab_size - 5
+    near((after == MASK).sum(), 0.8)
+    near((after == before).sum(), 0.1 + 0.1 / ordinary)  # kept, or replaced by itself
+    replaced = after[(after != MASK) & (after != before)]
+    near(len(replaced), 0.1 * (1 - 1 / ordinary))
+    assert replaced.min() >= 5 and replaced.max() == corpus.vocab_size - 1
+    # Chi-square of the replacements' counts, ordinary - 1 degrees of freedom; within 4 sigma.
+    counts = torch.bincount(replaced - 5, minlength=ordinary)
+    expected = len(replaced) / ordinary
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi2 - (ordinary - 1)) < 4 * math.sqrt(2 * (ordinary - 1))
+    # Every position is as likely as every other: of 126, two or three are [SEP].
+    share = chosen.sum(0)[1:-1] / (~special).sum(0)[1:-1]
+    assert torch.all((share - 19 / 123.5).abs() < 5 * math.sqrt(0.15 * 0.85 / 3900))
+
+
+# ------------------------------------------------------------------------------ what it depends on
+
+
+@pytest.mark.parametrize("next_sentence", [False, True])
+def test_ranks_and_micro_batches_see_their_share_of_one_batch(corpus, next_sentence):
+    model = replace(MODEL, next_sentence=next_sentence)
+    own = source(corpus, model, next_sentence=next_sentence)
+    whole = batch(own, 7, range(12))
+    torch.manual_seed(1)
+    np.random.seed(1)
+    shares = list(own.batches((7, range(i, i + 3)) for i in (0, 3, 6, 9)))
+    strided = list(own.batches((7, range(r, 12, 2)) for r in (0, 1)))
+    for name, value in whole.items():
+        assert torch.equal(torch.cat([share[name] for share in shares]), value), name
+        assert torch.equal(torch.stack([s[name] for s in strided], 1).flatten(0, 1), value), name
+    far = batch(own, 2**40, range(2))  # the step of calibration samples
+    assert not torch.equal(far["input"], whole["input"][:2])
+
+
+def test_masks_are_new_in_every_sample_step_and_seed(corpus):
+    """In a text of one token that repeats, where every window is the same."""
+    constant = {"train": np.full(500, 7, dtype=np.uint16), "val": corpus.tokens["val"]}
+
+    def chosen(seed, step):
+        own = source(replace(corpus, seed=seed, tokens=constant))
+        return (batch(own, step, range(4))["target"] != -1).tolist()
+
+    rows = [row for seed, step in [(3, 0), (3, 1), (4, 0)] for row in chosen(seed, step)]
+    assert chosen(3, 0) == rows[:4]
+    assert all(a != b for i, a in enumerate(rows) for b in rows[:i])
+
+
+def test_evaluation_samples_are_fixed_by_the_data(corpus):
+    def samples(seed, batch_size):
+        batches = list(source(replace(corpus, seed=seed)).eval_batches(7, batch_size))
+        return {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+
+    first = samples(seed=3, batch_size=7)
+    for other in (samples(3, 2), samples(99, 3)):
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    windows = next(corpus.eval_batches(7, 7, 126))["input"]
+    assert torch.equal(unmasked(first)[:, 1:-1], windows)
+    assert torch.all((first["target"] != -1).sum(1) == 19)
+
+
+# ------------------------------------------------------------------------------ pairs
+
+
+def test_pairs_of_sentences(corpus):
+    """[CLS] 62 tokens [SEP] 63 tokens [SEP]; half of the second parts are from elsewhere."""
+    model = replace(MODEL, next_sentence=True)
+    pairs = batch(source(corpus, model, next_sentence=True), 2, range(1000))
+    whole, label = unmasked(pairs), pairs["next_sentence"]
+    assert torch.equal(whole[0, [0, 63, 127]], torch.tensor([CLS, SEP, SEP]))
+    assert torch.equal(pairs["token_types"][5], (torch.arange(128) > 63).long())
+    windows = corpus.batch("train", 2, range(1000), 125)["input"]
+    assert torch.equal(whole[:, 1:63], windows[:, :62])
+    follows = (whole[:, 64:127] == windows[:, 62:]).all(1)
+    assert torch.equal(follows, label == 0)  # that a random place is the right one has odds of 1e-5
+    assert abs(int(label.sum()) - 500) < 4 * math.sqrt(1000 / 4)
+    text = torch.from_numpy(corpus.tokens["train"].astype(np.int64))
+    other = whole[label == 1][0, 64:127]
+    assert any(torch.equal(text[i : i + 63], other) for i in range(len(text) - 63))
+    assert torch.all((pairs["target"] != -1).sum(1) == 19)
+    assert torch.all(pairs["target"][:, [0, 63, 127]] == -1)
+    with torch.no_grad():
+        _, loss = BertLM(model)(**{name: value[:100] for name, value in pairs.items()})
+    assert abs(float(loss) - math.log(256) - math.log(2)) < 0.1  # of an untrained model
+
+
+# ------------------------------------------------------------------------------ scores
+
+
+def test_score_sums_over_the_predicted_tokens(corpus):
+    own = source(corpus)
+    masked = batch(own)
+    target = masked["target"][masked["target"] != -1]
+    logits = torch.nn.functional.one_hot(target, 256).float()
+    logits[:20] = -logits[:20]  # twenty wrong answers
+    sums, count = own.score(logits, torch.tensor(2.5), masked)
+    assert count == 8 * 19
+    assert {name: float(value) for name, value in sums.items()} == {
+        "loss": 2.5 * 152,
+        "accuracy": 132,
+    }
+
+
+def test_the_losses_of_words_and_of_pairs_are_told_apart(corpus):
+    config = replace(MODEL, next_sentence=True)
+    torch.manual_seed(0)
+    model = BertLM(config).eval()
+    own = source(corpus, config, next_sentence=True)
+    pairs = batch(own)
+    with torch.no_grad():
+        logits, loss = model(**pairs)
+        sentences = model.sentence_logits(model.bert(pairs["input"], pairs["token_types"]))
+        expected = torch.nn.functional.cross_entropy(sentences, pairs["next_sentence"])
+    sums, count = own.score(logits, loss, pairs)
+    means = {name: float(value) / count for name, value in sums.items()}
+    assert means["nsp_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert means["mlm_loss"] + means["nsp_loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert means["mlm_loss"] == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_unigram_entropy_by_hand(corpus):
+    """Train: a three times, b once, three [SEP]; counts + 1 are 4, 2 and 1 for each other token."""
+    ordinary = corpus.vocab_size - 5
+    tokens = {"train": [5, 5, SEP, SEP, 5, 6, SEP], "val": [5, 6, 7, SEP]}
+    small = {k: np.array(v, dtype=np.uint16) for k, v in tokens.items()}
+    own = source(corpus)
+    own.corpus = replace(corpus, tokens=small)
+    total = 4 + ordinary
+    expected = -(math.log(4 / total) + math.log(2 / total) + math.log(1 / total)) / 3
+    assert unigram_entropy(own) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_source_describes_itself(corpus):
+    own = source(corpus, sequence_length=64)
+    assert own.tokens_per_sample == 64
+    assert own.directory == corpus.directory and own.fingerprint == corpus.fingerprint
+    described = own.describe()
+    assert described.pop("unigram_entropy") == unigram_entropy(own)
+    assert described == corpus.manifest
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_length": 129}, "sequence_length=129 is longer than model.block_size=128"),
+        (
+            {"next_sentence": True},
+            "data.next_sentence=True and model.next_sentence=False must agree",
+        ),
+        ({"mask_probability": 1.0}, "mask_probability=1.0; it must lie between 0 and 1"),
+        ({"sequence_length": 4}, "sequence_length=4; it must be at least 8"),
+        ({"objective": "causal"}, "objective=causal; masked text has mlm"),
+    ],
+)
+def test_what_does_not_fit_is_refused(corpus, options, message):
+    with pytest.raises(UserError, match=message):
+        source(corpus, **options)
+
+
+def test_a_corpus_that_does_not_fit_is_refused(corpus):
+    with pytest.raises(UserError, match=r"the model only 20: .*data\.tokenizer=wordpiece"):
+        source(corpus, replace(MODEL, vocab_size=20))
+    plain = json.loads(json.dumps(corpus.manifest))
+    plain["tokenizer"]["kind"] = "hf"
+    for name in ("[MASK]", "[PAD]"):
+        other = replace(corpus, manifest=plain)
+        text = corpus.encoding.text.replace(f'"{name}"', '"<other>"')
+        other.__dict__["encoding"] = HFTokenizer(text, SEP)
+        with pytest.raises(UserError, match=rf"has no \{name[:-1]}\]: pass data.tokenizer=wordpie"):
+            source(other)
+
+
+# ------------------------------------------------------------------------------ yaml files
+
+
+def composed(model, *overrides):
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("experiments.conf", version_base="1.3"):
+        config = compose("pretrain", overrides=[f"model={model}", *overrides])
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "data"),
+    [
+        ("bert_nano", BertConfig.of_size("nano", n_inner=512), "stdlib_mlm"),
+        ("bert_nano_half", BertConfig.of_size("nano", n_inner=256), "stdlib_mlm"),
+        ("cramming", BertConfig.of_size("cramming", n_inner=3072), "c4_mlm"),
+        ("cramming_half", BertConfig.of_size("cramming", n_inner=1536), "c4_mlm"),
+        (
+            "bert_base",
+            BertConfig.of_size("base", n_inner=3072, next_sentence=True),
+            "wikipedia_mlm",
+        ),
+        (
+            "bert_large",
+            BertConfig.of_size("large", n_inner=4096, next_sentence=True),
+            "wikipedia_mlm",
+        ),
+    ],
+)
+def test_a_model_brings_its_data_and_its_training(model, size, data):
+    config = composed(model)
+    assert config["model"].pop("name") == "bert"
+    assert BertConfig(**config["model"]) == size
+    text = MLMConfig(**config["data"])
+    assert text.name == data and text.vocab_size <= size.vocab_size
+    assert text.next_sentence is size.next_sentence
+    TrainConfig(**config["train"])
+
+
+def test_recipes():
+    """Cramming of FST: 300,000 micro-steps, lr * min(1/4 + s, 4 - 4 s). SLoPe: 7038 and 1563."""
+    cramming = TrainConfig(**composed("cramming")["train"])
+    unused = 300_000 * 128 - int(cramming.samples_before[-1])
+    assert 0 <= unused < 4096
+    phases = [composed("bert_large", *more)["train"] for more in ([], ["train=bert_phase2"])]
+    assert [(p["steps"], p["batch_size"], p["optimizer"]) for p in phases] == [
+        (7038, 65536, "lamb"),
+        (1563, 32768, "lamb"),
+    ]
+    for phase, share in zip(phases, (0.2843, 0.128), strict=True):
+        assert phase["warmup_steps"] == round(share * phase["steps"])
+        TrainConfig(**phase)
+
+
+def test_special_tokens_have_the_ids_of_this_test(tokenizer):
+    assert tokenizer.special_tokens == {name: i for i, name in enumerate(SPECIAL)}

@@ -1,0 +1,251 @@
+"""Text of pinned wheels, on small wheels made here; pip itself is never called."""
+
+import hashlib
+import re
+import subprocess
+import zipfile
+
+import pytest
+
+from experiments import prepare_data
+from experiments.config.run import load
+from experiments.data import package_text
+from experiments.data.corpus import DataConfig, load_tokens
+from experiments.data.package_text import download, pinned, read, requirements_hash
+from experiments.prepare_data import prepare
+from experiments.support.errors import UserError
+
+TRAIN = {
+    "alpha/__init__.py": b"",
+    "alpha/core.py": b"def core():\n    return 1\n",
+    "alpha/types.pyi": "x: int  # naïve\n".encode(),
+    "alpha/latin.py": b"# caf\xe9\n",
+    "alpha/table.csv": b"1,2\n",
+    "alpha-1.0.dist-info/METADATA": b"Name: alpha\n",
+}
+OTHER = {"beta/copy.py": TRAIN["alpha/core.py"], "beta/guide.rst": b"Guide\n=====\n"}
+HELD_OUT = {"gamma/fast.pyx": b"cdef int f(): pass\n", "README.md": b"# gamma\n"}
+
+
+def make_wheel(path, files):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content)  # without the time of day
+    return path
+
+
+def pin(path, name=None):
+    """The line of a requirement file."""
+    project, version = path.name.split("-")[:2]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{name or project}=={version} --hash=sha256:{digest}"
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """Folder with three wheels; two are pinned for training, one is held out."""
+    folder, requirements = tmp_path / "data" / "wheels", tmp_path / "packages"
+    requirements.mkdir()
+    lines = {
+        # The index's name, a wheel writes it as alpha_tools.
+        "train": [
+            pin(make_wheel(folder / "alpha_tools-1.0-py3-none-any.whl", TRAIN), "Alpha.Tools"),
+            pin(make_wheel(folder / "beta-2.1-cp312-abi3-manylinux_2_17_x86_64.whl", OTHER)),
+        ],
+        "val": [pin(make_wheel(folder / "gamma-3.0-py3-none-any.whl", HELD_OUT))],
+    }
+    for split, content in lines.items():
+        text = "# a comment\n\n" + "\n".join(content) + "\n"
+        (requirements / f"{split}.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(package_text, "REQUIREMENTS", requirements)
+    return folder
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """A stand-in for pip that calls `.act(folder)`, prints `.says` and counts its `.calls`."""
+
+    def run(command, stderr, text):
+        run.calls.append([str(part) for part in command])
+        run.act(command[command.index("-d") + 1])
+        return subprocess.CompletedProcess(command, run.status, stderr=run.says)
+
+    run.calls, run.act, run.says, run.status = [], lambda folder: None, "", 0
+    monkeypatch.setattr(package_text.subprocess, "run", run)
+    return run
+
+
+# ------------------------------------------------------------------------------ the pinned ones
+
+
+def test_the_shipped_requirements_are_pinned_and_disjoint():
+    names = {}
+    for split in ("train", "val"):
+        text = (package_text.REQUIREMENTS / f"{split}.txt").read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        assert len(pinned(split)) == len(lines) > 5, "a line that is not understood is left out"
+        names[split] = {re.sub(r"[-_.]+", "-", name).lower() for name, _, _ in pinned(split)}
+        assert len(names[split]) == len(lines)
+    assert not names["train"] & names["val"]
+
+
+def test_what_is_there_is_not_downloaded(wheels, pip):
+    assert [path.name.split("-")[0] for path in download(wheels, "train")] == [
+        "alpha_tools",
+        "beta",
+    ]
+    assert [path.name for path in download(wheels, "val")] == ["gamma-3.0-py3-none-any.whl"]
+    assert pip.calls == []
+
+
+def test_what_is_missing_is_downloaded_with_its_hash(wheels, pip, tmp_path):
+    elsewhere = wheels.rename(tmp_path / "served")
+
+    def serve(folder):
+        for path in elsewhere.iterdir():
+            path.rename(folder / path.name)
+
+    pip.act = serve
+    assert len(download(wheels, "train")) == 2
+    (call,) = pip.calls
+    assert call[1:4] == ["-m", "pip", "download"]
+    assert {"--require-hashes", "--only-binary=:all:", "--no-deps"} <= set(call)
+    assert call[-1] == str(package_text.REQUIREMENTS / "train.txt")
+    assert download(wheels, "val") and len(pip.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "reason"),
+    [
+        (
+            "WARNING: Retrying\nERROR: No matching distribution found for beta==2.1\nnotice\n",
+            1,
+            "ERROR: No matching distribution found for beta==2.1",
+        ),
+        ("/usr/bin/python: No module named pip\n", 1, "/usr/bin/python: No module named pip"),
+        ("", 7, "exit status 7"),
+    ],
+)
+def test_pips_failure_is_one_line(wheels, pip, says, status, reason):
+    (wheels / "beta-2.1-cp312-abi3-manylinux_2_17_x86_64.whl").unlink()
+    pip.says, pip.status = says, status
+    with pytest.raises(UserError) as error:
+        download(wheels, "train")
+    assert str(error.value) == (
+        f"pip could not download beta==2.1 of {package_text.REQUIREMENTS / 'train.txt'} into "
+        f"{wheels} ({reason}); start again, or put the wheels there"
+    )
+
+
+def test_a_wheel_of_another_content_is_not_taken(wheels, pip):
+    """Neither a damaged one under the right name, nor another version of it."""
+    make_wheel(wheels / "alpha_tools-1.0-py3-none-any.whl", {"alpha/core.py": b"evil\n"})
+    make_wheel(wheels / "alpha_tools-0.9-py3-none-any.whl", TRAIN | {"new.py": b"x\n"})
+    with pytest.raises(UserError, match=r"could not download Alpha.Tools==1.0 of "):
+        download(wheels, "train")
+    assert len(pip.calls) == 1
+    # The right content counts, whatever the version in its name.
+    make_wheel(wheels / "alpha_tools-1.0-1-py3-none-any.whl", TRAIN)
+    found = download(wheels, "train")
+    assert found[0].name == "alpha_tools-1.0-1-py3-none-any.whl" and len(pip.calls) == 1
+
+
+def test_many_that_are_missing_are_not_all_named(tmp_path, monkeypatch, pip):
+    monkeypatch.setattr(package_text, "REQUIREMENTS", tmp_path)
+    lines = [f"p{n}==1 --hash=sha256:{n:064x}" for n in range(5)]
+    (tmp_path / "train.txt").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(UserError, match=r"could not download p0==1, p1==1, p2==1, \.\.\. of "):
+        download(tmp_path / "wheels", "train")
+
+
+# ------------------------------------------------------------------------------ their text
+
+
+def test_texts_in_the_order_of_their_hash_each_once(wheels):
+    """Written out: sha256 of `<package>/<file>` says the order; a copy counts where it was first.
+
+    Left out: an empty file, one that is not UTF-8, one of another kind.
+    """
+    kept = ["alpha_tools/alpha/core.py", "alpha_tools/alpha/types.pyi", "beta/beta/guide.rst"]
+    order = sorted(kept, key=lambda name: hashlib.sha256(name.encode()).digest())
+    texts = {
+        "alpha_tools/alpha/core.py": "def core():\n    return 1\n",
+        "alpha_tools/alpha/types.pyi": "x: int  # naïve\n",
+        "beta/beta/guide.rst": "Guide\n=====\n",
+    }
+    assert read(download(wheels, "train")) == [texts[name] for name in order]
+    assert sorted(read(download(wheels, "val"))) == ["# gamma\n", "cdef int f(): pass\n"]
+
+
+def test_files_of_every_kind_up_to_a_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(package_text, "LONGEST", 10)
+    names = ["a.py", "b.pyi", "c.pyx", "d.rst", "e.md", "f.txt", "g.pyc", "h.PY", "i.json", "py"]
+    files = {name: name.encode() for name in names}
+    files |= {"ten.py": b"0123456789", "eleven.py": b"0123456789a", "zip.py/": b""}
+    texts = read([make_wheel(tmp_path / "x-1-py3-none-any.whl", files)])
+    assert sorted(texts) == ["0123456789", "a.py", "b.pyi", "c.pyx", "d.rst", "e.md"]
+
+
+def test_text_is_kept_to_the_byte(tmp_path):
+    text = "\ufeffa\r\nb\tc\x00\U0001f600"
+    wheel = make_wheel(tmp_path / "x-1-py3-none-any.whl", {"a.py": text.encode()})
+    assert read([wheel]) == [text]
+
+
+# ------------------------------------------------------------------------------ the corpus
+
+
+def test_a_corpus_of_wheels(wheels, pip, monkeypatch):
+    root = wheels.parent
+    config = load(["data=packages", f"data.root={root}", "data.vocab_size=300"]).data
+    assert isinstance(config, DataConfig)
+    prepare(config)
+    assert config.directory == root / f"packages-{requirements_hash()}-v300"
+    corpus = load_tokens(config, seed=0)
+    source = corpus.manifest["source"]
+    assert source["path"] == "packages"
+    assert source["packages"] == {
+        split: [f"{n}=={v} sha256:{h}" for n, v, h in pinned(split)] for split in ("train", "val")
+    }
+    assert [entry.split("==")[0] for entry in source["packages"]["train"]] == [
+        "Alpha.Tools",
+        "beta",
+    ]
+    texts = {split: read(download(wheels, split)) for split in ("train", "val")}
+    assert source["characters"] == {s: sum(map(len, t)) for s, t in texts.items()}
+    # By package: what is held out is the text of its package, all of it and nothing else.
+    for split, documents in texts.items():
+        end = corpus.manifest["tokenizer"]["end_of_text"]
+        expected = [t for d in documents for t in [*corpus.encoding.encode_ordinary(d), end]]
+        assert corpus.tokens[split].tolist() == expected
+        assert corpus.manifest["splits"][split]["documents"] == len(documents)
+    assert pip.calls == []
+    # Once made it needs the wheels no more.
+    monkeypatch.setattr(prepare_data, "_packages", lambda folder: pytest.fail("made again"))
+    assert prepare(config) == config.directory
+
+
+def test_the_corpus_is_named_after_its_packages(wheels, monkeypatch):
+    """Another version, another hash, another rule: another folder, and another run."""
+    config = DataConfig("packages", "packages", tokenizer="bpe", vocab_size=300)
+    names = [config.directory.name]
+    assert re.fullmatch(r"packages-[0-9a-f]{8}-v300", names[0])
+    path = package_text.REQUIREMENTS / "val.txt"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + "# another comment\n", encoding="utf-8")
+    assert config.directory.name == names[0]
+    for changed in (text.replace("3.0", "3.1"), re.sub("sha256:....", "sha256:0000", text)):
+        path.write_text(changed, encoding="utf-8")
+        names.append(config.directory.name)
+    monkeypatch.setattr(package_text, "LONGEST", 1)
+    names.append(config.directory.name)
+    assert len(set(names)) == 4
+    assert config.identity()["corpus"] == names[-1]
+
+
+def test_a_corpus_of_packages_says_how_it_is_made(tmp_path):
+    config = load(["data=packages", f"data.root={tmp_path}"]).data
+    with pytest.raises(UserError) as error:
+        load_tokens(config, seed=0)
+    assert "python -m experiments.prepare_data data=packages " in str(error.value)

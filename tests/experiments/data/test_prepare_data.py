@@ -1,0 +1,595 @@
+"""From text in its real formats to token files, and the embedded corpus."""
+
+import gzip
+import hashlib
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from experiments import prepare_data
+from experiments.config.run import load
+from experiments.data.corpus import SPLITS, DataConfig, load_tokens, read_manifest
+from experiments.data.corpus_source import data_files
+from experiments.data.tokenizer import (
+    END_OF_TEXT,
+    SPECIAL,
+    HFTokenizer,
+    folder_tokenizer,
+    gpt2_encoding,
+    load_bpe,
+    train_bpe,
+    train_wordpiece,
+)
+from experiments.prepare_data import prepare
+from experiments.support.checkpoint import exclusive
+from experiments.support.errors import UserError
+from models.gpt2 import GPTConfig
+
+TEXTS = [f"document {i}: naïve café \U0001f600\n" for i in range(30)]
+
+
+def documents_of(corpus, split):
+    """The documents of a split, decoded one by one."""
+    tokens = corpus.tokens[split]
+    ends = np.flatnonzero(tokens == corpus.manifest["tokenizer"]["end_of_text"])
+    assert ends[-1] == len(tokens) - 1
+    pieces = np.split(tokens, ends[:-1] + 1)
+    return [corpus.encoding.decode(piece[:-1].tolist()) for piece in pieces]
+
+
+# ------------------------------------------------------------------------------ tokenizer
+
+
+def test_bpe_by_hand(tmp_path):
+    """Words abc, " abc" twice, " ab" twice: pair ab counts 5, then " ab" 4; end-of-text is last."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe(["abc abc abc ab ab"], vocab_size=259), encoding="utf-8")
+    encoding = load_bpe(path)
+    assert encoding.n_vocab == 259
+    assert encoding.decode_single_token_bytes(256) == b"ab"
+    assert encoding.decode_single_token_bytes(257) == b" ab"
+    assert encoding.encode_single_token(END_OF_TEXT) == encoding.eot_token == 258
+    ids = encoding.encode_ordinary("ab ab b")
+    assert [encoding.decode_single_token_bytes(i) for i in ids] == [b"ab", b" ab", b" ", b"b"]
+
+
+def test_bpe_keeps_every_byte_and_every_text(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe(TEXTS, vocab_size=300), encoding="utf-8")
+    encoding = load_bpe(path)
+    singles = {encoding.decode_single_token_bytes(i) for i in range(256)}
+    assert singles == {bytes([i]) for i in range(256)}
+    text = "".join(map(chr, range(0x3000))) + f"\r\n\t  \u3042 \U0001f9ea {END_OF_TEXT} don't"
+    assert encoding.decode(encoding.encode_ordinary(text)) == text
+    assert encoding.eot_token not in encoding.encode_ordinary(text)
+
+
+def test_tiktoken_and_tokenizers_agree_on_a_trained_bpe(tmp_path):
+    from tokenizers import Tokenizer
+
+    source = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe([source], vocab_size=600), encoding="utf-8")
+    theirs = Tokenizer.from_file(str(path))
+    assert load_bpe(path).encode_ordinary(source) == theirs.encode(source).ids
+    assert theirs.token_to_id(END_OF_TEXT) == 599
+
+
+def test_bpe_training_is_deterministic():
+    assert train_bpe(TEXTS, vocab_size=350) == train_bpe(iter(TEXTS), vocab_size=350)
+
+
+def test_a_vocabulary_below_the_bytes_is_refused():
+    with pytest.raises(UserError, match="vocab_size=256 is too small"):
+        train_bpe(TEXTS, vocab_size=256)
+
+
+def test_wordpiece_by_hand():
+    """Words ab twice, abc and b: pair a ##b counts 3, then ab ##c once, and nothing is left."""
+    tokenizer = HFTokenizer(train_wordpiece(["\u00c1b ab", "aBc,\n b"], vocab_size=64), 3)
+    pieces = [*SPECIAL, "##a", "##b", "##c", ",", "a", "b", "c", "ab", "abc"]
+    assert tokenizer.n_vocab == len(pieces)
+    assert [tokenizer.decode([i]) for i in range(8, 14)] == pieces[8:]
+    assert tokenizer.special_tokens == {piece: i for i, piece in enumerate(SPECIAL)}
+    ids = tokenizer.encode_ordinary_batch(["ABC  abb!", "cab x", "[SEP]"])
+    assert [[pieces[i] for i in row] for row in ids] == [
+        ["abc", "ab", "##b", "[UNK]"],
+        ["c", "##a", "##b", "[UNK]"],
+        ["[UNK]", "[UNK]", "[UNK]"],  # a special token's name in a text is text
+    ]
+    assert tokenizer.decode(ids[0][:3]) == "abc abb"
+
+
+def test_wordpiece_training_is_deterministic():
+    """Also from process to process, where the library's order of characters is another one."""
+    import subprocess
+    import sys
+
+    program = (
+        "import json, pathlib, hashlib; from experiments.data.tokenizer import train_wordpiece; "
+        "text = pathlib.Path(json.__file__).with_name('decoder.py').read_text(); "
+        "print(hashlib.sha256(train_wordpiece([text], 400).encode()).hexdigest())"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    text = Path(json.__file__).with_name("decoder.py").read_text()
+    own = hashlib.sha256(train_wordpiece([text], 400).encode()).hexdigest()
+    assert [process.communicate()[0].decode().strip() for process in processes] == [own, own]
+
+
+def test_a_vocabulary_without_room_for_pieces_is_refused():
+    with pytest.raises(UserError, match="vocab_size=63 is too small for a WordPiece"):
+        train_wordpiece(TEXTS, vocab_size=63)
+
+
+def test_the_tokenizer_of_a_bert_ends_documents_with_sep(tmp_path):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    text = train_wordpiece(["two of four"], vocab_size=100)
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text),
+        **{f"{name}_token": token for name, token in names.items()},
+    ).save_pretrained(tmp_path)
+    tokenizer = folder_tokenizer(str(tmp_path))
+    assert tokenizer.eot_token == 3 and tokenizer.special_tokens["[MASK]"] == 4
+    own = HFTokenizer(text, 3)
+    assert tokenizer.encode_ordinary_batch(["of two"]) == own.encode_ordinary_batch(["of two"])
+
+
+def test_gpt2_without_network_names_the_choices(tmp_path, monkeypatch):
+    import requests
+
+    def unreachable(*args, **kwargs):
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.setattr(requests, "get", unreachable)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
+    with pytest.raises(UserError, match=r"TIKTOKEN_CACHE_DIR .* data\.tokenizer=bpe"):
+        gpt2_encoding()
+    config = DataConfig("x", "stdlib", str(tmp_path / "data"))
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        prepare(config)
+    assert not (tmp_path / "data").exists()
+
+
+# ------------------------------------------------------------------------------ files
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The `datasets` library, offline, with its cache in the test's folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def byte_gpt2(monkeypatch):
+    """An encoding with GPT-2's size and end-of-text token, but with bytes as its only tokens."""
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=r"(?s).", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
+    )
+    monkeypatch.setattr(prepare_data, "gpt2_encoding", lambda: encoding)
+    return encoding
+
+
+def write_parquet(folder, texts):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for i, part in enumerate((texts[:20], texts[20:])):
+        pq.write_table(pa.table({"text": part}), folder / f"train-{i:05d}-of-00002.parquet")
+
+
+def write_jsonl(folder, texts):
+    lines = [json.dumps({"text": text, "url": "x"}) for text in texts]
+    (folder / "c4-train.00000.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_jsonl_gz(folder, texts):
+    lines = [json.dumps({"text": text, "timestamp": "x"}) + "\n" for text in texts]
+    (folder / "shard.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+
+
+def write_json_gz(folder, texts):
+    """As C4 is on the hub."""
+    lines = [json.dumps({"text": text, "url": "x"}) + "\n" for text in texts]
+    path = folder / "c4-train.00000-of-01024.json.gz"
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+
+
+def write_txt(folder, texts):
+    (folder / "sub").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "sub" / f"{i:02d}.txt").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "write", [write_parquet, write_jsonl, write_jsonl_gz, write_json_gz, write_txt]
+)
+def test_every_format_gives_the_same_documents(tmp_path, hub_cache, write):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=280)
+    assert prepare(config) == tmp_path / "data" / "mini-v280"
+    corpus = load_tokens(config, seed=0)
+    # nanoGPT's split: the first ceil(0.05%) of NumPy's permutation with seed 2357 is validation
+    order = np.random.default_rng(2357).permutation(30)
+    assert documents_of(corpus, "val") == [TEXTS[order[0]]]
+    assert documents_of(corpus, "train") == [TEXTS[i] for i in order[1:]]
+
+
+def test_a_corpus_of_word_pieces(tmp_path, hub_cache):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "wordpiece", vocab_size=280)
+    assert prepare(config) == tmp_path / "data" / "mini-wp280"
+    corpus = load_tokens(config, seed=0)
+    assert corpus.manifest["tokenizer"]["kind"] == "wordpiece"
+    order = np.random.default_rng(2357).permutation(30)
+    # lower-cased, without accents; the emoji is rare enough to have an entry of its own
+    expected = [f"document {i} : naive cafe \U0001f600" for i in order]
+    assert documents_of(corpus, "val") == expected[:1]
+    assert documents_of(corpus, "train") == expected[1:]
+    assert corpus.tokens["val"][-1] == SPECIAL.index("[SEP]")
+
+
+def test_the_hub_is_read_in_the_format_of_the_pattern():
+    for pattern, builder in [("en/c4-*.json.gz", "json"), ("**/*.parquet", "parquet")]:
+        source = f"hf://datasets/owner/name/{pattern}"
+        assert data_files(source) == (builder, source)
+
+
+def test_the_validation_part_of_a_published_corpus_is_that_of_nanogpt(
+    tmp_path, hub_cache, byte_gpt2, monkeypatch
+):
+    monkeypatch.setattr(prepare_data, "_PUBLISHED_DOCUMENTS", 4100)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    texts = [f"{i}" for i in range(4100)]
+    write_jsonl(folder, texts)
+    config = DataConfig("openwebtext", str(folder), str(tmp_path / "data"))
+    prepare(config)
+    # 4100 * 0.0005 = 2.05, rounded up
+    val = np.random.default_rng(2357).permutation(4100)[:3]
+    expected = [token for i in val for token in (*str(i).encode(), 50256)]
+    found = np.fromfile(config.directory / "val.bin", dtype="<u2").tolist()
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["mine", "openwebtext"])
+def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
+    tmp_path, hub_cache, byte_gpt2, name
+):
+    """As many documents from the start of nanoGPT's order as hold it, and not one more; 144 files
+    are no OpenWebText, whatever they are called."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    texts = [f"{i}:" + "x" * (i * 37 % 301) for i in range(144)]
+    write_txt(folder, texts)
+    config = DataConfig(name, str(folder), str(tmp_path / "data"))
+    prepare(config)
+    texts = [texts[int(n)] for n in sorted(f"{i:02d}" for i in range(144))]  # in the files' order
+    order = [texts[i] for i in np.random.default_rng(2357).permutation(144)]
+    total = sum(len(text) + 1 for text in order)
+    count = next(n for n in range(145) if sum(len(t) + 1 for t in order[:n]) >= total / 100)
+    assert count > 1
+    tokens = {"val": order[:count], "train": order[count:]}
+    splits = read_manifest(config)["splits"]
+    for split, documents in tokens.items():
+        content = b"".join(text.encode() + b"\xff" for text in documents)
+        found = np.fromfile(config.directory / f"{split}.bin", dtype="<u2")
+        assert np.where(found == 50256, 255, found).astype(np.uint8).tobytes() == content
+        assert (splits[split]["documents"], splits[split]["tokens"]) == (
+            len(documents), len(content)
+        )  # fmt: skip
+        assert splits[split]["text_bytes"] == len(content) - len(documents)
+    load_tokens(config, seed=0)
+    assert not (config.directory / "rest.bin").exists()
+
+
+def test_a_document_stays_for_training(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    first = int(np.random.default_rng(2357).permutation(2)[0])
+    write_jsonl(folder, [("a" if i == first else "b" * 1000) for i in range(2)])
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    prepare(config)
+    assert [s["tokens"] for s in read_manifest(config)["splits"].values()] == [1001, 2]
+
+
+def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    order = np.random.default_rng(2357).permutation(1000)
+    texts = ["some words of a text"] * 1000
+    for i in order[:3]:
+        texts[i] = "qzjvqzjvqzjvqzjvqzjv"
+    write_jsonl(folder, texts)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300)
+    prepare(config)
+    corpus = load_tokens(config, seed=0)
+    # One document by number, and two more: 3 * (20 + 1) of 997 * (5 + 1) + 63 tokens.
+    assert documents_of(corpus, "val") == ["qzjvqzjvqzjvqzjvqzjv"] * 3
+    encoded = corpus.encoding.encode_ordinary_batch([texts[order[0]], texts[order[-1]]])
+    assert [len(ids) for ids in encoded] == [20, 5]
+
+
+def test_the_manifest_describes_the_files(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    directory = prepare(config)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["tokenizer"]["kind"] == "gpt2"
+    assert manifest["tokenizer"]["vocab_size"] == 50257
+    total = sum(len(text.encode()) for text in TEXTS)
+    splits = manifest["splits"].values()
+    assert sum(s["text_bytes"] for s in splits) == total
+    assert sum(s["documents"] for s in splits) == 30
+    assert sum(s["tokens"] for s in splits) == total + 30  # bytes, and an end for each document
+    for split in splits:
+        content = (directory / split["file"]).read_bytes()
+        assert split["bytes"] == len(content) == 2 * split["tokens"]
+        assert split["sha256"] == hashlib.sha256(content).hexdigest()
+    assert manifest["source"]["path"] == str(folder)
+
+
+def test_a_prepared_corpus_is_kept_and_another_source_is_refused(tmp_path, hub_cache, byte_gpt2):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    root = str(tmp_path / "data")
+    path = prepare(DataConfig("mini", str(folder), root)) / "train.bin"
+    before = path.stat().st_mtime_ns
+    prepare(DataConfig("mini", str(folder), root))
+    assert path.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match=r"elsewhere does not exist; .*mini-gpt2 was made"):
+        prepare(DataConfig("mini", "elsewhere", root))
+
+
+def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cache, byte_gpt2):
+    folder, root = tmp_path / "source", str(tmp_path / "data")
+    folder.mkdir()
+    write_txt(folder, TEXTS)
+    path = prepare(DataConfig("mini", str(folder), root))
+    made_from = read_manifest(DataConfig("mini", str(folder), root))["source"]
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert (made_from["files"], made_from["bytes"]) == (30, size)
+    moved = folder.rename(tmp_path / "moved")
+    assert prepare(DataConfig("mini", str(moved), root)) == path
+    load_tokens(DataConfig("mini", str(folder), root), seed=0)  # complete without its source
+    file = moved / "sub" / "07.txt"
+    file.write_text(TEXTS[7].replace("document", "documenT"), encoding="utf-8")  # as many bytes
+    with pytest.raises(UserError, match=r"was made from .*source, not from .*moved: give this"):
+        load_tokens(DataConfig("mini", str(moved), root), seed=0)
+    moved.rename(folder)
+    with pytest.raises(UserError, match=r"was made from .*source as it was, which has changed"):
+        prepare(DataConfig("mini", str(folder), root))
+
+
+def test_a_changed_tokenizer_is_refused(tmp_path, hub_cache):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=280)
+    path = prepare(config) / "tokenizer.json"
+    path.write_text(path.read_text().replace('"do"', '"od"'))
+    with pytest.raises(UserError, match=r"tokenizer\.json was changed"):
+        load_tokens(config, seed=0)
+
+
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, hub_cache, byte_gpt2, monkeypatch):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "file_record", interrupt)  # after train.bin was written
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config)
+    assert list((tmp_path / "data").iterdir()) == []
+    assert prepare(config).is_dir()
+
+
+def test_what_a_killed_preparation_left_is_removed(tmp_path, hub_cache, byte_gpt2):
+    folder, root = tmp_path / "source", tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    names = (".mini-gpt2.0a", ".mini-gpt2.0b", ".mini-gpt2-other.0a")
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "train.bin").write_bytes(b"half")
+    with exclusive(root / names[1]):  # by a process that is at work
+        directory = prepare(DataConfig("mini", str(folder), str(root)))
+        assert {path.name for path in root.iterdir()} == {"mini-gpt2", *names[1:]}
+    assert not (directory / ".lock").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, hub_cache, byte_gpt2, full_disk):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, [text * 100 for text in TEXTS])
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    full = "cannot be written: File too large; make room"
+    with full_disk(100), pytest.raises(UserError, match=full):  # the copy that `datasets` makes
+        prepare(config)
+    prepare_data._files(config.name, config.source, config.text_column)
+    with full_disk(20_000), pytest.raises(UserError, match=f"data/mini-gpt2 {full}"):
+        prepare(config)
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, monkeypatch):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    write_splits = prepare_data._write_splits
+
+    def another_finishes_first(*args):
+        monkeypatch.setattr(prepare_data, "_write_splits", write_splits)
+        prepare(config)
+        (config.directory / "theirs").touch()
+        return write_splits(*args)
+
+    monkeypatch.setattr(prepare_data, "_write_splits", another_finishes_first)
+    assert (prepare(config) / "theirs").exists()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["mini-gpt2"]
+    load_tokens(config, seed=0)
+
+
+def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+    monkeypatch.chdir(tmp_path)
+    command = ["prepare_data", "data=openwebtext", "data.source=source", "data.root=out"]
+    monkeypatch.setattr("sys.argv", command)
+    prepare_data.main()
+    size = len(TEXTS[np.random.default_rng(2357).permutation(30)[0]].encode()) + 1
+    assert f"1 documents, {size} val tokens" in capsys.readouterr().out
+    assert Path("out/openwebtext-gpt2/manifest.json").is_file()
+
+
+def test_a_folder_without_manifest_is_not_taken_for_a_corpus(tmp_path):
+    config = DataConfig("mini", "anything", str(tmp_path), "bpe", vocab_size=300)
+    config.directory.mkdir()
+    with pytest.raises(UserError, match=r"manifest\.json is missing; delete .*mini-v300"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "does not exist"),
+        ({}, "found: none"),
+        ({"a.csv": "x"}, "found: none"),
+        ({"a.txt": "x", "b.jsonl": '{"text": "x"}\n'}, "found: 1 text, 1 json"),
+        ({"a.jsonl": '{"body": "x"}\n'}, "data.text_column='text' .* has body"),
+        ({"a.jsonl": '{"text": "x'}, "could not read data.source=.* .DatasetGenerationError"),
+        ({"a.parquet": "PAR1"}, "could not read data.source=.* .ArrowInvalid"),
+        ({"a.jsonl": '{"text": "x"}\n'}, "holds 1 documents; two splits need at least 2"),
+    ],
+)
+def test_unusable_sources_are_refused(tmp_path, hub_cache, files, message):
+    folder = tmp_path / "source"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "byte"),
+    [
+        (b"caf\xe9 au lait", "byte 3 is 0xe9"),
+        (b"\xff\xfea\x00", "byte 0 is 0xff"),
+        ("é".encode() * 2**19 + b"\xc3", f"byte {2**20} is 0xc3"),
+        (b"a" + "é".encode() * 2**19 + b"\x80", f"byte {2**20 + 1} is 0x80"),  # a cut character
+    ],
+)
+def test_a_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, hub_cache, content, byte):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_txt(folder, TEXTS[:3])
+    (folder / "sub" / "latin.txt").write_bytes(content)
+    message = rf"^{folder}/sub/latin\.txt is not UTF-8: {byte}; save it as UTF-8 .* or take it out"
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_unreachable_hub_names_the_way_out(tmp_path, hub_cache):
+    source = "hf://datasets/Skylion007/openwebtext/**/*.parquet"
+    with pytest.raises(UserError, match=r"could not read data\.source=hf://.*data\.source=FOLDER"):
+        prepare(DataConfig("openwebtext", source, str(tmp_path), "bpe", vocab_size=300))
+
+
+# ------------------------------------------------------------------------------ embedded corpus
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    return load_tokens(load(["data=stdlib", f"data.root={root}"]).data, seed=0)
+
+
+def test_stdlib_is_the_source_of_this_python(stdlib):
+    train, val = documents_of(stdlib, "train"), documents_of(stdlib, "val")
+    root = Path(sysconfig.get_path("stdlib"))
+    for name in ("ast.py", "json/decoder.py", "concurrent/futures/thread.py"):
+        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+        text = (root / name).read_bytes().decode()
+        assert (text in val, text in train) == (held_out, not held_out)
+    # one file in 20: within 4 sigma of the binomial
+    total = len(train) + len(val)
+    assert total > 300
+    assert abs(len(val) - total / 20) < 4 * math.sqrt(total * 0.05 * 0.95)
+
+
+def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, monkeypatch):
+    names = [f"module{i}.py" for i in range(200)] + ["pkg/__init__.py", "pkg/latest.py"]
+    left_out = ["test/a.py", "pkg/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py"]
+    for name in [*names, *left_out, "notes.txt", "latin1.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\r\n", encoding="utf-8", newline="")
+    (tmp_path / "latin1.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+
+    source = prepare_data._stdlib()
+    assert source.description["undecodable_files"] == 1
+    found = {split: [text for texts in source.batches(split) for text in texts] for split in SPLITS}
+    held_out = [n for n in names if int(hashlib.sha256(n.encode()).hexdigest(), 16) % 20 == 0]
+    assert len(held_out) > 0
+    assert found["val"] == [f"# {name}\r\n" for name in sorted(held_out)]
+    assert found["train"] == [f"# {name}\r\n" for name in sorted(set(names) - set(held_out))]
+    assert source.documents == {split: len(texts) for split, texts in found.items()}
+
+
+def test_a_python_without_its_source_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="has no source files"):
+        prepare_data._stdlib()
+
+
+def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):
+    assert stdlib.vocab_size == load(["model=gpt2_nano"]).model.vocab_size == 2048
+    assert max(int(tokens.max()) for tokens in stdlib.tokens.values()) == 2047
+
+
+# ------------------------------------------------------------------------------ yaml files
+
+
+def test_openwebtext_is_prepared_with_the_vocabulary_of_gpt2():
+    config = load(["data=openwebtext"]).data
+    assert (config.tokenizer, config.vocab_size) == ("gpt2", 50257)
+    assert config.directory == Path("data/openwebtext-gpt2")
+
+
+@pytest.mark.parametrize("size", ["nano", "124M", "350M", "774M", "1558M"])
+def test_the_model_files_are_the_sizes(size):
+    config = load([f"model=gpt2_{size.lower()}"])
+    assert config.model_name == "gpt2"
+    assert config.model == GPTConfig.of_size(size)

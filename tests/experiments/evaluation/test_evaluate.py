@@ -1,0 +1,419 @@
+"""The evaluation of runs and folders: which weights, what is said of them, what comes out."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import evaluate, export, pretrain
+from experiments.config.run import load
+from experiments.evaluation import probes
+from experiments.evaluation.perplexity import perplexity, windows
+from experiments.images.dataset import ImageConfig
+from experiments.images.source import ImageSource
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import legality
+from experiments.training.legality import Row
+from models.vit import ViT, ViTConfig
+
+CPU = ["impl.device=cpu", "impl.threads=1"]
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_dir, tmp_path_factory):
+    """FinishedRun of a nano GPT-2 with dense master weights behind its 2:4 ones."""
+    options = {
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 320, "block_size": 16},
+        "data": {"name": "words", "source": corpus_dir / "text", "root": corpus_dir,
+                 "vocab_size": 300},
+        "train": {"steps": 4, "batch_size": 4, "warmup_steps": 0, "eval_samples": 4},
+    }  # fmt: skip
+    overrides = [f"{group}.{k}={v}" for group, keys in options.items() for k, v in keys.items()]
+    runs = tmp_path_factory.mktemp("runs")
+    config = load([*CPU, *overrides, f"runs={runs}", "method=ste"])
+    pretrain.run(config, quiet)
+    return FinishedRun.open(config.directory())
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "held out.txt"
+    path.write_text("the mask keeps two of four weights and drops others " * 12)
+    return path
+
+
+def configure(*overrides):
+    return evaluate.load([*CPU, *overrides])
+
+
+def test_perplexity_and_legality_of_a_run(trained, text):
+    said = []
+    config = configure(f"run={trained.directory}", f"ppl='{text}'", "block_size=8")
+    result = evaluate.run(config, said.append)
+    tokens = trained.tokenizer().encode_ordinary(text.read_text())
+    expected = perplexity(trained.model(), windows(tokens, 8), batch=3)
+    assert result["metrics"]["ppl_windows"] == len(tokens) // 8
+    assert result["metrics"]["ppl"] == pytest.approx(expected["ppl"], rel=1e-6)
+    assert result["weights"] == "sparse"
+    assert result["sparsity"] == {"density": 0.5, "illegal_groups": 0, "groups": 512}
+    assert result["linears"] == [
+        {
+            "name": f"transformer.h.0.mlp.{name}",
+            "shape": shape,
+            "pattern": "2:4",
+            "density": 0.5,
+            "groups": 256,
+            "illegal_groups": 0,
+        }
+        for name, shape in (("c_fc", [64, 16]), ("c_proj", [16, 64]))
+    ]
+    assert said[0].startswith(f"WEIGHTS: sparse, as the method of {trained.directory} ended")
+    cells = [line.split("  ") for line in said[1].splitlines()]
+    row = ["transformer.h.0.mlp.c_fc", "64 x 16", "0.5000", "2:4", "0 of 256"]
+    assert row in [[cell.strip() for cell in line if cell] for line in cells]
+    assert f"ppl {result['metrics']['ppl']:.4f}" in said[2].splitlines()
+    stored = json.loads((config.directory() / "result.json").read_text())
+    assert stored == json.loads(json.dumps(result))
+    assert config.directory().parent == trained.directory / "evaluate"
+
+
+def test_what_is_evaluated_is_not_evaluated_again(trained, text, monkeypatch):
+    config = configure(f"run={trained.directory}", f"ppl='{text}'", "block_size=4")
+    first = evaluate.run(config, quiet)
+    monkeypatch.setattr(evaluate, "perplexity", None)
+    said = []
+    same = configure(f"run={trained.directory}", f"ppl='{text}'", "block_size=4",
+                     "impl.micro_batch=1")  # fmt: skip
+    again = evaluate.run(same, said.append)  # the batch is no part of it
+    assert again == json.loads(json.dumps(first))
+    assert said[0] == f"done already: {config.directory()}"
+
+
+def test_the_directory_is_a_function_of_what_is_evaluated(trained, text):
+    run = f"run={trained.directory}"
+    seen = {configure(run).directory()}
+    for more in (
+        ["weights=dense"],
+        ["ppl=wikitext2"],
+        ["ppl=wikitext2", "revision=main"],
+        [f"ppl='{text}'"],
+        [f"ppl='{text}'", "block_size=8"],
+        ["dtype=bf16"],
+    ):
+        directory = configure(run, *more).directory()
+        assert directory not in seen, more
+        seen.add(directory)
+    copy = text.with_name("copy.txt")
+    copy.write_bytes(text.read_bytes())
+    assert configure(run, f"ppl={copy}").directory() in seen
+    copy.write_text("something else")
+    assert configure(run, f"ppl={copy}").directory() not in seen
+
+
+def test_replaced_weights_and_a_damaged_result_are_evaluated_anew(trained, tmp_path, made_again):
+    run = shutil.copytree(trained.directory, tmp_path / "run")
+    config = configure(f"run={run}")
+    evaluate.run(config, quiet)
+    said = []
+    evaluate.run(configure(f"run={run}"), said.append)
+    assert said[0] == f"done already: {config.directory()}"
+    made_again(run, lambda state: state | {"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)})
+    again = evaluate.run(configure(f"run={run}"), quiet)
+    assert again["sparsity"]["illegal_groups"] == 256
+    stored = config.directory() / "result.json"
+    for content in (stored.read_bytes()[:100], b"[]"):
+        stored.write_bytes(content)
+        assert evaluate.run(configure(f"run={run}"), quiet)["metrics"] == again["metrics"]
+        assert json.loads(stored.read_text())["sparsity"] == again["sparsity"]
+
+
+def test_a_dense_run_is_said_to_be_dense(trained, tmp_path):
+    run = shutil.copytree(trained.directory, tmp_path / "run")
+    content = json.loads((run / "result.json").read_text())
+    content["config"]["method"] = {"name": "dense"}
+    (run / "result.json").write_text(json.dumps(content))
+    said = []
+    result = evaluate.run(configure(f"run={run}"), said.append)
+    assert said[0] == (
+        f"WEIGHTS: dense, as trained: the method (dense) of {run} ended with all weights"
+    )
+    assert result["weights"] == "dense" and said[-1].startswith("weights dense: ")
+
+
+def test_a_folder_is_known_by_its_tokenizer_and_has_one(trained, text, hf_model, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+
+    def found():
+        return configure(f"model.path={folder}").digest()
+
+    first = found()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = folder / name
+        content = path.read_text()
+        path.write_text(content + "\n")
+        assert found() != first, name
+        path.write_text(content)
+        assert found() == first, name
+    bare = tmp_path / "bare"
+    hf_model("gpt2").save_pretrained(bare)
+    for more in (f"ppl='{text}'", "tasks=[colours]"):
+        with pytest.raises(UserError, match=r"bare holds no tokenizer \(tokenizer\.json") as caught:
+            evaluate.run(configure(f"model.path={bare}", f"runs={tmp_path}", more), quiet)
+        assert "\n" not in str(caught.value)
+    (bare / "vocab.json").write_text("{}")
+    (bare / "merges.txt").write_text("")
+    with pytest.raises(UserError, match=r"no token for the letter a"):
+        evaluate.run(configure(f"model.path={bare}", f"runs={tmp_path}", f"ppl='{text}'"), quiet)
+
+
+def test_a_tokenizer_of_another_model_and_foreign_masks_are_one_line(
+    trained, text, hf_model, tmp_path
+):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "small")
+    for more in (f"ppl='{text}'", "tasks=[colours]"):
+        config = configure(f"model.path={tmp_path / 'small'}", f"runs={tmp_path}", more)
+        with pytest.raises(UserError, match=r"gives the id 2\d\d, but the model has 260 tokens"):
+            evaluate.run(config, quiet)
+    hf_model("opt").save_pretrained(tmp_path / "opt")
+    shutil.copy(folder / export.MASKS, tmp_path / "opt")
+    with pytest.raises(UserError, match=r"of another model: this one has no transformer\.h\.0"):
+        evaluate.run(configure(f"model.path={tmp_path / 'opt'}", f"runs={tmp_path}"), quiet)
+
+
+def test_dense_weights_are_others_and_said_to_be(trained, text):
+    said = []
+    config = configure(f"run={trained.directory}", f"ppl='{text}'", "weights=dense", "block_size=8")
+    dense = evaluate.run(config, said.append)
+    sparse = evaluate.run(
+        configure(f"run={trained.directory}", f"ppl='{text}'", "block_size=8"), quiet
+    )
+    assert said[0] == f"WEIGHTS: dense, the master weights of {trained.directory}"
+    assert dense["sparsity"]["density"] == 1.0
+    assert dense["sparsity"]["illegal_groups"] == dense["sparsity"]["groups"] == 512
+    assert dense["metrics"]["ppl"] != sparse["metrics"]["ppl"]
+
+
+def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    config = configure(f"model.path={folder}", f"runs={tmp_path}", f"ppl='{text}'")
+    found = evaluate.run(config, quiet)
+    expected = evaluate.run(configure(f"run={trained.directory}", f"ppl='{text}'"), quiet)
+    assert found["metrics"]["ppl"] == pytest.approx(expected["metrics"]["ppl"], rel=1e-6)
+    assert found["metrics"]["ppl_windows"] == expected["metrics"]["ppl_windows"]
+    assert found["sparsity"] == expected["sparsity"]
+    assert [row["name"] for row in found["linears"]] == [f"model.{n}" for n in trained.converted]
+    assert config.directory().parent == tmp_path / "evaluate"
+    moved = folder.rename(tmp_path / "elsewhere")
+    again = configure(f"model.path={moved}", f"runs={tmp_path}", f"ppl='{text}'")
+    assert again.digest() == config.digest()
+
+
+def test_a_folder_without_masks_shows_all_its_linears(hf_model, tmp_path):
+    hf_model("opt").save_pretrained(tmp_path / "opt")
+    result = evaluate.run(configure(f"model.path={tmp_path / 'opt'}", f"runs={tmp_path}"), quiet)
+    assert result["weights"] == "stored"
+    assert len(result["linears"]) == 2 * 6 + 1  # and the head
+    # All but those of the padding's embedding, a row of zeros that is tied to the head.
+    assert result["sparsity"]["groups"] - result["sparsity"]["illegal_groups"] == 32 / 4
+
+
+def vit_run(directory, n_classes):
+    """(finished run of an untrained ViT, the model, the settings of its images)."""
+    torch.manual_seed(0)
+    shape = {"width": 24, "depth": 1, "heads": 2, "patch_size": 8, "image_size": 16}
+    model = ViT(ViTConfig(**shape, n_classes=n_classes))
+    data = {"name": "digits", "source": "digits", "image_size": 16}
+    config = {
+        "model": {"name": "vit", **dataclasses.asdict(model.config)},
+        "data": data,
+        "method": {"name": "dense"},
+    }
+    pretrain.save_model(model, directory / "model.safetensors")
+    content = {"config_hash": "0", "config": config, "seed": 0, "converted": []}
+    content["corpus"] = {"classes": [str(digit) for digit in range(10)]}
+    (directory / "result.json").write_text(json.dumps(content))
+    return FinishedRun.open(directory), model, data
+
+
+@pytest.mark.parametrize("n_classes", [0, 10])
+def test_features_of_any_vit_are_probed(tmp_path, n_classes):
+    run, model, data = vit_run(tmp_path / "run", n_classes)
+    result = evaluate.run(configure(f"run={run.directory}", "images=features"), quiet)
+    assert result["metrics"] == probes.probe(model, ImageConfig(**data))
+    assert result["metrics"].keys() == {"knn_top1", "linear_top1", "linear_decay"}
+    if not n_classes:
+        with pytest.raises(UserError, match="ends in its features: images=features"):
+            evaluate.run(configure(f"run={run.directory}", "images=val"), quiet)
+
+
+def test_images_of_a_run_and_of_a_folder(tmp_path):
+    """Top-1 and top-5 over all validation images, by hand and whatever the batch."""
+    from PIL import Image
+
+    run, model, data = vit_run(tmp_path / "run", n_classes=10)
+    result = evaluate.run(configure(f"run={run.directory}", "images=val"), quiet)
+    model.eval()
+    source = ImageSource(ImageConfig(**data), model.config, 0, 2)
+    [batch] = source.eval_batches(400, 400)
+    with torch.no_grad():
+        ranks = model(batch["input"])[0].argsort(-1, descending=True)
+    hits = ranks == batch["target"][:, None]
+    metrics = result["metrics"]
+    assert metrics["val_images"] == 400
+    # 400 images: one that is on the edge in fp32 moves a share by a quarter of a percent.
+    assert metrics["val_top1"] == pytest.approx(100 * float(hits[:, 0].float().mean()), abs=0.5)
+    assert metrics["val_top5"] == pytest.approx(
+        100 * float(hits[:, :5].any(-1).float().mean()), abs=0.5
+    )
+    for split, count in (("train", 1), ("val", 2)):
+        for label in range(10):
+            folder = tmp_path / "folder" / split / str(label)
+            folder.mkdir(parents=True)
+            for n in range(count):
+                Image.new("RGB", (20, 20), (25 * label, 10 * n, 0)).save(folder / f"{n}.png")
+    other = configure(f"run={run.directory}", "images=val", f"data.source={tmp_path / 'folder'}")
+    assert evaluate.run(other, quiet)["metrics"]["val_images"] == 20
+    overrides = [f"run={run.directory}", "images=val"]
+    moved = (tmp_path / "folder").rename(tmp_path / "moved")
+    same = configure(*overrides, f"data.source={moved}")
+    assert same.digest() == other.digest()
+    image, size = moved / "val" / "3" / "1.png", (20, 20)
+    Image.new("RGB", size, (75, 11, 0)).save(image)  # as many bytes, one colour
+    assert configure(*overrides, f"data.source={moved}").digest() != other.digest()
+    shutil.rmtree(moved / "train")  # not needed here
+    assert evaluate.run(same, quiet)["metrics"]["val_images"] == 20
+    (moved / "val" / "3").rename(moved / "val" / "3.5")
+    with pytest.raises(UserError, match=r"has other classes .*: 3\.5 in the place of 3; give"):
+        evaluate.run(configure(*overrides, f"data.source={moved}"), quiet)
+    with pytest.raises(UserError, match="need a causal language model, this one is a ViT"):
+        evaluate.run(configure(f"run={run.directory}", "ppl=wikitext2"), quiet)
+
+
+def test_images_need_a_vit(trained):
+    with pytest.raises(UserError, match=r"images need a ViT, .* was trained on text"):
+        evaluate.run(configure(f"run={trained.directory}", "images=val"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "give one of run=DIR .* and model.path=FOLDER"),
+        (["run=a", "model.path=b"], "give one of run=DIR"),
+        (["run=a", "weights=both"], "weights=both; choose one of sparse, dense"),
+        (["model.path=b", "weights=dense"], "no weights but those stored in it"),
+        (["run=a", "images=train"], "images=train; choose one of val, features"),
+        (["run=a", "data.source=b"], "add images=val"),
+        (["model.path=a", "images=val"], "images need a ViT, which only a run holds"),
+        (["run=a", "limit=0"], "limit=0; it must be at least 1"),
+        (["run=a", "num_fewshot=-1"], "num_fewshot=-1; it must not be negative"),
+        (["run=a", "block_size=0"], "block_size=0; a window needs at least 2 tokens"),
+        (["run=a", "seed=4294967296"], r"seed=4294967296; it must lie in \[0, 2\*\*32\)"),
+        (["run=a", "+perplexity=b"], "the config has no key perplexity"),
+        (["run=a", "+model.name=b"], "model has no key name"),
+        (["run=a", "block_size=many"], "block_size"),
+    ],
+)
+def test_a_bad_config_is_one_line(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        configure(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
+    run = f"run={trained.directory}"
+    before = sorted(trained.directory.rglob("*"))
+    for name, content in (("list", "[]"), ("bare", '{"config_hash": "0", "config": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(content)
+    for overrides, message in (
+        ([f"run={tmp_path / 'list'}"], "is not the result of a training"),
+        ([f"run={tmp_path / 'bare'}"], "is not the result of a training"),
+        ([f"run={tmp_path}"], "holds no finished run"),
+        ([f"model.path={tmp_path}"], r"has no config\.json"),
+        ([run, "ppl=missing.txt"], r"ppl=missing\.txt is no file"),
+        ([run, f"ppl='{text}'", "block_size=17"], "block_size=17, but the model takes at most 16"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            evaluate.run(configure(*overrides), quiet)
+        assert "\n" not in str(caught.value)
+    assert sorted(trained.directory.rglob("*")) == before
+
+
+def test_a_folder_of_runs_lists_them(trained, monkeypatch, capsys):
+    """What lies in the run itself, an evaluation of it say, is not among them."""
+    runs = trained.directory.parents[2]
+    (trained.directory.parent / "seed9").mkdir(exist_ok=True)
+    (trained.directory.parent / "seed9/result.json").write_text("[]")
+    inside = trained.directory.relative_to(runs)
+    line = f"ste, seed 0, val_loss {trained.result['metrics']['val_loss']:.4f}"
+    for folder, path in ((runs, inside), (runs / inside.parts[0], Path(*inside.parts[1:]))):
+        monkeypatch.setattr(sys, "argv", ["evaluate", f"run={folder}"])
+        with pytest.raises(SystemExit) as caught:
+            evaluate.main()
+        assert caught.value.code == (
+            f"error: {folder} holds no finished run itself, but 1 below; give the path of one of "
+            f"them:\n  {path}  {line}"
+        )
+
+
+def test_lines_fit_80_columns(monkeypatch, capsys):
+    """Those of LLaMA's largest linears, and sentences with paths that are longer than a line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "model.model.layers.31.mlp.gate_proj"
+    rows = [Row(name, (28672, 8192), (2, 4), 28672 * 4096, 28672 * 2048, 0),
+            Row(f"language_{name}.of_a_long_name", (8, 8), (2, 4), 32, 16, 0)]  # fmt: skip
+    for dense in (False, True):
+        say(legality.text(rows, dense))
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80 and lines[1].split()[0] == name
+    say(f"sparse, as the method of {'x' * 90} ended, and so on and on and on\nnext")
+    assert capsys.readouterr().out.splitlines() == [
+        "sparse, as the method of",
+        f"  {'x' * 90}",
+        "  ended, and so on and on and on",
+        "next",
+    ]
+    monkeypatch.delenv("COLUMNS")
+    say("a word " * 40)  # piped
+    assert capsys.readouterr().out == "a word " * 40 + "\n"
+
+
+def test_an_interrupt_says_what_the_same_command_does(monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "run", interrupted)
+    monkeypatch.setattr("experiments.config.run.raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["evaluate", "run=x"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted; the same command begins it anew\n"
+
+
+def test_the_command_reads_standard_input(trained, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.evaluate", f"run={trained.directory}", "ppl=-", *CPU],
+        input="two of four weights and drops others " * 5,
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("WEIGHTS: sparse")
+    assert any(line.startswith("ppl ") for line in lines)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,153 @@
+"""Nearest neighbours and logistic regression against scikit-learn's."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+
+from experiments.evaluation import probes
+from experiments.evaluation.probes import features, knn, linear, logistic_regression, probe, top1
+from experiments.images.dataset import CorruptImage, ImageConfig, load_images
+from experiments.images.source import eval_transform
+from models.vit import ViT, ViTConfig
+
+DATA = ImageConfig("digits", "digits", image_size=8, crop_pct=1.0)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """(x [600, 64], y, test_x [200, 64], test_y): pixels, float64."""
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(x / 16.0), torch.from_numpy(y.astype(np.int64))
+    return x[:600], y[:600], x[600:800], y[600:800]
+
+
+@pytest.mark.parametrize("temperature", [0.07, None])
+def test_neighbours_vote_as_scikit_learn_s_do(digits, temperature, monkeypatch):
+    x, y, test_x, _ = digits
+    weights = "uniform" if temperature is None else lambda d: np.exp((1 - d) / temperature)
+    theirs = KNeighborsClassifier(20, weights=weights, metric="cosine").fit(x, y).predict(test_x)
+    ours = knn(x, y, test_x, 10, k=20, temperature=temperature)
+    assert ours.tolist() == theirs.tolist()
+    monkeypatch.setattr(probes, "_COSINES", 600)  # one test image at a time
+    assert torch.equal(knn(x, y, test_x, 10, k=20, temperature=temperature), ours)
+
+
+def test_a_vote_by_hand():
+    """Two far neighbours outvote a near one when votes are equal, not when they are weighted."""
+    x = torch.tensor([[1.0, 0.1], [0.6, 0.8], [0.6, -0.8]])
+    y, test_x = torch.tensor([2, 1, 1]), torch.tensor([[3.0, 0.0]])
+    assert knn(x, y, test_x, 3, k=3, temperature=None).tolist() == [1]
+    # cosines 0.995, 0.6, 0.6: exp(14.2) against 2 * exp(8.6).
+    assert knn(x, y, test_x, 3, k=3, temperature=0.07).tolist() == [2]
+    assert knn(x, y, test_x, 3, k=20, temperature=None).tolist() == [1]  # no more than there are
+
+
+@pytest.mark.parametrize("decay", [1e-2, 1e-4])
+def test_the_regression_is_scikit_learn_s(digits, decay, monkeypatch):
+    x, y, test_x, _ = digits
+    theirs = LogisticRegression(C=1 / (decay * len(x)), tol=1e-8, max_iter=5000).fit(x, y)
+    monkeypatch.setattr(probes, "_ROWS", 250)  # the sum over chunks of rows is the whole
+    weight, bias = logistic_regression(x, y, 10, decay)
+    ours = (test_x @ weight.T + bias).softmax(1)
+    expected = torch.from_numpy(theirs.predict_proba(test_x))
+    # Both stop close to the one minimum of a convex function; the closer, the larger the decay.
+    torch.testing.assert_close(ours, expected, atol=2e-3, rtol=0)
+    assert torch.equal(ours.argmax(1), expected.argmax(1))
+
+
+def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
+    x, y, test_x, _ = digits
+    fitted, given = [], []
+    original = logistic_regression
+
+    def spy(x, y, n_classes, decay):
+        fitted.append((len(x), decay))
+        given.append(x)
+        return original(x, y, n_classes, decay)
+
+    monkeypatch.setattr(probes, "logistic_regression", spy)
+    # A constant feature has no deviation to divide by.
+    padded = [torch.cat([part, torch.ones(len(part), 1)], 1) for part in (x, test_x)]
+    predicted, decay = linear(padded[0], y, padded[1], 10)
+    assert fitted == [*((540, d) for d in probes.DECAYS), (600, decay)]
+    assert all(x is given[0] for x in given[:-1])  # one copy for all decays
+    deviation, mean = torch.std_mean(x, dim=0)
+    deviation[deviation == 0] = 1.0
+    theirs = LogisticRegression(C=1 / (decay * len(x)), tol=1e-8, max_iter=5000)
+    theirs.fit((x - mean) / deviation, y)
+    assert predicted.tolist() == theirs.predict((test_x - mean) / deviation).tolist()
+
+
+def test_top1_is_in_percent():
+    assert top1(torch.tensor([1, 2, 3, 0]), torch.tensor([1, 2, 0, 0])) == 75.0
+
+
+@pytest.fixture(scope="module")
+def vit():
+    torch.manual_seed(0)
+    return ViT(ViTConfig(16, 1, 2, image_size=8, patch_size=4, n_classes=0))
+
+
+def test_features_of_every_image_with_its_class(vit):
+    images = load_images(DATA)
+    x, y = features(vit.eval(), images, "val", DATA)
+    assert x.shape == (400, 16) and x.dtype == torch.float32 and not x.requires_grad
+    assert torch.bincount(y).tolist() == np.bincount(images.val.labels).tolist()
+    transform = eval_transform(DATA)
+    with torch.no_grad():
+        inputs = torch.stack([transform(images.val.open(i)) for i in range(400)])
+        expected = vit.features(inputs)
+    order = np.lexsort(x.double().numpy().T.round(4))
+    same = np.lexsort(expected.double().numpy().T.round(4))
+    torch.testing.assert_close(x[order], expected[same])
+    assert y[order].tolist() == images.val.labels[same].tolist()
+
+
+def test_images_in_memory_are_taken_from_there(vit, write_idx, tmp_path, monkeypatch):
+    """The same features in the same order, without a transform."""
+    config = ImageConfig(
+        "mine", str(write_idx(tmp_path / "idx")), image_size=8, crop_pct=1.0, crop_scale=None,
+        rand_augment=None, color_jitter=0.0, random_erasing=0.0,
+    )  # fmt: skip
+    images = load_images(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(probes, "eval_transform", None)
+        held = {split: features(vit.eval(), images, split, config) for split in ("train", "val")}
+    monkeypatch.setattr(probes, "hold", lambda *_: {})
+    for split, (x, y) in held.items():
+        read_x, read_y = features(vit, images, split, config)
+        torch.testing.assert_close(x, read_x)
+        assert y.tolist() == read_y.tolist() and len(y) == len(getattr(images, split).labels)
+
+
+def test_a_probe_gives_percents_of_the_held_out_images(vit, monkeypatch):
+    monkeypatch.setattr(probes, "DECAYS", (1e-2,))
+    found = probe(vit, DATA)
+    assert set(found) == {"knn_top1", "linear_top1", "linear_decay"}
+    # Random features of digits tell more than chance, 10 %; percents are of 400 images.
+    for name in ("knn_top1", "linear_top1"):
+        assert 20 < found[name] <= 100
+        assert 4 * found[name] == pytest.approx(round(4 * found[name]), abs=1e-3)
+
+
+def test_corrupt_training_images_can_be_skipped(vit, tmp_path):
+
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for i in range(3):
+                Image.new("L", (8, 8), 20 * i).save(folder / f"{i}.png")
+    (tmp_path / "train" / "a" / "1.png").write_bytes(b"no image")
+    strict = ImageConfig("two", str(tmp_path), image_size=8)
+    with pytest.raises(CorruptImage, match=r"1\.png is no image"):
+        features(vit, load_images(strict), "train", strict)
+    lenient = dataclasses.replace(strict, on_corrupt="skip")
+    x, _ = features(vit, load_images(lenient), "train", lenient)
+    assert len(x) == 6  # the next image stands for it

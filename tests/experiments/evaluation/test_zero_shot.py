@@ -1,0 +1,232 @@
+"""lm-eval offline: a task of this project's own on a nano model, against scores by hand."""
+
+import functools
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import evaluate, export, pretrain
+from experiments.config.run import load
+from experiments.evaluation import zero_shot
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+
+TASK = Path(__file__).parent / "lm_eval_task"
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture
+def local(monkeypatch, tmp_path):
+    """The task's folder as the working directory; caches elsewhere, nothing downloaded."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(TASK)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_dir, tmp_path_factory):
+    """FinishedRun of a nano GPT-2."""
+    options = {
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 320, "block_size": 32},
+        "data": {"name": "words", "source": corpus_dir / "text", "root": corpus_dir,
+                 "vocab_size": 300},
+        "train": {"steps": 12, "batch_size": 4, "warmup_steps": 0, "learning_rate": 1e-2,
+                  "eval_samples": 4},
+        "impl": {"device": "cpu", "threads": 1},
+    }  # fmt: skip
+    overrides = [f"{group}.{k}={v}" for group, keys in options.items() for k, v in keys.items()]
+    config = load([*overrides, f"runs={tmp_path_factory.mktemp('runs')}", "method=ste"])
+    pretrain.run(config, quiet)
+    return FinishedRun.open(config.directory())
+
+
+def by_hand(run):
+    """Per question, whether the right choice has the highest log likelihood behind the question."""
+    model, encoding = run.model().eval(), run.tokenizer()
+    right = []
+    for line in (TASK / "colours.jsonl").read_text().splitlines():
+        question = json.loads(line)
+        context = encoding.encode_ordinary(question["question"])
+        scores = []
+        for choice in question["choices"]:
+            ids = encoding.encode_ordinary(f"{question['question']} {choice}")
+            assert ids[: len(context)] == context
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]))[0].log_softmax(-1)[0]
+            places = range(len(context), len(ids))
+            scores.append(sum(float(logits[i - 1, ids[i]]) for i in places))
+        right.append(scores.index(max(scores)) == question["answer"])
+    return right
+
+
+def options(*more):
+    return ["tasks=[colours]", "task_folder=.", "impl.device=cpu", "impl.threads=1", *more]
+
+
+def test_a_local_task_on_an_exported_model(trained, local, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    config = evaluate.load(options(f"model.path={folder}", f"runs={tmp_path}"))
+    result = evaluate.run(config, quiet)
+    right = by_hand(trained)
+    assert result["metrics"] == {"colours_acc": sum(right) / 4}
+    task = result["tasks"]["colours"]
+    assert (task["version"], task["n"], task["num_fewshot"]) == (1.0, 4, 0)
+    assert task["stderr"]["acc"] == pytest.approx(
+        (sum(right) / 4 * (1 - sum(right) / 4) / 3) ** 0.5
+    )
+    assert result["identity"]["zero_shot"]["lm_eval"] == version("lm_eval")
+    assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
+
+
+def test_the_run_itself_gives_the_same_and_a_limit_its_first_questions(trained, local):
+    config = evaluate.load(options(f"run={trained.directory}", "limit=3"))
+    result = evaluate.run(config, quiet)
+    assert result["metrics"]["colours_acc"] == pytest.approx(sum(by_hand(trained)[:3]) / 3)
+    assert result["tasks"]["colours"]["n"] == 3
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What lm-eval is asked, by keyword; it answers with one task."""
+    import lm_eval
+    import lm_eval.models.huggingface
+
+    asked = {}
+    answer = {"results": {"colours": {"acc,none": 0.5}}, "n-samples": {}, "versions": {},
+              "n-shot": {}}  # fmt: skip
+    monkeypatch.setattr(
+        lm_eval.models.huggingface, "HFLM", lambda **keywords: asked.update(keywords)
+    )
+    monkeypatch.setattr(
+        lm_eval, "simple_evaluate", lambda _, **keywords: asked.update(keywords) or answer
+    )
+    return asked
+
+
+def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorded, tmp_path):
+    run = f"run={trained.directory}"
+    digests = {evaluate.load(options(run)).digest()}
+    for name, override, passed in (
+        ("num_fewshot", "num_fewshot=2", 2),
+        ("limit", "limit=2", 2),
+        ("fewshot_random_seed", "seed=5", 5),
+        ("mixed_precision_dtype", "dtype=bf16", torch.bfloat16),
+    ):
+        config = evaluate.load(options(run, override))
+        evaluate.run(config, quiet)
+        assert recorded[name] == passed, override
+        assert recorded["tasks"] == ["colours"] and recorded["max_length"] == 32
+        assert config.digest() not in digests, override
+        digests.add(config.digest())
+    assert recorded["num_fewshot"] is None and recorded["limit"] is None  # where not asked for
+
+
+def test_the_length_of_a_folder_s_sequences_is_model_block_size(trained, local, recorded, tmp_path):
+    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
+    for more, length in (([], 32), (["model.block_size=8"], 8)):
+        paths = [f"model.path={folder}", f"runs={tmp_path}"]
+        evaluate.run(evaluate.load(options(*paths, *more)), quiet)
+        assert recorded["max_length"] == length
+
+
+def test_low_rank_terms_are_part_of_the_model(tiny, local, recorded):
+    """SLoPe's adapters, for which transformers has no place, are merged into the weights."""
+    config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
+                  "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
+    pretrain.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    evaluate.run(evaluate.load(options(f"run={run.directory}")), quiet)
+    ids = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(0))
+    model = run.model().eval()
+    with torch.no_grad():
+        expected, found = model(ids)[0], recorded["pretrained"](input_ids=ids).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for layer in model.modules():
+            if hasattr(layer, "right"):
+                layer.right.zero_()
+        assert (model(ids)[0] - found).abs().max() > 1e-4  # they matter
+
+
+def test_tasks_are_known_by_their_content(local, tmp_path):
+    known = zero_shot.identity(["colours"], ".")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in TASK.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert zero_shot.identity(["colours"], str(copy)) == known
+    (copy / "colours.jsonl").write_text("{}")
+    assert zero_shot.identity(["colours"], str(copy)) != known
+    assert "task_files" not in zero_shot.identity(["piqa"], None)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        "{data_files: outside/a.jsonl}",
+        "{data_files: {test: [outside/*.jsonl]}}",
+        "{data_dir: outside}",
+    ],
+)
+def test_tasks_are_known_by_the_data_that_they_name_elsewhere(tmp_path, monkeypatch, kwargs):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tasks", "outside"):
+        (tmp_path / name).mkdir()
+    task = f"task: x\ndataset_path: json\ndataset_kwargs: {kwargs}\ndoc_to_text: !function u.f\n"
+    (tmp_path / "tasks" / "x.yaml").write_text(task)
+    seen = []
+    for content in (None, "one", "two", "one"):
+        if content is not None:
+            (tmp_path / "outside" / "a.jsonl").write_text(content)
+        seen.append(zero_shot.identity(["x"], "tasks")["task_files"])
+    assert len(set(seen)) == 3 and seen[1] == seen[3]
+
+
+def test_folders_of_tasks_that_cannot_be_read_are_one_line(tmp_path):
+    with pytest.raises(UserError, match="task_folder=nowhere is no folder"):
+        zero_shot.identity(["colours"], "nowhere")
+    (tmp_path / "x.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match=r"x\.yaml is no task file: "):
+        zero_shot.identity(["colours"], str(tmp_path))
+
+
+def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
+    import lm_eval.tasks
+
+    manager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(
+        lm_eval.tasks,
+        "TaskManager",  # without its own 14,000 tasks, which take a while to list
+        lambda include_path, include_defaults=False: manager(include_path=include_path),
+    )
+    config = evaluate.load(
+        ["tasks=[colours,smells]", "task_folder=.", f"run={trained.directory}", "impl.device=cpu"]
+    )
+    with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.") as caught:
+        evaluate.run(config, quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_that_cannot_be_had_are_one_line(trained, local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no colours.jsonl
+    config = evaluate.load(
+        ["tasks=[colours]", f"task_folder={TASK}", f"run={trained.directory}", "impl.device=cpu"]
+    )
+    with pytest.raises(UserError, match="the data of colours could not be had") as caught:
+        evaluate.run(config, quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_names_of_papers_stand_for_their_tasks():
+    assert zero_shot.expand(["ast"]) == (
+        *("boolq", "rte", "hellaswag", "winogrande"),
+        *("arc_easy", "arc_challenge", "openbookqa"),
+    )
+    both = zero_shot.expand(["slope", "ast", "colours", "piqa"])
+    assert len(both) == len(set(both)) == 8 + 3 + 1 and both[-1] == "colours"

@@ -1,0 +1,534 @@
+"""What is exported: plain transformers gives the same outputs, and the files say what they hold."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from common_kernels import backend, check_nm, nm_mask, register_cpu_operators
+from experiments import export, pretrain
+from experiments.data.corpus import DataConfig, load_tokens, read_manifest
+from experiments.data.mlm import MLMConfig
+from experiments.data.tokenizer import folder_tokenizer
+from experiments.exporting import semi_structured
+from experiments.images.dataset import ImageConfig
+from experiments.prepare_data import prepare
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.training import legality
+from models.bert import BertConfig, BertLM
+from models.gpt2 import GPT, GPTConfig
+from models.hf import CausalLM
+from models.vit import ViT, ViTConfig
+
+FAMILIES = {
+    "gpt2": (
+        lambda: GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
+        ("*mlp.*", "*attn.c_attn"),
+    ),
+    "bert": (
+        lambda: BertLM(BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
+        ("*mlp.*", "*attention.self.*"),
+    ),
+    "vit": (
+        lambda: ViT(
+            ViTConfig(width=24, depth=1, heads=2, patch_size=8, image_size=16, n_classes=10)
+        ),
+        ("*mlp.*", "*attn.qkv"),
+    ),
+}
+# Tensor of the exported file -> dim of its inputs. Query, key and value lie in one tensor of ours.
+BERT_LAYER = "bert.encoder.layer.0"
+EXPECTED = {
+    "gpt2": {
+        "transformer.h.0.attn.c_attn.weight": 0,
+        "transformer.h.0.mlp.c_fc.weight": 0,
+        "transformer.h.0.mlp.c_proj.weight": 0,
+    },
+    "bert": {
+        f"{BERT_LAYER}.attention.self.query.weight": 1,
+        f"{BERT_LAYER}.attention.self.key.weight": 1,
+        f"{BERT_LAYER}.attention.self.value.weight": 1,
+        f"{BERT_LAYER}.intermediate.dense.weight": 1,
+        f"{BERT_LAYER}.output.dense.weight": 1,
+    },
+}
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture(scope="module")
+def data(corpus_dir):
+    """The data of a run by the family of its model, as plain values."""
+    source = str(corpus_dir / "text")
+    text = {"name": "words", "source": source, "root": str(corpus_dir)}
+    pieces = {**text, "tokenizer": "wordpiece", "vocab_size": 120}
+    prepare(MLMConfig(**pieces))
+    return {
+        "gpt2": {**text, "tokenizer": "bpe", "vocab_size": 300},
+        "bert": pieces,
+        "vit": dataclasses.asdict(ImageConfig("digits", "digits", image_size=16)),
+    }
+
+
+def write_run(directory, family, model, data):
+    """The files of a finished run of `model`, made 2:4 in the linears chosen above."""
+    config = {
+        "model": {"name": f"{family}_tiny", **dataclasses.asdict(model.config)},
+        "data": data,
+        "method": {"name": "ste", "include": list(FAMILIES[family][1])},
+    }
+    chosen = FinishedRun(directory, {"config": config}).trained_with.matching_linears(model)
+    with torch.no_grad():
+        for layer in chosen.values():
+            layer.weight *= nm_mask(layer.weight)
+    pretrain.save_model(model, directory / "model.safetensors")
+    result = {"config_hash": "0123456789abcdef", "config": config, "seed": 3, "tier": "smoke",
+              "converted": list(chosen)}  # fmt: skip
+    if family != "vit":
+        corpus = FinishedRun(directory, result).data
+        result["corpus"] = read_manifest(corpus)
+        pretrain.keep_tokenizer(result["corpus"], corpus.directory, directory)
+    (directory / "result.json").write_text(json.dumps(result))
+    return FinishedRun.open(directory)
+
+
+@pytest.fixture
+def finished(data, tmp_path):
+    """finished("bert") -> FinishedRun of a model with random weights."""
+
+    def write(family, model=None):
+        torch.manual_seed(0)
+        return write_run(tmp_path / "run", family, model or FAMILIES[family][0](), data[family])
+
+    return write
+
+
+def masks_of(folder):
+    with safe_open(folder / export.MASKS, "pt") as file:
+        return load_file(folder / export.MASKS), json.loads(file.metadata()["patterns"])
+
+
+def tokens(high=100):
+    return torch.randint(0, high, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def reload(family, folder):
+    import transformers
+
+    heads = {"gpt2": "CausalLM", "bert": "MaskedLM", "vit": "ImageClassification"}
+    return getattr(transformers, f"AutoModelFor{heads[family]}").from_pretrained(folder).eval()
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_transformers_gives_the_same_outputs(family, finished):
+    run = finished(family)
+    folder = export.export(run, report=quiet)
+    ours, theirs = run.model().eval(), reload(family, folder)
+    inputs = torch.randn(3, 3, 16, 16) if family == "vit" else tokens()
+    with torch.no_grad():
+        expected = ours(inputs)[0]
+        named = {"pixel_values" if family == "vit" else "input_ids": inputs}
+        torch.testing.assert_close(theirs(**named).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_zeros_and_the_masks_are_those_of_the_run(family, finished):
+    run = finished(family)
+    folder = export.export(run, report=quiet)
+    stored = load_file(folder / "model.safetensors")
+    masks, patterns = masks_of(folder)
+    if family in EXPECTED:
+        assert {name: found["dim"] for name, found in patterns.items()} == EXPECTED[family]
+    assert len(masks) == {"gpt2": 3, "bert": 5, "vit": 5}[family]
+    assert masks.keys() == patterns.keys()
+    kept = 0
+    for name, mask in masks.items():
+        assert mask.dtype == torch.bool and torch.equal(mask, stored[name] != 0)
+        assert (patterns[name]["n"], patterns[name]["m"]) == (2, 4)
+        assert int(check_nm(stored[name], 2, 4, dim=patterns[name]["dim"])) == 0
+        kept += int(mask.sum())
+    model = run.model()
+    weights = [model.get_parameter(f"{name}.weight") for name in run.converted]
+    assert kept == sum(int(w.count_nonzero()) for w in weights)
+    assert kept == sum(w.numel() for w in weights) // 2
+    # The other matrices are dense: no mask was found for them by chance.
+    others = {n for n, t in stored.items() if t.ndim == 2} - masks.keys()
+    assert others and all(
+        stored[name].count_nonzero() > stored[name].numel() / 2 for name in others
+    )
+
+
+def test_the_masks_of_a_square_conv1d_are_along_its_inputs(finished):
+    """[in, out] of 16 x 16: the shape does not tell which dim the groups run along."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16, n_inner=16)
+    run = finished("gpt2", GPT(config))
+    folder = export.export(run, report=quiet)
+    stored, (_, patterns) = load_file(folder / "model.safetensors"), masks_of(folder)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert patterns[name]["dim"] == 0
+    assert torch.equal(stored[name], run.model().get_parameter(name).t())
+    assert int(check_nm(stored[name], 2, 4, dim=1)) > 0
+
+
+def test_patterns_other_than_2_4_are_named(tiny):
+    config = tiny("method=slope", 'method.patterns=["*c_fc=1:4"]', "train.steps=1",
+                  "train.warmup_steps=0")  # fmt: skip
+    pretrain.run(config, quiet)
+    folder = export.export(FinishedRun.open(config.directory()), report=quiet)
+    _, patterns = masks_of(folder)
+    assert patterns["transformer.h.0.mlp.c_fc.weight"] == {"n": 1, "m": 4, "dim": 0}
+    assert patterns["transformer.h.0.mlp.c_proj.weight"] == {"n": 2, "m": 4, "dim": 0}
+    card = (folder / "README.md").read_text()
+    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.2500 | 1:4 | 0 of 256 |" in card
+
+
+def test_trained_adapters_are_merged(tiny):
+    config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
+                  "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
+    pretrain.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    model = run.model().eval()
+    folder = export.export(run, report=quiet)
+    with torch.no_grad():
+        expected = model(tokens())[0]
+        merged = run.model().eval()
+        assert export.merge_low_rank(merged)
+        found = reload("gpt2", folder)(input_ids=tokens()).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        # The adapters matter: without them the outputs are others.
+        for layer in model.modules():
+            if hasattr(layer, "right"):
+                layer.right.zero_()
+        assert (model(tokens())[0] - expected).abs().max() > 1e-4
+    card = (folder / "README.md").read_text()
+    assert "Low-rank terms were merged" in card
+    assert "| density of the converted linears | 0.5000 |" in card
+
+
+def test_dense_weights_are_asked_for_and_go_elsewhere(tiny):
+    config = tiny("method=ste", "train.steps=2", "train.warmup_steps=0")
+    pretrain.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    sparse, dense = (export.export(run, kind, report=quiet) for kind in ("sparse", "dense"))
+    assert (sparse.name, dense.name) == ("export", "export-dense")
+    thin, full = (load_file(folder / "model.safetensors") for folder in (sparse, dense))
+    for name, mask in masks_of(sparse)[0].items():
+        assert bool((full[name] != 0).all())
+        assert torch.equal(full[name][mask], thin[name][mask])  # STE masks its master weights
+    assert "| weights | dense |" in (dense / "README.md").read_text()
+
+
+# ---------------------------------------------------------------- the tokenizer
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_the_tokenizer_is_the_run_s(family, finished, data):
+    from transformers import AutoTokenizer
+
+    run = finished(family)
+    folder = export.export(run, report=quiet)
+    tokenizer, encoding = AutoTokenizer.from_pretrained(folder), run.tokenizer()
+    text = "the mask  keeps two of four;\n\tweights' Überschuß 12 drops 四 \U0001f600 others "
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == encoding.encode_ordinary_batch([text])[0] and len(ids) > 10
+    assert tokenizer.model_max_length == 16
+    if family == "gpt2":
+        assert tokenizer.eos_token_id == encoding.eot_token
+        assert tokenizer.decode(ids) == text
+        manifest = load_tokens(DataConfig(**data["gpt2"]), 0).directory / "tokenizer.json"
+        own = json.loads(manifest.read_text())["model"]["merges"]
+        written = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+        assert written == own  # as they were learnt, recovered from ranks alone
+    else:
+        assert tokenizer.cls_token == "[CLS]" and tokenizer.mask_token == "[MASK]"
+        assert tokenizer.eos_token is None
+        assert tokenizer(text)["input_ids"] == [
+            tokenizer.cls_token_id,
+            *ids,
+            tokenizer.sep_token_id,
+        ]
+    assert folder_tokenizer(str(folder)).encode_ordinary_batch([text])[0] == ids
+
+
+def test_images_have_no_tokenizer(finished):
+    folder = export.export(finished("vit"), report=quiet)
+    assert not list(folder.glob("tokenizer*"))
+
+
+# ---------------------------------------------------------------- the card
+
+
+def test_the_card_says_what_it_is(finished, tmp_path):
+    run = finished("gpt2")
+    folder = export.export(run, to=tmp_path / "out put", report=quiet)
+    card = (folder / "README.md").read_text()
+    for line in (
+        "# gpt2_tiny, trained with ste",
+        "| method | ste |",
+        "| weights | sparse |",
+        "| density of the converted linears | 0.5000 |",
+        "| illegal groups | 0 of 704 |",  # (3 * 16 + 64 + 64) * 16 / 4
+        "| config hash | 0123456789abcdef |",
+        f"    python -m experiments.export run={run.directory} weights=sparse 'to={folder}'",
+        "| transformer.h.0.mlp.c_proj | 16 x 64 | 0.5000 | 2:4 | 0 of 256 |",
+        "| all 3 |  | 0.5000 |  | 0 of 704 |",
+    ):
+        assert line in card.splitlines(), line
+    assert '"include": [' in card
+
+
+def test_legality_by_hand():
+    model = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1, 1, 1, 0, 0, 0, 0, 1], [1, 0, 1, 0, 1, 1, 1, 1.0]]))
+    rows = legality.measure(model, {"0": (2, 4)})
+    assert (rows[0].nonzeros, rows[0].groups, rows[0].illegal_groups) == (10, 4, 2)
+    assert legality.measure(model, {"0": (3, 4)})[0].illegal_groups == 1
+    assert legality.measure(model, {"0": (4, 8)})[0].groups == 2
+    assert legality.total([*rows, *legality.measure(model, {"0": (4, 8)})]) == {
+        "density": 20 / 32,
+        "illegal_groups": 2 + 1,  # 4 and 6 non-zeros in eight
+        "groups": 6,
+    }
+    assert legality.table(rows).splitlines()[-2:] == [
+        "| 0 | 2 x 8 | 0.6250 | 2:4 | 2 of 4 |",
+        "| all 1 |  | 0.6250 |  | 2 of 4 |",
+    ]
+    assert legality.table(rows, dense=True).splitlines()[2:] == [
+        "| 0 | 2 x 8 | 0.6250 |",
+        "| all 1 |  | 0.6250 |",
+    ]
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished, tmp_path):
+    heard = []
+
+    def again(run):
+        assert export.export(run, to=tmp_path / "out", report=heard.append) == tmp_path / "out"
+        return heard[-1].split(":")[0]
+
+    run, folder = finished("gpt2"), tmp_path / "out"
+    assert [again(run), again(run)] == ["exported", "exported already"]
+    record = json.loads((folder / "export.json").read_text())
+    assert {*record["files"], "export.json"} == {path.name for path in folder.iterdir()}
+    assert again(finished("gpt2")) == "exported already"  # written later, and the same
+    for name in record["files"]:
+        (folder / name).unlink()
+        assert again(run) == "exported" and (folder / name).is_file(), name
+    path = run.directory / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
+    assert again(run) == "exported"
+    name = "transformer.ln_f.weight"
+    assert torch.equal(load_file(folder / "model.safetensors")[name], load_file(path)[name])
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
+
+
+def test_what_a_killed_export_left_is_removed(finished, monkeypatch):
+    run = finished("gpt2")
+    made = []
+    monkeypatch.setattr(export.shutil, "rmtree", lambda path, **_: made.append(path))
+    monkeypatch.setattr(export, "_write_masks", lambda *args: made[1].mkdir() or 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # before it could clean up
+        export.export(run, report=quiet)
+    assert all(path.name.startswith(".export-") for path in made)
+    assert made[0].is_dir() and made[1].is_dir()
+    monkeypatch.undo()
+    export.export(run, report=quiet)
+    assert not list(run.directory.glob(".export-*"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b"\xff\xfe"])
+def test_a_damaged_record_in_the_run_is_written_anew(finished, damage):
+    run = finished("gpt2")
+    folder = export.export(run, report=quiet)
+    (folder / "export.json").write_bytes(damage)
+    (folder / export.MASKS).write_bytes(damage)
+    heard = []
+    export.export(run, report=heard.append)
+    assert heard == [f"exported: {folder}"]
+    assert len(masks_of(folder)[0]) == 3
+
+
+def test_foreign_and_damaged_masks(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / export.MASKS)  # no metadata
+    assert export.read_patterns(tmp_path) == {}
+    for content in (b"", b"0123456789"):
+        (tmp_path / export.MASKS).write_bytes(content)
+        with pytest.raises(UserError, match=r"masks\.safetensors is damaged \(") as caught:
+            export.read_patterns(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_something_else_is_left_alone(finished, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(UserError, match=r"mine exists and is no export of this run"):
+        export.export(finished("gpt2"), to=tmp_path / "mine", report=quiet)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_an_export_that_fails_leaves_nothing(finished, monkeypatch):
+    run = finished("gpt2")
+    before = {p.name for p in run.directory.iterdir()}
+
+    def broken(*args):
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(export, "_card", broken)
+    with pytest.raises(RuntimeError, match="full"):
+        export.export(run, report=quiet)
+    assert {p.name for p in run.directory.iterdir()} - before <= {".lock"}
+
+
+def test_bad_input_is_one_line(finished, tmp_path):
+    run = finished("gpt2")
+    save_file({"transformer.wte.weight": torch.zeros(320, 24)}, run.directory / "model.safetensors")
+    with pytest.raises(UserError, match="do not fit the model") as caught:
+        export.export(run, report=quiet)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="weights=both; choose one of sparse, dense"):
+        export.export(finished("gpt2"), "both", report=quiet)
+    with pytest.raises(UserError, match=r"weights=dense, but ste keeps no dense"):
+        export.export(finished("gpt2"), "dense", report=quiet)
+    run = finished("gpt2")
+    path = run.directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged \(") as caught:
+        export.export(run, report=quiet)
+    assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing; make the run again"):
+        export.export(run, report=quiet)
+    assert not (run.directory / "export").exists()
+
+
+def test_the_cramming_form_is_no_bert_of_transformers(finished):
+    config = BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16, glu=True)
+    with pytest.raises(UserError, match=r"cannot be exported: .*glu=True") as caught:
+        export.export(finished("bert", BertLM(config)), report=quiet)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="transformers has no form of a Linear"):
+        export.to_transformers(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"run": None}, "run=DIR is missing"),
+        ({"run": "x", "weights": "both"}, "weights=both; choose one of sparse, dense"),
+        ({"run": "x", "form": "onnx"}, "the config has no key form; it takes run, to, weights"),
+    ],
+)
+def test_a_bad_config_is_one_line(values, message):
+    from omegaconf import OmegaConf
+
+    with pytest.raises((UserError, ValueError), match=message):
+        export.freeze(OmegaConf.create(values))
+
+
+# ---------------------------------------------------------------- torch's semi-structured tensors
+
+
+def pruned(dtype):
+    """A GPT whose FFN is 2:4, in the form that generates."""
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=320, block_size=64)
+    model = GPT(config)
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if ".mlp.c_" in name:
+                layer.weight *= nm_mask(layer.weight)
+    return CausalLM(export.to_transformers(model)).to(dtype).eval()
+
+
+@pytest.mark.parametrize("layout", ["cutlass_sm80", "cusparselt_sm90"])
+def test_semi_structured_tensors_hold_the_same_weights(layout):
+    operators = register_cpu_operators()
+    dense, sparse = pruned(torch.bfloat16), pruned(torch.bfloat16)
+    names = semi_structured.to_semi_structured(sparse, layout)
+    assert names == ["model.transformer.h.0.mlp.c_fc", "model.transformer.h.0.mlp.c_proj"]
+    ids = torch.randint(0, 320, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = dense(ids)[0], sparse(ids)[0]
+    # Two sums of bf16 products in different orders, behind a norm: some units of 2^-8.
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
+    for name in names:
+        weight = sparse.get_parameter(f"{name}.weight")
+        assert type(weight.data).__name__.startswith("SparseSemiStructuredTensor")
+        identity = torch.eye(weight.shape[1], dtype=torch.bfloat16)
+        product = nn.functional.linear(identity, weight).t()  # exact: one term in every sum
+        assert torch.equal(product, dense.get_parameter(f"{name}.weight"))
+        strided = identity[:, None].expand(-1, 3, -1).transpose(0, 1)  # [3, in, in]
+        assert torch.equal(sparse.get_submodule(name)(strided), dense.get_submodule(name)(strided))
+    del operators
+
+
+def test_a_device_without_2_4_products_says_why(monkeypatch):
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    with pytest.raises(UserError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS .*, not a cpu"):
+        semi_structured.to_semi_structured(pruned(torch.bfloat16))
+
+
+def test_a_dense_model_has_nothing_to_pack():
+    with pytest.raises(UserError, match="no linear of this model is 2:4"):
+        semi_structured.to_semi_structured(nn.Linear(64, 64, dtype=torch.bfloat16), "cutlass_sm80")
+    small = nn.Linear(8, 8, dtype=torch.bfloat16)
+    nn.init.zeros_(small.weight)
+    with pytest.raises(UserError, match=r"shape \(8, 8\)"):
+        semi_structured.to_semi_structured(nn.Sequential(small), "cutlass_sm80")
+
+
+def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(finished):
+    run = finished("gpt2")
+    notes = run.directory / "export" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(UserError, match=r"export exists and is no export of this run"):
+        export.export(run, report=quiet)
+    assert notes.read_text() == "mine"
+
+
+def test_what_an_exported_gpt2_generates_ends_with_its_end_of_text(finished):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder = export.export(finished("gpt2"), report=quiet)
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert end is not None and AutoConfig.from_pretrained(folder).eos_token_id == end
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == end
+
+
+def test_an_exported_vit_prepares_images_as_validation_does(finished):
+    from PIL import Image
+    from transformers import CLIPImageProcessor
+
+    from experiments.images.source import eval_transform
+
+    run = finished("vit")
+    folder = export.export(run, report=quiet)
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 52, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    theirs = CLIPImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
+    # Both resize with their own bicubic filter: a few grey levels of 256, by a std of 0.35.
+    assert (theirs[0] - eval_transform(run.data)(image)).abs().mean() < 4 / 256 / 0.35
+
+
+def test_another_kind_of_weights_is_not_written_over_the_first(finished, tmp_path):
+    run = finished("gpt2")
+    run.result["config"]["method"]["name"] = "dense"
+    export.export(run, to=tmp_path / "out", report=quiet)
+    with pytest.raises(UserError, match=r"out exists and is its sparse export; give another"):
+        export.export(run, weights="dense", to=tmp_path / "out", report=quiet)

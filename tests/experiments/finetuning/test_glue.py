@@ -1,0 +1,331 @@
+"""GLUE: its files with all their faults, inputs of both kinds of model, metrics by hand."""
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
+from experiments.finetuning import glue
+from experiments.finetuning.glue import Examples, Frame, load, metrics
+from experiments.support.errors import UserError
+
+GLUE = Path(__file__).parent / "glue"
+TEXTS = ["Anna waits in the garden .", "Ben is not in the kitchen .", "Zoë sings ."]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the files."""
+    return Path(shutil.copytree(GLUE, tmp_path / "glue"))
+
+
+def edit(path, change):
+    lines = path.read_text(encoding="utf-8").split("\n")
+    path.write_text("\n".join(change(lines)), encoding="utf-8")
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_every_task_reads_its_own_files(task):
+    splits = load(task, str(GLUE))
+    sizes = {name: len(own) for name, own in splits.items()}
+    expected = {"train": 64, "dev": 32} if task == "sst2" else {"train": 48, "dev": 16}
+    if task == "mnli":
+        expected = {"train": 48, "dev": 15, "dev_mismatched": 15}
+    assert sizes == expected
+    texts = 1 if task in ("cola", "sst2") else 2
+    for own in splits.values():
+        assert all(len(t) == texts and all(t) for t in own.texts)
+        if task != "stsb":
+            assert set(own.labels) == set(range(glue.TASKS[task].n_labels))
+    assert glue.fingerprint(glue.files(task, str(GLUE))) != glue.fingerprint([])
+
+
+def test_labels_are_those_of_the_lines():
+    cola = load("cola", str(GLUE))["dev"]
+    assert cola.texts[0] == ("in cooks the Anna kitchen.",) and cola.labels[0] == 0
+    assert cola.texts[1] == ("Ben sleeps in the station.",) and cola.labels[1] == 1
+    mnli = load("mnli", str(GLUE))["dev"]
+    assert mnli.texts[0] == ("Mr. Li waits in the kitchen .", "Mr. Li is in the kitchen .")
+    assert mnli.labels[:3].tolist() == [0, 1, 2]  # entailment, neutral, contradiction: the hub's
+    stsb = load("stsb", str(GLUE))["dev"]
+    assert stsb.texts[1] == ("Ben sleeps in the garden .", "Ben sleeps in the market .")
+    assert stsb.labels[:2].tolist() == [0.2, 1.4]
+
+
+def test_a_quotation_mark_is_a_character_and_quotes_no_tab_or_line():
+    texts = [text for (text,) in load("sst2", str(GLUE))["train"].texts]
+    assert any(text.count('"') == 1 for text in texts)
+
+
+def test_mrpc_reads_microsofts_file_with_the_ids_of_the_dev_pairs_or_the_split_files(folder):
+    whole = load("mrpc", str(folder))
+    lines = (folder / "MRPC/msr_paraphrase_train.txt").read_text(encoding="utf-8-sig").split("\n")
+    for name, rows in (("train", lines[1:49]), ("dev", lines[49:])):
+        text = "\n".join([lines[0], *rows]).rstrip("\n") + "\n"
+        (folder / f"MRPC/{name}.tsv").write_text(text, encoding="utf-8")
+    split = load("mrpc", str(folder))
+    for name in ("train", "dev"):
+        assert split[name].texts == whole[name].texts
+        assert split[name].labels.tolist() == whole[name].labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "change", "message"),
+    [
+        ("rte", "RTE/train.tsv", None, r"RTE/train\.tsv is missing"),
+        ("rte", "RTE/train.tsv", lambda x: [x[0].replace("label", "gold"), *x[1:]],
+         r"RTE/train\.tsv, line 1: no column 'label' among index, sentence1, sentence2, gold"),
+        ("rte", "RTE/train.tsv", lambda x: [*x[:3], x[3].replace("entailment", "entails"), *x[4:]],
+         r"RTE/train\.tsv, line 4: '(not_)?entails' is no label; it is one of entailment, not_en"),
+        ("rte", "RTE/dev.tsv", lambda x: [x[0], "", *x[1:]], r"RTE/dev\.tsv, line 2: 1 fields"),
+        ("rte", "RTE/dev.tsv", lambda x: [x[0]], r"RTE/dev\.tsv has no examples"),
+        ("cola", "CoLA/dev.tsv", lambda x: [*x[:5], "toy1\t1", *x[6:]],
+         r"CoLA/dev\.tsv, line 6: 2 fields, and column 'sentence' is number 4"),
+        ("stsb", "STS-B/dev.tsv", lambda x: [*x[:2], x[2].replace("1.400", "5.5"), *x[3:]],
+         r"STS-B/dev\.tsv, line 3: '5\.5' is no label; it is a number from 0 to 5"),
+        ("stsb", "STS-B/dev.tsv", lambda x: [*x[:2], x[2].replace("1.400", "nan"), *x[3:]],
+         r"STS-B/dev\.tsv, line 3: 'nan' is no label"),
+        ("mnli", "MNLI/dev_mismatched.tsv", None, r"MNLI/dev_mismatched\.tsv is missing"),
+        ("mrpc", "MRPC/dev_ids.tsv", None, r"MRPC has neither train\.tsv nor msr_paraphrase_train"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_one_line_with_file_and_line(folder, task, file, change, message):
+    if change is None:
+        (folder / file).unlink()
+    else:
+        edit(folder / file, change)
+    with pytest.raises(UserError, match=message):
+        load(task, str(folder))
+
+
+def test_a_missing_folder_and_bytes_that_are_no_text(folder):
+    shutil.rmtree(folder / "WNLI")
+    with pytest.raises(UserError, match=r"glue/WNLI is missing: .* GLUE's own layout"):
+        load("wnli", str(folder))
+    (folder / "SST-2/dev.tsv").write_bytes(b"sentence\tlabel\ncaf\xe9\t1\n")
+    with pytest.raises(UserError, match=r"SST-2/dev\.tsv is not UTF-8"):
+        load("sst2", str(folder))
+
+
+def test_the_broken_lines_of_qqp_are_left_out_and_counted(folder):
+    path = folder / "QQP/train.tsv"
+    edit(path, lambda x: [x[0], *x[1:49] * 5, ""])  # 240 examples
+    clean = load("qqp", str(folder))["train"]
+    assert len(clean) == 240
+    # In the published file the text of some questions goes on in a line of its own.
+    edit(path, lambda x: [*x[:4], "900\t1\t2\tIs it", "true?\tIs it not?\t0", *x[4:]])
+    broken = load("qqp", str(folder))["train"]
+    assert broken.texts == clean.texts and broken.labels.tolist() == clean.labels.tolist()
+    assert (clean.left_out, broken.left_out) == (0, 2)
+    edit(path, lambda x: [*x[:9], "900\t1", *x[9:]])  # 3 of 243 are more than 1 %
+    with pytest.raises(UserError, match=r"train\.tsv: 3 of 243 lines have too few .* line 5; more"):
+        load("qqp", str(folder))
+    edit(path, lambda x: [*x[:9], *x[10:]])
+    edit(path, lambda x: [*x[:4], "900\t1\t2\ta?\tb?\t2", *x[4:]])
+    with pytest.raises(UserError, match=r"QQP/train\.tsv, line 5: '2' is no label"):
+        load("qqp", str(folder))
+
+
+def test_a_broken_line_in_the_dev_file_of_qqp_is_an_error(folder):
+    edit(folder / "QQP/dev.tsv", lambda x: [*x[:4], "900\t1", *x[4:]])
+    with pytest.raises(UserError, match=r"QQP/dev\.tsv, line 5: 2 fields"):
+        load("qqp", str(folder))
+
+
+def test_the_hub_gives_the_same_examples_as_the_files(monkeypatch):
+    import datasets
+
+    expected = {task: load(task, str(GLUE)) for task in ("mnli", "sst2", "stsb")}
+    columns = {"mnli": ["premise", "hypothesis"], "sst2": ["sentence"], "stsb": list(glue._PAIR)}
+    splits = {"dev": "validation", "dev_mismatched": "validation_mismatched"}
+
+    def load_dataset(name, config, revision):
+        assert (name, revision) == ("nyu-mll/glue", glue.REVISION) and len(revision) == 40
+        made = {}
+        for split, own in expected[config].items():
+            texts = dict(zip(columns[config], zip(*own.texts, strict=True), strict=True))
+            theirs = splits.get(split, split)
+            if config == "mnli" and split == "dev":
+                theirs = "validation_matched"
+            data = {**{k: list(v) for k, v in texts.items()}, "label": own.labels.tolist()}
+            made[theirs] = datasets.Dataset.from_dict(data)
+        return datasets.DatasetDict(made)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for task, splits_of_task in expected.items():
+        loaded = load(task, glue.HUB)
+        assert loaded.keys() == splits_of_task.keys()
+        for split, own in splits_of_task.items():
+            assert loaded[split].texts == own.texts
+            assert loaded[split].labels.tolist() == own.labels.tolist()
+    del splits["dev_mismatched"]
+    expected["mnli"].pop("dev_mismatched")
+    with pytest.raises(UserError, match="no split 'validation_mismatched' of mnli"):
+        load("mnli", glue.HUB)
+
+
+def test_a_place_that_is_no_folder_and_not_on_the_hub_is_one_line(monkeypatch):
+    import datasets
+
+    def unreachable(*_, revision):
+        assert revision is None
+        raise FileNotFoundError("there is\nnone")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=r"data\.source=no/where is neither .* gives: there is$"):
+        load("rte", "no/where")
+    for path in ("/no/where", "../where", "no/where/else"):  # no ids of the hub
+        with pytest.raises(UserError, match=r"data\.source=.*where.* is missing: there is no such"):
+            load("rte", path)
+
+
+# In the order of the features of nyu-mll/glue, as its data set card gives them.
+CLASSES = {
+    "mnli": ("entailment", "neutral", "contradiction"),
+    "qnli": ("entailment", "not_entailment"),
+    "rte": ("entailment", "not_entailment"),
+}
+
+
+@pytest.mark.parametrize("task", CLASSES)
+def test_a_class_has_the_same_number_in_the_files_and_on_the_hub(monkeypatch, folder, task):
+    import datasets
+    from datasets import ClassLabel, Features, Value
+
+    spec, names = glue.TASKS[task], CLASSES[task]
+    texts = spec.hub_texts or spec.texts
+    types = {**dict.fromkeys(texts, Value("string")), "label": ClassLabel(names=list(names))}
+    rows = {name: ["a text"] * len(names) for name in texts} | {"label": list(names)}
+    split = datasets.Dataset.from_dict(rows, features=Features(types))
+    made = dict.fromkeys(("train", "validation", "validation_matched"), split)
+    made["validation_mismatched"] = split
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: datasets.DatasetDict(made))
+    header = "\t".join((*spec.texts, spec.label))
+    lines = [header, *(f"{'a text' + chr(9)}{'a text' + chr(9)}{name}" for name in names), ""]
+    for file in ("train.tsv", *(file for _, file in spec.dev)):
+        (folder / spec.folder / file).write_text("\n".join(lines), encoding="utf-8")
+    for own in (load(task, glue.HUB), load(task, str(folder))):
+        assert own["train"].labels.tolist() == own["dev"].labels.tolist() == [*range(len(names))]
+
+
+# ------------------------------------------------------------------ inputs
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    path.write_text(train_bpe(TEXTS, 270))
+    return load_bpe(path)
+
+
+@pytest.fixture(scope="module")
+def wordpiece():
+    return HFTokenizer(train_wordpiece(TEXTS * 3, 110), 3)
+
+
+def test_bert_sees_cls_a_sep_b_sep_and_gpt2_a_b(bpe, wordpiece):
+    a, b = wordpiece.encode_ordinary_batch(["Anna waits", "in the garden ."])
+    frame = Frame.of(wordpiece)
+    pad, cls, sep = (wordpiece.special_tokens[t] for t in ("[PAD]", "[CLS]", "[SEP]"))
+    assert frame.pad == pad
+    [single] = glue.encode(wordpiece, frame, [("Anna waits",)], 32)
+    assert single == ([cls, *a, sep], len(a) + 2)  # no token of type 1
+    [pair] = glue.encode(wordpiece, frame, [("Anna waits", "in the garden .")], 32)
+    assert pair == ([cls, *a, sep, *b, sep], len(a) + 2)
+    a, b = bpe.encode_ordinary_batch(["Anna waits", "in the garden ."])
+    frame = Frame.of(bpe)
+    assert frame.pad == bpe.eot_token
+    [pair] = glue.encode(bpe, frame, [("Anna waits", "in the garden .")], 64)
+    assert pair == ([*a, *b], len(a))
+    assert glue.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
+
+
+def test_a_tokenizer_with_a_part_of_berts_tokens_is_refused(wordpiece):
+    for name in ("[PAD]", "[SEP]"):
+        text = wordpiece.text.replace(f'"{name}"', f'"{name[:-1]}0]"')
+        with pytest.raises(UserError, match=rf"the tokenizer has \[CLS\], but no \{name[:-1]}\]$"):
+            Frame.of(HFTokenizer(text, 3))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [((3, 2), (3, 2)), ((9, 3), (5, 3)), ((3, 9), (3, 5)), ((9, 9), (4, 4)), ((9, 4), (4, 4))],
+)
+def test_the_longer_text_gives_way_first(lengths, kept):
+    class Letters:
+        eot_token = 0
+
+        def encode_ordinary_batch(self, texts):
+            return [[ord(c) for c in text] for text in texts]
+
+    texts = ("a" * lengths[0], "b" * lengths[1])
+    encoded = glue.encode(Letters(), Frame.of(Letters()), [texts], 8)
+    assert encoded == [([97] * kept[0] + [98] * kept[1], kept[0])]
+    framed = glue.encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
+    assert framed == [([1, *[97] * kept[0], 2, *[98] * kept[1], 2], kept[0] + 2)]
+    odd = glue.encode(Letters(), Frame.of(Letters()), [("a" * 9, "b" * 9)], 7)
+    assert odd == [([97] * 4 + [98] * 3, 4)]
+    alone = glue.encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)
+    assert alone == [([1, 97, 97, 2], 4)]
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def score(task, predicted, labels, **others):
+    examples = {"dev": Examples([], np.array(labels))}
+    given = {"dev": np.array(predicted)}
+    for split, (p, y) in others.items():
+        given[split], examples[split] = np.array(p), Examples([], np.array(y))
+    return metrics(task, given, examples)
+
+
+def test_matthews_by_hand():
+    # TP 2, TN 1, FP 1, FN 1: (2 * 1 - 1 * 1) / sqrt(3 * 3 * 2 * 2) = 1 / 6
+    assert score("cola", [1, 1, 0, 1, 0], [1, 1, 1, 0, 0])["matthews"] == pytest.approx(100 / 6)
+    assert score("cola", [1, 1, 1], [1, 0, 1])["score"] == 0.0  # one class alone
+
+
+def test_f1_and_accuracy_by_hand():
+    # TP 2, FP 1, FN 1: F1 = 2 * 2 / (2 * 2 + 1 + 1) = 2/3; 4 of 6 right
+    result = score("qqp", [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0])
+    assert result == pytest.approx({"score": 200 / 3, "f1": 200 / 3, "accuracy": 200 / 3})
+    assert score("mrpc", [0, 0], [1, 0])["f1"] == 0.0
+
+
+def test_always_yes_gives_the_printed_number_of_mrpc():
+    labels = [1] * 279 + [0] * 129  # the dev split
+    result = score("mrpc", [1] * 408, labels)
+    assert round(result["score"], 1) == 81.2 and round(result["accuracy"], 1) == 68.4
+
+
+def test_correlations_by_hand():
+    # Monotone but not linear: ranks agree in full. Pearson of (0, 1, 2), (0, 1, 4): cov 4 / 3...
+    result = score("stsb", [0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
+    deviations = [(-1, -5 / 3), (0, -2 / 3), (1, 7 / 3)]
+    covariance = sum(x * y for x, y in deviations)
+    pearson = covariance / math.sqrt(2 * sum(y * y for _, y in deviations))
+    assert result["spearman"] == pytest.approx(100) == result["score"]
+    assert result["pearson"] == pytest.approx(100 * pearson)
+    none = {"score": 0.0, "spearman": 0.0, "pearson": 0.0}
+    assert score("stsb", [1.0, 1.0], [0.0, 5.0]) == none
+    assert score("stsb", [1.0, 2.0], [3.0, 3.0]) == none
+    assert score("stsb", [1.0], [3.0]) == none
+
+
+def test_mnli_keeps_both_splits_and_is_judged_by_the_matched_one():
+    result = score("mnli", [0, 1, 2, 2], [0, 1, 2, 1], dev_mismatched=([0, 0], [1, 0]))
+    assert result == {"score": 75.0, "accuracy": 75.0, "accuracy_mismatched": 50.0}
+    assert score("wnli", [1, 0, 0], [1, 1, 1])["score"] == pytest.approx(100 / 3)
+
+
+def test_predictions_are_the_largest_logit_or_the_number():
+    logits = np.array([[0.1, 0.2, -1.0], [3.0, 2.0, 1.0]])
+    assert glue.predictions("mnli", logits).tolist() == [1, 0]
+    assert glue.predictions("stsb", np.array([[0.5], [4.0]])).tolist() == [0.5, 4.0]

@@ -1,0 +1,485 @@
+"""SQuAD: its file format, spans of tokens in text, windows, the search, and the official scores."""
+
+# ruff: noqa: RUF001 (typographic quotation marks and dashes are what is tested)
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import finetune, pretrain
+from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
+from experiments.finetuning import squad
+from experiments.finetuning import tasks as finetune_tasks
+from experiments.finetuning.glue import Frame
+from experiments.finetuning.squad import (
+    Question,
+    Window,
+    best_answers,
+    normalize,
+    tokenize,
+    windows,
+)
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from models.heads import SpanPredictor
+
+SQUAD = Path(__file__).parent / "squad"
+TEXTS = [
+    "Zoë works in the kitchen. Anna works in the garden, José doesn't.",
+    "Where does Zoë work? Where does Anna work?",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    path.write_text(train_bpe(TEXTS * 2, 300))
+    return load_bpe(path)
+
+
+@pytest.fixture(scope="module")
+def hf_bpe():
+    return HFTokenizer(train_bpe(TEXTS * 2, 300), 299)
+
+
+@pytest.fixture(scope="module")
+def wordpiece():
+    return HFTokenizer(train_wordpiece(TEXTS * 5, 160), 3)
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_the_files_give_questions_with_their_answers():
+    splits = squad.load(str(SQUAD))
+    assert {name: len(own) for name, own in splits.items()} == {"train": 24, "dev": 9}
+    first = splits["dev"][0]
+    assert first.id == "toydev000" and first.question == "Where does Mr. Li work?"
+    assert first.answers == (("station", 20), ("the station", 16))
+    assert first.context.startswith("Mr. Li works in the station. Anna")
+    assert len(squad.files(str(SQUAD))) == 2
+
+
+def document(twice=False, **changes):
+    asked = {
+        "id": "q7",
+        "question": "Where?",
+        "answers": [{"text": "the garden", "answer_start": 12}],
+        **changes,
+    }
+    paragraph = {"context": "Anna is in  the garden.", "qas": [asked] * (1 + twice)}
+    return {"version": "1.1", "data": [{"title": "T", "paragraphs": [paragraph]}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (document(answers=[{"text": "the garden", "answer_start": 40}]),
+         r"train\.json, question q7: the answer 'the garden' is not at character 40 of its context "
+         r"of 23; there is ''"),
+        (document(answers=[{"text": "the garden", "answer_start": 16}]), r"there is 'garden\.'$"),
+        (document(answers=[{"text": "n.", "answer_start": -2}]), r"q7: the answer 'n\.' is not at"),
+        (document(answers=[]), r"train\.json, question q7: it has no answer"),
+        ({"version": "1.1", "data": []}, r"train\.json has no questions"),
+        ({"questions": []}, r"train\.json is not in the format of SQuAD v1\.1: data is None, no l"),
+        ([1], r"train\.json is not in the format of SQuAD v1\.1: data is None, no list, in \[1\]"),
+        (document(answers=[{"text": "the garden", "answer_start": "12"}]),
+         r"SQuAD v1\.1: answer_start is '12', no int, in \{\"text\": \"the garden\""),
+        (document(answers=[{"text": "n", "answer_start": True}]), r"answer_start is True, no int"),
+        (document(answers={}), r"answers is \{\}, no list, in"),
+        (document(id=7), r"id is 7, no str, in"),
+        (document(question=None), r"question is None, no str, in \{\"id\": \"q7\""),
+        (document(twice=True), r"train\.json, question q7: another one has the same id"),
+        ("{", r"train\.json is not JSON"),
+        (None, r"train\.json is missing"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_one_line_with_file_and_question(tmp_path, content, message):
+    path = tmp_path / "train.json"
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(UserError, match=message) as caught:
+        squad.read(path)
+    assert "\n" not in str(caught.value)
+    path.write_text(json.dumps(document()))
+    assert squad.read(path)[0].answers == (("the garden", 12),)
+
+
+def test_the_hub_gives_the_same_questions_as_the_files(monkeypatch):
+    import datasets
+
+    expected = squad.load(str(SQUAD))
+
+    def load_dataset(name, config, revision):
+        assert (name, revision) == ("rajpurkar/squad", squad.REVISION) and len(revision) == 40
+        rows = {
+            split: [
+                {
+                    "id": q.id,
+                    "question": q.question,
+                    "context": q.context,
+                    "answers": {
+                        "text": [text for text, _ in q.answers],
+                        "answer_start": [start for _, start in q.answers],
+                    },
+                }
+                for q in own
+            ]
+            for split, own in expected.items()
+        }
+        made = {split: datasets.Dataset.from_list(own) for split, own in rows.items()}
+        return datasets.DatasetDict(train=made["train"], validation=made["dev"])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert squad.load(squad.HUB) == expected
+
+
+ROW = {
+    "id": "q7",
+    "question": "Where?",
+    "context": "Anna is in  the garden.",
+    "answers": {"text": ["the garden"], "answer_start": [12]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"answers": [{"text": "the garden", "answer_start": 12}]},
+            r"answers is \[.*, no dict, in",
+        ),
+        ({"answers": {"text": ["the garden"]}}, r"answer_start is None, no list"),
+        (
+            {"answers": {"text": ["the", "garden"], "answer_start": [12]}},
+            "answer_start is None, no",
+        ),
+        ({"answers": {"text": [], "answer_start": []}}, "train, question q7: it has no answer"),
+        ({"question": None}, r"question is None, no str, in \{\"id\": \"q7\""),
+    ],
+)
+def test_a_data_set_of_another_form_is_one_line(monkeypatch, changes, message):
+    import datasets
+
+    made = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: made)
+    with pytest.raises(
+        UserError, match=r"data\.source=my/qa has no split train, validation, only $"
+    ):
+        squad.load("my/qa")
+    made |= {"train": [ROW], "validation": [ROW]}
+    assert squad.load("my/qa")["dev"][0].answers == (("the garden", 12),)
+    made["train"] = [ROW | changes]
+    with pytest.raises(UserError, match=message) as caught:
+        squad.load("my/qa")
+    assert str(caught.value).startswith("data.source=my/qa, train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["question", "context"])
+def test_half_of_a_surrogate_pair_is_refused_with_its_question(tmp_path, name):
+    """JSON can hold it, and no tokenizer takes it."""
+    content = document()
+    paragraph = content["data"][0]["paragraphs"][0]
+    owner = paragraph if name == "context" else paragraph["qas"][0]
+    owner[name] += " \ud83d"
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    message = rf"question q7: character \d+ of its {name}, '\\ud83d', is half of a surrogate pair"
+    with pytest.raises(UserError, match=message) as caught:
+        squad.read(tmp_path / "train.json")
+    str(caught.value).encode()  # can be printed
+    owner[name] = owner[name].replace(" \ud83d", " \U0001f600")
+    (tmp_path / "train.json").write_text(json.dumps(content))  # both halves, escaped
+    assert getattr(squad.read(tmp_path / "train.json")[0], name).endswith("😀")
+
+
+# ------------------------------------------------------------------ spans and windows
+
+
+def test_spans_of_single_bytes_cover_their_characters(bpe):
+    # Bytes that no merge was learnt for: one, two, three and four of them to a character.
+    ids, spans = tokenize(bpe, "qß€😀q")
+    assert len(ids) == 11
+    assert spans == [(0, 1), *[(1, 2)] * 2, *[(2, 3)] * 3, *[(3, 4)] * 4, (4, 5)]
+
+
+def test_spans_of_tiktoken_and_of_the_tokenizers_library_agree(bpe, hf_bpe):
+    for text in (*TEXTS, "qß€😀q Zoë", "Ąę  x\n", ""):
+        assert tokenize(bpe, text) == tokenize(hf_bpe, text)
+
+
+def test_the_bytes_of_a_token_are_in_its_span(bpe):
+    text = "Zoë works “in” Łódź – José’s 庭 😀."
+    ids, spans = tokenize(bpe, text)
+    for piece, (start, end) in zip(bpe.decode_tokens_bytes(ids), spans, strict=True):
+        covered = text[start:end].encode()
+        assert piece in covered and len(covered) < len(piece) + 6  # no character too many
+    assert spans[0][0] == 0 and spans[-1][1] == len(text)
+
+
+def test_spans_of_wordpiece_are_in_the_text_as_written(wordpiece):
+    ids, spans = tokenize(wordpiece, "  ZOË works\tin")
+    words = {}
+    for start, end in spans:  # pieces of a word touch
+        word = max((w for w in words if words[w] == start), default=None)
+        words[start if word is None else word] = end
+    assert [("  ZOË works\tin")[s:e] for s, e in words.items()] == ["ZOË", "works", "in"]
+    assert wordpiece.special_tokens["[UNK]"] not in ids
+
+
+def question(context, text, start):
+    return Question("q", "Where does Anna work?", context, ((text, start),))
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "wordpiece"])
+def test_windows_overlap_and_hold_the_answer_where_it_is_whole(request, tokenizer):
+    encoding = request.getfixturevalue(tokenizer)
+    frame = Frame.of(encoding)
+    context = " ".join([TEXTS[0]] * 4)
+    start = context.index("the garden", 90)
+    asked = question(context, "the garden", start)
+    made = windows(encoding, frame, [asked], max_length=36, stride=10)
+    ids, spans = tokenize(encoding, context)
+    length = len(tokenize(encoding, asked.question)[0])
+    room = 36 - length - frame.special(2)
+    assert len(made) == -(-(len(ids) - room) // (room - 10)) + 1 > 2
+    seen, holding = 0, 0
+    for number, window in enumerate(made):
+        inside = [i for i, span in enumerate(window.spans) if span is not None]
+        assert len(window.ids) == len(window.spans) <= 36
+        assert inside[0] == window.second == len(frame.start) + length + len(frame.between)
+        first = number * (room - 10)
+        assert [window.ids[i] for i in inside] == ids[first : first + room]
+        assert [window.spans[i] for i in inside] == spans[first : first + room]
+        seen = first + len(inside)
+        whole = window.spans[inside[0]][0] <= start and window.spans[inside[-1]][1] >= start + 10
+        if whole:
+            (a, _), (_, b) = (window.spans[i] for i in window.answer)
+            assert context[a:b].strip() == "the garden"
+            holding += 1
+        else:
+            assert window.answer == (0, 0)
+    assert seen == len(ids) and 1 <= holding < len(made)
+
+
+def test_an_answer_inside_a_token_takes_the_whole_token(wordpiece):
+    context = "Anna works"
+    [window] = windows(wordpiece, Frame.of(wordpiece), [question(context, "nn", 1)], 48, 0)
+    (a, _), (_, b) = (window.spans[i] for i in window.answer)
+    assert a <= 1 and b >= 3 and context[a:b] in "Anna"
+
+
+def test_questions_are_cut_and_too_little_room_is_an_error(bpe):
+    asked = Question("q9", "Where? " * 60, "Anna works", (("works", 5),))
+    [window] = windows(bpe, Frame.of(bpe), [asked], 90, 8)
+    assert window.second == squad.MAX_QUESTION
+    with pytest.raises(UserError, match=r"question q9 has 64 tokens: .*max_length=70 leave 6 for"):
+        windows(bpe, Frame.of(bpe), [asked], 70, 6)
+    assert windows(bpe, Frame.of(bpe), [asked], 70, 6, "step")
+    with pytest.raises(UserError, match=r"leave 0 for its context"):
+        windows(bpe, Frame.of(bpe), [asked], 64, 6, "step")
+
+
+@pytest.mark.parametrize(
+    ("stride", "kind", "firsts"),
+    [
+        (3, "overlap", [0, 7, 14]),  # 10 - 3 tokens on
+        (3, "step", [0, 3, 6, 9, 12, 15]),
+        (30, "step", [0, 10, 20]),  # no token is left out
+    ],
+)
+def test_windows_share_the_stride_or_begin_at_its_multiples(bpe, stride, kind, firsts):
+    context = "€" * 8  # three bytes each: 24 tokens of no merge
+    asked = Question("q", "ß", context, (("€", 0),))
+    ids = tokenize(bpe, context)[0]
+    length = len(tokenize(bpe, "ß")[0])
+    assert len(ids) == 24
+    made = windows(bpe, Frame.of(bpe), [asked], length + 10, stride, kind)
+    assert [w.ids[length:] for w in made] == [ids[first : first + 10] for first in firsts]
+
+
+# ------------------------------------------------------------------ the search
+
+
+def window(index=0, n=12):
+    """Two tokens of a question, then one for each character of the context a, b, ... ."""
+    spans = [None, None, *((i, i + 1) for i in range(n)), None]
+    return Window(index, list(range(n + 3)), 2, spans, (0, 0))
+
+
+def logits(n, start, end, low=-5.0):
+    made = np.full((n, 2), low)
+    for column, values in enumerate((start, end)):
+        for position, value in values.items():
+            made[position, column] = value
+    return made
+
+
+CONTEXT = "abcdefghijkl"
+ASKED = [Question("q", "?", CONTEXT, (("a", 0),))]
+
+
+def test_the_best_pair_in_order_and_inside_the_context_wins():
+    # The best start is in the question, the best end before the best start that is left.
+    scores = logits(15, {0: 9.0, 6: 4.0, 3: 2.0}, {14: 9.0, 4: 5.0, 8: 1.0})
+    assert best_answers(ASKED, [window()], [scores]) == {"q": "bc"}  # 2 + 5 > 4 + 1
+    scores[4, 1] = 2.5
+    assert best_answers(ASKED, [window()], [scores]) == {"q": "efg"}  # 4 + 1 > 2 + 2.5
+
+
+def test_the_best_window_of_a_question_wins_and_padding_is_ignored():
+    made = [window(), window()]
+    weak, strong = logits(20, {2: 1.0}, {3: 1.0}), logits(20, {4: 1.0}, {5: 1.5})
+    strong[15:] = np.inf
+    assert best_answers(ASKED, made, [weak, strong]) == {"q": "cd"}
+    assert best_answers(ASKED, made, [strong, weak]) == {"q": "cd"}
+
+
+def test_answers_have_thirty_tokens_at_most():
+    context = "x" * 60
+    asked = [Question("q", "?", context, (("x", 0),))]
+    longest = logits(63, {2: 5.0}, {31: 4.0, 32: 5.0})  # spans of 30 and of 31 tokens
+    assert best_answers(asked, [window(n=60)], [longest]) == {"q": "x" * 30}
+
+
+def test_only_the_twenty_best_starts_are_combined():
+    context = "".join(chr(0x4E00 + i) for i in range(60))
+    asked = [Question("q", "?", context, ((context[0], 0),))]
+    # The one end is within reach of the start at 59 alone, which is the 20th best, or the 21st.
+    scores = logits(63, {**dict.fromkeys(range(2, 21), 10.0), 59: 9.5}, {60: 5.0})
+    assert best_answers(asked, [window(n=60)], [scores]) == {"q": context[57:59]}
+    scores[21, 0] = 10.0
+    assert best_answers(asked, [window(n=60)], [scores]) == {"q": context[:1]}
+
+
+def test_without_a_legal_pair_there_is_no_answer():
+    short = Window(0, [1, 2], 2, [None, None], (0, 0))
+    assert best_answers(ASKED, [short], [np.zeros((2, 2))]) == {}
+
+
+def test_a_question_without_a_prediction_is_wrong_where_an_empty_one_is_right():
+    asked = [Question("q", "?", "The end", (("The", 0),)), Question("r", "?", "end", (("end", 0),))]
+    assert squad.metrics(asked, {"r": "end"}) == {"score": 50.0, "f1": 50.0, "exact_match": 50.0}
+    # An article is normalized to nothing, and so is "".
+    assert squad.metrics(asked, {"q": "", "r": "end"})["exact_match"] == 100.0
+
+
+# ------------------------------------------------------------------ scores
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Cat, and a\tdog!", "cat and dog"),
+        ("theatre an hour", "theatre hour"),
+        ("O'Neill's co-op", "oneills coop"),
+        ("“the” end…", "“ ” end…"),  # only ASCII punctuation goes; the article inside goes, too
+        ("Über-Café", "übercafé"),
+        ("a an the", ""),
+    ],
+)
+def test_official_normalization(text, expected):
+    assert normalize(text) == expected
+
+
+def test_scores_of_a_file_with_predictions_checked_by_hand(tmp_path):
+    context = "The Zugspitze, at 2,962 m, is the highest peak of Germany’s Alps. It isn't far."
+    answers = {
+        # (references, prediction, EM, F1)
+        "article": (["highest peak"], "The highest peak!", 1, 1),
+        "best": (["Zugspitze", "The Zugspitze, at 2,962 m"], "zugspitze at 2962 M", 1, 1),
+        # common: peak, of; 3 words predicted (no article), 2 expected: 2 * 2 / 5
+        "part": (["peak of"], "the highest peak of", 0, 0.8),
+        "unicode": (["Germany’s Alps"], "Germany's Alps", 0, 0.5),  # ’ stays, ' goes; "alps" alone
+        "apostrophe": (["isn't"], "isnt", 1, 1),
+        "wrong": (["It"], "Alps", 0, 0),
+        "none": (["far"], None, 0, 0),
+        # far twice predicted, once expected: one in common of 2 and 1: 2 / 3
+        "twice": (["far"], "far far", 0, 2 / 3),
+    }
+    qas = [
+        {
+            "id": name,
+            "question": f"{name}?",
+            "answers": [{"text": t, "answer_start": context.index(t)} for t in texts],
+        }
+        for name, (texts, *_) in answers.items()
+    ]
+    paragraphs = [{"context": context, "qas": qas}]
+    path = tmp_path / "dev-v1.1.json"
+    content = {"data": [{"title": "T", "paragraphs": paragraphs}], "version": "1.1"}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    questions = squad.read(path)
+    predicted = {name: p for name, (_, p, *_) in answers.items() if p is not None}
+    for name, (texts, prediction, em, f1) in answers.items():
+        own = prediction or ""
+        assert max(squad.exact_match(own, text) for text in texts) == em, name
+        assert max(squad.f1(own, text) for text in texts) == pytest.approx(f1), name
+    result = squad.metrics(questions, predicted)
+    assert result["exact_match"] == 100 * 3 / 8
+    assert result["f1"] == result["score"] == pytest.approx(100 * (3 + 0.8 + 0.5 + 2 / 3) / 8)
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "wordpiece"])
+def test_logits_at_the_labels_give_full_marks(request, tokenizer):
+    encoding = request.getfixturevalue(tokenizer)
+    questions = squad.load(str(SQUAD))["dev"]
+    made = windows(encoding, Frame.of(encoding), questions, 64, 12)
+    scores = []
+    for w in made:
+        first, last = w.answer
+        scores.append(logits(len(w.ids), {first: 9.0}, {last: 9.0}))
+    result = squad.metrics(questions, best_answers(questions, made, scores))
+    assert result == {"score": 100.0, "f1": 100.0, "exact_match": 100.0}
+
+
+# ------------------------------------------------------------------ the whole loop
+
+
+def test_forced_answers_give_these_scores(tiny, monkeypatch):
+    """A fine-tuning whose model, asked for answers, gives those that are written here.
+
+    In the first of the three contexts ("... in the station. Anna works ... Ben works in the
+    harbour.") it answers all three questions with "station. Anna": no exact match, and two words
+    of which the two references "station" have one, F1 = 2 / 3, and "harbour" none. In the others it
+    gives the six answers as they stand.
+    """
+    dev = squad.load(str(SQUAD))["dev"]
+    first = dev[0].context
+    wrong = ("station. Anna", first.index("station. Anna"))
+    answers = [wrong if asked.context == first else asked.answers[0] for asked in dev]
+    spans = {}
+
+    class Forced(SpanPredictor):
+        def forward(self, input, target=None, attention_mask=None, token_types=None):
+            if target is not None:
+                return super().forward(input, target, attention_mask, token_types)
+            logits = torch.full((*input.shape, 2), -9.0)
+            for row, ids, mask in zip(logits, input, attention_mask, strict=True):
+                start, end = spans[tuple(ids[mask].tolist())]
+                row[start, 0] = row[end, 1] = 9.0
+            return logits, None
+
+    monkeypatch.setattr(finetune_tasks, "SpanPredictor", Forced)
+    options = tiny("method=ste", "train.steps=2", "train.warmup_steps=0", "model.block_size=128")
+    pretrain.run(options, lambda _: None)
+    run = FinishedRun.open(options.directory())
+    encoding = run.tokenizer()
+    forced = [
+        Question(q.id, q.question, q.context, (a,)) for q, a in zip(dev, answers, strict=True)
+    ]
+    for window in windows(encoding, Frame.of(encoding), forced, 128, 16):
+        spans[tuple(window.ids)] = window.answer
+    assert len(spans) == 9 and (0, 0) not in spans.values()  # one window for each question
+    config = finetune.load(
+        [
+            f"run={run.directory}", "task=squad", f"data.source={SQUAD}", "impl.device=cpu",
+            "impl.threads=1", "recipe.max_length=128", "recipe.stride=16", "recipe.epochs=1",
+        ]
+    )  # fmt: skip
+    metrics = finetune.run(config, lambda _: None)["metrics"]
+    assert metrics["exact_match"] == pytest.approx(100 * 6 / 9, rel=1e-12)
+    assert metrics["f1"] == metrics["score"] == pytest.approx(100 * (6 + 4 / 3) / 9, rel=1e-12)

@@ -1,0 +1,246 @@
+"""Images in memory: the batches are those of the transforms, and nothing but the draws is new."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import pretrain
+from experiments.config.run import load
+from experiments.images.dataset import Arrays, ImageConfig
+from experiments.images.memory import GreyImages, mixed
+from experiments.images.source import ImageSource
+from experiments.training.trainer import Trainer
+from models.vit import ViTConfig
+
+SIZE, TRAIN = 8, 12
+PLAIN = {
+    "image_size": SIZE, "mean": (0.3, 0.4, 0.5), "std": (0.2, 0.3, 0.4), "crop_pct": 1.0,
+    "crop_scale": None, "flip": 0.0, "rand_augment": None, "color_jitter": 0.0,
+    "random_erasing": 0.0, "mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.0, "repeats": 1,
+}  # fmt: skip
+SHAPE = ViTConfig(8, 1, 1, image_size=SIZE, patch_size=4, n_classes=3)
+
+
+@pytest.fixture
+def folder(tmp_path, write_idx):
+    return write_idx(tmp_path / "idx", SIZE)
+
+
+def source_of(folder, batch_size=6, seed=0, **settings):
+    config = ImageConfig("mine", str(folder), **{**PLAIN, **settings})
+    return ImageSource(config, SHAPE, seed, batch_size)
+
+
+def read(folder, requests, **settings):
+    batches = list(source_of(folder, **settings).batches(requests))
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def image_by_image(source):
+    """The same source with its transforms instead."""
+    assert source.memory
+    source.memory = {}
+    return source
+
+
+def test_without_augmentation_the_batches_are_those_of_the_transforms(folder):
+    requests = [(step, range(6)) for step in range(5)]  # 2.5 epochs
+    held = read(folder, requests)
+    other = image_by_image(source_of(folder))
+    assert same(held, {k: torch.cat([b[k] for b in other.batches(requests)]) for k in held})
+    ours, theirs = (list(s.eval_batches(5, 2)) for s in (source_of(folder), other))
+    assert len(ours) == 3 and all(map(same, ours, theirs))
+
+
+def numbered(**settings):
+    """Two images of 3 x 3 pixels, 1 to 9 and 11 to 19; neither mean nor deviation."""
+    pixels = np.arange(9, dtype=np.uint8).reshape(1, 3, 3) + np.array([[[1]], [[11]]], np.uint8)
+    plain = {"image_size": 3, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    config = ImageConfig("mine", "unused", **{**PLAIN, **plain, **settings})
+    return GreyImages(Arrays(pixels, np.array([4, 5]), "image"), config, "cpu")
+
+
+def pixels_of(images, down, right, mirrored):
+    """Of image 1, which is moved so."""
+    made, labels = images._batch(*(np.array([x]) for x in (1, down, right, mirrored)))
+    assert labels.tolist() == [5] and torch.equal(made[:, 0], made[:, 2])
+    return (made[0, 0] * 255).round().int().tolist()
+
+
+def test_shifts_and_mirroring_by_hand():
+    images = numbered(shift=0.4)  # 1.2 pixels: by at most one
+    assert images.margin == 1
+    assert pixels_of(images, 0, 0, 0) == [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
+    assert pixels_of(images, 0, 0, 1) == [[13, 12, 11], [16, 15, 14], [19, 18, 17]]
+    assert pixels_of(images, 1, 0, 0) == [[0, 0, 0], [11, 12, 13], [14, 15, 16]]
+    assert pixels_of(images, 0, -1, 0) == [[12, 13, 0], [15, 16, 0], [18, 19, 0]]
+    # As in the transforms, what is shifted is mirrored afterwards.
+    assert pixels_of(images, 0, 1, 1) == [[12, 11, 0], [15, 14, 0], [18, 17, 0]]
+
+
+def test_every_shift_and_both_sides_are_drawn_at_their_rates(monkeypatch):
+    images = numbered(shift=0.5, flip=0.25)  # 1.5 pixels: 1/6 each of -2 and 2 at the ends
+    seen = []
+    monkeypatch.setattr(images, "_batch", lambda *moves: seen.append(moves))
+    count = 20_000
+    images.augmented(np.zeros(count, dtype=np.int64), 3, 7, range(count))
+    [(_, down, right, mirrored)] = seen
+    # np.rint takes -1.5 and 1.5, of probability 0, to even numbers.
+    for moves in (down, right):
+        shares = [(moves == k).mean() for k in (-1, 0, 1)]
+        assert set(moves.tolist()) == {-1, 0, 1}
+        # Four standard deviations of a share of 1/3.
+        assert shares == pytest.approx([1 / 3] * 3, abs=4 * (2 / 9 / count) ** 0.5)
+    assert mirrored.mean() == pytest.approx(0.25, abs=4 * (3 / 16 / count) ** 0.5)
+    assert abs(np.corrcoef([down, right, mirrored])[np.triu_indices(3, 1)]).max() < 4 / count**0.5
+
+
+AUGMENTED = {"shift": 0.2, "flip": 0.5}
+MIXED = {**AUGMENTED, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "repeats": 3}
+
+
+@pytest.mark.parametrize("settings", [AUGMENTED, MIXED], ids=["shifted", "mixed"])
+def test_a_batch_depends_on_seed_step_and_index_alone(folder, settings):
+    whole = read(folder, [(step, range(6)) for step in range(4)], **settings)
+    parts = [(s, range(2 * p, 2 * p + 2)) for s in range(4) for p in range(3)]
+    assert same(read(folder, parts, **settings), whole)
+    resumed = read(folder, [(step, range(6)) for step in (2, 3)], **settings)
+    assert same(resumed, {key: value[12:] for key, value in whole.items()})
+    other = read(folder, [(step, range(6)) for step in range(4)], seed=1, **settings)
+    assert not torch.equal(other["input"], whole["input"])
+    steps = whole["input"].unflatten(0, (4, 6))
+    assert not torch.equal(steps[0], steps[2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_on_the_gpu_is_that_on_the_cpu(folder):
+    config = source_of(folder, **MIXED).config
+    here, there = (ImageSource(config, SHAPE, 0, 6, device=name) for name in ("cpu", "cuda"))
+    for ours, theirs in zip(
+        here.batches([(0, range(6))]), there.batches([(0, range(6))]), strict=True
+    ):
+        assert theirs["input"].is_cuda and theirs["target"].is_cuda
+        for name in ours:
+            torch.testing.assert_close(theirs[name].cpu(), ours[name])
+
+
+def test_an_epoch_shows_every_image_once(folder):
+    means = source_of(folder).images.train.pixels.mean((1, 2))
+    assert len(set(means.tolist())) == TRAIN
+    batch = read(folder, [(step, range(6)) for step in (0, 1)], mean=(0.0,) * 3, std=(1.0,) * 3)
+    shown = (batch["input"][:, 0].double().mean((1, 2)) * 255).tolist()
+    assert sorted(shown) == pytest.approx(sorted(means.tolist()), rel=1e-6)
+    assert Counter(batch["target"].tolist()) == {0: 4, 1: 4, 2: 4}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rotate": 5.0}, {"crop_scale": (0.5, 1.0)}, {"random_erasing": 0.1}, {"crop_pct": 0.9},
+     {"rand_augment": "rand-m9"}, {"image_size": 16}],
+)  # fmt: skip
+def test_what_needs_more_is_made_image_by_image(folder, settings):
+    config = ImageConfig("mine", str(folder), **{**PLAIN, **settings})
+    shape = ViTConfig(8, 1, 1, image_size=config.image_size, patch_size=4, n_classes=3)
+    source = ImageSource(config, shape, 0, 6)
+    assert not source.memory
+    assert next(source.batches([(0, range(2))]))["input"].shape == (2, 3, *[config.image_size] * 2)
+
+
+def ramp(pairs, size=4):
+    """Images whose pixels tell which they are and where, as in a batch."""
+    count = 2 * pairs
+    values = torch.arange(count * size * size, dtype=torch.float32).view(count, 1, size, size)
+    return values.expand(-1, 3, -1, -1), torch.arange(count) % 3
+
+
+def mix(pairs=40, size=4, seed=0, step=5, **settings):
+    """(plain images, mixed ones, targets, weights of a smoothed own label)."""
+    x, labels = ramp(pairs, size)
+    config = ImageConfig("mine", "unused", **{**PLAIN, **settings})
+    made, target = mixed(x, labels, 3, config, seed, step, 0)
+    return x, made, target, labels
+
+
+def test_mixup_is_a_weighted_mean_and_so_is_its_target():
+    x, made, target, labels = mix(mixup=0.8)
+    shares = set()
+    for i in range(0, len(x), 2):
+        share = target[i, labels[i]]  # neighbours have different classes
+        shares.add(round(share.item(), 4))
+        torch.testing.assert_close(target[i, labels[i + 1]], 1 - share)
+        torch.testing.assert_close(target[i + 1, labels[i + 1]], share)
+        torch.testing.assert_close(made[i], share * x[i] + (1 - share) * x[i + 1])
+        torch.testing.assert_close(made[i + 1], share * x[i + 1] + (1 - share) * x[i])
+    assert len(shares) > 30
+
+
+def test_cutmix_exchanges_a_rectangle_and_its_share_is_that_of_the_area():
+    x, made, target, labels = mix(cutmix=1.0, label_smoothing=0.3, size=8)
+    areas = set()
+    for i in range(0, len(x), 2):
+        ours = made[i] == x[i]
+        assert torch.equal(made[i][~ours], x[i + 1][~ours])
+        assert torch.equal(made[i + 1][~ours], x[i][~ours])
+        assert torch.equal(made[i + 1][ours], x[i + 1][ours])
+        rows, columns = (~ours[0]).any(1), (~ours[0]).any(0)
+        assert torch.equal(~ours[0], rows[:, None] & columns)
+        share = ours.double().mean().item()
+        areas.add(share)
+        expected = torch.full((3,), 0.1)
+        expected[labels[i]] += 0.7 * share
+        expected[labels[i + 1]] += 0.7 * (1 - share)
+        torch.testing.assert_close(target[i], expected)
+    assert len(areas) > 5
+
+
+def test_both_kinds_of_mixing_are_drawn_as_often():
+    x, made, *_ = mix(pairs=4000, mixup=1.0, cutmix=1.0, size=2)
+    exchanged = (
+        ((made == x) | (made == x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1))).all(3).all(2)
+    )
+    share = exchanged[::2, 0].double().mean().item()
+    assert share == pytest.approx(0.5, abs=4 * 0.5 / 4000**0.5)
+
+
+def test_a_small_alpha_leaves_images_almost_as_they_are_and_a_large_one_takes_halves():
+    for alpha, low, high in ((0.01, 0.45, 0.5), (1000.0, 0.0, 0.1)):
+        *_, target, _ = mix(pairs=400, mixup=alpha)
+        distance = (target.max(1).values - 0.5).mean().item()
+        assert low < distance < high
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypatch):
+    def config(name):
+        return load([
+            "model=deit_mini", "model.width=16", "model.depth=1", "model.heads=2",
+            "model.n_classes=3", "data.name=mine", f"data.source={folder}", "data.image_size=8",
+            "data.shift=0.2", "train.steps=6", "train.batch_size=4", "train.warmup_steps=1",
+            "train.log_every=1", "train.eval_every=6", "train.eval_samples=6", "method=dense",
+            "impl.device=cpu", "impl.threads=1", "impl.checkpoint_every=1",
+            f"runs={tmp_path / name}",
+        ])  # fmt: skip
+
+    whole = pretrain.run(config("whole"), print)
+    original = Trainer._train_step
+
+    def dying(self, batches):
+        if self.step == 4:
+            raise Stop
+        return original(self, batches)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Trainer, "_train_step", dying)
+        pretrain.run(config("stopped"), print)
+    again = pretrain.run(config("stopped"), print)
+    assert again["metrics"] == whole["metrics"]
+    assert again["files"] == whole["files"]

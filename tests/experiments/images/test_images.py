@@ -1,0 +1,638 @@
+"""Images: folders and the digits, order, augmentation, mixing, workers, scores, bad input."""
+
+import dataclasses
+import io
+import os
+import random
+import signal
+from collections import Counter
+from shutil import rmtree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments.config.run import load
+from experiments.images import dataset as images
+from experiments.images.dataset import CorruptImage, ImageConfig, load_images
+from experiments.images.source import ImageSource
+from experiments.images.stream import Stream, own_draws, read_ahead
+from experiments.support.errors import UserError
+from models.vit import ViTConfig
+
+PLAIN = {
+    "crop_scale": None,
+    "flip": 0.0,
+    "rand_augment": None,
+    "color_jitter": 0.0,
+    "random_erasing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "label_smoothing": 0.0,
+    "repeats": 1,
+    "mean": (0.0, 0.0, 0.0),
+    "std": (1.0, 1.0, 1.0),
+    "crop_pct": 1.0,
+}
+TRAIN, VAL = 5, 2  # images per class
+
+
+def write_folder(root, classes=("cat", "dog", "owl")):
+    """ImageNet's layout; an image is grey throughout, its level tells which one it is."""
+    level = 0
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                level += 5
+                path = root / split / name / f"{name}_{i}.png"
+                Image.new("RGB", (12, 10), (level, level, level)).save(path)
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "pets")
+
+
+def source_of(folder, *, batch_size=6, seed=0, workers=0, **settings):
+    config = ImageConfig("pets", str(folder), image_size=8, **{**PLAIN, **settings})
+    return ImageSource(config, shape(), seed, batch_size, workers)
+
+
+def shape(n_classes=3, image_size=8):
+    return ViTConfig(8, 1, 1, image_size=image_size, patch_size=4, n_classes=n_classes)
+
+
+def levels(batch):
+    return (batch["input"].mean((1, 2, 3)) * 255).round().int().tolist()
+
+
+def requests(steps, batch_size, parts=1):
+    size = batch_size // parts
+    return [(s, range(p * size, (p + 1) * size)) for s in range(steps) for p in range(parts)]
+
+
+def joined(batches):
+    batches = list(batches)
+    return {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# ---- Data sets
+
+
+def test_a_folder_in_imagenets_layout(folder):
+    data = load_images(ImageConfig("pets", str(folder)))
+    assert data.classes == ("cat", "dog", "owl")
+    assert data.train.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert data.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert data.train.where(6) == str(folder / "train" / "dog" / "dog_1.png")
+    image = data.train.open(6)
+    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (12, 10), (35, 35, 35))
+
+
+def test_the_hash_of_a_folder_is_of_names_sizes_and_content(folder, tmp_path):
+    def fingerprint(root):
+        return load_images(ImageConfig("pets", str(root))).fingerprint
+
+    first = fingerprint(folder)
+    again = write_folder(tmp_path / "elsewhere")
+    assert fingerprint(again) == first
+    (folder / "val" / "cat" / "cat_0.png").rename(folder / "val" / "cat" / "cat_9.png")
+    assert fingerprint(folder) != first
+    for change in (lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda c: c + b"\0"):
+        path = again / "train" / "owl" / "owl_0.png"
+        content = path.read_bytes()
+        path.write_bytes(change(content))
+        assert fingerprint(again) != first
+        path.write_bytes(content)
+        assert fingerprint(again) == first
+
+
+def test_the_hash_of_a_data_set_of_the_hub_is_of_its_images(hub):
+    def fingerprint(**splits):
+        hub(**splits)
+        return load_images(ImageConfig("pets", "some/pets")).fingerprint
+
+    first = fingerprint(train=[0, 1, 0], validation=[0, 1])
+    assert fingerprint(train=[0, 1, 0], validation=[0, 1]) == first
+    assert fingerprint(train=[0, 1, 1], validation=[0, 1]) != first
+    assert fingerprint(train=[0, 1, 0], validation=[0, 1], shade=6) != first
+
+
+def test_the_digits_hold_out_400_of_1797_by_class():
+    data = load_images(ImageConfig("digits", "digits", image_size=32))
+    train, val = data.train.labels, data.val.labels
+    assert (len(train), len(val), len(data.classes)) == (1397, 400, 10)
+    counts = np.bincount(np.concatenate([train, val]))
+    # Stratified: each class gives its share of 400, rounded up or down.
+    assert (np.abs(np.bincount(val) - 400 * counts / 1797) < 1).all()
+    image = data.val.open(0)
+    assert (image.mode, image.size) == ("RGB", (32, 32))
+    assert np.ptp(np.asarray(image)) > 200  # ink on paper
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """hub(train=labels, validation=labels) puts such a data set there, `shade` being that of its
+    first image; returns what it is asked."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+
+    def put(shade=1, **splits):
+        made, level = {}, iter(range(shade, 99))
+        for name, labels in splits.items():
+            pictures = [Image.new("L", (9, 9), next(level)) for _ in labels]
+            rows = {"image": pictures, "label": labels}
+            made[name] = datasets.Dataset.from_dict(rows, features=features)
+        asked = []
+
+        def load_dataset(name, config, revision):
+            asked.append((name, config, revision))
+            return datasets.DatasetDict(made)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return put
+
+
+def test_a_data_set_of_the_hub(hub):
+    asked = hub(train=[0, 1, 0], validation=[0, 1])
+    data = load_images(ImageConfig("pets", "some/pets"))
+    assert (data.classes, data.train.labels.tolist()) == (("cat", "dog"), [0, 1, 0])
+    assert data.val.open(1).getpixel((0, 0)) == (5, 5, 5)
+    assert data.val.where(1) == "some/pets, validation, row 1"
+    load_images(ImageConfig("pets", "some/pets@0a1b2c"))
+    assert asked == [("some/pets", None, None), ("some/pets", None, "0a1b2c")]
+
+    hub(train=[0, 1, 0])
+    with pytest.raises(UserError, match=r"some/pets has the splits train; it needs"):
+        load_images(ImageConfig("pets", "some/pets"))
+
+
+@pytest.mark.parametrize("label", [-1, None])
+def test_hidden_labels_of_the_hub_are_refused(hub, label):
+    hub(train=[0, 1], test=[0, label])
+    with pytest.raises(UserError, match=r"some/pets, test: a label is none of 0 to 1") as error:
+        load_images(ImageConfig("pets", "some/pets"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_validation_images_alone_can_be_evaluated(folder):
+    whole = load_images(ImageConfig("pets", str(folder)), ("val",))
+    rmtree(folder / "train")
+    config = ImageConfig("pets", str(folder), image_size=8, **PLAIN)
+    alone = load_images(config, ("val",))
+    assert (alone.classes, alone.fingerprint) == (whole.classes, whole.fingerprint)
+    assert alone.describe()["splits"] == {"val": {"images": 6}}
+    source = ImageSource(config, shape(), 0, 6, splits=("val",))
+    assert joined(source.eval_batches(6, 4))["target"].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(UserError, match="has no folder train"):
+        load_images(config)
+
+
+def test_the_digits_and_the_hub_give_the_splits_that_are_asked_for(hub):
+    hub(validation=[0, 1])
+    for name, source in (("digits", "digits"), ("pets", "some/pets")):
+        config = ImageConfig(name, source, image_size=8)
+        assert load_images(config, ("val",)).splits.keys() == {"val"}
+
+
+def encoded(mode, format="PNG", size=(6, 6), value=None):
+    file = io.BytesIO()
+    Image.new(mode, size, value).save(file, format)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "pixel"),
+    [
+        (encoded("L", value=90), (90, 90, 90)),
+        (encoded("RGBA", value=(10, 20, 30, 0)), (10, 20, 30)),
+        (encoded("CMYK", "TIFF", value=(0, 255, 255, 0)), (255, 0, 0)),
+        (encoded("1", value=1), (255, 255, 255)),
+    ],
+    ids=["L", "RGBA", "CMYK", "1"],
+)
+def test_images_of_other_modes_are_converted(content, pixel):
+    image = images.decode(content, "x.png")
+    assert (image.mode, image.getpixel((2, 3))) == ("RGB", pixel)
+
+
+def test_a_file_that_a_program_would_draw_is_no_image(monkeypatch):
+    """Pillow knows a format by its first bytes, and gives EPS to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **_: started.append(a))
+    with pytest.raises(CorruptImage, match=r"x\.png is no image: it is none of JPEG, PNG"):
+        images.decode(encoded("RGB", "EPS"), "x.png")
+    assert not started
+
+
+def test_every_format_of_a_folder_is_read():
+    for format in images.FORMATS:
+        image = images.decode(encoded("RGB", format, value=(255, 255, 255)), "x")
+        assert np.asarray(image).min() >= 250, format  # JPEG may round
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, AssertionError])
+def test_what_is_no_fault_of_the_file_does_not_make_it_corrupt(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises(error):
+        images.decode(encoded("L", value=90), "x.png")
+
+
+# ---- Order
+
+
+def test_an_epoch_shows_every_image_once_and_epochs_differ(folder):
+    source = source_of(folder, batch_size=5)
+    epochs = [levels(joined(source.batches(requests(9, 5)[i : i + 3]))) for i in (0, 3, 6)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(5, 80, 5))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    other = levels(joined(source_of(folder, batch_size=5, seed=1).batches(requests(3, 5))))
+    assert other != epochs[0]
+
+
+def test_labels_belong_to_their_images(folder):
+    batch = joined(source_of(folder).batches(requests(5, 6)))
+    assert [(level // 5 - 1) // TRAIN for level in levels(batch)] == batch["target"].tolist()
+
+
+def test_repeated_augmentation_shows_an_image_three_times_in_a_batch(folder):
+    source = source_of(folder, batch_size=6, repeats=3)
+    epoch = [levels(batch) for batch in source.batches(requests(8, 6))][:7]
+    for batch in epoch:
+        assert sorted(Counter(batch).values()) == [3, 3]
+        assert all(a != b for a, b in zip(batch[::2], batch[1::2], strict=True))  # mixed pairs
+    counts = Counter(level for batch in epoch for level in batch)
+    assert len(counts) == 14 and set(counts.values()) == {3}  # 7 steps of 2 of the 15 images
+
+
+def test_repetitions_go_on_in_the_next_batch_where_they_do_not_divide_it(folder):
+    source = source_of(folder, batch_size=8, repeats=3)
+    seen = Counter(levels(joined(source.batches(requests(5, 8)))))
+    assert sorted(seen.values()) == [1] + [3] * 13  # 40 = 13 * 3 + 1
+
+
+# ---- Randomness and processes
+
+AUGMENTED = {
+    "crop_scale": (0.3, 1.0),
+    "flip": 0.5,
+    "rotate": 15.0,
+    "shift": 0.1,
+    "rand_augment": "rand-m9-mstd0.5-inc1",
+    "random_erasing": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "label_smoothing": 0.1,
+    "repeats": 3,
+}
+
+
+def noise_folder(root):
+    """Images with structure, so that every transform shows."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("a", "b", "c"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(4):
+                pixels = generator.integers(0, 256, (14, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
+    return root
+
+
+def test_augmentation_depends_on_seed_step_and_index_alone(tmp_path):
+    root = noise_folder(tmp_path)
+    source = source_of(root, batch_size=12, **AUGMENTED)
+    whole = joined(source.batches(requests(3, 12)))
+    parts = joined(source.batches(requests(3, 12, parts=3)))
+    assert same(whole, parts)
+    backwards = list(source.batches(requests(3, 12)[::-1]))
+    assert same(whole, joined(backwards[::-1]))
+    seeds = joined(source_of(root, batch_size=12, seed=1, **AUGMENTED).batches(requests(3, 12)))
+    assert not torch.equal(whole["input"], seeds["input"])
+    repeats = whole["input"][:12].unbind()
+    assert len({tuple(x.flatten().tolist()) for x in repeats}) == 12  # augmented anew each time
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path):
+    root = noise_folder(tmp_path)
+    config = {**AUGMENTED, "batch_size": 12}
+    own = source_of(root, **config)
+    others = source_of(root, workers=2, **config)
+    before = torch.get_rng_state()
+    ahead = others.batches(iter(requests(3, 12)))
+    assert same(joined(own.batches(requests(3, 12))), joined(ahead))
+    assert same(joined(own.eval_batches(9, 4)), joined(others.eval_batches(9, 4)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_global_generators_are_left_as_they_were(folder):
+    def draws():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def restart():
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+
+    restart()
+    undisturbed = draws()
+    restart()
+    joined(source_of(folder, **AUGMENTED).batches(requests(1, 6)))
+    assert draws() == undisturbed
+    with own_draws() as seed:
+        seed(1, 2)
+        inside = draws()
+        seed(1, 3)
+        assert draws() != inside
+        seed(1, 2)
+        assert draws() == inside
+
+
+# ---- Targets and scores
+
+
+@pytest.mark.parametrize("kind", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_mixing_mixes_neighbours_with_complementary_shares(folder, kind):
+    plain = joined(source_of(folder, batch_size=8).batches(requests(6, 8)))
+    mixed = joined(source_of(folder, batch_size=8, **kind).batches(requests(6, 8)))
+    target = mixed["target"].double()
+    torch.testing.assert_close(target.sum(1), torch.ones(48, dtype=torch.float64))
+    shares = []
+    for i in range(0, 48, 2):
+        a, b = plain["input"][i].mean(), plain["input"][i + 1].mean()
+        share = (mixed["input"][i].mean() - b) / (a - b)
+        shares.append(share.item())
+        expected = torch.zeros(2, 3, dtype=torch.float64)
+        for row, (own, other) in enumerate(((i, i + 1), (i + 1, i))):
+            expected[row, plain["target"][own]] += share.item()
+            expected[row, plain["target"][other]] += 1 - share.item()
+        torch.testing.assert_close(target[i : i + 2], expected, rtol=0, atol=2e-5)
+    assert len({round(share, 4) for share in shares}) > 8  # each pair has its own
+
+
+def test_label_smoothing_without_mixing(folder):
+    source = source_of(folder, batch_size=5, label_smoothing=0.3)
+    plain = joined(source_of(folder, batch_size=5).batches(requests(1, 5)))
+    target = joined(source.batches(requests(1, 5)))["target"]
+    expected = 0.7 * torch.eye(3)[plain["target"]] + 0.1
+    torch.testing.assert_close(target, expected)
+
+
+def test_scores_by_hand(folder):
+    source = source_of(folder)
+    logits = torch.tensor(
+        [
+            [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0],  # right: first
+            [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0],  # right: fifth
+            [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0],  # right: sixth
+            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0],  # right: first
+        ]
+    )
+    batch = {"input": torch.zeros(4), "target": torch.tensor([0, 4, 5, 6])}
+    sums, number = source.score(logits, torch.tensor(0.5), batch)
+    assert number == 4
+    assert {k: v.item() for k, v in sums.items()} == {"loss": 2.0, "top1": 200.0, "top5": 300.0}
+    few, _ = source.score(logits[:, :3], torch.tensor(0.5), {"target": torch.tensor([0, 2, 1, 1])})
+    assert (few["top1"].item(), few["top5"].item()) == (100.0, 400.0)
+
+
+def test_evaluation_images_are_fixed_and_evenly_spaced(folder):
+    source = source_of(folder)
+    first = 3 * TRAIN * 5
+    assert levels(joined(source.eval_batches(3, 2))) == [first + 5, first + 15, first + 25]
+    everything = joined(source.eval_batches(6, 4))
+    assert everything["target"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert same(everything, joined(source.eval_batches(6, 1)))
+    with pytest.raises(UserError, match=r"7 evaluation images asked for.*holds 6"):
+        source.eval_batches(7, 2)
+
+
+def test_evaluation_resizes_and_crops_the_centre(folder):
+    pixels = np.zeros((40, 40, 3), dtype=np.uint8)
+    pixels[10:30, 10:30] = 200
+    Image.fromarray(pixels).save(folder / "val" / "cat" / "cat_0.png")
+    source = source_of(folder, crop_pct=0.5)  # resized to 16, the middle 8 of it kept
+    image = next(source.eval_batches(1, 1))["input"][0]
+    assert image.shape == (3, 8, 8)
+    torch.testing.assert_close(image[:, 2:6, 2:6], torch.full((3, 4, 4), 200 / 255))
+
+
+def test_describe_names_splits_and_hash(folder):
+    source = source_of(folder)
+    assert source.describe() == {
+        "name": "pets",
+        "classes": ["cat", "dog", "owl"],
+        "splits": {"train": {"images": 15}, "val": {"images": 6}},
+        "sha256": source.fingerprint,
+        "skipped": 0,
+        "skipped_files": [],
+    }
+    assert source.tokens_per_sample == 5
+
+
+def test_many_classes_are_told_by_their_hash(folder):
+    def described(names):
+        return dataclasses.replace(load_images(config), classes=names).describe()["classes"]
+
+    config = ImageConfig("pets", str(folder))
+    names = tuple(f"class {i}" for i in range(1001))
+    assert described(names[:-1]) == list(names[:-1])
+    assert described(names)["count"] == 1001
+    assert described(names) == described(names)
+    assert described(names) != described(names[::-1])
+
+
+# ---- Bad input
+
+
+def corrupt(folder):
+    """Cut off one training image, and put text in place of another."""
+    first, second = folder / "train" / "dog" / "dog_1.png", folder / "train" / "cat" / "cat_2.png"
+    rows = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
+    Image.fromarray(rows).save(first)
+    first.write_bytes(first.read_bytes()[:4000])
+    second.write_text("<html>not found</html>")
+    return first, second
+
+
+def under_fire(number):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    return {"input": torch.tensor(number)}
+
+
+def test_a_signal_to_all_processes_of_a_run_leaves_its_readers_at_work():
+    batches = read_ahead(under_fire, [3, 4, 5], 1, set())
+    assert [int(batch["input"]) for batch in batches] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_image_ends_training_with_its_name(folder, workers):
+    names = corrupt(folder)
+    source = source_of(folder, workers=workers)
+    with pytest.raises(UserError) as error:
+        list(source.batches(requests(3, 6)))
+    message = str(error.value)
+    assert any(str(name) in message for name in names)
+    assert "corrupt" in message or "is no image" in message
+    assert message.endswith("; set data.on_corrupt=skip to go on without it")
+    assert "\n" not in message
+
+
+def test_what_is_done_with_corrupt_images_makes_no_other_run(folder):
+    error, skip = (source_of(folder, on_corrupt=value).config for value in ("error", "skip"))
+    assert error.identity() == skip.identity()
+    assert (error.on_corrupt, skip.on_corrupt) == ("error", "skip")
+
+
+def test_a_corrupt_validation_image_cannot_be_skipped(folder):
+    (folder / "val" / "dog" / "dog_0.png").write_text("nothing")
+    source = source_of(folder, on_corrupt="skip")
+    with pytest.raises(CorruptImage, match=r"dog_0\.png is no image") as error:
+        list(source.eval_batches(6, 6))
+    assert "on_corrupt" not in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_images_are_skipped_and_counted_where_asked_for(folder, workers):
+    clean = source_of(folder, batch_size=5)
+    before = levels(joined(clean.batches(requests(3, 5))))
+    corrupt(folder)
+    source = source_of(folder, batch_size=5, on_corrupt="skip", workers=workers)
+    after = levels(joined(source.batches(requests(3, 5))))
+    bad = {35, 15}  # dog_1 and cat_2
+    cycle = before * 2
+    expected = [
+        next(x for x in cycle[i:] if x not in bad) for i in range(len(before))
+    ]  # the next good one of the epoch's order
+    assert after == expected
+    assert source.describe()["skipped"] == 2
+    assert source.skipped == {2, 6}  # cat_2 and dog_1
+
+
+def test_skipping_stops_where_nothing_is_left(folder):
+    for path in (folder / "train").rglob("*.png"):
+        path.write_text("nothing")
+    data = load_images(ImageConfig("pets", str(folder)))
+    with pytest.raises(UserError, match="none of the 15 training images"):
+        Stream(data.train, seed=0, skip_corrupt=True).open(0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: [rmtree(p) for p in (f / "train").iterdir()], r"train has no classes"),
+        (lambda f: rmtree(f / "val" / "dog"), r"val/dog is missing.*only in train"),
+        (lambda f: rmtree(f / "train" / "owl"), r"train/owl is missing.*only in val"),
+        (lambda f: [p.unlink() for p in (f / "train" / "dog").iterdir()], r"train/dog holds no"),
+        (lambda f: (f / "val").rename(f / "test"), r"has no folder val"),
+    ],
+    ids=["no classes", "missing in val", "missing in train", "empty class", "no val"],
+)
+def test_a_folder_that_is_not_imagenets_layout_is_refused(folder, damage, message):
+    damage(folder)
+    with pytest.raises(UserError, match=message) as error:
+        load_images(ImageConfig("pets", str(folder)))
+    assert str(folder) in str(error.value)
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no folder"):
+        load_images(ImageConfig("pets", str(tmp_path / "nowhere")))
+
+
+def test_a_file_that_vanished_is_not_called_corrupt(folder):
+    source = source_of(folder, on_corrupt="skip")
+    (folder / "train" / "dog" / "dog_1.png").unlink()
+    with pytest.raises(UserError, match=r"dog_1\.png: No such file"):
+        list(source.batches(requests(3, 6)))
+
+
+def test_a_model_of_another_shape_is_refused(folder):
+    config = ImageConfig("pets", str(folder), image_size=8, **PLAIN)
+    with pytest.raises(UserError, match=r"3 classes, the model has 10: set model\.n_classes=3"):
+        ImageSource(config, shape(n_classes=10), 0, 6)
+    with pytest.raises(UserError, match="image_size=16"):
+        ImageSource(config, shape(image_size=16), 0, 6)
+
+
+def test_mixing_refuses_odd_batches(folder):
+    with pytest.raises(UserError, match=r"batch_size=5.*must be even"):
+        source_of(folder, batch_size=5, mixup=0.5)
+    source = source_of(folder, batch_size=6, mixup=0.5)
+    with pytest.raises(UserError, match=r"micro-batch of 3.*must be even"):
+        next(source.batches([(0, range(3))]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop_scale": (0.5, 0.1)}, "crop_scale"),
+        ({"flip": 1.5}, "flip=1.5"),
+        ({"mixup": -1.0}, "mixup=-1.0"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"rand_augment": "m9"}, "rand_augment=m9"),
+        ({"on_corrupt": "ignore"}, "choose one of error, skip"),
+        ({"name": "digits"}, "not the embedded digits"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ImageConfig(**{"name": "pets", "source": "pets", **settings})
+
+
+# ---- The files of conf/
+
+
+@pytest.mark.parametrize(("model", "data"), [("deit_nano", "digits"), ("deit_small", "imagenet")])
+def test_a_model_brings_its_data_and_its_recipe(model, data):
+    config = load([f"model={model}"])
+    assert isinstance(config.model, ViTConfig) and isinstance(config.data, ImageConfig)
+    assert (config.data.name, config.model.image_size) == (data, config.data.image_size)
+    assert config.train.warmup_steps > 0
+
+
+def test_the_recipe_of_deit_is_the_default_of_the_config():
+    defaults = ImageConfig("imagenet", "ILSVRC/imagenet-1k")
+    config = load(["model=deit_base"])
+    assert config.data == defaults
+    assert config.model == ViTConfig.of_size("base", drop_path=0.1)
+    images_seen = config.train.steps * config.train.batch_size
+    assert images_seen / 1_281_167 == pytest.approx(300, rel=1e-3)  # epochs; the rest is dropped
+
+
+def test_full_strength_leaves_no_bits_and_is_a_black_image():
+    """RandAugment's strongest posterization keeps 0 of 8 bits, which Pillow 13 refuses."""
+    from timm.data.auto_augment import RandAugment
+
+    from experiments.images.source import train_transform
+
+    config = ImageConfig("digits", "digits", image_size=32, rand_augment="rand-m9-mstd0.5-inc1")
+    chain = train_transform(config).transforms
+    [random] = [
+        s for t in chain for s in getattr(t, "transforms", []) if isinstance(s, RandAugment)
+    ]
+    [posterize] = [op for op in random.ops if "Posterize" in op.name]
+    posterize.prob, posterize.magnitude, posterize.magnitude_std = 1.0, 10, 0.0
+    image = Image.fromarray(np.full((8, 8, 3), 200, dtype=np.uint8))
+    assert np.asarray(posterize(image)).max() == 0
+    posterize.magnitude = 5  # half of four bits go
+    assert np.asarray(posterize(image)).max() == 192
+    posterize.magnitude = 0  # four bits are kept
+    assert np.asarray(posterize(image)).max() == 192

@@ -1,0 +1,397 @@
+"""Runs side by side, from made-up run folders."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from experiments import compare
+from experiments.config.initial import runs_below
+from experiments.runs import comparison, curves
+from experiments.runs.comparison import arms, choose, differing, find, markdown, of_sweep, table
+from experiments.runs.stats import paired_interval
+from experiments.support.errors import UserError
+
+LOSSES = {
+    "dense": [3.10, 3.14, 3.08],
+    "ste": [3.30, 3.36, 3.27],
+    "s_ste": [3.20, 3.25, 3.19],
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write(method, seed, loss, **changes of the config, as `train__steps`) -> its directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(
+        method="dense", seed=0, loss=3.0, arm=None, finished=True, log=(), tokens=None,
+        vocabulary=None, **changed
+    ):  # fmt: skip
+        config = {
+            "seed": seed,
+            "model": {"name": "gpt2", "n_layer": 4, "n_inner": None},
+            "data": {"name": "stdlib", "source": "stdlib", "root": f"data{seed}"},
+            "method": {"name": method, "include": ["*mlp.*"], "total_steps": 20, "seed": seed},
+            "train": {"steps": 20, "learning_rate": 0.002},
+            "runs": f"runs{seed}",
+            "tier": "none",
+            "impl": {"threads": seed},
+        }
+        corpus = changed.pop("corpus", "cd" * 32)
+        for key, value in changed.items():
+            group, _, name = key.partition("__")
+            config[group][name] = value
+        directory = tmp_path / "runs" / "gpt2-stdlib" / (arm or f"{method}-0") / f"seed{seed}"
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(config))
+        if finished:
+            result = {
+                "config_hash": "0",
+                "seed": seed,
+                "config": config,
+                "converted": [],
+                "corpus_hash": corpus,
+                "steps": 20,
+                "metrics": {"val_loss": loss, "flip_rate": 0.1},
+            }
+            if tokens is not None:
+                result["tokens"] = tokens
+                result["corpus"] = {"tokenizer": {"kind": "bpe", "vocab_size": vocabulary}}
+            (directory / "result.json").write_text(json.dumps(result))
+        text = "".join(json.dumps(record) + "\n" for record in log)
+        (directory / "metrics.jsonl").write_text(text)
+        return directory
+
+    return make
+
+
+@pytest.fixture
+def three(write, tmp_path):
+    """Three methods with three seeds; the folder of their model."""
+    for method, losses in LOSSES.items():
+        for seed, loss in enumerate(losses):
+            log = [{"step": 0, "loss": 8.0}, {"step": 10, "loss": loss + 1, "val_loss": loss + 0.5}]
+            log += [{"step": 20, "val_loss": loss}]  # as in the result: counted once
+            write(method, seed, loss, log=log)
+    return tmp_path / "runs" / "gpt2-stdlib"
+
+
+def compared(*paths):
+    return arms(find(paths)[0])
+
+
+# ------------------------------------------------------------------------------ arms
+
+
+def test_runs_of_one_config_are_an_arm(three):
+    """Seeds, folders, tiers and `impl` apart, which no result depends on."""
+    found = compared(three)
+    assert [(arm.label, sorted(arm.runs)) for arm in found] == [
+        ("dense", [0, 1, 2]), ("s_ste", [0, 1, 2]), ("ste", [0, 1, 2])
+    ]  # fmt: skip
+    assert found[0].numbers("metrics.val_loss") == dict(enumerate(LOSSES["dense"]))
+    assert differing(found) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["", "gpt2-stdlib", "gpt2-stdlib/ste-0", "gpt2-stdlib/ste-0/seed1"]
+)
+def test_runs_are_found_at_every_depth(three, path):
+    (three / "ste-0" / "seed1" / "finetune").mkdir()
+    (three / "ste-0" / "seed1" / "finetune" / "result.json").write_text("{}")  # made of a run
+    (three / "find_decay" / "x").mkdir(parents=True)
+    runs, unfinished = find([three.parent / path])
+    count = {"": 9, "gpt2-stdlib": 9, "gpt2-stdlib/ste-0": 3}.get(path, 1)
+    assert (len(runs), unfinished) == (count, [])
+    assert len(find([three.parent / path, three.parent])[0]) == 9  # each once
+
+
+def test_what_is_not_finished_is_named(three, write):
+    write("slope", 0, finished=False)
+    runs, unfinished = find([three])
+    assert len(runs) == 9
+    assert [str(path) for path in unfinished] == ["runs/gpt2-stdlib/slope-0/seed0"]
+    with pytest.raises(UserError, match=r"^no finished run at runs/gpt2-stdlib/slope-0/seed0"):
+        find(unfinished)
+
+
+def test_arms_of_one_method_are_told_apart_by_what_differs(write):
+    write("dense", 0)
+    write("ste", 0, arm="a", train__steps=40, method__total_steps=40)
+    write("ste", 0, arm="b", method__beta="none")
+    write("s_ste", 0, method__gamma=0.5)
+    write("dense", 0, arm="c", method__seed=7)
+    found = compared(comparison.Path("runs"))
+    assert {arm.label for arm in found} == {
+        "dense", "dense method.seed=7", "s_ste",
+        "ste train.steps=40", "ste method.beta=none train.steps=20",
+    }  # fmt: skip
+    # An option that only one method has sets nobody apart from other methods.
+    assert differing(found) == ["train.steps"]
+
+
+def test_other_data_are_another_arm(write):
+    write("ste", 0, arm="a")
+    write("ste", 0, arm="b", corpus="ef" * 32)
+    assert [arm.label for arm in compared(comparison.Path("runs"))] == [
+        "ste corpus=cdcdcdcdcdcd", "ste corpus=efefefefefef"
+    ]  # fmt: skip
+
+
+def test_the_same_run_twice_is_refused(write):
+    write("ste", 0, arm="a")
+    write("ste", 0, arm="b")
+    with pytest.raises(UserError, match=r"a/seed0 and .*b/seed0 are the same run \(seed 0\)"):
+        compared(comparison.Path("runs"))
+
+
+def test_the_baseline(three, write):
+    found = compared(three)
+    assert choose(found, None).label == "dense"
+    assert choose(found, "ste").label == "ste"
+    assert choose(found[1:], None).label == "s_ste"
+    with pytest.raises(UserError) as error:
+        choose(found, "slope")
+    assert str(error.value) == "baseline=slope is none of the runs; name one of these:"
+    assert error.value.choices == ["dense", "s_ste", "ste"]
+    write("ste", 0, arm="x", train__steps=40, method__total_steps=40)
+    found = compared(three)
+    with pytest.raises(UserError, match=r"^baseline=ste is the name of several runs"):
+        choose(found, "ste")
+    assert choose(found, "ste train.steps=40").label == "ste train.steps=40"
+
+
+# ------------------------------------------------------------------------------ the table
+
+
+def test_differences_are_paired_by_seed(three):
+    found = compared(three)
+    dense, s_ste, ste = table(found, found[0])
+    assert (dense.label, dense.n, dense.mean) == (
+        "dense",
+        3,
+        pytest.approx(sum(LOSSES["dense"]) / 3),
+    )
+    assert (dense.pairs, math.isnan(dense.difference)) == (0, True)
+    for row in (s_ste, ste):
+        paired = [a - b for a, b in zip(LOSSES[row.label], LOSSES["dense"], strict=True)]
+        assert (row.n, row.pairs) == (3, 3)
+        assert row.difference == pytest.approx(sum(paired) / 3)
+        assert (row.low, row.high) == pytest.approx(paired_interval(paired))
+
+
+def test_a_seed_of_one_arm_alone_is_in_its_mean_and_in_no_pair(three, write):
+    write("ste", 7, 9.0, arm="ste-0")
+    found = compared(three)
+    row = table(found, found[0])[-1]
+    assert (row.label, row.n, row.pairs) == ("ste", 4, 3)
+    assert row.mean == pytest.approx((3.30 + 3.36 + 3.27 + 9.0) / 4)
+    assert row.difference == pytest.approx(0.61 / 3)
+
+
+def test_the_table_as_text(write):
+    for seed, (ours, theirs) in enumerate([(2.0, 2.5), (2.25, 2.5), (2.5, 2.5)]):
+        write("dense", seed, ours)
+        write("ste", seed, theirs, train__learning_rate=4e-3)
+    write("slope", 5, 3.0, method__include=["*"])
+    found = compared(comparison.Path("runs"))
+    half = 4.302652729749464 * 0.25 / math.sqrt(3)  # t at 97.5 % with two degrees of freedom
+    assert markdown(found, table(found, found[0])) == (
+        "| run | val_loss | seeds | minus dense | 95 % interval | pairs | method.include | "
+        "train.learning_rate |\n"
+        "|---|--:|--:|--:|--:|--:|---|---|\n"
+        "| dense | 2.2500 ± 0.2500 | 3 | - | - | - | [*mlp.*] | 0.002 |\n"
+        "| slope | 3.0000 | 1 | - | - | - | [*] | 0.002 |\n"
+        f"| ste | 2.5000 ± 0.0000 | 3 | +0.2500 | {0.25 - half:+.4f} to {0.25 + half:+.4f} | 3 | "
+        "[*mlp.*] | 0.004 |\n"
+    )
+
+
+def test_runs_that_hardly_compare_are_said(write, capsys):
+    """Once, in one line before the table."""
+    write("dense", 0, tokens=20480, vocabulary=512)
+    write("dense", 1, tokens=20480, vocabulary=512)
+    write("ste", 0, tokens=20480, vocabulary=512)
+    compare.main(["runs"])
+    assert capsys.readouterr().out.startswith("| run |")
+    write("s_ste", 0, tokens=40960, vocabulary=512, train__steps=40, method__total_steps=40)
+    compare.main(["runs"])
+    length = "of different length (20 steps, 20,480 tokens; 40 steps, 40,960 tokens)"
+    warning, empty, head, *_ = capsys.readouterr().out.splitlines()
+    assert (warning, empty) == (f"Careful: these runs are {length}.", "")
+    assert head.startswith("| run |") and head.endswith("| pairs | train.steps |")
+    write("slope", 0, tokens=20480, vocabulary=2048, corpus="ef" * 32)
+    compare.main(["runs"])
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"Careful: these runs are {length}, and of different data or tokenizer "
+        "(stdlib cdcdcdcdcdcd, bpe of 512; stdlib efefefefefef, bpe of 2048)."
+    )
+
+
+def test_one_arm_has_nothing_to_be_compared_with(write):
+    write("ste", 0, 2.0)
+    write("ste", 1, 4.0)
+    found = compared(comparison.Path("runs"))
+    assert markdown(found, table(found, found[0])) == (
+        "| run | val_loss | seeds |\n|---|--:|--:|\n| ste | 3.0000 ± 1.4142 | 2 |\n"
+    )
+
+
+def test_a_diverged_run_is_not_left_out(three, write):
+    write("slope", 0, None)
+    write("slope", 1, 3.0)
+    found = compared(three)
+    text = markdown(found, table(found, found[0]))
+    assert "| slope | not finite | 2 | +nan | - | 2 |\n" in text
+
+
+def test_a_diverged_run_among_those_that_are_listed(write):
+    write("ste", 3, None)
+    assert runs_below(comparison.Path("runs")) == [
+        "gpt2-stdlib/ste-0/seed3  ste, seed 3, val_loss not finite"
+    ]
+
+
+def test_another_metric(three):
+    found = compared(three)
+    assert table(found, found[0], "metrics.flip_rate")[1].difference == 0.0
+    with pytest.raises(UserError) as error:
+        table(found, found[0], "metrics.perplexity")
+    assert str(error.value) == (
+        "metric=metrics.perplexity: no run has it; there is metrics.val_loss, metrics.flip_rate"
+    )
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def rows(path):
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_what_is_written(three, tmp_path, capsys):
+    compare.main(["runs/gpt2-stdlib", "baseline=ste", "out=there"])
+    out = tmp_path / "there"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "compare-curves.csv", "compare-runs.csv", "compare.csv", "compare.md", "compare.png"
+    ]  # fmt: skip
+    text = (out / "compare.md").read_text(encoding="utf-8")
+    said = capsys.readouterr().out
+    assert said.startswith(text) and "| dense | 3.1067 ± 0.0306 | 3 | -0.2033 |" in text
+    assert said.endswith("written: there/compare.md, .csv, -runs.csv, -curves.csv, .png\n")
+    first, second, _ = rows(out / "compare.csv")
+    assert (first["label"], first["n"], first["difference"]) == ("ste", "3", "nan")
+    assert float(second["difference"]) == pytest.approx(-0.61 / 3)
+    single = rows(out / "compare-runs.csv")
+    assert len(single) == 9
+    assert single[4] == {
+        "label": "s_ste",
+        "seed": "1",
+        "metrics.val_loss": "3.25",
+        "directory": "runs/gpt2-stdlib/s_ste-0/seed1",
+    }
+    points = rows(out / "compare-curves.csv")
+    found = [
+        (p["quantity"], p["step"], float(p["mean"]), p["n"]) for p in points if p["method"] == "ste"
+    ]
+    assert found == [
+        ("val_loss", "10", pytest.approx(3.81), "3"),
+        ("val_loss", "20", pytest.approx(3.31), "3"),
+        ("loss", "10", pytest.approx(4.31), "3"),
+    ]
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_patterns_and_defaults(three, write, tmp_path, capsys):
+    write("slope", 0, finished=False)
+    compare.main(["runs/*/s*", "runs/gpt2-stdlib/dense-0/seed[01]"])
+    said = capsys.readouterr().out
+    assert "| dense | 3.1200 ± 0.0283 | 2 |" in said and "| s_ste |" in said and "| ste |" in said
+    assert "left out, not finished: runs/gpt2-stdlib/slope-0/seed0" in said
+    assert (tmp_path / "runs" / "compare" / "compare.png").is_file()
+
+
+def test_a_run_looks_the_same_in_every_panel(tmp_path):
+    """Dense training may have no flip rate: the colours of the others stay what they are."""
+    from matplotlib.figure import Figure
+
+    data = [curves.Point("loss", name, 1, 2.0, None, 1) for name in ("dense", "ste", "s_ste")]
+    data += [curves.Point("flip_rate", name, 1, 0.1, None, 1) for name in ("ste", "s_ste")]
+    looks = []
+    for quantity in ("loss", "flip_rate"):
+        axes = Figure().subplots()
+        curves.draw(axes, quantity, data)
+        looks.append(
+            {
+                x.get_label(): (x.get_color(), x.get_linestyle(), x.get_linewidth())
+                for x in axes.lines
+            }
+        )
+    assert list(looks[0]) == ["dense", "ste", "s_ste"]
+    assert looks[1] == {name: looks[0][name] for name in ("ste", "s_ste")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/gpt9*"], "error: there is no runs/gpt9*; give the directories of runs"),
+        (["runs", "base=ste"], "error: no option base=ste; there is baseline, metric, out, each w"),
+        (["runs", "--baseline"], "error: no option --baseline"),
+        (["baseline=ste"], "error: compare which runs? Name their directories, as in runs/gpt2"),
+        (["runs", "baseline=x"], "error: baseline=x is none of the runs; name one of these:\n  de"),
+        (["."], "error: no finished run at ."),
+    ],
+)
+def test_errors_are_one_line(arguments, message, three, tmp_path, monkeypatch):
+    if arguments == ["."]:
+        (tmp_path / "empty").mkdir()
+        monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(SystemExit) as stop:
+        compare.main(arguments)
+    assert str(stop.value).startswith(message)
+    assert list(tmp_path.glob("**/compare.*")) == []
+
+
+def test_help_is_quick(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.compare"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("Compare finished runs: `python -m experiments.compare ")
+    assert all(len(line) < 80 for line in done.stdout.splitlines())
+
+
+def test_a_sweep_ends_with_its_table(three):
+    runs, _ = find([three])
+    *text, command = of_sweep(runs).splitlines()
+    assert "| ste | 3.3100 ± 0.0458 | 3 | +0.2033 | +0.1654 to +0.2413 | 3 |" in text
+    assert command == (
+        "with curves: python -m experiments.compare runs/gpt2-stdlib/dense-0 "
+        "runs/gpt2-stdlib/s_ste-0 runs/gpt2-stdlib/ste-0"
+    )
+    assert of_sweep(runs, "metrics.flip_rate").endswith(" metric=metrics.flip_rate")
+    assert len(of_sweep([*runs, runs[0]])) == len(of_sweep(runs))  # a sweep over `impl`
+
+
+@pytest.mark.parametrize("key", ["metrics", "config.seed", "config.train"])
+def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
+    path = write("ste", 0, 1.0) / "result.json"
+    result = json.loads(path.read_text())
+    group, _, last = key.rpartition(".")
+    del (result[group] if group else result)[last]
+    path.write_text(json.dumps(result))
+    with pytest.raises(UserError, match=rf"result\.json is damaged \(no {key}"):
+        find([tmp_path / "runs"])
+
+
+def test_a_run_just_made_is_of_the_config_of_one_that_was_read(write):
+    """Its config has tuples where the file has lists."""
+    read = comparison.Run(write(seed=0), json.loads((write(seed=1) / "result.json").read_text()))
+    made = {**read.result, "config": json.loads(json.dumps(read.result["config"]))}
+    made["config"]["method"]["include"] = tuple(made["config"]["method"]["include"])
+    assert comparison.flat(made) == comparison.flat(read.result)

@@ -1,0 +1,228 @@
+"""Runs whose files are gone or damaged: who notices, and what mends them."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+
+from experiments import distill, evaluate, export, finetune, generate, pretrain
+from experiments.config import initial
+from experiments.config.run import load
+from experiments.config.settings import ImplConfig
+from experiments.evaluation.config import load as load_evaluation
+from experiments.finetuning.config import load as load_tuning
+from experiments.runs.finished import FinishedRun
+from experiments.support import hashes
+from experiments.support.checkpoint import sha256
+from experiments.support.errors import UserError
+
+FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
+CPU = ImplConfig(device="cpu")
+READERS = {
+    "evaluate": lambda run, text: evaluate.run(
+        load_evaluation([f"run={run}", f"ppl={text}", "block_size=8", "impl.device=cpu"]), quiet
+    ),
+    "export": lambda run, _: export.export(FinishedRun.open(run), report=quiet),
+    "generate": lambda run, _: generate.run(
+        generate.GenerateConfig(generate.Settings(run=str(run), prompt="a"), CPU)
+    ),
+    "finetune": lambda run, _: finetune.run(
+        load_tuning([f"run={run}", "task=rte", "impl.device=cpu", "data.source=who/glue"]), quiet
+    ),
+    "the sparse model": lambda run, _: FinishedRun.open(run).model(),
+    "the dense model": lambda run, _: FinishedRun.open(run).model("dense"),
+    "the tokenizer": lambda run, _: FinishedRun.open(run).tokenizer(),
+}
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture(scope="module")
+def made(corpus_dir, tmp_path_factory):
+    """Overrides of a finished run with averaged weights, in a folder of its own."""
+    runs = tmp_path_factory.mktemp("damaged") / "runs"
+    overrides = [
+        "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.vocab_size=320",
+        "model.block_size=16", "method=ste", "train.steps=3", "train.batch_size=2",
+        "train.warmup_steps=0", "train.eval_samples=4", "train.ema=0.5", "impl.device=cpu",
+        "impl.threads=1", "data.name=words", f"data.source={corpus_dir / 'text'}",
+        f"data.root={corpus_dir}", "data.vocab_size=300", f"runs={runs}",
+    ]  # fmt: skip
+    pretrain.run(load(overrides), quiet)
+    return overrides
+
+
+@pytest.fixture
+def config(made, tmp_path):
+    """That run, in a copy of the folder."""
+    whole = load(made)
+    shutil.copytree(whole.runs, tmp_path / "runs")
+    config = load([*made, f"runs={tmp_path / 'runs'}"])
+    path = config.directory() / "result.json"
+    result = json.loads(path.read_text()) | {"command": config.command}
+    path.write_text(json.dumps(result))
+    return config
+
+
+def flip(path):
+    """One bit in the middle of its content."""
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+def test_a_result_vouches_for_every_file_that_the_run_wrote(config):
+    directory = config.directory()
+    stored = json.loads((directory / "result.json").read_text())["files"]
+    assert stored == {name: sha256(directory / name) for name in FILES}
+    others = {path.name for path in directory.iterdir() if path.is_file()} - set(FILES)
+    assert others == {"config.json", "metrics.jsonl", "result.json", ".lock"}
+
+
+@pytest.mark.parametrize("harm", [flip, remove])
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_that_is_not_whole_is_not_done_and_its_command_mends_it(config, name, harm):
+    directory = config.directory()
+    path = directory / name
+    before = sha256(path)
+    harm(path)
+    assert pretrain.finished(config) is None
+    with pytest.raises(UserError, match=f"{name} .*; make the run again: ") as caught:
+        initial.check_files(directory, initial.read_result(directory))
+    assert "\n" not in str(caught.value)
+    words = shlex.split(str(caught.value).partition("again: ")[2])
+    assert words[:3] == ["python", "-m", "experiments.pretrain"]
+    said = []
+    pretrain.run(load(words[3:]), said.append)
+    assert said[0].startswith(f"{path} ") and said[0].endswith("; trained anew")
+    assert pretrain.finished(config) is not None
+    assert sha256(path) == before  # on a CPU the same bits
+
+
+@pytest.mark.parametrize("harm", [flip, remove])
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_a_run_looks_at_the_hashes(config, reader, harm, tmp_path):
+    name = {"the dense model": FILES[1], "the tokenizer": FILES[3]}.get(reader, FILES[0])
+    text = tmp_path / "text.txt"
+    text.write_text("the mask keeps two of four weights and drops others " * 9)
+    harm(config.directory() / name)
+    with pytest.raises(UserError, match=f"{name} .*again: python -m experiments.pretrain"):
+        READERS[reader](config.directory(), text)
+
+
+def test_an_evaluation_that_is_done_does_not_hide_damage(config, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the mask keeps two of four weights and drops others " * 9)
+    READERS["evaluate"](config.directory(), text)
+    flip(config.directory() / "model.safetensors")
+    with pytest.raises(UserError, match="was changed"):
+        READERS["evaluate"](config.directory(), text)
+
+
+def test_a_run_is_not_begun_with_damaged_weights_and_stays_done_once_they_are_mended(config, made):
+    runs = f"runs={config.runs}"
+    after = load([*made, runs, "method=dense", f"init={config.directory()}"])
+    other = load([*made, runs, "method=s_ste", f"init={config.directory()}"])
+    pretrain.run(after, quiet)
+    flip(config.directory() / "model.safetensors")
+    for dependant in (after, other):
+        with pytest.raises(UserError, match=r"again: python -m .* method=ste "):
+            pretrain.run(dependant, quiet)
+    pretrain.run(config, quiet)
+    said = []
+    pretrain.run(after, said.append)
+    assert said == [f"done already: {after.directory()}"]
+
+
+def test_a_run_that_began_with_other_weights_says_so_and_is_trained_anew(config, made, made_again):
+    runs = f"runs={config.runs}"
+    after = load([*made, runs, "method=dense", f"init={config.directory()}"])
+    pretrain.run(after, quiet)
+    made_again(config.directory(), lambda state: {n: 2 * t for n, t in state.items()})
+    said = []
+    pretrain.run(after, said.append)
+    assert said[0].startswith(f"{config.directory()} has other weights than when ")
+
+
+def test_a_result_from_before_there_were_hashes_is_read(config):
+    path = config.directory() / "result.json"
+    result = json.loads(path.read_text())
+    del result["files"], result["command"]
+    path.write_text(json.dumps(result))
+    assert pretrain.finished(config) is not None
+    FinishedRun.open(config.directory()).model("dense")
+    (config.directory() / "model.safetensors").unlink()
+    assert pretrain.finished(config) is None
+    with pytest.raises(UserError, match=r"model\.safetensors is missing; .*config\.json"):
+        FinishedRun.open(config.directory()).model()
+
+
+def test_weights_are_read_once_a_process(config, monkeypatch):
+    read = []
+    monkeypatch.setattr(hashes, "_SETTLED", 0)
+    monkeypatch.setattr(hashes, "sha256", lambda path: read.append(path.name) or sha256(path))
+    for _ in range(3):
+        assert pretrain.finished(config) is not None
+        FinishedRun.open(config.directory()).model("dense")
+    assert sorted(name for name in read if name in FILES) == sorted(FILES)
+
+
+def test_a_driver_that_trains_on_the_way_mends_a_run_as_well(config, monkeypatch):
+    flip(config.directory() / "model.safetensors")
+    said = []
+    result = distill.run(config, said.append)
+    assert result["files"]["model.safetensors"] == sha256(config.directory() / "model.safetensors")
+    assert said[0].endswith("; trained anew") and said[-1].startswith("exported: ")
+
+
+def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
+    from experiments import find_decay
+
+    seen = []
+    monkeypatch.setattr(find_decay, "find", seen.append)
+    monkeypatch.setattr("sys.argv", ["find_decay", "candidates=[1e-4, 2e-4]", "seed=3"])
+    find_decay.main()
+    expected = "python -m experiments.find_decay 'candidates=[1e-4, 2e-4]' seed=3"
+    assert seen[0].dense_run().command == expected
+    assert load(["data.name=my text".replace(" ", "_")]).command.endswith("data.name=my_text")
+
+
+@pytest.mark.parametrize("files", [{"model.safetensors": 5}, {"model.safetensors": {}}, "x", None])
+def test_files_without_hashes_are_no_traceback(config, files):
+    path = config.directory() / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+    assert pretrain.finished(config) is None
+    with pytest.raises(UserError, match=r"result\.json is damaged .*; make the run again: "):
+        FinishedRun.open(config.directory()).model()
+
+
+@pytest.mark.parametrize(
+    "key, value, read",
+    [
+        ("corpus", [], lambda run: run.tokenizer()),
+        ("corpus.tokenizer", {}, lambda run: run.tokenizer()),
+        ("corpus.tokenizer", 5, lambda run: run.tokenizer()),
+        ("corpus.tokenizer.sha256", None, lambda run: run.tokenizer()),
+        ("config.model.name", "x", lambda run: run.shape),
+        ("config.model.n_head", 5, lambda run: run.shape),
+        ("config.method.include", [1], lambda run: run.trained_with),
+    ],
+)
+def test_a_result_with_wrong_values_is_one_line(config, key, value, read):
+    path = config.directory() / "result.json"
+    result = json.loads(path.read_text())
+    *groups, last = key.split(".")
+    part = result
+    for group in groups:
+        part = part[group]
+    part[last] = value
+    path.write_text(json.dumps(result))
+    with pytest.raises(UserError, match=r"result\.json"):
+        read(FinishedRun.open(config.directory()))

@@ -1,0 +1,89 @@
+"""Checkpoints and tokenizers of the hub, at a commit; the hub itself is a folder here."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from experiments.config.initial import HFConfig
+from experiments.config.run import load
+from experiments.data.corpus import DataConfig, load_tokens
+from experiments.evaluation.config import load as load_evaluation
+from experiments.finetuning.config import load as load_finetuning
+from experiments.prepare_data import prepare
+from experiments.support import hub
+from experiments.support.errors import UserError
+
+COMMITS = {"main": "a" * 40, "old": "b" * 40}
+
+
+@pytest.fixture
+def hub_calls(tmp_path, monkeypatch, hf_model, corpus_dir):
+    """What was asked of the hub, which has `owner/tiny` with a tokenizer, main and old."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    (text,) = corpus_dir.glob("words-v300/tokenizer.json")
+    for commit in COMMITS.values():
+        folder = tmp_path / "snapshots" / commit
+        hf_model("gpt2").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_file(str(text)), eos_token="<|endoftext|>"
+        ).save_pretrained(folder)
+    calls = []
+
+    def snapshot_download(repo_id, *, revision=None, allow_patterns):
+        calls.append((repo_id, revision))
+        if repo_id != "owner/tiny":
+            raise LocalEntryNotFoundError("offline")
+        known = COMMITS | {commit: commit for commit in COMMITS.values()}
+        return str(tmp_path / "snapshots" / known[revision or "main"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+@pytest.mark.parametrize(("revision", "name"), [("", "main"), ("@old", "old")])
+def test_a_corpus_records_the_commit_of_its_tokenizer(tmp_path, hub_calls, revision, name):
+    source = tmp_path / "text"
+    source.mkdir()
+    (source / "a.jsonl").write_text("".join(json.dumps({"text": "the mask"}) + "\n" for _ in "abc"))
+    tokenizer = f"owner/tiny{revision}"
+    config = DataConfig("words", str(source), str(tmp_path / f"data-{name}"), tokenizer)
+    prepare(config)
+    record = load_tokens(config, seed=0).manifest["tokenizer"]
+    assert record["revision"] == COMMITS[name]
+    assert hub_calls == [("owner/tiny", revision[1:] or None)]
+
+
+@pytest.mark.parametrize(("revision", "name"), [("", "main"), ("@old", "old")])
+def test_a_run_names_the_commit_of_its_model(hub_calls, revision, name):
+    path = f"owner/tiny{revision}"
+    config = load(["model=hf", f"model.path={path}", "method=dense", "train=nano"])
+    pinned = f"owner/tiny@{COMMITS[name]}"
+    assert config.as_dict()["model"]["path"] == pinned
+    assert HFConfig(pinned).folder == HFConfig(path).folder
+    assert "path" not in config.identity()["model"]
+    assert load_evaluation([f"model.path={path}"]).as_dict()["model"]["path"] == pinned
+    tuned = load_finetuning(
+        [f"model.path={path}", f"data.source={Path(__file__).parents[1]}/finetuning/glue"]
+    )
+    assert tuned.source.pinned == pinned
+
+
+def test_a_folder_has_no_commit(tmp_path, hub_calls):
+    folder = shutil.copytree(tmp_path / "snapshots" / COMMITS["main"], tmp_path / "copy")
+    assert hub.commit(folder) is None
+    assert HFConfig(str(folder)).pinned == str(folder)
+    assert hub_calls == []
+
+
+def test_what_the_hub_does_not_give_is_one_line(hub_calls):
+    with pytest.raises(UserError, match=r"model\.path=owner/none@x is neither a local folder nor"):
+        _ = HFConfig("owner/none@x").folder
+    with pytest.raises(UserError, match=r"data\.tokenizer=owner/none is neither a local"):
+        DataConfig("words", "text", tokenizer="owner/none")
+    assert hub_calls == [("owner/none", "x"), ("owner/none", None)]

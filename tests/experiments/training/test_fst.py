@@ -1,0 +1,103 @@
+"""FST under the trainer: where the decay is added, and the dense end of a run that was stopped."""
+
+import pytest
+import torch
+
+from experiments import pretrain
+from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
+from methods import t_sr_ste
+
+
+def quiet(message):
+    pass
+
+
+def log(config):
+    return read_metrics(config.directory() / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
+    tiny, monkeypatch, dtype
+):
+    """The gradients before and after `on_gradients`, in the first step of a clipped run."""
+    seen, original = {}, t_sr_ste.Method.on_gradients
+
+    def record(self, step, optimizer=None):
+        (layer,) = [layer for name, layer in self.sparse_layers.items() if "c_fc" in name]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        before = layer.weight.grad.clone()
+        original(self, step, optimizer)
+        pruned = torch.where(layer.mask, 0.0, layer.weight.detach())
+        seen[self.config.alpha] = float(norm), layer.weight.grad - before, pruned
+
+    monkeypatch.setattr(t_sr_ste.Method, "on_gradients", record)
+    norms = []
+    for alpha in (0.0, 100.0):
+        config = tiny(
+            "method=t_sr_ste",
+            f"method.alpha={alpha}",
+            "train.steps=1",
+            "train.warmup_steps=0",
+            "train.grad_clip=0.01",
+            f"train.dtype={dtype}",
+            f"runs={tiny().runs / dtype}",
+        )
+        pretrain.run(config, quiet)
+        norms += [record["grad_norm"] for record in log(config) if "grad_norm" in record]
+    assert norms[0] == norms[1] > 0.01
+    for clipped, _, pruned in seen.values():
+        assert clipped == pytest.approx(0.01, rel=1e-3)
+        assert int(pruned.count_nonzero()) == pruned.numel() // 2
+    assert not seen[0.0][1].any()
+    # (gradient + decay) - gradient, in fp32: a few ulps of the sum.
+    torch.testing.assert_close(seen[100.0][1], 100 * seen[100.0][2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stop", "checkpoint"), [(5, 3), (8, 6), (11, 9)])
+def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, stop, checkpoint):
+    """The dense phase begins at step 6: the run goes on before it, at its first step, within it."""
+    recipe = ["method=t_sr_ste", "method.alpha=0.1", "method.dense_fraction=0.5"]
+    recipe += ["method.refresh_every=2"]
+    whole = tiny(*recipe, f"runs={tmp_path / 'whole'}")
+    expected = pretrain.run(whole, quiet)
+    assert [r["phase"] for r in log(whole) if "phase" in r] == ["sparse"] * 6 + ["dense"] * 6
+    assert expected["sparsity"]["density"] == 1.0
+
+    class Stop(Exception):
+        pass
+
+    original = Trainer._train_step
+
+    def dying(self, batches):
+        if self.step == stop:
+            raise Stop
+        return original(self, batches)
+
+    stopped = tiny(*recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", dying)
+        with pytest.raises(Stop):
+            pretrain.run(stopped, quiet)
+    heard = []
+    result = pretrain.run(stopped, heard.append)
+    assert f"resumed at step {checkpoint} of 12" in heard
+    assert result["metrics"] == expected["metrics"]
+    assert result["sparsity"] == expected["sparsity"]
+    timeless = [[{k: v for k, v in r.items() if k != "step_seconds"} for r in log(c)]
+                for c in (stopped, whole)]  # fmt: skip
+    assert timeless[0] == timeless[1]
+
+
+def test_the_mask_interval_does_not_depend_on_micro_batches(tiny, tmp_path):
+    """There is one flip rate for each choice of masks."""
+    recipe = ["method=t_sr_ste", "method.refresh_every=3", "method.mvue=off"]
+    for size in ("null", "1"):
+        config = tiny(*recipe, f"impl.micro_batch={size}", f"runs={tmp_path / size}")
+        pretrain.run(config, quiet)
+        flips = [r["flip_rate"] for r in log(config) if "flip_rate" in r]
+        # In the dense phase, from step 10 on, of virtual masks.
+        news = [step for step, rate in enumerate(flips[1:], 1) if rate != flips[step - 1]]
+        assert news == [2, 5, 8, 11]

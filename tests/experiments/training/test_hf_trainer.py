@@ -1,0 +1,416 @@
+"""Methods inside transformers.Trainer: the same training as in a plain loop, and exact resume."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers import (
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import methods
+from common_kernels import check24
+from experiments.training.hf_trainer import STATE, MethodCallback
+from models.gpt2 import from_hf, to_hf
+from models.hf import ForTrainer
+
+STEPS, MICRO, ACCUMULATION, TOKENS = 6, 4, 2, 16
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": TOKENS,
+}
+# Phases change after three of the six steps; masks that are kept are chosen every second step.
+ARMS = {
+    "s_ste": {},
+    "t_sr_ste": {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
+    "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
+    "semi_sparse": {"sparse_fraction": 0.5},
+    "gmp": {"prune_every": 1},
+    # Its update rule is an optimizer of its own.
+    "ast": {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 2, "alpha": 1e-2},
+}
+every_arm = pytest.mark.parametrize("name", ARMS)
+
+
+class Ordered(Trainer):
+    """Batches in the order of the data, so that a plain loop can take the same."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return SequentialSampler(self.train_dataset)
+
+
+class Recorder(TrainerCallback):
+    """Gradients as the optimizer takes them and the state after each step; called last."""
+
+    def __init__(self, model, method, optimizer):
+        self.parts = model, method, optimizer
+        self.gradients, self.states = [], []
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.gradients.append(gradients_of(self.parts[0]))
+
+    def on_step_end(self, *args, **kwargs):
+        self.states.append(copy.deepcopy([part.state_dict() for part in self.parts]))
+
+
+def gradients_of(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 32, (STEPS * MICRO * ACCUMULATION, TOKENS), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    arm = {**ARMS[name], "include": ["*mlp*"], "total_steps": STEPS, **options}
+    return model, methods.build(name, measure_every=1, **arm)
+
+
+def optimizer_of(method, model):
+    return method.optimizer(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def trainer_for(name, directory, resume_from=None, **settings):
+    model, method = build(name)
+    options = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "resume_from_checkpoint": resume_from,
+        **settings,
+    }
+    arguments = TrainingArguments(output_dir=str(directory), **options)
+    callback = MethodCallback(method, model, arguments)
+    optimizer = optimizer_of(method, model)
+    trainer = Ordered(
+        model,
+        arguments,
+        train_dataset=sequences(),
+        callbacks=[callback, Recorder(model, method, optimizer)],
+        optimizers=(optimizer, None),
+    )
+    return trainer, method
+
+
+def records(trainer):
+    """The training logs without what a clock or the reader's own steps decide."""
+    kept = ("step", "loss", "grad_norm", "flip_rate", "density", "illegal_groups", "phase")
+    return [{k: log[k] for k in kept} for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A finished training per arm, with a checkpoint after every step; trained when asked for."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            directory = tmp_path_factory.mktemp(name)
+            trainer, method = trainer_for(name, directory)
+            trainer.train()
+            done[name] = SimpleNamespace(trainer=trainer, method=method, directory=directory)
+        return done[name]
+
+    return get
+
+
+@every_arm
+def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
+    """Order of the calls, clipping before the decay, random bits per micro-batch.
+
+    Every step from the state in which the Trainer begins it.
+    """
+    model, method = build(name)
+    method.convert(model)
+    optimizer = optimizer_of(method, model)
+    batches = iter(torch.stack([d["input_ids"] for d in sequences()]).split(MICRO))
+    trainer = uninterrupted(name).trainer
+    logs = records(trainer)
+    recorder = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Recorder))
+    for step in range(STEPS):
+        if step:
+            parts = (model, method, optimizer)
+            for part, state in zip(parts, recorder.states[step - 1], strict=True):
+                part.load_state_dict(state)
+        method.on_step_begin(step)
+        total = 0.0
+        for _ in range(ACCUMULATION):
+            batch = next(batches)
+            loss = method.loss(model, {"input_ids": batch, "labels": batch}) / ACCUMULATION
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        method.on_gradients(step, optimizer)
+        # The Trainer divides sums by the tokens of all micro-batches.
+        assert logs[step]["loss"] == pytest.approx(total, abs=2e-5)
+        for key, gradient in gradients_of(model).items():
+            layer = method.layers.get(key.removesuffix(".weight"))
+            # A last bit of dY draws another sample in few groups.
+            bound = 2**-3 if getattr(layer, "mvue", None) else 2**-12
+            error = (recorder.gradients[step][key] - gradient).norm()
+            assert error <= bound * gradient.norm() + 1e-7, key
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+        assert logs[step]["phase"] == method.phase()
+
+
+@every_arm
+@pytest.mark.parametrize("start", [3, 5])
+def test_resume_equals_an_uninterrupted_training(name, start, uninterrupted, tmp_path):
+    """Before the change of phase, which the run itself makes, and after it; in another folder."""
+    whole = uninterrupted(name)
+    folder = str(whole.directory / f"checkpoint-{start}")
+    trainer, method = trainer_for(name, tmp_path, resume_from=folder)
+    trainer.train(resume_from_checkpoint=folder)
+    assert records(trainer) == records(whole.trainer)
+    assert method.metrics() == whole.method.metrics()
+    expected = whole.trainer.model.state_dict()
+    for key, value in trainer.model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
+    trainer, _ = trainer_for("t_sr_ste", tmp_path, save_steps=4)
+    trainer.train()
+    again, method = trainer_for("t_sr_ste", tmp_path, save_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert method.phase() == "dense"
+    assert records(again) == records(trainer)
+
+
+@pytest.mark.parametrize("name", ["s_ste", "t_sr_ste", "slope"])
+def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
+    # No dense phase and no adapters: zeros at the end.
+    plain = {"t_sr_ste": {"dense_fraction": 0.0}, "slope": {"adapter_rank": 0}}.get(name, {})
+    if name == "slope":
+        plain["adapter_fraction"] = 0.01
+    model, method = build(name, **plain)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    callback = MethodCallback(method, model, arguments)
+    trainer = Trainer(model, arguments, train_dataset=sequences(), callbacks=[callback])
+    trainer.train()
+    method.finalize(model)
+    trainer.save_model()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    ids = sequences()[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    for layer in callback.report.names:
+        weight = loaded.get_submodule(layer).weight
+        assert int(check24(weight)) == 0
+        assert 0 < int(weight.count_nonzero()) <= weight.numel() // 2
+
+
+@every_arm
+def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninterrupted):
+    """That of the first phase; what `from_pretrained` does not find it would make up."""
+    folder = uninterrupted(name).directory / "checkpoint-3"
+    trainer, _ = trainer_for(name, folder.parent / "again")
+    model = trainer.model
+    model.load_state_dict(load_file(folder / "model.safetensors"))  # strict
+    (callback,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "method"))
+    callback._load(folder / STATE, trainer.args)
+    loaded, found = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = sequences()[0]["input_ids"][None]
+    with torch.no_grad():
+        ours, theirs = model.eval()(ids).logits, loaded.eval()(ids).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_adapters_are_added_to_the_weights_of_a_checkpoint(uninterrupted):
+    whole = uninterrupted("slope")
+    loaded = LlamaForCausalLM.from_pretrained(whole.directory / f"checkpoint-{STEPS}").eval()
+    ids = sequences()[0]["input_ids"][None]
+    with torch.no_grad():
+        ours, theirs = whole.trainer.model.eval()(ids).logits, loaded(ids).logits
+    # W + L R / r at once and one after the other.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
+    class Falling(Ordered):
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_loss": abs(self.state.global_step - 4.0)}
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
+            return metrics
+
+    model, method = build("t_sr_ste")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=MICRO,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_steps=1, eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        greater_is_better=False, save_strategy="steps",
+    )  # fmt: skip
+    callback = MethodCallback(method, model, arguments)
+    data = sequences()
+    Falling(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback]).train()
+    best = torch.load(tmp_path / "checkpoint-4" / STATE, weights_only=True)
+    assert method.state_dict()["dense"] == best["dense"]
+    for name, layer in method.sparse_layers.items():
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, best["layers"][name][key]), (name, key)
+
+
+def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
+    """Its weight is [in, out] in every file and [out, in] in the products."""
+    data = sequences()
+
+    def train(folder, resume=None):
+        model = hf_model("gpt2", vocab_size=32).train()
+        method = methods.build("s_ste", include="all", total_steps=STEPS)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=3,
+            resume_from_checkpoint=resume,
+        )  # fmt: skip
+        callbacks = [MethodCallback(method, model, arguments)]
+        trainer = Ordered(model, arguments, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, method
+
+    whole, method = train(tmp_path / "whole")
+    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
+    expected = whole.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
+    twin = copy.deepcopy(whole)  # which saves its own weights
+    with torch.no_grad():
+        twin.transformer.h[0].mlp.c_fc.bias.add_(1.0)
+    for model in (whole, twin):
+        model.save_pretrained(tmp_path / "end")
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
+        ids = data[0]["input_ids"][None]
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    trained = whole.eval()(ids).logits
+    # Conv1D takes the bias into its product.
+    ended = method.finalize(whole)(ids).logits
+    torch.testing.assert_close(ended, trained, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_is_converted_already(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    model, method = build("s_ste")
+    report = method.convert(model)
+    layers = dict(method.layers)
+    assert MethodCallback(method, model, arguments).report is report
+    assert method.layers == layers
+    other, _ = build("s_ste")
+    with pytest.raises(ValueError, match="has converted another model"):
+        MethodCallback(method, other, arguments)
+    with pytest.raises(ValueError, match="the model is converted already"):
+        MethodCallback(build("s_ste")[1], model, arguments)
+
+
+@pytest.mark.parametrize("name", ["s_ste", "slope"])
+def test_our_own_gpt2_from_a_folder(name, hf_model, tmp_path):
+    """Trained, resumed, and written for transformers again."""
+    hf_model("gpt2", vocab_size=32).save_pretrained(tmp_path / "start")
+    data = sequences()
+
+    def train(folder, resume=None):
+        model = ForTrainer(from_hf(tmp_path / "start"))
+        method = methods.build(name, include="all", exclude=[], total_steps=STEPS)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=3, logging_steps=1,
+            resume_from_checkpoint=resume,
+        )  # fmt: skip
+        callbacks = [MethodCallback(method, model, arguments)]
+        trainer = Ordered(
+            model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, method
+
+    whole, method = train(tmp_path / "whole")
+    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
+    assert records(again) == records(whole)
+    assert len(method.layers) == 8
+    method.finalize(whole.model)
+    evaluated = whole.evaluate()["eval_loss"]
+    to_hf(whole.model.model).save_pretrained(tmp_path / "end")
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
+    ids = torch.stack([row["input_ids"] for row in data[:4]])
+    with torch.no_grad():
+        expected = float(loaded(ids, labels=ids).loss)
+    assert evaluated == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_would_go_wrong_silently_is_refused(tmp_path):
+    trainer, _ = trainer_for("s_ste", tmp_path, max_steps=5)
+    with pytest.raises(ValueError, match=r"total_steps=6.*will take 5 steps"):
+        trainer.train()
+
+    trainer, _ = trainer_for("s_ste", tmp_path)
+    trainer.train()
+    (tmp_path / "checkpoint-3" / STATE).unlink()
+    again, _ = trainer_for("s_ste", tmp_path)
+    with pytest.raises(ValueError, match=rf"checkpoint-3/{STATE} is missing"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    model, method = build("ast", kl_weight=0.67)
+    with pytest.raises(ValueError, match=r"kl_weight=0\.67.*experiments\.distill"):
+        MethodCallback(method, model, SimpleNamespace(device="cpu"))
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp": "full_shard"}, "without fsdp"),
+        ({"world_size": 2}, "ddp_broadcast_buffers=False"),
+        ({"fp16": True, "max_grad_norm": 0.0}, "set max_grad_norm"),
+    ],
+)
+def test_settings_that_need_another_machine_are_refused(settings, message):
+    """Stand-ins for arguments that transformers accepts only on a GPU or under torchrun."""
+    model, method = build("s_ste")
+    callback = MethodCallback(method, model, SimpleNamespace(device="cpu"))
+    allowed = {
+        "fsdp": "",
+        "deepspeed": None,
+        "world_size": 1,
+        "ddp_broadcast_buffers": None,
+        "fp16": False,
+        "max_grad_norm": 1.0,
+    }
+    state = SimpleNamespace(global_step=0, max_steps=STEPS)
+    callback.on_train_begin(SimpleNamespace(**allowed), state, None)
+    with pytest.raises(ValueError, match=message):
+        callback.on_train_begin(SimpleNamespace(**{**allowed, **settings}), state, None)

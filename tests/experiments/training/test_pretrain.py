@@ -1,0 +1,374 @@
+"""The run directory: whose it is, what is refused, and what a refusal leaves alone."""
+
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from common_kernels import backend
+from experiments import pretrain
+from experiments.config.run import load
+from experiments.config.settings import ImplConfig
+from experiments.data.corpus import DataConfig
+from experiments.prepare_data import prepare
+from experiments.support import checkpoint, results
+from experiments.support.errors import Terminated, UserError, deferred_stop
+from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
+
+
+def quiet(message):
+    pass
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """killed(config, step): run until the process ends in the middle of `step`."""
+
+    def run(config, step):
+        original = Trainer._train_step
+
+        def dying(self, batches):
+            if self.step == step:
+                raise Stop
+            return original(self, batches)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_train_step", dying)
+            with pytest.raises(Stop):
+                pretrain.run(config, quiet)
+
+    return run
+
+
+def scaled(factor):
+    return lambda state: {name: factor * tensor for name, tensor in state.items()}
+
+
+def contents(directory):
+    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="session")
+def other_corpus(tmp_path_factory):
+    """Root of a corpus of the same name and vocabulary as that of `corpus_dir`, of other text."""
+    root = tmp_path_factory.mktemp("other")
+    source = root / "text"
+    source.mkdir()
+    generator = random.Random(1)
+    words = ["a", "scale", "is", "measured", "once", "and", "frozen", "until", "training", "ends"]
+    for name in ("a.txt", "b.txt"):
+        lines = (" ".join(generator.choices(words, k=20)) for _ in range(200))
+        (source / name).write_text("\n".join(lines) + "\n")
+    prepare(DataConfig("words", str(source), str(root), tokenizer="bpe", vocab_size=300))
+    return root
+
+
+def test_a_second_process_is_turned_away(tiny, killed):
+    config = tiny("method=ste")
+    killed(config, 5)
+    before = contents(config.directory())
+    with (
+        checkpoint.exclusive(config.directory()),
+        pytest.raises(UserError, match="another process is running in") as caught,
+    ):
+        pretrain.run(config, quiet)
+    assert "\n" not in str(caught.value)
+    assert contents(config.directory()) == before
+    pretrain.run(config, quiet)  # the first one has ended: it goes on
+    assert pretrain.finished(config) is not None
+
+
+def test_half_written_files_of_a_killed_process_are_removed(tiny, killed):
+    config = tiny("method=ste")
+    killed(config, 5)
+    checkpoints = config.directory() / "checkpoints"
+    debris = [
+        config.directory() / ".metrics.jsonl.4711",
+        checkpoints / ".step-000000006.pt.4711",
+        checkpoints / ".step-000000006.json.4712",
+    ]
+    for path in debris:
+        path.write_text("half")
+    before = contents(checkpoints).keys() - set(debris)
+    killed(config, 4)
+    assert not any(path.exists() for path in debris)
+    assert contents(checkpoints).keys() == before != set()
+
+
+def of(corpus, name="text"):
+    """Overrides of the corpus in this root."""
+    return f"data.root={corpus}", f"data.source={corpus / name}"
+
+
+def test_a_run_on_another_corpus_is_refused_and_nothing_changes(tiny, other_corpus, corpus_dir):
+    config = tiny("method=dense", "train.steps=2")
+    pretrain.run(config, quiet)
+    before = contents(config.directory())
+    other = tiny("method=dense", "train.steps=2", *of(other_corpus))
+    assert other.directory() == config.directory()
+    for data, message in (
+        (of(other_corpus), f"was made on other data .*from {corpus_dir}/text.*another data.name"),
+        ([f"data.source={other_corpus / 'text'}"], "words-v300 was made from .*, not from .*other"),
+        ([f"data.source={corpus_dir}/txet"], "txet does not exist; .*words-v300 was made from"),
+        (["data.text_column=body"], "words-v300 was made from the column text, not from .*=body"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            pretrain.run(tiny("method=dense", "train.steps=2", *data), quiet)
+        assert "\n" not in str(caught.value)
+    assert contents(config.directory()) == before
+
+
+def test_a_run_whose_corpus_is_not_at_hand_is_done_unless_it_is_of_another_source(
+    tiny, other_corpus, corpus_dir
+):
+    def finished(*data):
+        return pretrain.finished(tiny("method=dense", "train.steps=2", "data.root=nowhere", *data))
+
+    pretrain.run(tiny("method=dense", "train.steps=2"), quiet)
+    assert finished() is not None
+    for folder, message in (
+        (other_corpus / "text", "seed0 was made from .*, not from .*other"),
+        (corpus_dir / "txet", "txet does not exist; .*seed0 was made from"),
+    ):
+        with pytest.raises(UserError, match=message):
+            finished(f"data.source={folder}")
+
+
+def test_a_corpus_on_which_nothing_was_trained_yet_is_that_of_its_source_alone(tiny, other_corpus):
+    config = tiny("method=dense", f"data.source={other_corpus / 'text'}")
+    with pytest.raises(UserError, match=r"words-v300 was made from .*, not from .*another data"):
+        pretrain.run(config, quiet)
+    assert not config.directory().exists()
+
+
+def test_a_damaged_result_is_one_line(tiny):
+    config = tiny("method=dense")
+    config.directory().mkdir(parents=True)
+    for content in ("", "[]", "{}", '{"schema": 1'):
+        (config.directory() / "result.json").write_text(content)
+        with pytest.raises(UserError, match=r"result\.json is damaged .*remove it and run again"):
+            pretrain.run(config, quiet)
+    right = {"schema": 1, "config_hash": config.digest()}
+    for wrong in ({}, {"config": []}, {"config": {"model": 1}}):
+        (config.directory() / "result.json").write_text(json.dumps({**right, **wrong}))
+        with pytest.raises(UserError, match=r"result\.json is damaged \(no config.* in it\)"):
+            pretrain.run(config, quiet)
+
+
+def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(
+    tiny, monkeypatch
+):
+    config = tiny("method=dense", "train.steps=5", "impl.checkpoint_every=2")
+
+    def dying(directory, result):
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(results, "write_result", dying)
+        pretrain.run(config, quiet)
+    assert (config.directory() / "model.safetensors").exists()
+    said = []
+    pretrain.run(config, said.append)
+    assert "resumed at step 4 of 5" in said
+    # Died between the result and the removal of the checkpoints.
+    left = config.directory() / "checkpoints"
+    assert not left.exists()
+    left.mkdir()
+    pretrain.run(config, quiet)
+    assert not left.exists()
+
+
+def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(tiny, killed, made_again):
+    first = tiny("method=dense", "train.steps=2")
+    pretrain.run(first, quiet)
+    second = tiny("method=ste", f"init={first.directory()}")
+    pretrain.run(second, quiet)
+    assert pretrain.finished(second) is not None
+    made_again(first.directory(), scaled(0.5))
+    assert pretrain.finished(second) is None
+    killed(second, 5)
+    assert not (second.directory() / "result.json").exists()  # that of the other weights
+    made_again(first.directory(), scaled(3.0))
+    with pytest.raises(UserError, match="belongs to another config"):
+        pretrain.run(second, quiet)
+
+
+def test_first_weights_that_are_replaced_while_they_are_read_end_it(tiny, monkeypatch, made_again):
+    first = tiny("method=dense", "train.steps=2")
+    pretrain.run(first, quiet)
+    second, path = tiny("method=ste", f"init={first.directory()}"), first.directory()
+    prepare_run = pretrain._prepare
+
+    def replacing(*args):
+        made_again(path, scaled(0.5))
+        return prepare_run(*args)
+
+    monkeypatch.setattr(pretrain, "_prepare", replacing)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        pretrain.run(second, quiet)
+    assert not second.directory().exists()
+
+
+def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, killed, other_corpus):
+    config = tiny("method=ste")
+    killed(config, 5)
+    before = contents(config.directory())
+    other = tiny("method=ste", *of(other_corpus))
+    with pytest.raises(UserError, match="was made on other data than those in"):
+        pretrain.run(other, quiet)
+    assert contents(config.directory()) == before
+    assert config.directory() / "config.json" in before
+
+
+def test_the_first_record_of_a_resumed_run_replaces_what_was_lost(tiny, killed):
+    """Steps 3 and 4 were logged, but no checkpoint holds them: they are made and logged again."""
+    config = tiny("method=s_ste")
+    killed(config, 5)
+    path = config.directory() / "metrics.jsonl"
+    first = [r["step"] for r in read_metrics(path) if "loss" in r]
+    assert first == list(range(5))
+    pretrain.run(config, quiet)
+    assert [r["step"] for r in read_metrics(path) if "loss" in r] == list(range(12))
+    assert [r["step"] for r in read_metrics(path) if "val_loss" in r] == [0, 4, 8, 12]
+
+
+# ---------------------------------------------------------------- configs
+
+
+def test_the_seed_of_the_method_alone_makes_another_run():
+    """Same data and initial weights, other random bits of MVUE."""
+    same, one, two = (load(["seed=0", f"method.seed={seed}"]) for seed in (0, 1, 2))
+    assert same.directory() == load(["seed=0"]).directory()
+    assert len({config.directory() for config in (same, one, two)}) == 3
+    assert len({config.digest() for config in (same, one, two)}) == 3
+    assert {config.directory().name for config in (same, one, two)} == {"seed0"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.learning_rate=-1e-3"], r"train\.learning_rate=-0\.001; it must be"),
+        (["train.learning_rate=inf"], r"train\.learning_rate=inf"),
+        (["train.min_learning_rate=0.1"], r"train\.min_learning_rate=0\.1 is above"),
+        (["train.grad_clip=-1"], r"train\.grad_clip=-1\.0"),
+        (["train.weight_decay=-1"], r"train\.weight_decay=-1\.0"),
+        (["train.eps=nan"], r"train\.eps=nan"),
+        (["train.betas=[0.9]"], r"train\.betas"),
+        (["train.betas=[0.9,1.0]"], r"train\.betas=\[0\.9, 1\.0\]"),
+        (["seed=-1", "method.seed=0"], r"^seed=-1"),
+        (["seed=abc"], r"seed.*abc"),
+        (["seed=null"], r"seed"),
+        (["method.seed=-1"], r"seed=-1"),
+        (["impl.threads=-1"], r"impl\.threads=-1"),
+        (["impl.checkpoint_every=-1"], r"impl\.checkpoint_every=-1"),
+        (["method=sr_ste", "method.alpha=nan"], r"alpha=nan"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_values_out_of_range_are_one_line(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_threads_and_backend_are_given_back(tiny, monkeypatch):
+    monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
+    threads = torch.get_num_threads()
+    config = tiny("impl.threads=3", "impl.backend=naive")
+    with pytest.raises(Stop), pretrain.process_settings(config.impl):
+        assert torch.get_num_threads() == 3
+        assert os.environ[backend.ENVIRONMENT_VARIABLE] == "naive"
+        raise Stop
+    assert torch.get_num_threads() == threads
+    assert backend.ENVIRONMENT_VARIABLE not in os.environ
+
+
+def test_sparse_products_are_asked_for_and_told(tiny):
+    """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
+    result = pretrain.run(tiny("method=s_ste"), quiet)
+    dense = {"forward": False, "input": False, "weight": False, "fp8": False}
+    assert set(result["matmul"]) == set(result["converted"])
+    assert all(products == dense for products in result["matmul"].values())
+    with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
+        pretrain.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_hidden_words_are_learnt_from_those_around_them(tmp_path):
+    """Passages of one word each: the loss ends far below the entropy of single words, which a model
+    that does not look around cannot pass."""
+    source = tmp_path / "text"
+    source.mkdir()
+    words = ["keep", "two", "of", "four", "weights", "in", "each", "group", "drop", "others"]
+    for name in ("a.txt", "b.txt"):
+        (source / name).write_text("".join(f"{word} " * 300 + "\n" for word in words))
+    config = load([
+        "model=bert_nano", "model.n_layer=1", "model.n_head=2", "model.n_embd=64",
+        "model.n_inner=128", "model.block_size=32", "method=sr_ste", "data.name=words",
+        f"data.source={source}", f"data.root={tmp_path}", "data.vocab_size=100", "train.steps=200",
+        "train.learning_rate=1e-2", "train.min_learning_rate=0", "train.warmup_steps=5",
+        "train.eval_samples=16", f"runs={tmp_path}", "impl.device=cpu", "impl.threads=1",
+    ])  # fmt: skip
+    prepare(config.data)
+    result = pretrain.run(config, quiet)
+    assert result["metrics"]["val_loss"] < 0.5 * result["corpus"]["unigram_entropy"]
+    assert result["sparsity"]["illegal_groups"] == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch, number, kind):
+    config = tiny("method=ste", "impl.checkpoint_every=50")
+    original = Trainer._train_step
+
+    def signalled(self, batches):
+        if self.step == 3:
+            os.kill(os.getpid(), number)
+        return original(self, batches)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch, pytest.raises(kind):
+        patch.setattr(Trainer, "_train_step", signalled)
+        pretrain.run(config, quiet)
+    assert signal.getsignal(number) is before
+    said = []
+    pretrain.run(config, said.append)
+    assert "resumed at step 4 of 12" in said
+
+
+def test_a_second_signal_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), deferred_stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.kind is KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second signal was swallowed")
+
+
+def test_the_last_evaluation_stands_in_the_log(tiny):
+    config = tiny("method=ste")
+    result = pretrain.run(config, quiet)
+    last = read_metrics(config.directory() / "metrics.jsonl")[-1]
+    assert last == {"step": 12, "val_loss": result["metrics"]["val_loss"]}
+
+
+def test_readers_have_cores_of_their_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for impl, threads in (({}, 4), ({"workers": 1}, 3), ({"workers": 9}, 1)):
+            with pretrain.process_settings(ImplConfig(**impl)):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 4
+        with pretrain.process_settings(ImplConfig(workers=1, threads=2)):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

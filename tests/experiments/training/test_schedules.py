@@ -1,0 +1,102 @@
+"""Learning rates, weight decay and growing batches of the published recipes."""
+
+import math
+
+import numpy as np
+import pytest
+
+from experiments.config.settings import TrainConfig
+from experiments.training.schedules import learning_rate, weight_decay
+
+
+def train(**changes):
+    return TrainConfig(**{"steps": 100, "batch_size": 8, "learning_rate": 1.0} | changes)
+
+
+def test_cramming_grows_its_batch_to_38049_steps_and_switches_after_36367():
+    """FST's BERT: 300,000 micro-steps of 128 sequences, dense from micro-step 250,000 on."""
+    cramming = train(steps=38049, batch_size=4096, ramp_batch=128, ramp_micro_steps=300_000)
+    sizes = cramming.batch_sizes
+    assert (sizes[0], sizes[-1]) == (128, 4096)
+    assert (np.diff(sizes) >= 0).all() and not (sizes % 128).any()
+    assert np.searchsorted(cramming.samples_before, 250_000 * 128, side="right") - 1 == 36367
+
+
+def test_a_growing_batch_by_hand():
+    # Twelve micro-steps of 2, growing to 4: six alone, then pairs.
+    small = train(steps=9, batch_size=4, ramp_batch=2, ramp_micro_steps=12)
+    assert small.batch_sizes.tolist() == [2] * 6 + [4] * 3
+    assert small.samples_before.tolist() == [0, 2, 4, 6, 8, 10, 12, 16, 20, 24]
+    with pytest.raises(ValueError, match=r"takes 9 optimizer steps; set train\.steps to that"):
+        train(steps=10, batch_size=4, ramp_batch=2, ramp_micro_steps=12)
+    with pytest.raises(ValueError, match="must divide"):
+        train(batch_size=4, ramp_batch=3, ramp_micro_steps=12)
+    with pytest.raises(ValueError, match="go together"):
+        train(ramp_batch=2)
+
+
+def test_the_triangle_follows_the_samples():
+    flat = train(schedule="triangle")
+    assert [learning_rate(flat, s) for s in (0, 50, 75, 100)] == pytest.approx([0.25, 0.75, 1, 0])
+    small = train(steps=9, batch_size=4, ramp_batch=2, ramp_micro_steps=12, schedule="triangle")
+    assert learning_rate(small, 6) == pytest.approx(0.75)  # half of the samples, not of the steps
+
+
+def test_lines_and_roots():
+    line = train(schedule="linear", warmup_steps=20, min_learning_rate=0.2)
+    assert [learning_rate(line, s) for s in (0, 10, 20, 60, 100)] == pytest.approx(
+        [0, 0.5, 1, 0.6, 0.2]
+    )
+    root = train(schedule="sqrt", warmup_steps=20)
+    assert [learning_rate(root, s) for s in (10, 20, 75, 100)] == pytest.approx(
+        [0.5, math.sqrt(0.8), 0.5, 0]
+    )
+    high = train(warmup_steps=10, warmup_learning_rate=0.1)
+    assert [learning_rate(high, s) for s in (0, 5, 10)] == pytest.approx([0.1, 0.55, 1])
+
+
+def test_the_cooldown_of_ast():
+    config = train(
+        steps=40_000, learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=2000,
+        cooldown_steps=2000,
+    )  # fmt: skip
+    wanted = {0: 0, 1000: 1e-4, 2000: 2e-4, 20_000: 1.1e-4, 38_000: 2e-5, 39_000: 1e-5, 40_000: 0}
+    assert [learning_rate(config, s) for s in wanted] == pytest.approx(list(wanted.values()))
+    assert learning_rate(train(steps=10, cooldown_steps=0), 10) == 0.0
+
+
+def test_weight_decay_follows_a_cosine_or_nothing():
+    rising = train(weight_decay=0.04, weight_decay_end=0.4)
+    assert [weight_decay(rising, s) for s in (0, 50, 100)] == pytest.approx([0.04, 0.22, 0.4])
+    assert weight_decay(train(weight_decay=0.1), 77) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "sgd"}, "train.optimizer=sgd; choose one of adamw, lamb, lion"),
+        ({"schedule": "step"}, "train.schedule=step; choose one of"),
+        ({"ema": 1.0}, "train.ema=1.0; it must lie in"),
+        ({"warmup_steps": 60, "cooldown_steps": 60}, "together exceed train.steps=100"),
+        ({"cooldown_steps": 101}, "does not fit train.steps=100"),
+        ({"warmup_learning_rate": 2.0}, "is above train.learning_rate=1.0"),
+        (
+            {"schedule": "triangle", "warmup_steps": 5},
+            "train.warmup_steps=5, but train.schedule=tri",
+        ),
+        (
+            {"schedule": "triangle", "warmup_learning_rate": 0.1},
+            "train.warmup_learning_rate=0.1, but",
+        ),
+        ({"schedule": "triangle", "min_learning_rate": 0.1}, "train.min_learning_rate=0.1, but"),
+        ({"schedule": "triangle", "cooldown_steps": 5}, "train.cooldown_steps=5, but"),
+        (
+            {"schedule": "sqrt", "min_learning_rate": 0.1},
+            "schedule=sqrt does not use it; set it to 0",
+        ),
+        ({"schedule": "sqrt", "cooldown_steps": 5}, "train.cooldown_steps=5, but"),
+    ],
+)
+def test_values_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(**changes)

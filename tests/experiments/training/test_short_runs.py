@@ -1,0 +1,92 @@
+"""Runs that are shorter, or on less data, than their settings are meant for; what they print."""
+
+import pytest
+import rich.console
+
+from experiments import pretrain
+from experiments.config.run import load
+from experiments.config.settings import fit_warmup
+from experiments.support import progress
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "cooldown", "expected"),
+    [
+        (200, 20, 0, 20),
+        (20, 20, 0, 20),
+        (19, 20, 0, 1),
+        (5, 20, 0, 0),
+        (100, 2000, 95, 5),
+        (100, 2000, 100, 0),
+        (100, 0, 100, 0),
+        (100, 2000, 200, 2000),  # refused later: it is the cooldown that does not fit
+        (0, 20, 0, 0),  # likewise the steps
+        ("many", 20, 0, 20),
+    ],
+)
+def test_a_warmup_fits_its_steps(steps, warmup, cooldown, expected):
+    train = {"steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown, "ema": 0.5}
+    fitted, notes = fit_warmup(train)
+    assert fitted == {**train, "warmup_steps": expected}
+    assert len(notes) == (expected != warmup)
+
+
+def test_what_is_used_is_what_the_run_is():
+    """A function of the config alone: it has the directory of the run that asks for it."""
+    short, same = (
+        load(["train.steps=50", "train.warmup_steps=60"]),
+        load(["train.steps=50", "train.warmup_steps=5"]),
+    )
+    assert short.train == same.train
+    assert short.directory() == same.directory()
+    assert short.digest() == same.digest()
+    [note] = short.notes
+    assert note == "train.warmup_steps=60 does not fit train.steps=50: it is 5 here"
+    assert same.notes == ()
+
+
+def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
+    said = []
+    config = tiny("method=ste", "train.steps=2", "train.warmup_steps=9", "train.eval_samples=9999")
+    result = pretrain.run(config, said.append)
+    there = result["metrics"]["eval_samples"]
+    warmup, samples = result["notes"]
+    assert said[1:3] == [warmup, samples]
+    assert warmup == "train.warmup_steps=9 does not fit train.steps=2: it is 0 here"
+    assert samples == (
+        f"train.eval_samples=9999, but there are {there} held-out samples: all of them are used; "
+        "losses compare only with those of runs on the same samples"
+    )
+    assert result["config"]["train"]["warmup_steps"] == 0
+    whole = tiny(
+        "method=ste", "train.steps=2", "train.warmup_steps=0", f"train.eval_samples={there}"
+    )
+    again = pretrain.run(whole, lambda message: None)
+    assert again["notes"] == [] and again["metrics"]["eval_samples"] == there
+    assert again["metrics"]["val_loss"] == result["metrics"]["val_loss"]
+    assert again["config_hash"] != result["config_hash"]
+    assert " tokens/s" in capsys.readouterr().out
+
+
+def test_a_run_on_images_counts_images(tmp_path, capsys):
+    """Those of a step, whatever the number of patches in them."""
+    overrides = ["model=deit_nano", "model.depth=1", "model.width=16", "method=dense",
+                 "train.steps=2", "train.batch_size=2", "train.eval_samples=2",
+                 "impl.device=cpu", "impl.threads=1", f"runs={tmp_path}"]  # fmt: skip
+    pretrain.run(load(overrides), lambda message: None)
+    assert " images/s, 0 s left" in capsys.readouterr().out
+
+
+def test_the_bar_fits_a_narrow_terminal(monkeypatch):
+    """With large numbers in it, on one line of 80 columns."""
+    console = rich.console.Console(width=80, record=True, force_terminal=True)
+    monkeypatch.setattr(progress.rich.console, "Console", lambda **_: console)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    now = iter([0.0, 1.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    bar = progress.Progress(300_000, 0, "tokens", enabled=True)
+    bar.update(299_999, 123_456_789, 10.1234)
+    [line] = console.render_lines(bar.bar.get_renderable(), console.options)
+    text = "".join(segment.text for segment in line).rstrip()
+    assert text.startswith("step 299999/300000 ")
+    assert "loss 10.1234, 123,456,789 tokens/s" in text and len(text) <= 80

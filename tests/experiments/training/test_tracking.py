@@ -1,0 +1,125 @@
+"""The log of a run, its chart at Weights & Biases and its event file."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import pretrain
+from experiments.support.errors import UserError
+from experiments.training.tracking import MetricsLog, read_metrics
+from experiments.training.trainer import Trainer
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """What `wandb.init` and the run's `log` were called with, in a list."""
+    calls = []
+    log = SimpleNamespace(log=lambda *a, **k: calls.append((a, k)), finish=lambda: None)
+    module = SimpleNamespace(init=lambda **keywords: calls.append(keywords) or log)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+def open_log(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    log = MetricsLog(directory, [], ("wandb",), {"seed": 1})
+    log.write({"step": 3, "loss": 0.5, "task": "rte"})
+    log.close()
+
+
+def test_every_directory_has_a_chart_of_its_own(wandb, tmp_path, monkeypatch):
+    """Two fine-tunings of different runs have the same last parts of their paths."""
+    ends = [f"{run}/seed0/finetune/rte-01234567/seed0" for run in ("gpt2-a", "gpt2-b")]
+    for end in ends:
+        open_log(tmp_path / end)
+    monkeypatch.chdir(tmp_path / "gpt2-a")
+    open_log(tmp_path / "gpt2-b" / ".." / ends[0])  # the first again, by another way
+    made, logged = wandb[::2], wandb[1::2]
+    assert [call["id"] for call in made] == [made[0]["id"], made[1]["id"], made[0]["id"]]
+    assert made[0]["id"] != made[1]["id"]
+    assert {call["name"] for call in made} == {"finetune-rte-01234567-seed0"}
+    assert all(call["resume"] == "allow" and call["config"] == {"seed": 1} for call in made)
+    assert logged == [(({"loss": 0.5},), {"step": 3})] * 3
+    shutil.rmtree(tmp_path / ends[0])
+    open_log(tmp_path / ends[0])  # made again, it is another run
+    assert wandb[-2]["id"] not in {call["id"] for call in made}
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    """Scalars by event file, as `SummaryWriter` writes one for each that is opened."""
+    files = {}
+
+    class SummaryWriter:
+        def __init__(self, directory):
+            self.path = Path(directory) / f"events.out.tfevents.{len(files)}"
+            self.path.touch()
+            self.scalars = files[self.path] = {}
+
+        def add_scalar(self, name, value, step):
+            assert (name, step) not in self.scalars
+            self.scalars[name, step] = value
+
+        def add_text(self, name, text):
+            self.scalars[name] = text
+
+        def close(self):
+            pass
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return files
+
+
+def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
+    tiny, wandb, tensorboard, monkeypatch
+):
+    """With all of its records and its config, and those before the stop but once."""
+    monkeypatch.setattr(pretrain, "check_viewers", lambda viewers: None)
+    config = tiny("method=ste", "impl.loggers=[wandb,tensorboard]")
+    step = Trainer._train_step
+
+    def stopped(self, batches):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain.run(config, lambda message: None)
+    pretrain.run(config, lambda message: None)
+    directory = config.directory()
+    opened = [call for call in wandb if isinstance(call, dict)]
+    assert len(opened) == 2 and opened[0] == opened[1]
+    assert opened[0]["config"] == config.as_dict()
+    [events] = directory.glob("events.out.tfevents.*")
+    scalars = tensorboard[events]
+    assert '"name": "ste"' in scalars.pop("config")
+    assert scalars == {
+        (name, record["step"]): value
+        for record in read_metrics(directory / "metrics.jsonl")
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+
+
+def test_a_full_disk_is_one_line_and_cuts_no_record_but_the_last(tmp_path, full_disk):
+    log = MetricsLog(tmp_path, [], (), {})
+    record = {"step": 0, "text": "x" * 300}
+    with full_disk(1000), pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: File"):
+        for step in range(4):
+            log.write({**record, "step": step})
+    assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2]
+    MetricsLog(tmp_path, log.lines, (), {}).close()
+    assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2, 3]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n\x00\xff\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is damaged; remove"):
+        read_metrics(path)

@@ -1,0 +1,363 @@
+"""Schedule, batches, resume, precision and what happens when a gradient is not finite."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common_kernels import check24
+from experiments import pretrain
+from experiments.config.settings import TrainConfig
+from experiments.support.errors import UserError
+from experiments.training.schedules import learning_rate
+from experiments.training.tracking import MetricsLog, read_metrics
+from experiments.training.trainer import micro_batch_size
+from methods import sr_ste
+
+
+def quiet(message):
+    pass
+
+
+def losses(directory, key="loss"):
+    return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
+
+
+def test_learning_rate_of_the_published_recipe():
+    from experiments.config.run import load
+
+    train = load(["train=gpt2"]).train
+    assert learning_rate(train, 0) == 0.0
+    assert learning_rate(train, 1500) == pytest.approx(0.75e-4)
+    assert learning_rate(train, 3000) == pytest.approx(1.5e-4)
+    # Halfway through the cosine the rate is the mean of peak and minimum.
+    assert learning_rate(train, 151_500) == pytest.approx(0.8e-4)
+    assert learning_rate(train, 300_000) == pytest.approx(1e-5)
+
+
+def batch(size, **more):
+    return TrainConfig(steps=9, batch_size=size, learning_rate=1.0, **more)
+
+
+def test_micro_batches():
+    assert micro_batch_size(batch(512), 8, 8) == 8
+    assert micro_batch_size(batch(16), None, 2) == 8
+    with pytest.raises(UserError, match="cannot be shared by 3 processes"):
+        micro_batch_size(batch(16), None, 3)
+    with pytest.raises(UserError, match=r"impl\.micro_batch=6 x 2 processes"):
+        micro_batch_size(batch(16), 6, 2)
+    # A growing batch is shared in the unit in which it grows.
+    ramp = batch(4, ramp_batch=2, ramp_micro_steps=12)
+    assert micro_batch_size(ramp, None, 2) == 1
+    with pytest.raises(UserError, match=r"train\.ramp_batch=2 cannot be shared by 4"):
+        micro_batch_size(ramp, None, 4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batch", "ranks", "expected"),
+    [
+        (None, None, 1, 16),
+        (None, 16, 1, 16),
+        (4, None, 1, 4),
+        (4, None, 2, 4),
+        (4, 4, 2, 4),
+        (None, None, 2, "has 8 samples here, .* the batch of a step, 16; set train.fp8_samples=8$"),
+        (None, 1, 1, "has 1 samples here, .* set train.fp8_samples=1$"),
+        (4, 2, 1, "has 2 samples here, .* train.fp8_samples=4; set impl.micro_batch=null$"),
+        (6, None, 1, "train.batch_size=16 is no multiple of train.fp8_samples=6 x 1"),
+    ],
+)
+def test_fp8_scales_are_taken_over_what_train_says(samples, micro_batch, ranks, expected):
+    train = batch(16, fp8_samples=samples)
+    if isinstance(expected, int):
+        assert micro_batch_size(train, micro_batch, ranks, quantizes=True) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            micro_batch_size(train, micro_batch, ranks, quantizes=True)
+
+
+def test_micro_batches_do_not_change_fp8_in_silence(tiny):
+    with pytest.raises(UserError, match=r"set train\.fp8_samples=1$"):
+        pretrain.run(tiny("method=s_ste", "method.fp8=paper", "impl.micro_batch=1"), quiet)
+    with pytest.raises(UserError, match=r"train\.fp8_samples=1, but method=s_ste has no FP8"):
+        tiny("method=s_ste", "train.fp8_samples=1")
+
+
+def test_a_run_writes_what_it_says(tiny):
+    config = tiny("method=s_ste", "method.fp8=paper")
+    result = pretrain.run(config, quiet)
+    directory = config.directory()
+    assert sorted(p.name for p in directory.iterdir()) == [
+        ".lock",
+        "config.json",
+        "latent.safetensors",
+        "metrics.jsonl",
+        "model.safetensors",
+        "result.json",
+        "tokenizer.json",
+    ]
+    stored = json.loads((directory / "result.json").read_text())
+    assert stored == json.loads(json.dumps(result))
+    assert stored["steps"] == 12 and stored["tokens"] == 12 * 4 * 16
+    assert stored["sparsity"]["illegal_groups"] == 0
+    assert 0 < stored["sparsity"]["density"] <= 0.5
+    assert stored["backend"] == "naive"
+    assert stored["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
+    weights = load_file(directory / "model.safetensors")
+    sparse = [w for name, w in weights.items() if ".mlp." in name]
+    assert len(sparse) == 2
+    assert all(int(check24(w)) == 0 and (w == 0).float().mean() >= 0.5 for w in sparse)
+    assert sorted(losses(directory)) == list(range(12))
+    assert sorted(losses(directory, "val_loss")) == [0, 4, 8, 12]
+    # Near ln(300) at first: nothing is known but the vocabulary; less at the end.
+    assert losses(directory)[0] == pytest.approx(math.log(320), abs=0.3)
+    assert stored["metrics"]["val_loss"] < losses(directory, "val_loss")[0]
+
+
+def test_a_finished_run_is_not_repeated(tiny):
+    config = tiny("method=dense")
+    first = pretrain.run(config, quiet)
+    messages = []
+    assert pretrain.run(config, messages.append) == json.loads(json.dumps(first))
+    assert messages == [f"done already: {config.directory()}"]
+
+
+def test_same_seed_same_losses_and_dense_starts_where_sparse_starts(tiny, tmp_path):
+    one = tiny("method=dense")
+    two = tiny("method=dense", f"runs={tmp_path / 'again'}")
+    other = tiny("method=dense", "seed=1")
+    for config in (one, two, other):
+        pretrain.run(config, quiet)
+    assert losses(one.directory()) == losses(two.directory())
+    assert losses(one.directory()) != losses(other.directory())
+
+
+# Every step starts from the same weights: where they move, a last bit chooses another mask, and
+# training amplifies it.
+STILL = ["train.learning_rate=0", "train.min_learning_rate=0"]
+
+
+def test_accumulation_gives_the_same_steps(tiny, tmp_path):
+    whole = tiny("method=s_ste", *STILL)
+    cut = tiny("method=s_ste", *STILL, "impl.micro_batch=1", f"runs={tmp_path / 'cut'}")
+    for config in (whole, cut):
+        pretrain.run(config, quiet)
+    # A last bit of dY draws another sample in few groups; other random bits would in half of them.
+    for key, error in {"loss": {"abs": 1e-5}, "grad_norm": {"rel": 1e-2}}.items():
+        a, b = losses(whole.directory(), key), losses(cut.directory(), key)
+        assert len(a) == 12 and b == pytest.approx(a, **error)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
+    exact = tiny("method=sr_ste", *STILL)
+    low = tiny("method=sr_ste", *STILL, f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
+    for config in (exact, low):
+        pretrain.run(config, quiet)
+    a, b = losses(exact.directory()), losses(low.directory())
+    # Rounding of the activations, 2^-9 relative in bf16, against losses of about 5.7.
+    assert all(a[s] == pytest.approx(b[s], rel=2e-2) for s in a)
+    assert a != b
+
+
+def test_another_dtype_after_a_finished_run_is_another_run(tiny):
+    """It changes every number of the run."""
+    first, other = tiny("method=sr_ste"), tiny("method=sr_ste", "train.dtype=bf16")
+    pretrain.run(first, quiet)
+    said = []
+    result = pretrain.run(other, said.append)
+    assert not any("done already" in line for line in said)
+    assert result["config"]["train"]["dtype"] == "bf16"
+    assert first.directory() != other.directory()
+    assert losses(first.directory()) != losses(other.directory())
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+def stop_after(monkeypatch, steps):
+    """Make the trainer die in the middle of step `steps`."""
+    from experiments.training.trainer import Trainer
+
+    original = Trainer._train_step
+
+    def dying(self, batches):
+        if self.step == steps:
+            raise Stop
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train_step", dying)
+
+
+@pytest.mark.parametrize("stop", [1, 5, 9, 11])
+@pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
+def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch, method, stop):
+    reference = tiny(f"method={method}")
+    expected = pretrain.run(reference, quiet)
+    config = tiny(f"method={method}", f"runs={tmp_path / 'stopped'}")
+    with monkeypatch.context() as patch:
+        stop_after(patch, stop)
+        with pytest.raises(Stop):
+            pretrain.run(config, quiet)
+    assert pretrain.finished(config) is None
+    result = pretrain.run(config, quiet)
+    for key in ("loss", "val_loss", "flip_rate", "grad_norm"):
+        assert losses(config.directory(), key) == losses(reference.directory(), key)
+    assert result["metrics"] == expected["metrics"]
+
+
+def test_a_checkpoint_cut_in_half_is_reported_and_the_previous_one_used(
+    tiny, tmp_path, monkeypatch
+):
+    reference = tiny("method=sr_ste")
+    pretrain.run(reference, quiet)
+    config = tiny("method=sr_ste", f"runs={tmp_path / 'stopped'}")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 8)
+        with pytest.raises(Stop):
+            pretrain.run(config, quiet)
+    newest = sorted((config.directory() / "checkpoints").glob("*.pt"))[-1]
+    content = newest.read_bytes()
+    newest.write_bytes(content[: len(content) // 2])
+    messages = []
+    pretrain.run(config, messages.append)
+    assert any("damaged" in m and newest.name in m for m in messages)
+    assert "resumed at step 3 of 12" in messages
+    assert losses(config.directory()) == losses(reference.directory())
+
+
+def test_a_checkpoint_of_another_config_is_refused(tiny, monkeypatch):
+    config, other = tiny("method=ste"), tiny("method=ste", "train.steps=11")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(Stop):
+            pretrain.run(config, quiet)
+    other.directory().parent.mkdir(parents=True)
+    config.directory().rename(other.directory())
+    with pytest.raises(UserError, match="belongs to another config"):
+        pretrain.run(other, quiet)
+
+
+def poison(monkeypatch, step):
+    """Make the loss of one step NaN."""
+    from methods.base import Method
+
+    original = Method.loss
+
+    def loss(self, model, batch):
+        value = original(self, model, batch)
+        return value * math.nan if self.poisoned == step else value
+
+    begin = Method.on_step_begin
+
+    def on_step_begin(self, current):
+        self.poisoned = current
+        begin(self, current)
+
+    monkeypatch.setattr(Method, "loss", loss)
+    monkeypatch.setattr(Method, "on_step_begin", on_step_begin)
+
+
+def test_without_a_scaler_a_nan_stops_the_run_and_keeps_the_last_good_state(
+    tiny, tmp_path, monkeypatch
+):
+    reference = tiny("method=sr_ste")
+    pretrain.run(reference, quiet)
+    config = tiny("method=sr_ste", f"runs={tmp_path / 'nan'}")
+    with monkeypatch.context() as patch:
+        poison(patch, 7)
+        with pytest.raises(UserError, match="gradient of step 7 is not finite"):
+            pretrain.run(config, quiet)
+    messages = []
+    pretrain.run(config, messages.append)  # the cause is gone: it goes on from there
+    assert "resumed at step 7 of 12" in messages
+    assert losses(config.directory()) == losses(reference.directory())
+
+
+def test_with_a_scaler_a_nan_is_skipped_and_counted(tiny, monkeypatch):
+    config = tiny("method=sr_ste", "train.dtype=fp16")
+    poison(monkeypatch, 7)
+    result = pretrain.run(config, quiet)
+    assert result["metrics"]["skipped_steps"] == 1
+    assert math.isfinite(result["metrics"]["val_loss"])
+    skipped = losses(config.directory(), "skipped_steps")
+    assert [skipped[s] for s in (6, 7, 8)] == [0, 1, 1]
+    assert losses(config.directory())[7] is None  # JSON has no NaN
+
+
+def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):
+    """fp16 scales the loss by 2^16; decay is added after unscaling, clipping on or off."""
+    on_gradients, decays = sr_ste.Method.on_gradients, []
+
+    def watched(self, step, optimizer=None):
+        layers = self.sparse_layers.values()
+        before = [layer.weight.grad.clone() for layer in layers]
+        on_gradients(self, step, optimizer)
+        for layer, gradient in zip(layers, before, strict=True):
+            expected = torch.where(layer.mask, 0.0, 0.1 * layer.weight)
+            decays.append((layer.weight.grad - gradient, expected))
+
+    monkeypatch.setattr(sr_ste.Method, "on_gradients", watched)
+    for clip in ("0", "1.0"):
+        for scale in (1.0, 2.0**16):
+            config = tiny(
+                "method=sr_ste",
+                "method.alpha=0.1",
+                "train.steps=2",
+                "train.dtype=fp16",
+                f"train.grad_clip={clip}",
+                f"runs={tmp_path / f'{clip}-{scale}'}",
+            )
+            original = torch.amp.GradScaler
+
+            def scaler(device, enabled, init_scale=scale, original=original):
+                return original(device, init_scale=init_scale, enabled=enabled)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.amp, "GradScaler", scaler)
+                pretrain.run(config, quiet)
+    assert len(decays) == 2 * 2 * 2 * 2  # clip, scale, step, layer
+    for added, expected in decays:
+        # (gradient + decay) - gradient, in fp32, of gradients below 1.
+        torch.testing.assert_close(added, expected, rtol=1e-4, atol=2e-7)
+
+
+def test_metrics_of_a_cut_line_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 0.9}\n{"step": 2, "lo')
+    assert [r["step"] for r in read_metrics(path)] == [0, 1]
+    log = MetricsLog(tmp_path, ['{"step": 0, "loss": 1.0}\n'], viewers=(), config={})
+    log.write({"step": 1, "loss": 0.5})
+    log.close()
+    assert read_metrics(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("damage", ["gone", "emptied", "cut", "newline", "zeros"])
+def test_whatever_became_of_the_log_a_resumed_run_has_every_record(
+    tiny, tmp_path, monkeypatch, damage
+):
+    reference = tiny("method=ste", "train.steps=6")
+    pretrain.run(reference, quiet)
+    config = tiny("method=ste", "train.steps=6", f"runs={tmp_path / 'stopped'}")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(Stop):
+            pretrain.run(config, quiet)
+    path = config.directory() / "metrics.jsonl"
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        kept = {"emptied": 0, "cut": len(content) // 2, "newline": len(content) - 1, "zeros": 99}
+        end = bytes(50) + b"\n" if damage == "zeros" else b""  # as a power cut leaves a file
+        path.write_bytes(content[: kept[damage]] + end)
+    messages = []
+    pretrain.run(config, messages.append)
+    assert "resumed at step 3 of 6" in messages
+    for key in ("loss", "val_loss"):
+        assert losses(config.directory(), key) == losses(reference.directory(), key)
+    steps = [r["step"] for r in read_metrics(path) if "loss" in r]
+    assert steps == list(range(6))

@@ -1,0 +1,470 @@
+"""The inside of a step, and what of a run's state outlives its process."""
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from common_kernels import check24
+from experiments import pretrain
+from experiments.config.settings import TrainConfig
+from experiments.support.errors import UserError
+from experiments.training import optimization as module
+from experiments.training.distributed import World
+from experiments.training.optimization import DTYPES
+from experiments.training.schedules import learning_rate
+from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
+from methods import s_ste, sr_ste, ste
+from models.gpt2 import GPT
+from models.groups import param_groups
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def build(tiny):
+    """build(*overrides, kind=method class) -> Trainer on the CPU, at its first step.
+
+    The losses of the steps in `nan` are NaN; the process ends at the beginning of step `dies`.
+    """
+
+    def trainer(*overrides, kind=ste.Method, nan=(), dies=None):
+        class Method(kind):
+            def on_step_begin(self, step):
+                if step == dies:
+                    raise Stop
+                self.present = step
+                super().on_step_begin(step)
+
+            def loss(self, model, batch):
+                value = super().loss(model, batch)
+                return value * math.nan if self.present in nan else value
+
+        name = kind.Config.__module__.removeprefix("methods.")
+        config = tiny(f"method={name}", *overrides)
+        torch.manual_seed(config.seed)
+        model = GPT(config.model)
+        method = Method(config.method_options)
+        method.convert(model, dtype=DTYPES[config.train.dtype])
+        return Trainer(
+            model=model,
+            method=method,
+            source=config.open_source(model),
+            train=config.train,
+            seed=config.seed,
+            identity=config.digest(),
+            directory=config.directory(),
+            world=World(0, 1, torch.device("cpu")),
+            micro_batch=config.impl.micro_batch,
+            checkpoint_every=config.impl.checkpoint_every,
+            report=lambda message: None,
+        )
+
+    return trainer
+
+
+def records(trainer):
+    """What was logged, without the times."""
+    found = read_metrics(trainer.directory / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
+
+
+def losses(trainer):
+    return {r["step"]: r["loss"] for r in records(trainer) if "loss" in r}
+
+
+# ---------------------------------------------------------------- one step
+
+
+class Recording(ste.Method):
+    """Writes down each call, and whether the weights had moved since the step began."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls, self.rates = [], []
+
+    def parameters(self):
+        return [layer.weight.detach().clone() for layer in self.layers.values()]
+
+    def note(self, hook):
+        now = self.parameters()
+        moved = any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
+        self.calls.append((hook, self.present, moved))
+
+    def on_step_begin(self, step):
+        self.before = self.parameters()
+        self.note("begin")
+        super().on_step_begin(step)
+
+    def loss(self, model, batch):
+        self.note("loss")
+        return super().loss(model, batch)
+
+    def on_gradients(self, step, optimizer=None):
+        assert step == self.present
+        self.note("gradients")
+        self.rates.append({group["lr"] for group in optimizer.param_groups})
+        self.gradients = [
+            p.grad.clone() for group in optimizer.param_groups for p in group["params"]
+        ]
+
+    def on_step_end(self, step):
+        assert step == self.present
+        self.note("end")
+        super().on_step_end(step)
+
+
+def test_the_order_of_a_step(build):
+    """The weights move between `on_gradients` and `on_step_end`, at the rate of this step."""
+    trainer = build("train.steps=3", "train.warmup_steps=0", "impl.micro_batch=2", kind=Recording)
+    trainer.fit()
+    assert trainer.method.calls == [
+        (hook, step, hook == "end")
+        for step in range(3)
+        for hook in ("begin", "loss", "loss", "gradients", "end")
+    ]
+    assert trainer.method.rates == [{learning_rate(trainer.train, step)} for step in range(3)]
+    assert len(set(map(min, trainer.method.rates))) == 3
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_the_method_sees_gradients_unscaled_and_clipped(build, clip):
+    """fp16 scales the loss by 2^16, and both micro-batches add up before anything is clipped."""
+    trainer = build(
+        "train.steps=1",
+        "train.warmup_steps=0",
+        f"train.grad_clip={clip}",
+        "impl.micro_batch=2",
+        "train.dtype=fp16",
+        kind=Recording,
+    )
+    twin = copy.deepcopy(trainer.model)
+    trainer.fit()
+    for first in (0, 2):
+        [batch] = trainer.source.batches([(0, range(first, first + 2))])
+        with torch.autocast("cpu", torch.float16):
+            _, loss = twin(**batch)
+        (loss * 2.0**16 / 2).backward()
+    gradients = [p.grad / 2.0**16 for g in twin.param_groups(0.0) for p in g["params"]]
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+    assert norm > 0.5
+    factor = clip / norm if clip else 1.0
+    seen = trainer.method.gradients
+    for ours, expected in zip(seen, gradients, strict=True):
+        # The norm is a sum in fp32, and clipping adds 1e-6 to it.
+        torch.testing.assert_close(ours, factor * expected, rtol=1e-5, atol=1e-9)
+    (record,) = [r for r in records(trainer) if "loss" in r]
+    assert record["grad_norm"] == pytest.approx(norm, rel=1e-5)  # before clipping
+
+
+def test_the_optimizer_is_the_configured_one(build):
+    """AdamW with its options; matrices and embeddings are decayed, norms and biases are not."""
+    trainer = build(
+        "model.bias=true",
+        "train.betas=[0.8,0.7]",
+        "train.eps=1e-5",
+        "train.weight_decay=0.3",
+    )
+    assert type(trainer.optimization.optimizer) is torch.optim.AdamW
+    names = {id(p): n for n, p in trainer.model.named_parameters()}
+    decayed = set()
+    for group in trainer.optimization.optimizer.param_groups:
+        assert (tuple(group["betas"]), group["eps"]) == ((0.8, 0.7), 1e-5)
+        assert group["weight_decay"] in (0.0, 0.3)
+        if group["weight_decay"]:
+            decayed |= {names[id(p)] for p in group["params"]}
+    held = [
+        names[id(p)]
+        for group in trainer.optimization.optimizer.param_groups
+        for p in group["params"]
+    ]
+    assert sorted(held) == sorted(names.values())
+    assert decayed == {n for n, p in trainer.model.named_parameters() if p.dim() >= 2}
+    assert {"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"} <= decayed
+    assert "transformer.h.0.mlp.c_fc.bias" not in decayed
+
+
+def test_a_skipped_step_changes_no_weight(build):
+    """`decay_on=weights` acts on the weights themselves, so it must not be asked at all."""
+
+    class Watched(sr_ste.Method):
+        def on_step_begin(self, step):
+            self.before = [layer.weight.detach().clone() for layer in self.layers.values()]
+            super().on_step_begin(step)
+
+        def on_step_end(self, step):
+            super().on_step_end(step)
+            pairs = zip(self.before, self.layers.values(), strict=True)
+            unchanged.append([torch.equal(a, layer.weight) for a, layer in pairs])
+
+    unchanged = []
+    trainer = build(
+        "method.decay_on=weights",
+        "method.alpha=0.5",
+        "train.steps=4",
+        "train.warmup_steps=0",
+        "train.dtype=fp16",
+        kind=Watched,
+        nan=(2,),
+    )
+    trainer.fit()
+    assert trainer.optimization.skipped == 1
+    assert unchanged == [[step == 2] * 2 for step in range(4)]
+
+
+def test_only_skipped_steps_in_a_row_stop_the_run(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SKIPPED_IN_A_ROW", 3)
+    spread = build("train.dtype=fp16", nan=(1, 2, 4, 5))
+    spread.fit()
+    assert (spread.step, spread.optimization.skipped) == (12, 4)
+    stuck = build("train.dtype=fp16", f"runs={tmp_path / 'stuck'}", nan=range(4, 12))
+    with pytest.raises(UserError, match="no finite gradient in 3 steps up to step 6"):
+        stuck.fit()
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_evaluation_is_without_dropout_and_counts_every_sequence_once(build):
+    """Six sequences in batches of four: the mean is over sequences, not over batches."""
+    trainer = build("model.dropout=0.5", "train.eval_samples=6", "train.steps=4")
+    trainer.fit()
+    trainer.model.train()
+    first = trainer.evaluate()["val_loss"]
+    assert trainer.model.training
+    assert trainer.evaluate() == {"val_loss": first}
+    trainer.model.eval()
+    with torch.no_grad():
+        single = [float(trainer.model(**batch)[1]) for batch in trainer.source.eval_batches(6, 1)]
+    assert len(single) == 6
+    assert first == pytest.approx(sum(single) / 6, rel=1e-6)
+    by_batch = (sum(single[:4]) / 4 + sum(single[4:]) / 2) / 2
+    assert by_batch != pytest.approx(first, rel=1e-5)  # these sequences can tell
+
+
+def test_a_record_holds_the_mean_loss_since_the_last_one(build, tmp_path):
+    every, third = build(), build("train.log_every=3", f"runs={tmp_path / 'third'}")
+    every.fit()
+    third.fit()
+    single = losses(every)
+    spans = {0: [0], 3: [1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 11: [10, 11]}
+    expected = {last: sum(single[s] for s in span) / len(span) for last, span in spans.items()}
+    assert losses(third) == pytest.approx(expected, rel=1e-6)
+
+
+# ---------------------------------------------------------------- state
+
+
+def whole_and_interrupted(build, tmp_path, *overrides, dies, **options):
+    """Two trainers at their last step, the second one resumed in a new process."""
+    whole = build(*overrides, **options)
+    whole.fit()
+    overrides = (*overrides, f"runs={tmp_path / 'stopped'}")
+    with pytest.raises(Stop):
+        build(*overrides, dies=dies, **options).fit()
+    torch.manual_seed(99)  # a new process has a generator of its own
+    resumed = build(*overrides, **options)
+    resumed.resume()
+    assert 0 < resumed.step < dies
+    resumed.fit()
+    return whole, resumed
+
+
+def test_dropout_goes_on_bit_for_bit(build, tmp_path):
+    pair = whole_and_interrupted(build, tmp_path, "model.dropout=0.2", dies=5)
+    assert records(pair[0]) == records(pair[1])
+    assert torch.equal(*(trainer.model.lm_head.weight for trainer in pair))
+
+
+def test_the_loss_scale_goes_on(build, tmp_path, monkeypatch):
+    """With a scale that doubles after four good steps: the checkpoint lies within a count."""
+    scaler = torch.amp.GradScaler
+
+    def growing(device, enabled):
+        return scaler(device, init_scale=2.0**4, growth_interval=4, enabled=enabled)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", growing)
+    whole, resumed = whole_and_interrupted(build, tmp_path, "train.dtype=fp16", nan=(1,), dies=5)
+    # A skipped step halves the scale and starts the count again: 2^3 at the checkpoint before
+    # step 3, doubled by steps 5 and 9.
+    assert whole.optimization.scaler.get_scale() == 2.0**5
+    assert resumed.optimization.scaler.state_dict() == whole.optimization.scaler.state_dict()
+    assert resumed.optimization.skipped == 1
+    assert records(resumed) == records(whole)
+
+
+@pytest.mark.parametrize("kind", [ste.Method, s_ste.Method], ids=["ste", "s_ste"])
+def test_figures_between_two_measurements_go_on(build, tmp_path, kind):
+    """The flip rate is measured in steps 0, 5, 10 and shown in 6 as well; the loss of step 5 is
+    shown in 6. A checkpoint before 6 has to know both."""
+    overrides = ["method.measure_every=5", "train.log_every=2", "train.warmup_steps=0"]
+    whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8, kind=kind)
+    (shown,) = [r for r in records(whole) if r["step"] == 6]
+    assert shown["flip_rate"] > 0
+    assert records(resumed) == records(whole)
+
+
+def test_time_and_skipped_steps_add_up(build):
+    first = build()
+    first.seconds, first.optimization.skipped, first.optimization.skipped_in_a_row = 1e6, 3, 2
+    first.save()
+    second = build()
+    second.resume()
+    assert (second.seconds, second.optimization.skipped, second.optimization.skipped_in_a_row) == (
+        1e6,
+        3,
+        2,
+    )
+    second.fit()
+    assert 1e6 < second.seconds < 2e6
+
+
+# ---------------------------------------------------------------- averaged weights, optimizers
+
+
+def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, tmp_path):
+    class Watched(s_ste.Method):
+        def on_step_end(self, step):
+            super().on_step_end(step)
+            weights = next(iter(self.layers.values())).weight
+            self.seen = [*getattr(self, "seen", []), weights.detach().clone()]
+
+    trainer = build("train.ema=0.75", kind=Watched)
+    name = next(iter(trainer.method.layers)) + ".weight"
+    expected = trainer.model.get_parameter(name).detach().clone()
+    trainer.fit()
+    for weights in trainer.method.seen:
+        expected.lerp_(weights, 0.25)
+    torch.testing.assert_close(trainer.averages[name], expected)
+    plain = build(f"runs={tmp_path / 'plain'}", kind=Watched)
+    plain.fit()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True)
+    )
+    assert any("ema_val_loss" in r for r in records(trainer))
+    # Inside, the layers compute with the average's own projection; afterwards with what was there.
+    layer = trainer.model.get_submodule(name.removesuffix(".weight"))
+    before = layer.sparse_weight.clone()
+    with trainer.averaged():
+        assert torch.equal(layer.weight, trainer.averages[name])
+        assert torch.equal(layer.sparse_weight, layer.effective_weight())
+    assert torch.equal(layer.sparse_weight, before)
+
+
+def test_averaged_weights_go_on_and_end_sparse(build, tmp_path):
+    whole = build("train.ema=0.5")
+    whole.fit()
+    stopped = build("train.ema=0.5", f"runs={tmp_path / 'stopped'}", dies=7)
+    with pytest.raises(Stop):
+        stopped.fit()
+    again = build("train.ema=0.5", f"runs={tmp_path / 'stopped'}")
+    again.resume()
+    again.fit()
+    assert all(torch.equal(again.averages[n], v) for n, v in whole.averages.items())
+
+
+def test_a_run_with_averaged_weights_writes_them(tiny):
+    config = tiny("method=sr_ste", "train.ema=0.5", "train.steps=4")
+    result = pretrain.run(config, lambda message: None)
+    assert result["metrics"]["ema_val_loss"] != result["metrics"]["val_loss"]
+    averaged = load_file(config.directory() / "ema.safetensors")
+    model = GPT(config.model)
+    model.load_state_dict(averaged, strict=False)
+    assert all(int(check24(averaged[f"{n}.weight"])) == 0 for n in result["converted"])
+    source = config.open_source(model)
+    with torch.no_grad():
+        [batch] = source.eval_batches(4, 4)
+        loss = model.eval()(**batch)[1]
+    assert float(loss) == pytest.approx(result["metrics"]["ema_val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lamb", "Lamb"), ("lion", "Lion")])
+def test_other_optimizers(build, name, kind):
+    trainer = build(f"train.optimizer={name}", "train.learning_rate=1e-2")
+    assert type(trainer.optimization.optimizer).__name__ == kind
+    assert [g["weight_decay"] for g in trainer.optimization.optimizer.param_groups] == [0.1, 0.0]
+    trainer.fit()
+    assert records(trainer)[-1]["loss"] < records(trainer)[1]["loss"]
+
+
+def test_lamb_is_the_published_one():
+    """You et al. (arXiv 1904.00962, algorithm 2), two steps in fp64:
+
+    w -= rate * |w| / |r + decay * w| * (r + decay * w),  r = m_hat / (sqrt(v_hat) + eps)
+
+    layer by layer. Vectors, which are not decayed, have no trust ratio, as in NVIDIA's LAMB;
+    nothing is clipped inside, however large the gradient.
+    """
+    train = TrainConfig(
+        steps=9, batch_size=1, learning_rate=0.03, optimizer="lamb", betas=(0.8, 0.95), eps=1e-3,
+        weight_decay=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    model.param_groups = lambda decay: param_groups(model.named_parameters(), decay)
+    optimizer = module.make_optimizer(ste.Method(ste.Config()), model, train)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = {name: torch.zeros_like(w) for name, w in expected.items()}
+    second = {name: torch.zeros_like(w) for name, w in expected.items()}
+    for t, rate in ((1, 0.03), (2, 0.01)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for name, p in model.named_parameters():
+            g = p.grad = 50 * torch.randn_like(p)
+            w, m, v = expected[name], first[name], second[name]
+            m.copy_(0.8 * m + 0.2 * g)
+            v.copy_(0.95 * v + 0.05 * g**2)
+            update = (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-3)
+            if w.dim() == 2:
+                update = update + 0.2 * w
+                update = update * w.norm() / update.norm()
+            w.sub_(rate * update)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            # Some sums in another order, in fp64.
+            torch.testing.assert_close(p.detach(), expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_method_with_an_update_rule_of_its_own_takes_no_other_optimizer(tiny):
+    with pytest.raises(UserError, match=r"train\.optimizer=lion, but the update rule of this"):
+        pretrain.run(tiny("method=ast", "train.optimizer=lion"), lambda message: None)
+
+
+def test_the_batch_grows(build):
+    """Twelve micro-steps of two sequences, the last ones in pairs."""
+    trainer = build(
+        "train.steps=9", "train.ramp_batch=2", "train.ramp_micro_steps=12", "impl.micro_batch=2"
+    )
+    asked = []
+    original = trainer.source.batches
+
+    def batches(requests):
+        for request in requests:
+            asked.append(request)
+            yield next(original([request]))
+
+    object.__setattr__(trainer.source, "batches", batches)
+    trainer.fit()
+    assert asked == [
+        *((step, range(2)) for step in range(6)),
+        *((step, range(first, first + 2)) for step in (6, 7, 8) for first in (0, 2)),
+    ]
+
+
+def test_the_weight_decay_rises(build):
+    trainer = build("train.weight_decay_end=0.4")
+    seen = []
+    original = trainer.optimization.optimizer.step
+    trainer.optimization.optimizer.step = lambda *a: (
+        seen.append([g["weight_decay"] for g in trainer.optimization.optimizer.param_groups]),
+        original(*a),
+    )
+    trainer.fit()
+    assert seen[0] == pytest.approx([0.1, 0.0]) and seen[6] == pytest.approx([0.25, 0.0])
