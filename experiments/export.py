@@ -49,8 +49,8 @@ from experiments.support import checkpoint
 from experiments.support.errors import UserError, writing
 from experiments.support.progress import say
 from experiments.training import legality
-from methods import slorb
-from methods.compressed import SparsePlusLowRank
+from methods.nn import slorb
+from methods.nn.compressed import SparsePlusLowRank
 from models.gpt2 import GPT
 from models.hf import CausalLM
 

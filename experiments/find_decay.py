@@ -35,7 +35,8 @@ from experiments.support.errors import UserError
 from experiments.support.progress import say
 from experiments.training.distributed import world
 from experiments.training.tracking import read_metrics
-from methods import base, dense, sr_ste, t_sr_ste
+from methods import dense, sr_ste, t_sr_ste
+from methods.nn import base
 
 FEASIBLE = (0.60, 0.95)
 

@@ -3,8 +3,8 @@
     from methods import s_ste
     method = s_ste.Method(s_ste.Config(fp8="paper"))
 
-or by name: `methods.build("s_ste", fp8="paper")`. The protocol is described
-in `methods/base.py`.
+or by name: `methods.build("s_ste", fp8="paper")`. The protocol is described in
+`methods/nn/base.py`; what the methods share lies beside it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from . import released
-from .base import Method, Report, refresh
+from .nn.base import Method, Report
+from .nn.linear import refresh
 
 __all__ = ["Method", "Report", "available", "build", "module", "refresh"]
 
-_NOT_METHODS = {
-    "base", "calibration", "compressed", "conversion", "distillation", "fp8_gemms", "gemms",
-    "released", "slorb", "sparsegpt",
-}  # fmt: skip
-
 
 def available() -> list[str]:
-    """Names that `build` takes: the files of this folder that hold a method."""
-    return sorted({m.name for m in pkgutil.iter_modules(__path__)} - _NOT_METHODS)
+    """Names that `build` takes: the files of this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
 
 
 def module(name: str) -> ModuleType:

@@ -7,10 +7,10 @@
 
 AST (arXiv 2407.20584, AAAI 2025). M is chosen from the dense W every `refresh_every` optimizer
 steps. Pruned weights decay by lambda(t), which rises linearly and then stays ("annealing SR-STE"),
-and the loss is a mix of the task's and the divergence from the dense model (distillation.py).
-SLoRB (slorb.py) adds a low-rank term; its S and X are ordinary parameters, so the weight decay of
-the optimizer's groups acts on them unless the caller puts them in a group of their own. The model
-ends 2:4 sparse, with SLoRB as `slorb.BoostedLinear`.
+and the loss is a mix of the task's and the divergence from the dense model (nn/distillation.py).
+SLoRB (nn/slorb.py) adds a low-rank term; its S and X are ordinary parameters, so the weight decay
+of the optimizer's groups acts on them unless the caller puts them in a group of their own. The
+model ends 2:4 sparse, with SLoRB as `slorb.BoostedLinear`.
 
 Paper and released code differ. The released GPT-2 code complements an integer mask, so that its
 "decay" makes all weights grow, and its LLaMA code puts the decay on the gradient; here the masks
@@ -29,8 +29,11 @@ from torch import Tensor, nn
 
 from common_kernels import masked_decay_, nm_mask
 
-from . import base, calibration, distillation, slorb, sr_ste, ste
-from .conversion import check_low_rank, weight_of
+from . import sr_ste
+from .nn import base, calibration, distillation, slorb
+from .nn.conversion import check_low_rank, weight_of
+from .nn.keys import layer_seed
+from .nn.linear import MaskedLinear
 
 METRICS = ("magnitude", "wanda")
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
@@ -86,8 +89,8 @@ class Config(distillation.Config):
             raise ValueError("slorb_init=xavier draws X, so it needs slorb_train_x=true")
 
 
-class Linear(ste.Linear):
-    """State beyond `ste.Linear`, all saved: `input_norm` (fp32 [in], with the Wanda metric) and
+class Linear(MaskedLinear):
+    """State beyond `MaskedLinear`, all saved: `input_norm` (fp32 [in], with the Wanda metric) and
     the Parameters `slorb_s` [out, in / k] and `slorb_x` [in / k, in] (None when X is fixed)."""
 
     config: Config
@@ -114,7 +117,7 @@ class Linear(ste.Linear):
         self.choose_mask()
         self.refresh()
         if self.slorb_s is not None:
-            generator = torch.Generator().manual_seed(base.layer_seed(self.config.seed, name, 0))
+            generator = torch.Generator().manual_seed(layer_seed(self.config.seed, name, 0))
             init = self.config.slorb_init
             slorb.initialize(self.weight, self.mask, self.slorb_s, self.slorb_x, init, generator)
 

@@ -31,7 +31,9 @@ from torch import Tensor
 
 from common_kernels import nm_mask, philox4x32
 
-from . import base, sr_ste, ste
+from . import sr_ste
+from .nn.keys import layer_seed
+from .nn.linear import MaskedLinear
 
 MOST = 10_000  # permutations, all held at once; the authors take 100
 
@@ -54,8 +56,8 @@ class Config(sr_ste.Config):
             raise ValueError(f"candidates={self.candidates}; it must lie in [1, {MOST}]")
 
 
-class Linear(ste.Linear):
-    """State beyond `ste.Linear`: `permutation` (int64 [out], saved), the order of the rows in
+class Linear(MaskedLinear):
+    """State beyond `MaskedLinear`: `permutation` (int64 [out], saved), the order of the rows in
     which dX's weight is 2:4; `operand_backward` [out, in], that weight, derived and not saved."""
 
     config: Config
@@ -105,5 +107,5 @@ class Method(sr_ste.Method):
         if step % self.config.permute_every == 0:
             for name, layer in self.sparse_layers.items():
                 assert isinstance(layer, Linear)
-                layer.search_permutation(base.layer_seed(self.config.seed, name, step))
+                layer.search_permutation(layer_seed(self.config.seed, name, step))
                 layer.refresh()

@@ -12,7 +12,7 @@ would have (FST section 4.1).
 
 from __future__ import annotations
 
-from . import base
+from .nn import base
 
 
 class Config(base.Config):

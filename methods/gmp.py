@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from common_kernels import nm_mask
 
-from . import base, distillation, one_shot
+from . import one_shot
+from .nn import base, distillation
 
 
 @dataclass(frozen=True, kw_only=True)

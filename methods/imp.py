@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import distillation, gmp
+from . import gmp
+from .nn import distillation
 
 
 @dataclass(frozen=True, kw_only=True)

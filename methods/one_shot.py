@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from common_kernels import nm_mask
 
-from . import base, distillation, ste
-from .calibration import collect
-from .gemms import DENSE, Products, under_autocast
-from .sparsegpt import prune24
+from .nn import base, distillation
+from .nn.calibration import collect
+from .nn.gemms import DENSE, Products, under_autocast
+from .nn.linear import MaskedLinear
+from .nn.sparsegpt import prune24
 
 METRICS = ("magnitude", "wanda", "sparsegpt")
 
@@ -76,7 +77,7 @@ class _MaskedGradient(torch.autograd.Function):
         return torch.where(mask, grad, 0.0).to(ctx.dtype), None, None
 
 
-class Linear(ste.Linear):
+class Linear(MaskedLinear):
     """A linear whose `mask` (bool [out, in], saved) changes by `prune` alone. The entries outside
     it are zeros of `weight` itself."""
 

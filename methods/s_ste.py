@@ -29,9 +29,10 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.prepare import empty_blob, prune_pack24_
 from common_kernels.prepare.fp8 import project_quantize24_
 
-from . import base
-from .fp8_gemms import FP8, Fp8Formats, fp8_linear
-from .gemms import DENSE, Products, forward_product, under_autocast
+from .nn import base
+from .nn.fp8_gemms import FP8, Fp8Formats, fp8_linear
+from .nn.gemms import DENSE, Products, forward_product, under_autocast
+from .nn.linear import SparseLinear
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
@@ -53,7 +54,7 @@ class Config(base.Config):
     mvue_weight: sample the weight along `out` for dX, the arm that Table 3 warns of.
     fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 for dY alone) or `hopper` (the
         paper's with W in e4m3 for dX). The first two are always simulated; `hopper` runs on FP8
-        units where `Method.accelerate` finds them, and is simulated elsewhere: fp8_gemms.py.
+        units where `Method.accelerate` finds them, and is simulated elsewhere: nn/fp8_gemms.py.
     """
 
     beta: str = "mse"
@@ -83,7 +84,7 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, 1.0)
 
 
-class Linear(base.SparseLinear):
+class Linear(SparseLinear):
     """State beyond the base class: `scale` (beta, fp32, saved); with FP8 or `mvue_weight` the
     operands of the products, derived and not saved: `operand_forward` and `operand_backward`
     [out, in], in FP8 the codes with `code_scales` (fp32 [2]). On FP8 units the codes lie in

@@ -45,10 +45,11 @@ from torch import Tensor, nn
 
 from common_kernels import nm_mask, transposable_mask24
 
-from . import base
-from .conversion import weight_of
-from .gemms import DENSE, Products
-from .t_sr_ste import SwitchedLinear, SwitchedMethod, TransposableLinear
+from .nn import base
+from .nn.conversion import some_names, weight_of
+from .nn.gemms import DENSE, Products
+from .nn.phases import SwitchedLinear, SwitchedMethod
+from .nn.transposable import TransposableLinear
 
 MODES = ("weight", "activation")
 
@@ -226,7 +227,7 @@ def swap_linear_with_semi_sparse_linear(
         if not names:
             raise ValueError(
                 f"{glob!r} names no nn.Linear; those of the model are: "
-                f"{base.some_names(list(linears)) or 'none'}"
+                f"{some_names(list(linears)) or 'none'}"
             )
         chosen.update(dict.fromkeys(names, cls))
     for name, cls in chosen.items():

@@ -12,8 +12,8 @@ entries alone, an ordinary Parameter `values` [out, in * N / M]: its gradient, t
 optimizer, clipping, DDP buckets and checkpoints are compressed with it. The dense operands are
 expanded where a product needs them and never kept. The model ends N:M sparse.
 
-In the last `adapter_fraction` of the steps Y gains X L R / rank (compressed.py): L random, R zero
-until then. Both are parameters from the start, but without a gradient until their phase: the
+In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed.py): L random, R
+zero until then. Both are parameters from the start, but without a gradient until their phase: the
 optimizer begins their moments then, at its step 0. A model with trained adapters ends with
 `compressed.SparsePlusLowRank` layers.
 
@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import base
-from .compressed import CompressedLinear
-from .conversion import check_low_rank, weight_of
+from .nn import base
+from .nn.compressed import CompressedLinear
+from .nn.conversion import check_low_rank, weight_of
 
 # What the paper leaves dense: the first linear after the input (queries, keys and values of the
 # first block) and the heads, by their names in GPT-2, BERT, ViT and OPT or LLaMA.

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from common_kernels import masked_decay_
 
-from . import base, ste
+from .nn import base
+from .nn.linear import MaskedLinear
 
 # On the weights alpha is multiplied by the learning rate alone, and 2e-4 does nothing: of GPT-2's
 # pruned weights it takes 0.5 % in 300,000 steps at 1.5e-4. With 1 a pruned weight loses 1.5e-4 of
@@ -59,13 +60,13 @@ class Config(base.Config):
 
 class Method(base.Method):
     Config = Config
-    Linear = ste.Linear
+    Linear = MaskedLinear
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         alpha = self.config.alpha
         for layer in self.layers.values():
-            assert isinstance(layer, ste.Linear)
+            assert isinstance(layer, MaskedLinear)
             if self.config.decay_on == "weights":
                 # Before the optimizer's own step, as AdamW applies its weight decay.
                 shrink = 1.0 - learning_rate_of(optimizer, layer.weight) * alpha

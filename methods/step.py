@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import base
-from .t_sr_ste import SwitchedLinear, SwitchedMethod
+from .nn import base
+from .nn.phases import SwitchedLinear, SwitchedMethod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,114 +28,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from common_kernels import transposable_mask24
 from common_kernels.masks import ALGORITHMS
-from common_kernels.prepare import empty_blob, pack_both24_
 
-from . import base, sr_ste, ste
-from .gemms import DENSE, Products
-
-
-class SwitchedLinear(ste.Linear):
-    """`ste.Linear` that computes with its whole weight while it is dense.
-
-    State beyond `ste.Linear`: `dense` (bool [], saved). `is_dense` is the same for Python: a
-    compiled forward pass may branch on it.
-    """
-
-    dense: Tensor
-    is_dense: bool
-
-    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
-        super().setup(name, config, dtype)
-        self.register_buffer("dense", torch.zeros_like(self.mask[0, 0]))
-        self.is_dense = False
-
-    @property
-    def phase(self) -> str:
-        return "dense" if self.is_dense else "sparse"
-
-    @property
-    def products(self) -> Products:
-        return DENSE if self.is_dense else self.accelerated
-
-    def reload(self) -> None:
-        self.is_dense = bool(self.dense)
-        self.allocate()
-
-    def switch(self, dense: bool) -> None:
-        self.is_dense = dense
-        self.dense.fill_(dense)
-        self.allocate()
-
-    def effective_weight(self) -> Tensor:
-        return torch.where(self.mask | self.dense, self.weight.detach(), 0.0)
-
-    def restore(self) -> None:
-        super().restore()
-        del self.is_dense
-
-
-class TransposableLinear(SwitchedLinear):
-    """The mask is transposable, so that the backward operand is 2:4 along `out` as well."""
-
-    config: Any
-
-    def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), input=True)
-
-    def refresh_mask(self) -> None:
-        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
-
-    def pack(self) -> None:
-        if self.packed_transposed is None:
-            super().pack()
-            return
-        packed = self.packed
-        if packed is None:  # the kernel writes both
-            packed = empty_blob(self.weight.shape, self.dtype, self.weight.device)
-        pack_both24_(packed, self.packed_transposed, self.weight.detach(), self.mask)
-        if self.operand is not None:
-            self.operand.copy_(self.effective_weight())
-
-
-class SwitchedMethod(base.Method):
-    """A method with a dense and a sparse phase; `dense_at` says which one a step belongs to."""
-
-    dense = False
-
-    def dense_at(self, step: int) -> bool:
-        """Whether optimizer step `step` is dense."""
-        raise NotImplementedError(f"{type(self).__name__} does not say when it is dense")
-
-    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        report = super().convert(model, dtype)
-        self._switch(self.dense_at(0))
-        return report
-
-    @torch.no_grad()
-    def _switch(self, dense: bool) -> None:
-        self.dense = dense
-        for layer in self.sparse_layers.values():
-            assert isinstance(layer, SwitchedLinear)
-            layer.switch(dense)
-
-    def on_step_begin(self, step: int) -> None:
-        if self.dense_at(step) != self.dense:
-            self._switch(not self.dense)
-        super().on_step_begin(step)
-
-    def phase(self) -> str:
-        return "dense" if self.dense else "sparse"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "dense": self.dense}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._switch(state["dense"])
+from . import sr_ste
+from .nn import base
+from .nn.gemms import Products
+from .nn.phases import SwitchedMethod
+from .nn.transposable import TransposableLinear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,9 @@ from experiments.bench import dense_fp8
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
 from methods import s_ste
-from methods.compressed import CompressedLinear
-from methods.gemms import Products, sample_tokens
+from methods.nn.compressed import CompressedLinear
+from methods.nn.gemms import Products, sample_tokens
+from methods.nn.linear import SparseLinear
 
 PRODUCTS = ("forward", "input", "weight")
 SIMULATED = "s_ste, fp8=paper simulated"
@@ -228,7 +229,7 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
         backward = expand_nm(kept, layer.row_mask, *pattern).float()
         dw = compress_nm(dy32.t() @ x32, layer.row_mask, *pattern)
         return {"y": x32 @ forward.t(), "dx": dy32 @ backward, "dw": dw}
-    if isinstance(layer, methods.base.SparseLinear):
+    if isinstance(layer, SparseLinear):
         weight = layer.effective_weight().float()
         sample = sample_tokens(dy, layer.key, layer.mvue).float() if layer.mvue else dy32
     else:

@@ -19,7 +19,7 @@ from experiments.bench import arms, dense_fp8
 from experiments.bench.arms import ARMS, Bench, Converted
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, Time, in_turns
-from methods.gemms import DENSE
+from methods.nn.gemms import DENSE
 
 Shape = tuple[int, int, int]  # tokens, in, out
 Codes = list[tuple[torch.Tensor, torch.Tensor]]  # of a matrix and its transpose, for each buffer

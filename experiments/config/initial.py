@@ -28,7 +28,7 @@ from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
 from experiments.support.results import FILE as RESULT
 from experiments.support.results import TRAINING
-from methods import compressed, slorb
+from methods.nn import compressed, slorb
 from models import bert, gpt2, vit
 from models.bert import BertLM
 from models.gpt2 import GPT

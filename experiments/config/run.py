@@ -43,7 +43,7 @@ from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support import memory
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
-from methods import distillation
+from methods.nn import base, distillation
 from models.bert import BertConfig, BertLM
 from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
@@ -79,7 +79,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig | ImageConfig
     method: str
-    method_options: methods.base.Config
+    method_options: base.Config
     train: TrainConfig
     impl: ImplConfig
     dino: DinoConfig | None = None

@@ -27,7 +27,8 @@ from experiments.data.mlm import MLMConfig
 from experiments.support.checkpoint import lacks
 from experiments.support.errors import UserError
 from experiments.support.results import FILE
-from methods import compressed, dense, one_shot, slorb
+from methods import dense, one_shot
+from methods.nn import compressed, slorb
 from models.bert import BertConfig
 
 if TYPE_CHECKING:

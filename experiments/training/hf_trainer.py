@@ -39,7 +39,9 @@ from transformers import (
 )
 
 from experiments.support import checkpoint
-from methods import Method, base, compressed, conversion, distillation, slorb
+from methods import Method
+from methods.nn import base, compressed, conversion, distillation, slorb
+from methods.nn.linear import SparseLinear
 
 STATE = "method_state.pt"
 
@@ -192,10 +194,10 @@ class MethodCallback(TrainerCallback):
 def plain_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` of `model` as that of the plain model of the same function, under its names."""
     for name, layer in model.named_modules():
-        kinds = base.SparseLinear | compressed.SparsePlusLowRank | slorb.BoostedLinear
+        kinds = SparseLinear | compressed.SparsePlusLowRank | slorb.BoostedLinear
         if isinstance(layer, kinds):
             twin = copy.deepcopy(layer)
-            if isinstance(twin, base.SparseLinear):
+            if isinstance(twin, SparseLinear):
                 with torch.no_grad():
                     twin.restore()
             compressed.merge(slorb.merge(twin))
@@ -220,6 +222,6 @@ def _save_plain(
 
 def _expect_plain(model: nn.Module, incompatible: Any) -> None:
     """No word of the names by which a plain checkpoint differs: the callback loads the rest."""
-    layers = [n for n, layer in model.named_modules() if isinstance(layer, base.SparseLinear)]
+    layers = [n for n, layer in model.named_modules() if isinstance(layer, SparseLinear)]
     for keys in incompatible:
         keys[:] = [key for key in keys if key.rpartition(".")[0] not in layers]

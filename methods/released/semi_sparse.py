@@ -17,7 +17,7 @@ from torch import Tensor
 from common_kernels import transposable_mask24
 
 from .. import semi_sparse
-from ..t_sr_ste import TransposableLinear
+from ..nn.transposable import TransposableLinear
 
 Config = semi_sparse.Config
 

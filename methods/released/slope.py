@@ -20,8 +20,8 @@ from torch import Tensor
 from common_kernels import expand_nm, unpack_mask
 
 from .. import slope
-from ..compressed import CompressedLinear
-from ..gemms import Products, under_autocast
+from ..nn.compressed import CompressedLinear
+from ..nn.gemms import Products, under_autocast
 
 Config = slope.Config
 

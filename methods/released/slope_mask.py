@@ -19,8 +19,8 @@ from torch import Tensor
 from common_kernels import compress_nm
 
 from .. import slope
-from ..compressed import CompressedLinear, _Product
-from ..gemms import DENSE, Products, under_autocast
+from ..nn.compressed import CompressedLinear, _Product
+from ..nn.gemms import DENSE, Products, under_autocast
 
 Config = slope.Config
 

@@ -136,7 +136,7 @@ def test_memory_runs(tmp_path):
 
 def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        methods.base, "sparse_linear", lambda x, weight, *_: F.linear(x, weight), raising=True
+        methods.nn.linear, "sparse_linear", lambda x, weight, *_: F.linear(x, weight), raising=True
     )
     out = tmp_path / "cpu.json"
     arguments = ["linear", "--device", "cpu", "--repeats", "2", "--out", str(out), "--only", "ste"]

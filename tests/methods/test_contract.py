@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import methods
 from common_kernels import check24
-from methods import slorb
-from methods.base import SparseLinear
+from methods.nn import slorb
+from methods.nn.linear import SparseLinear
 from models.gpt2 import GPT, GPTConfig
 
 STEPS, SEQUENCES, BLOCK = 6, 8, 16

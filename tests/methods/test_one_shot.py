@@ -7,8 +7,8 @@ from torch import nn
 
 import methods
 from common_kernels import check24, nm_mask
+from methods.nn.sparsegpt import BLOCK, prune24
 from methods.one_shot import METRICS
-from methods.sparsegpt import BLOCK, prune24
 
 
 def correlated(tokens, features, seed=0, dtype=torch.float32):

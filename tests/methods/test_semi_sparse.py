@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import methods
 from common_kernels import check24
-from methods import dense, semi_sparse, t_sr_ste
+from methods import dense, semi_sparse
+from methods.nn import transposable
 from methods.semi_sparse import (
     SemiSparseActivationLinear,
     SemiSparseLinear,
@@ -133,8 +134,10 @@ def test_masks_are_chosen_once_per_step_whatever_is_forwarded(monkeypatch, refre
     model = mlp()
     method = converted(model, refresh_every=refresh_every)
     calls = []
-    search = t_sr_ste.transposable_mask24
-    monkeypatch.setattr(t_sr_ste, "transposable_mask24", lambda *a: calls.append(1) or search(*a))
+    search = transposable.transposable_mask24
+    monkeypatch.setattr(
+        transposable, "transposable_mask24", lambda *a: calls.append(1) or search(*a)
+    )
     for step, expected in enumerate(searches):
         train(method, model, 1, parts=4, first=step)
         with torch.no_grad():

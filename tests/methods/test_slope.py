@@ -10,7 +10,7 @@ from torch import nn
 
 from common_kernels import check24, double_prune_mask, expand_nm, nm_mask, unpack_mask
 from methods import slope
-from methods.compressed import CompressedLinear, SparsePlusLowRank, attach, merge
+from methods.nn.compressed import CompressedLinear, SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]

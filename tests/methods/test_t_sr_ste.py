@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import methods
 from common_kernels import check24, transposable_mask24
 from methods import dense, t_sr_ste
+from methods.nn import transposable
 
 
 def method_of(**options):
@@ -117,7 +118,7 @@ def searches(monkeypatch):
         calls.append(tuple(weight.shape))
         return transposable_mask24(weight, algorithm)
 
-    monkeypatch.setattr(t_sr_ste, "transposable_mask24", search)
+    monkeypatch.setattr(transposable, "transposable_mask24", search)
     return calls
 
 

@@ -243,7 +243,7 @@ def test_a_checkpoint_of_another_config_is_refused(tiny, monkeypatch):
 
 def poison(monkeypatch, step):
     """Make the loss of one step NaN."""
-    from methods.base import Method
+    from methods.nn.base import Method
 
     original = Method.loss
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import methods
 from common_kernels import fake_fp8, mvue24, quantize_fp8
-from methods import gemms
-from methods.fp8_gemms import FP8, fp8_linear
-from methods.gemms import DENSE, Products, choose_products
+from methods.nn import gemms
+from methods.nn.fp8_gemms import FP8, fp8_linear
+from methods.nn.gemms import DENSE, Products, choose_products
 
 KEY = torch.tensor([7, 0])
 
@@ -155,7 +155,7 @@ def test_hopper_s_dense_products_are_those_of_the_simulation(mvue):
 def _choose_differently(rank, meeting_point, queue):
     """Two ranks of which each finds other products to be faster."""
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
-    methods.base.choose_products = lambda *_: Products(forward=rank == 0, weight=rank == 1)
+    methods.nn.base.choose_products = lambda *_: Products(forward=rank == 0, weight=rank == 1)
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"])
     method.convert(layer, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def _choose_differently(rank, meeting_point, queue):
     def refuse(*_):
         raise RuntimeError(f"rank {rank} cannot")
 
-    methods.base.choose_products = refuse
+    methods.nn.base.choose_products = refuse
     try:
         method.accelerate(256)
     except RuntimeError as error:

@@ -10,8 +10,9 @@ from torch import nn
 
 import methods
 from common_kernels import matmul
-from methods.base import SparseLinear
-from methods.gemms import DENSE, Products
+from methods.nn import gemms
+from methods.nn.gemms import DENSE, Products
+from methods.nn.linear import SparseLinear
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
 
@@ -275,22 +276,22 @@ def test_the_environment_chooses(monkeypatch):
 
 def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
     monkeypatch.setattr(matmul, "unavailable", lambda *args: None)
-    monkeypatch.setattr("methods.gemms.unavailable", lambda *args: None)
+    monkeypatch.setattr("methods.nn.gemms.unavailable", lambda *args: None)
     asked = []
 
     def is_faster(problem, device):
         asked.append(problem)
         return problem.rows == 128
 
-    monkeypatch.setattr("methods.gemms.is_faster", is_faster)
-    products = methods.gemms.choose_products(
+    monkeypatch.setattr("methods.nn.gemms.is_faster", is_faster)
+    products = gemms.choose_products(
         Products(True, True, True), (128, 64), True, BF16, torch.device("cuda"), 1000, "auto"
     )
     assert products == Products(forward=True, input=False, weight=True)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in asked]
     assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
     assert (
-        methods.gemms.choose_products(Y, (128, 64), True, BF16, torch.device("cpu"), 1000, "auto")
+        gemms.choose_products(Y, (128, 64), True, BF16, torch.device("cpu"), 1000, "auto")
         == DENSE
     )  # emulated, it is slower
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from methods.calibration import collect
+from methods.nn.calibration import collect
 
 
 def model():

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import base
+from .conversion import some_names
 
 # Transformer blocks by their names in this project's GPT, and in transformers' GPT-2, OPT, LLaMA.
 BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]")
@@ -267,7 +268,7 @@ def _matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
     if not matching:
         names = [n for n in modules if n]
         raise ValueError(
-            f"no module matches layer_modules={list(globs)}; modules are: {base.some_names(names)}"
+            f"no module matches layer_modules={list(globs)}; modules are: {some_names(names)}"
         )
     return matching
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import methods
-from methods import ast, slorb
+from methods import ast
+from methods.nn import slorb
 from models.gpt2 import GPT, GPTConfig
 
 

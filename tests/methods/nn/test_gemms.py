@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from common_kernels import mvue24, nm_mask
-from methods.gemms import sample_tokens, sparse_linear
+from methods.nn.gemms import sample_tokens, sparse_linear
 
 KEY = torch.tensor([7, 0])
 

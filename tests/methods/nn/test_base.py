@@ -8,7 +8,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 import methods
-from methods import base, dense, s_ste, sr_ste, ste
+from methods import dense, s_ste, sr_ste, ste
+from methods.nn import base
+from methods.nn.linear import MaskedLinear, SparseLinear
 
 
 def mlp(width=8):
@@ -26,7 +28,7 @@ def test_globs_choose_the_layers():
     report = ste.Method(ste.Config(include=["*"], exclude=["head", "mlp.2"])).convert(model)
     assert report.names == ("mlp.0",)
     assert report.sparse_parameters == 8 * 16
-    assert isinstance(model["mlp"][0], ste.Linear)
+    assert isinstance(model["mlp"][0], MaskedLinear)
     assert type(model["mlp"][2]) is type(model["head"]) is nn.Linear
 
 
@@ -86,7 +88,7 @@ def test_a_root_linear_can_be_converted():
     layer = nn.Linear(8, 8)
     method = ste.Method(ste.Config(include=["*"]))
     method.convert(layer)
-    assert isinstance(layer, ste.Linear)
+    assert isinstance(layer, MaskedLinear)
     method.finalize(layer)
     assert type(layer) is nn.Linear
 
@@ -223,7 +225,7 @@ def test_keys_differ_by_layer_step_seed_and_micro_batch():
 
 def test_a_method_without_effective_weight_says_so():
     class Method(base.Method):
-        Linear = base.SparseLinear
+        Linear = SparseLinear
 
     with pytest.raises(NotImplementedError, match="SparseLinear"):
         Method(base.Config()).convert(mlp())

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from methods import ast, distillation
-from methods.distillation import forward_kl, mobilebert, reverse_kl, squarehead, tinybert
+from methods import ast
+from methods.nn import distillation
+from methods.nn.distillation import forward_kl, mobilebert, reverse_kl, squarehead, tinybert
 from models.gpt2 import GPT, GPTConfig
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)

@@ -1,4 +1,4 @@
-"""What every 2:4 training method shares: configuration, the sparse layer and the step protocol.
+"""The options and the hooks of every 2:4 training method, with a default for each.
 
 A driver, ours or the user's, calls a method in this order and nothing else:
 
@@ -24,28 +24,21 @@ in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass onl
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common_kernels import check_nm, flip_rate, nm_mask
-from common_kernels.prepare import empty_blob
 
-from . import conversion
-from .conversion import Report, some_names, weight_of
-from .gemms import (
-    DENSE,
-    Products,
-    choose_products,
-    forward_product,
-    sparse_linear,
-    under_autocast,
-)
+from . import conversion, ranks
+from .conversion import Report, weight_of
+from .gemms import Products, choose_products
+from .keys import layer_seed
+from .linear import SparseLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,192 +81,9 @@ class Config:
                 raise ValueError(f"{name}={value}; it must not be negative")
 
 
-class SparseLinear(nn.Linear):
-    """`nn.Linear` with a dense master weight and operands derived from it.
-
-    State: `weight` [out, in] is the Parameter that the optimizer sees. `sparse_weight` [out, in]
-    is what the layer computes with, in the dtype of the matrix products. It lies in buffers that
-    are not saved, because `refresh` derives them again from what is: `operand` [out, in], and for
-    products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the blobs of
-    the forward operand and of the transposed backward operand. Where both are there, `operand` is
-    not. `key` (int64 [2]) selects the random bits of the backward pass.
-
-    After a change of `weight` that did not come through a method's hooks, call
-    `methods.refresh(model)`.
-    """
-
-    config: Any
-    dtype: torch.dtype
-    operand: Tensor | None
-    packed: Tensor | None
-    packed_transposed: Tensor | None
-    accelerated: Products
-    key: Tensor
-    conv1d: type[nn.Module] | None = None  # the class of transformers that it had
-    pattern: tuple[int, int] = (2, 4)  # n non-zeros in m consecutive inputs
-
-    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
-        """Turn this module, an `nn.Linear` until now, into a sparse one.
-
-        Args:
-            name: of the module in its model; with `config.seed` it keys the layer's own random
-                choices, so that every rank makes the same.
-            dtype: of the operands of the matrix products; None for the weight's own.
-        """
-        self.config = config
-        weight = self.weight.detach()
-        self.dtype, self.accelerated = dtype or weight.dtype, DENSE
-        self.register_buffer("operand", weight.to(self.dtype, copy=True), persistent=False)
-        for blob in ("packed", "packed_transposed"):
-            self.register_buffer(blob, None, persistent=False)
-        key = torch.zeros(2, dtype=torch.int64, device=weight.device)
-        self.register_buffer("key", key, persistent=False)
-
-    def sparse_products(self) -> Products:
-        """Which products have a 2:4 operand: the forward operand along `in`, the backward operand
-        along `out`, a sample of dY along the tokens."""
-        return Products(weight=self.mvue == "exact")
-
-    @property
-    def products(self) -> Products:
-        """Which products run sparse."""
-        return self.accelerated
-
-    def accelerate(self, products: Products) -> None:
-        """Run these products sparse from now on."""
-        self.accelerated = products
-        self.allocate()
-
-    @torch.no_grad()
-    def allocate(self) -> None:
-        """Hold the operands that `products` takes, and no others."""
-        (rows, columns), device, products = self.weight.shape, self.weight.device, self.products
-        packed = (products.forward, rows, columns), (products.input, columns, rows)
-        for name, (wanted, *shape) in zip(("packed", "packed_transposed"), packed, strict=True):
-            if not wanted:
-                setattr(self, name, None)
-            elif getattr(self, name) is None:
-                setattr(self, name, empty_blob(shape, self.dtype, device))
-        if products.forward and products.input:
-            self.operand = None
-        elif self.operand is None:
-            self.operand = self.weight.to(self.dtype, copy=True)
-        self.refresh()
-
-    @property
-    def sparse_weight(self) -> Tensor:
-        """[out, in]: the weight in use, in the dtype of the products."""
-        return self.effective_weight().to(self.dtype) if self.operand is None else self.operand
-
-    @property
-    def mvue(self) -> str | None:
-        """Design of the sample of dY in dW; None takes the whole of dY."""
-        return None
-
-    @property
-    def phase(self) -> str:
-        """Name of the phase that the layer is in, for `print(model)`."""
-        return "sparse"
-
-    def extra_repr(self) -> str:
-        method, (n, m) = type(self.config).__module__.rpartition(".")[2], self.pattern
-        return f"{super().extra_repr()}, method={method}, pattern={n}:{m}, phase={self.phase}"
-
-    def effective_weight(self) -> Tensor:
-        """The sparse weight [out, in] in the master's dtype: what evaluation and export use."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which weight it uses")
-
-    def current_mask(self) -> Tensor:
-        """bool [out, in]: the 2:4 mask whose changes the flip rate counts."""
-        return nm_mask(self.weight.detach())
-
-    def refresh_mask(self) -> None:
-        """Choose a new mask from the weights; for layers that keep one."""
-
-    def refresh(self) -> None:
-        """Derive the operands from weight, mask and scale."""
-        if self.packed is not None or self.packed_transposed is not None:
-            self.pack()
-        elif self.operand is not None:
-            self.operand.copy_(self.effective_weight())
-
-    def reload(self) -> None:
-        """Derive everything from parameters and saved buffers, which came from elsewhere."""
-        self.refresh()
-
-    def pack(self) -> None:
-        """Fill the blobs that there are, and `operand` if it is there."""
-        raise NotImplementedError(f"{type(self).__name__} has no packed operands")
-
-    def forward_operand(self) -> Tensor:
-        return self.sparse_weight
-
-    def backward_operand(self) -> Tensor | None:
-        """None: the forward operand."""
-        return None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        x = under_autocast(x)
-        # Blobs are in one dtype and serve no other.
-        products = self.products if x.dtype == self.dtype else DENSE
-        # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing
-        # runs the forward pass of training without gradients.
-        if not self.training and not torch.is_grad_enabled():
-            operand = self.packed if products.forward else self.sparse_weight.to(x.dtype)
-            return forward_product(x, operand, self.bias, products)
-        return sparse_linear(
-            x,
-            self.weight,
-            self.packed if products.forward else self.forward_operand().to(x.dtype),
-            self._operand_of_dgrad(products, x.dtype),
-            self.bias,
-            # A copy: the next micro-batch changes the key, this one's backward needs its own.
-            self.key.clone(),
-            self.mvue,
-            products,
-        )
-
-    def _operand_of_dgrad(self, products: Products, dtype: torch.dtype) -> Tensor | None:
-        if products.input:
-            return self.packed_transposed
-        operand = self.backward_operand()
-        if operand is None and products.forward:
-            operand = self.forward_operand()
-        return None if operand is None else operand.to(dtype)
-
-    def restore(self) -> None:
-        """Turn this module back into a plain `nn.Linear` with the weights in use written out."""
-        self.weight.copy_(self.effective_weight())
-        for name in [*self._buffers, "config", "dtype", "accelerated"]:
-            delattr(self, name)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._swap_layout(destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        self._swap_layout(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        with torch.no_grad():
-            self.reload()
-
-    def _swap_layout(self, state_dict: Any, prefix: str) -> None:
-        """Between the layout of a `Conv1D`, which a state dict keeps, and this one's."""
-        key = f"{prefix}weight"
-        if self.conv1d is not None and key in state_dict:
-            state_dict[key] = state_dict[key].t().contiguous()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        super()._apply(*args, **kwargs)
-        # A cast would take metadata for numbers: blobs are made anew.
-        if self.packed is not None or self.packed_transposed is not None:
-            self.packed = self.packed_transposed = None
-            self.allocate()
-        return self
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; choose one of {', '.join(map(str, choices))}")
 
 
 class Method:
@@ -322,7 +132,7 @@ class Method:
         self.report = Report(
             names=tuple(chosen),
             dense=tuple(n for n in conversion.linears(model) if n not in chosen),
-            others=tuple(conversion.others(self._matching(model))),
+            others=tuple(conversion.others(model, self.config.include, self.config.exclude)),
             sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
             total_parameters=sum(p.numel() for p in model.parameters()),
             reasons=reasons,
@@ -346,52 +156,9 @@ class Method:
         """The linears that `convert` would take, by name."""
         return self._choose(model)[0]
 
-    def _matching(self, model: nn.Module) -> dict[str, nn.Module]:
-        return dict(conversion.named(model, self.config.include, self.config.exclude))
-
     def _choose(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-        """The linears to convert, and of the others that match the reasons against it."""
-        matching = self._matching(model)
-        owners = conversion.owners_of_parameters(model)
-        chosen: dict[str, Any] = {}
-        reasons: dict[str, str] = {}
-        for name, module in matching.items():
-            if not conversion.is_linear(module):
-                continue
-            reason = conversion.unfit(name, module, owners)
-            if reason is None:
-                try:
-                    self.check_layer(name, module)
-                except ValueError as error:
-                    reason = str(error)
-            if reason is None:
-                conversion.check_fast_path(model, name)
-                chosen[name] = module
-            elif name in self.config.include and not isinstance(self.config.include, str):
-                raise ValueError(f"{name} cannot be converted ({reason}); exclude it")
-            else:
-                reasons[name] = reason
-        if not chosen:
-            self._refuse(model, matching, reasons)
-        return chosen, reasons
-
-    def _refuse(
-        self, model: nn.Module, matching: dict[str, nn.Module], reasons: dict[str, str]
-    ) -> NoReturn:
-        include = self.config.include
-        asked = f"include={include if isinstance(include, str) else list(include)}"
-        if reasons:
-            raise ValueError(
-                f"no linear that matches {asked} can be converted: {conversion.listed(reasons)}"
-            )
-        asked = f"{asked} exclude={list(self.config.exclude)}"
-        others = conversion.others(matching)
-        names = some_names(others)
-        hint = f"; {names} match, but only nn.Linear can be converted" if others else ""
-        raise ValueError(
-            f"no linear matches {asked}{hint}; the model's linears are: "
-            f"{some_names(conversion.linears(model)) or 'none'}"
-        )
+        config = self.config
+        return conversion.choose(model, config.include, config.exclude, self.check_layer)
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
         """Raise ValueError if options do not fit the linears that were chosen."""
@@ -422,7 +189,7 @@ class Method:
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
-        chosen = _of_rank_0(lambda: self._chosen(tokens, matmul))
+        chosen = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
         for name, products in chosen.items():
             self.sparse_layers[name].accelerate(products)
         return chosen
@@ -499,9 +266,9 @@ class Method:
 
     def open_micro_batch(self) -> None:
         """Give the coming forward and backward pass random bits of their own."""
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for layer in self.sparse_layers.values():
-            layer.key[1].fill_(self.micro_batch * ranks + rank)
+            layer.key[1].fill_(self.micro_batch * size + rank)
         self.micro_batch += 1
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -650,46 +417,7 @@ class Method:
         self.flips_per_refresh = state["flips_per_refresh"]
 
 
-@torch.no_grad()
-def refresh(model: nn.Module) -> None:
-    """Choose masks and derive operands anew in all converted layers of `model`.
-
-    For weights that changed outside a method's hooks, those of an averaged copy (EMA), say.
-    """
-    for module in model.modules():
-        if isinstance(module, SparseLinear):
-            module.refresh_mask()
-            module.reload()
-
-
-def _of_rank_0(choose: Callable[[], Any]) -> Any:
-    """What `choose` gives, or raises, on rank 0."""
-    if not dist.is_initialized():
-        return choose()
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [choose()]
-        except (ValueError, RuntimeError) as error:  # the others wait for it
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
-
-
-def layer_seed(seed: int, name: str, step: int) -> int:
-    """63-bit Philox seed of one layer in one optimizer step."""
-    digest = hashlib.blake2b(f"{seed}/{name}/{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def all_finite(parameters: Iterable[Tensor]) -> bool:
     """Whether all gradients are: else a GradScaler will skip the step."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return bool(torch.nn.utils.get_total_norm(grads).isfinite())
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}; choose one of {', '.join(map(str, choices))}")

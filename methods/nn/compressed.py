@@ -36,8 +36,9 @@ from common_kernels import (
 from common_kernels.matmul import blob_linear
 from common_kernels.prepare import empty_blob, pack_compressed24_
 
-from . import base
 from .gemms import DENSE, Products, forward_product, under_autocast
+from .keys import layer_seed
+from .linear import SparseLinear
 
 Pattern = tuple[int, int]  # (n, m)
 
@@ -122,7 +123,7 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 7
 
 
-class CompressedLinear(base.SparseLinear):
+class CompressedLinear(SparseLinear):
     """`nn.Linear` whose weight is `values`, under masks that are chosen apart from it.
 
     Parameters: `values` [out, in * n / m], `bias`, and with adapters `left` = L^T [r, in]
@@ -188,7 +189,7 @@ class CompressedLinear(base.SparseLinear):
 
     def _generator(self, name: str, purpose: str) -> torch.Generator:
         """On the CPU: every device and every rank draws the same."""
-        seed = base.layer_seed(self.config.seed, f"{name} {purpose}", 0)
+        seed = layer_seed(self.config.seed, f"{name} {purpose}", 0)
         return torch.Generator().manual_seed(seed)
 
     @property

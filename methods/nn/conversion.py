@@ -11,7 +11,7 @@ reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -117,11 +117,13 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def others(matching: dict[str, nn.Module]) -> list[str]:
-    """Modules that are no linears and hold a matrix."""
+def others(
+    model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]
+) -> list[str]:
+    """Matched modules that are no linears and hold a matrix."""
     return [
         f"{name} ({type(module).__name__})"
-        for name, module in matching.items()
+        for name, module in named(model, include, exclude)
         if not is_linear(module)
         and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
         and weight.ndim > 1
@@ -145,6 +147,62 @@ def unfit(name: str, module: nn.Module, owners: dict[int, list[str]]) -> str | N
     if sharing := [owner for owner in owners[id(own)] if owner != name]:
         return f"shares its weight with {', '.join(sharing)}"
     return None
+
+
+def choose(
+    model: nn.Module,
+    include: str | tuple[str, ...],
+    exclude: tuple[str, ...],
+    check_layer: Callable[[str, nn.Module], None],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The linears to convert, and of the others that match the reasons against it.
+
+    Args:
+        check_layer: raises ValueError, which says why, where a method cannot take a linear.
+    Raises:
+        ValueError: nothing is left to convert, or not one that `include` names in full.
+    """
+    owners = owners_of_parameters(model)
+    chosen: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for name, module in named(model, include, exclude):
+        if not is_linear(module):
+            continue
+        reason = unfit(name, module, owners)
+        if reason is None:
+            try:
+                check_layer(name, module)
+            except ValueError as error:
+                reason = str(error)
+        if reason is None:
+            check_fast_path(model, name)
+            chosen[name] = module
+        elif name in include and not isinstance(include, str):
+            raise ValueError(f"{name} cannot be converted ({reason}); exclude it")
+        else:
+            reasons[name] = reason
+    if not chosen:
+        raise ValueError(_nothing(model, include, exclude, reasons))
+    return chosen, reasons
+
+
+def _nothing(
+    model: nn.Module,
+    include: str | tuple[str, ...],
+    exclude: tuple[str, ...],
+    reasons: dict[str, str],
+) -> str:
+    """Why there is nothing to convert."""
+    asked = f"include={include if isinstance(include, str) else list(include)}"
+    if reasons:
+        return f"no linear that matches {asked} can be converted: {listed(reasons)}"
+    asked = f"{asked} exclude={list(exclude)}"
+    matching = others(model, include, exclude)
+    hint = f"; {some_names(matching)} match, but only nn.Linear can be converted"
+    return (
+        f"no linear matches {asked}{hint if matching else ''}; the model's linears are: "
+        f"{some_names(linears(model)) or 'none'}"
+    )
 
 
 def check_fast_path(model: nn.Module, name: str) -> None:

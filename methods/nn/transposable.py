@@ -1,0 +1,35 @@
+"""A layer under a mask that is 2:4 along both dims of its weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from common_kernels import transposable_mask24
+from common_kernels.prepare import empty_blob, pack_both24_
+
+from .gemms import Products
+from .phases import SwitchedLinear
+
+
+class TransposableLinear(SwitchedLinear):
+    """The mask is transposable, so that the backward operand is 2:4 along `out` as well."""
+
+    config: Any
+
+    def sparse_products(self) -> Products:
+        return replace(super().sparse_products(), input=True)
+
+    def refresh_mask(self) -> None:
+        self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
+
+    def pack(self) -> None:
+        if self.packed_transposed is None:
+            super().pack()
+            return
+        packed = self.packed
+        if packed is None:  # the kernel writes both
+            packed = empty_blob(self.weight.shape, self.dtype, self.weight.device)
+        pack_both24_(packed, self.packed_transposed, self.weight.detach(), self.mask)
+        if self.operand is not None:
+            self.operand.copy_(self.effective_weight())
