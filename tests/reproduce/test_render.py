@@ -146,7 +146,7 @@ def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
     ],
 )
 def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, shown):
-    config = {"train": {"dtype": "fp32"}, "impl": {"compile": False, "micro_batch": None}}
+    config = of_method("s_ste")
     run = finished_run("dense", 0, 1.0, config=config)
     same = finished_run("S-STE", 0, 1.0, config=config)
     group = "train" if key == "dtype" else "impl"

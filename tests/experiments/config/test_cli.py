@@ -38,7 +38,8 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
     ]
     assert results == sorted(expected)
     assert len(results) == 4
-    assert "| run | val_loss | seeds | minus ste | 95 % interval | pairs |\n" in done.stdout
+    heading = "| run | val_loss | seeds | minus ste | 95 % interval | pairs |"
+    assert f"{heading} method.exclude | method.include |\n" in done.stdout
     assert "\nwith curves: python -m experiments.compare " in done.stdout
     said = [line for line in done.stdout.splitlines() if "different linears" in line]
     (line,) = said
