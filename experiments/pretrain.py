@@ -45,6 +45,7 @@ from experiments.training.optimization import DTYPES
 from experiments.training.tracking import check_viewers, read_metrics
 from experiments.training.trainer import Trainer, micro_batch_size
 from methods import Method, Report
+from models.base import Model
 from models.dino import DINO
 
 _SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
@@ -149,7 +150,7 @@ def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
     return micro_batch_size(config.train, config.impl.micro_batch, here.size, method.quantizes)
 
 
-def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report, Source]:
+def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
     """The converted model on its device, and its data.
 
     What can be refused without the data is refused before they are prepared.
@@ -159,7 +160,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
         model = config.build_model().to(here.device)
     except ValueError as error:
         raise UserError(str(error)) from error
-    method: Any = config.build_method()
+    method = config.build_method()
 
     @functools.cache
     def open_source() -> Source:
@@ -169,7 +170,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[nn.Module, Method, Report,
 
     try:
         backend.resolve(here.device)
-        if count := getattr(method, "calibration_sequences", 0):
+        if count := method.calibration_sequences:
             firsts = range(0, count, CALIBRATION_BATCH)
             parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
             batches = open_source().batches((CALIBRATION, part) for part in parts)

@@ -155,7 +155,6 @@ class Method(distillation.Method):
 
     @property
     def calibration_sequences(self) -> int:
-        """How many sequences `calibrate` wants before `convert`; 0 = it need not be called."""
         return self.config.calibration_sequences if self.config.metric == "wanda" else 0
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:

@@ -126,7 +126,6 @@ class Method(distillation.Method):
 
     @property
     def calibration_sequences(self) -> int:
-        """How many sequences `calibrate` wants before `convert`; 0 = it need not be called."""
         return 0 if self.config.metric == "magnitude" else self.config.calibration_sequences
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:

@@ -157,7 +157,7 @@ class Method(base.Method):
             check_low_rank(module)
 
     def on_step_begin(self, step: int) -> None:
-        self._check_ended(step)
+        self._order.check_ended(self._trained(), step)
         if self.config.adapter_rank and step >= self.adapter_start:
             for layer in self._layers():
                 layer.adapting = True  # for good: what they learnt is part of the function
@@ -189,7 +189,7 @@ class Method(base.Method):
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
-        self._check_begun(step)
+        self._order.check_begun(self._trained(), step)
         # The row masks do not change, so there are no flips to measure.
         period = self.config.column_refresh
         due = period and (step + 1) % period == 0

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.groups import param_groups
+from models.base import Model
 
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM, BertForPreTraining
@@ -288,7 +288,7 @@ class Predictions(nn.Module):
         return self.decoder(self.transform(x))
 
 
-class BertLM(nn.Module):
+class BertLM(Model):
     """Masked language model, with the classifier of sentence pairs if the config has it."""
 
     TRUNK: ClassVar[str] = "bert"
@@ -356,10 +356,6 @@ class BertLM(nn.Module):
     def num_params(self) -> int:
         """Number of parameters: the tied decoder counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        return param_groups(self.named_parameters(), weight_decay)
 
 
 # ------------------------------------------------------------------------------ transformers

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.base import Model
 from models.groups import param_groups
 from models.vit import ViT, ViTConfig
 
@@ -197,7 +198,7 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: Tensor | float) -> 
     return (entropies.sum() - entropies.diagonal().sum()) / pairs
 
 
-class DINO(nn.Module):
+class DINO(Model):
     """Student and teacher of one ViT.
 
     All that a step depends on is set by the hooks that a trainer calls around its own work:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.groups import param_groups
+from models.base import Model
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         return self.ln_f(x)
 
 
-class GPT(nn.Module):
+class GPT(Model):
     """GPT-2 language model."""
 
     TRUNK: ClassVar[str] = "transformer"
@@ -188,10 +188,6 @@ class GPT(nn.Module):
     def num_params(self) -> int:
         """Number of parameters: the tied head counts once, position embeddings are included."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        return param_groups(self.named_parameters(), weight_decay)
 
 
 # Hugging Face's GPT-2 stores these weights as [in, out] (its Conv1D), torch.nn.Linear as [out, in].

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.base import Model
 from models.bert import Bert, BertLM, Pooler
 from models.gpt2 import GPT, Transformer
-from models.groups import param_groups
 from models.hf import CausalLM
 
 
-class Head(nn.Module):
+class Head(Model):
     """The trunk of `pretrained` and what both heads need of it.
 
     `block_size` is the longest sequence it takes, `width` its number of channels.
@@ -56,10 +56,6 @@ class Head(nn.Module):
         return base(
             input_ids=input, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
-
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        return param_groups(self.named_parameters(), weight_decay)
 
 
 @torch.no_grad()

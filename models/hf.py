@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.groups import param_groups
+from models.base import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ _DROPOUT = (
 )
 
 
-class CausalLM(nn.Module):
+class CausalLM(Model):
     """A causal language model of transformers, held as `model`, which is changed in place.
 
     `block_size` is the longest sequence it takes.
@@ -92,10 +92,6 @@ class CausalLM(nn.Module):
         if target is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
-
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices and embeddings are decayed, biases and norms are not."""
-        return param_groups(self.named_parameters(), weight_decay)
 
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path) -> None:

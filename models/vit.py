@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.base import Model
 from models.groups import param_groups
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class ViTConfig:
         return cls(**{**SIZES[size], **overrides})
 
 
-class ViT(nn.Module):
+class ViT(Model):
     """Vision transformer for classification, or for features when it has no classes."""
 
     TRUNK: ClassVar[str] = "vit"

@@ -44,6 +44,7 @@ from experiments.images.source import ImageSource
 from experiments.support import memory
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
 from methods.nn import base, distillation
+from models.base import Model
 from models.bert import BertConfig, BertLM
 from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
@@ -141,7 +142,7 @@ class RunConfig:
             "impl": dataclasses.asdict(self.impl),
         }
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> Model:
         """The model with its first weights, on the CPU; random ones from torch's generator.
 
         Raises:
@@ -179,7 +180,7 @@ class RunConfig:
         return CausalText(corpus, shape.block_size)
 
 
-def build_model(shape: ModelConfig) -> nn.Module:
+def build_model(shape: ModelConfig) -> Model:
     """A plain model of this shape: random weights, or those of the checkpoint that it names.
 
     Raises:

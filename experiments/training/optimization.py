@@ -21,6 +21,7 @@ from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import Method
+from models.base import Model
 
 # A run whose scaler has skipped this many steps in a row will not recover.
 MAX_SKIPPED_IN_A_ROW = 50
@@ -40,13 +41,13 @@ class NonFiniteGradient(Exception):
         self.loss = loss
 
 
-def make_optimizer(method: Method, model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(method: Method, model: Model, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that `train` names, over the groups that the model makes of its parameters.
 
     Raises:
         UserError: the method has AdamW's rule or a form of it, and another one is asked for.
     """
-    groups = model.param_groups(train.weight_decay)  # type: ignore[operator]
+    groups = model.param_groups(train.weight_decay)
     if train.optimizer == "adamw":
         options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "fused": True}
         return method.optimizer(groups, lr=train.learning_rate, **options)
@@ -75,8 +76,7 @@ def _training_bytes(model: nn.Module, optimizer: str) -> int:
 class Optimization:
     """Optimizer steps of `model`, converted by `method` and on its device.
 
-    A model may have hooks of its own, called in the order of the method's and before them:
-    `on_step_begin(step)`, `on_gradients(step)`, `on_step_end(step)`.
+    The model's own hooks are called in the order of the method's and before them.
 
     Args:
         ranks: processes that share each step's samples.
@@ -85,7 +85,7 @@ class Optimization:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         method: Method,
         train: TrainConfig,
         device: torch.device,
@@ -104,7 +104,7 @@ class Optimization:
         )
         self.optimizer = make_optimizer(method, model, train)
         # By position: loading a checkpoint makes new groups.
-        decayed = model.param_groups(1.0)  # type: ignore[operator]
+        decayed = model.param_groups(1.0)
         self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
         runner: Any = torch.compile(model) if compiled else model
@@ -134,7 +134,7 @@ class Optimization:
         for index in self.decayed:
             decay = weight_decay(self.train, step)
             self.optimizer.param_groups[index]["weight_decay"] = decay
-        self._model_hook("on_step_begin", step)
+        self.model.on_step_begin(step)
         self.method.on_step_begin(step)
         total = self._accumulate(batches, shares)
         self.scaler.unscale_(self.optimizer)
@@ -146,13 +146,13 @@ class Optimization:
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(total)
         if finite:
-            self._model_hook("on_gradients", step)
+            self.model.on_gradients(step)
             self.method.on_gradients(step, self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._count_skipped(finite, step)
         self.optimizer.zero_grad(set_to_none=True)
-        self._model_hook("on_step_end", step)
+        self.model.on_step_end(step)
         self.method.on_step_end(step)
         return total, float(norm)
 
@@ -167,11 +167,6 @@ class Optimization:
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
-
-    def _model_hook(self, name: str, step: int) -> None:
-        hook: Any = getattr(self.model, name, None)
-        if hook is not None:
-            hook(step)
 
     def _count_skipped(self, finite: bool, step: int) -> None:
         self.skipped += not finite

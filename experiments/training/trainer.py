@@ -33,6 +33,7 @@ from experiments.training.optimization import (
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog
 from methods import Method, refresh
+from models.base import Model
 
 
 def micro_batch_size(
@@ -78,8 +79,6 @@ def micro_batch_size(
 class Trainer:
     """Trains `model`, converted by `method` and on its device, on the batches of `source`.
 
-    A model may have hooks of its own (`Optimization`), and `metrics()` for the log.
-
     Args:
         identity: hash of the run's config; a checkpoint of another config, or made on other data,
             is refused.
@@ -89,7 +88,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: Model,
         method: Method,
         source: Source,
         train: TrainConfig,
@@ -190,7 +189,6 @@ class Trainer:
         """Figures of this step; `loss` is the mean over the steps since the last record."""
         # Every rank takes part in the mean; the main one writes it.
         loss = self.world.mean(self.loss_sum) / (self.loss_count or math.nan)
-        own_metrics: Any = getattr(self.model, "metrics", dict)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         return {
             "step": self.step,
@@ -200,7 +198,7 @@ class Trainer:
             "step_seconds": statistics.median(durations),
             "skipped_steps": self.optimization.skipped,
             **self.method.metrics(),
-            **own_metrics(),
+            **self.model.metrics(),
         }
 
     def _train_step(self, batches: Iterator[Batch]) -> float:

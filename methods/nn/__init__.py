@@ -13,4 +13,5 @@ them.
     calibration     statistics of the inputs of layers
     sparsegpt       pruning by them
     keys, ranks     random choices, and choices that hold for all ranks
+    order           a training loop that leaves out a call
 """

@@ -24,7 +24,7 @@ in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ from .conversion import Report, weight_of
 from .gemms import Products, choose_products
 from .keys import layer_seed
 from .linear import SparseLinear
+from .order import CallOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +106,30 @@ class Method:
         self.flips_per_step = 0.0
         self.flips_per_refresh = 0.0
         self._masks_before: list[Tensor] | None = None
-        self._begun: int | None = None
-        self._versions: dict[int, int] = {}
+        self._order = CallOrder()
 
     # ------------------------------------------------------------------ conversion
+
+    @property
+    def calibration_sequences(self) -> int:
+        """How many sequences `calibrate` wants before `convert`; 0: it need not be called."""
+        return 0
+
+    def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Take what `convert` needs to know of the inputs of the layers: here nothing.
+
+        Args:
+            batches: keyword arguments of the model; in a process group, equal on every rank.
+        """
+
+    def set_teacher(self, teacher: nn.Module) -> None:
+        """Distil from `teacher`; for methods built on distillation.py.
+
+        Raises:
+            ValueError: the method has no teacher.
+        """
+        name = type(self.config).__module__.rpartition(".")[2]
+        raise ValueError(f"{name} does not distil; set_teacher is for methods that do, ast say")
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> Report:
         """Make the matching linears of `model` sparse, in place.
@@ -243,7 +264,7 @@ class Method:
 
     def on_step_begin(self, step: int) -> None:
         """Before the first micro-batch of optimizer step `step`."""
-        self._check_ended(step)
+        self._order.check_ended(self._trained(), step)
         self.micro_batch = 0
         for name, layer in self.sparse_layers.items():
             layer.key[0].fill_(layer_seed(self.config.seed, name, step))
@@ -280,7 +301,7 @@ class Method:
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         """After `optimizer.step()`: masks that are due and all derived operands."""
-        self._check_begun(step)
+        self._order.check_begun(self._trained(), step)
         due = self._chooses(step)
         for layer in self.sparse_layers.values():
             if due:
@@ -301,30 +322,11 @@ class Method:
 
         begun: the step that has begun and not ended, if any.
         """
-        self._begun, self._versions = begun, {id(p): p._version for p in self._trained()}
-
-    def _moved(self) -> bool:
-        return any(self._versions.get(id(p), p._version) != p._version for p in self._trained())
+        self._order.remember(self._trained(), begun)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for layer in self.layers.values():
             yield from (p for p in layer.parameters() if p.requires_grad)
-
-    def _check_ended(self, step: int) -> None:
-        """A step that was left out, because its gradient was not finite, say, changed no weight
-        and need not be ended."""
-        if self._begun is not None and self._begun < step and self._moved():
-            raise RuntimeError(
-                f"the weights changed in step {self._begun} and on_step_end({self._begun}) was not "
-                "called: masks and operands are stale; call it after every optimizer.step()"
-            )
-
-    def _check_begun(self, step: int) -> None:
-        if self._begun is None and self._moved():
-            raise RuntimeError(
-                f"on_step_end({step}) without on_step_begin({step}): phases and random bits stand "
-                "still; call it before the first micro-batch of every step"
-            )
 
     def _chooses(self, step: int) -> bool:
         """Whether masks are chosen at the end of this step."""
@@ -412,7 +414,7 @@ class Method:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begun, self._versions = None, {}
+        self._order = CallOrder()
         self.flips_per_step = state["flips_per_step"]
         self.flips_per_refresh = state["flips_per_refresh"]
 

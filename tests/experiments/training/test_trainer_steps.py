@@ -19,8 +19,8 @@ from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import s_ste, sr_ste, ste
+from models.base import Model
 from models.gpt2 import GPT
-from models.groups import param_groups
 
 
 class Stop(Exception):
@@ -407,8 +407,8 @@ def test_lamb_is_the_published_one():
         weight_decay=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    model.param_groups = lambda decay: param_groups(model.named_parameters(), decay)
+    model = Model()
+    model.layers = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     optimizer = module.make_optimizer(ste.Method(ste.Config()), model, train)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(w) for name, w in expected.items()}

@@ -1,6 +1,8 @@
 """Conversion, protocol and bookkeeping shared by all methods."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -400,3 +402,18 @@ def test_loops_that_are_right_are_told_nothing(name, options):
     model.load_state_dict({k: v * 1 for k, v in average.items()})  # averages, say, for a while
     method.on_step_end(7)
     method.on_step_end(7)
+
+
+def test_what_only_some_methods_need_has_a_default_in_all():
+    """So a driver asks no method whether it has a hook."""
+    method = ste.Method(ste.Config())
+    assert method.calibration_sequences == 0
+    method.calibrate(mlp(), [])
+    with pytest.raises(ValueError, match="ste does not distil"):
+        method.set_teacher(mlp())
+
+
+def test_what_methods_share_knows_no_method():
+    for path in (Path(methods.__file__).parent / "nn").glob("*.py"):
+        code = path.read_text()
+        assert not re.search(r"^\s*(from|import) (\.\.|methods)", code, re.M), path.name
