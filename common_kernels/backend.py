@@ -1,7 +1,7 @@
 """The one place where the backend of an operator is chosen.
 
-`naive` is plain PyTorch, runs on any device and is the specification. `triton` serves GPUs, and any
-device under Triton's interpreter; what has no Triton kernel (the baselines `two_approx` and
+`naive` is plain PyTorch, `cpu.py` of each family, and runs on any device. `triton` serves GPUs, and
+any device under Triton's interpreter; what has no Triton kernel (the baselines `two_approx` and
 `sequential`, groups of more than 32) then runs naive. `cuda` is a name for compiled kernels, of
 which there are none yet. Asking for a backend that cannot serve a device is an error.
 """

@@ -1,4 +1,4 @@
-"""The compressed form in plain PyTorch: the specification.
+"""The compressed form in plain PyTorch.
 
 A mask is read byte by byte, from tables of what each of the 256 bytes means, where its groups lie
 within bytes.

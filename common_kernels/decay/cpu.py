@@ -1,4 +1,4 @@
-"""Masked decay in plain PyTorch: the specification."""
+"""Masked decay in plain PyTorch."""
 
 import torch
 

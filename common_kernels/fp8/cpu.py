@@ -1,4 +1,4 @@
-"""Per-tensor FP8 quantisation in plain PyTorch: the specification."""
+"""Per-tensor FP8 quantisation in plain PyTorch."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Gated activations in plain PyTorch: the specification."""
+"""Gated activations in plain PyTorch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sparse-plus-low-rank output in plain PyTorch: the specification."""
+"""Sparse-plus-low-rank output in plain PyTorch."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Hard masks in plain PyTorch: the specification."""
+"""Hard masks in plain PyTorch."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Unbiased 2:4 sampling in plain PyTorch: the specification."""
+"""Unbiased 2:4 sampling in plain PyTorch."""
 
 import torch
 

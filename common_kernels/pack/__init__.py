@@ -1,8 +1,8 @@
 """Packed 2:4 matrices: half of the values and two bits a value for where they stand.
 
-`cpu.py` is the specification of the layouts, `triton.py` prunes and packs in one read for
-cuSPARSELt on compute capability 9.0, `bitmask.py` has the formats that store a mask, `interop.py`
-torch's tensor class, `cpu_operators.py` torch's 2:4 operators for the CPU.
+`cpu.py` holds the layouts, `triton.py` prunes and packs in one read for cuSPARSELt on compute
+capability 9.0, `bitmask.py` has the formats that store a mask, `interop.py` torch's tensor class,
+`cpu_operators.py` torch's 2:4 operators for the CPU.
 """
 
 from dataclasses import dataclass, field

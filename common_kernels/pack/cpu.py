@@ -1,4 +1,4 @@
-"""Compressed 2:4 matrices in plain PyTorch: the specification of every format.
+"""Compressed 2:4 matrices in plain PyTorch.
 
 A 2:4 matrix [rows, columns] keeps two entries i0 < i1 of each group of four along its columns. Its
 values are stored row-major, `[rows, columns / 2]`; the positions of a group are the nibble i0 |

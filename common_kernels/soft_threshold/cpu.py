@@ -1,4 +1,4 @@
-"""S-STE's soft threshold in plain PyTorch: the specification."""
+"""S-STE's soft threshold in plain PyTorch."""
 
 import functools
 from collections.abc import Callable

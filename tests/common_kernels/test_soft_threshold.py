@@ -5,32 +5,26 @@ import torch
 
 from common_kernels import check24, nm_mask, soft_threshold24
 from common_kernels.backend import HAS_TRITON
+from common_kernels.soft_threshold import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 
 
-def expected(x: torch.Tensor, gamma: float = 0.0) -> torch.Tensor:
-    groups = x.float().unflatten(-1, (-1, 4))
-    low = groups.abs().kthvalue(2, -1, keepdim=True).values
-    t = torch.lerp(low, groups.abs().kthvalue(3, -1, keepdim=True).values, gamma)
-    return (groups.sign() * torch.relu(groups.abs() - t)).flatten(-2).to(x.dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0])
 def test_definition_in_any_layout(dtype, gamma, pieces, generator):
-    x = torch.randn(12, 20, 28, generator=generator).to(dtype)
+    x = torch.randn(4, 8, 16, generator=generator).to(dtype)
     for view in (
         x,
         x.transpose(0, 2),
         x.permute(1, 2, 0),
-        x[::2, :, 4:16],
+        x[::2, :, 4:12],
         x[0, 0, :4].expand(3, 4),
     ):
         got = soft_threshold24(view, gamma)
-        assert torch.equal(got, expected(view, gamma))
+        assert torch.equal(got, reference.soft_threshold24(view, gamma))
         assert got.stride() == torch.empty_like(view).stride()
         assert check24(got) == 0
 

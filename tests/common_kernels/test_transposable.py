@@ -1,10 +1,9 @@
-import itertools
-
 import pytest
 import torch
 
 from common_kernels import transposable_mask24
 from common_kernels.backend import HAS_TRITON
+from common_kernels.masks.reference import PATTERNS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -13,12 +12,8 @@ ALGORITHMS = ["exact", "greedy", "two_approx"]
 
 
 def all_patterns() -> torch.Tensor:
-    """Of the 2^16 binary tiles those with row and column sums 2, largest number first: `[90, 16]`,
-    fp64.
-    """
-    bits = torch.tensor(list(itertools.product((1, 0), repeat=16))).view(-1, 4, 4)
-    legal = (bits.sum(1) == 2).all(1) & (bits.sum(2) == 2).all(1)
-    return bits[legal].flatten(1).double()
+    """`[90, 16]`, fp64."""
+    return torch.stack(PATTERNS).flatten(1).double()
 
 
 def tiles(w: torch.Tensor) -> torch.Tensor:

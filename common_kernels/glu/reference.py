@@ -1,0 +1,29 @@
+"""Gated activations by definition, in fp64: what the tests hold every backend against, and with
+their gradients by autograd the backward as well."""
+
+import math
+
+import torch
+
+
+def gelu(g: torch.Tensor) -> torch.Tensor:
+    """GELU's approximation by tanh (arXiv 1606.08415)."""
+    return 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+
+
+def silu(g: torch.Tensor) -> torch.Tensor:
+    return g * torch.sigmoid(g)
+
+
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """value * gelu(gate), `[..., d]` for `x [..., 2d]`: values first, then gates (arXiv
+    2002.05202).
+    """
+    value, gate = x.double().chunk(2, -1)
+    return value * gelu(gate)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """value * silu(gate), likewise."""
+    value, gate = x.double().chunk(2, -1)
+    return value * silu(gate)

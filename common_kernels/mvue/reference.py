@@ -1,0 +1,67 @@
+"""Unbiased 2:4 sampling by definition: what the tests hold every backend against."""
+
+import torch
+
+from common_kernels.masks.reference import each_group
+from common_kernels.philox import philox4x32
+
+
+def mvue24(
+    x: torch.Tensor, seed: int, offset: int = 0, design: str = "exact", dim: int = -1
+) -> torch.Tensor:
+    """Sample two of each four entries along dim, so that the mean over seeds is x.
+
+    Group q of x, with `offset` added, draws its numbers in [0, 1) from 24 bits of each word:
+    `exact` one, word q % 4 of Philox at counter q // 4, `sequential` two, words 0 and 1 at q.
+    """
+
+    def sample(group: list[float], number: int) -> list[float]:
+        q = number + offset
+        counter = torch.tensor(q // 4 if design == "exact" else q)
+        u = [float(word // 256) / 2**24 for word in philox4x32(seed, counter)]
+        return exact(group, u[q % 4]) if design == "exact" else sequential(group, u[0], u[1])
+
+    return each_group(sample, x, 4, dim, torch.float32).to(x.dtype)
+
+
+def exact(group: list[float], u: float) -> list[float]:
+    """Systematic sampling: of all unbiased samples of two entries the one with least variance.
+
+    Entry a is kept with probability min(1, |a| / H) and then becomes max(|a|, H), where H is half
+    of the sum, or the sum of the others if an entry is dominant, larger than they together. That
+    one is kept always; the others lie end to end on a line, in fp32, and the two that hold the
+    points u * H and (u + 1) * H are kept (one beside a dominant entry, whose line ends at H).
+    """
+    x = torch.tensor(group)
+    a0, a1, a2, a3 = a = x.abs()
+    first, last = a0 + a1, a2 + a3
+    others = torch.stack([a1 + last, a0 + last, a3 + first, a2 + first])
+    h = torch.minimum((first + last) / 2, others.min())
+    dominant = a > others
+    ends = torch.where(dominant, 0.0, a).cumsum(0)[:3]  # where one entry ends, the next begins
+    point = u * h
+    kept = {int((ends <= point).sum()), int((ends - h <= point).sum())}
+    if dominant.any():
+        kept = {int((ends <= point).sum()), int(dominant.int().argmax())}
+    return [float(x[i].sign() * torch.maximum(a[i], h)) if i in kept else 0.0 for i in range(4)]
+
+
+def sequential(group: list[float], u: float, v: float) -> list[float]:
+    """Two draws with probability in proportion to |x|, without replacement (the released code of
+    FST); what is kept is divided by its probability pi.
+    """
+    a = [abs(entry) for entry in group]
+    total = sum(a)
+
+    def drawn(weights: list[float], u: float) -> int:
+        point = u * sum(weights)
+        return sum(sum(weights[: i + 1]) <= point for i in range(3))
+
+    def pi(i: int) -> float:
+        return a[i] / total + sum(
+            a[j] / total * a[i] / (total - a[j]) for j in range(4) if j != i and a[j]
+        )
+
+    first = drawn(a, u)
+    second = drawn([0.0 if i == first else entry for i, entry in enumerate(a)], v)
+    return [group[i] / pi(i) if i in (first, second) and a[i] else 0.0 for i in range(4)]
