@@ -1,0 +1,336 @@
+"""What README.md and the pages of docs/ say holds: links, paths, commands, snippets, figures."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+import methods
+from common_kernels import nm_mask
+from experiments.bench.__main__ import parser as bench_parser
+from models.gpt2 import GPT, GPTConfig
+from reproduce.__main__ import parse
+from reproduce.reading import TABLES, read_tables
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / folder / "README.md" for folder in ("methods", "reproduce")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TOP = {path.name for path in ROOT.iterdir()}
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+@cache
+def text(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.S | re.M)
+
+
+def anchors(page):
+    """The names that GitHub gives to the headings of a page."""
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short():
+    assert len(text(ROOT / "README.md").split()) <= 600
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@every_page
+def test_named_files_exist(page):
+    """Names in backticks that begin with a file or folder of the repository."""
+    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text(page)):
+        beside = name.split("/")[0]
+        if beside in TOP - {"runs", "data"}:
+            assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_index():
+    linked = set(re.findall(r"\]\((\w+\.md)", text(ROOT / "docs" / "index.md")))
+    assert linked == {path.name for path in PAGES if path.parent.name == "docs"} - {"index.md"}
+
+
+def commands():
+    for page in PAGES:
+        for block in blocks(page, ""):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.split(" ")[0] in ("python", "bash", "torchrun", "echo", "pip"):
+                    yield page, line
+
+
+def test_commands_are_understood():
+    tables = read_tables(TABLES)
+    checked = 0
+    with initialize_config_module("experiments.conf", version_base="1.3"):
+        for page, line in commands():
+            words = shlex.split(line.split("#")[0])
+            if "|" in words:
+                words = words[words.index("|") + 1 :]
+            if not words or "-m" not in words:
+                scripts = [word for word in words if word.endswith((".sh", ".py"))]
+                assert all((ROOT / script).exists() for script in scripts), (page, line)
+                checked += bool(scripts)
+                continue
+            module, *arguments = words[words.index("-m") + 1 :]
+            if module == "experiments.bench":
+                bench_parser().parse_args(arguments)
+            elif module == "reproduce":
+                if arguments[0] == "run":
+                    assert (ROOT / "reproduce" / "blocks" / f"{arguments[1]}.yaml").exists()
+                elif arguments[0] not in ("claims", "report", "--list"):
+                    parse(arguments, tables)
+            elif module == "experiments.compare":
+                assert all("=" in word or word.startswith("runs/") for word in arguments)
+            elif module.startswith("experiments."):
+                name = module.removeprefix("experiments.")
+                assert (ROOT / "experiments" / f"{name}.py").exists(), line
+                sweep = "-m" in arguments
+                overrides = [word for word in arguments if "=" in word]
+                if sweep:  # composes the first run of a sweep
+                    overrides = [re.sub(r"(,.*)$", "", word) for word in overrides]
+                if name == "prepare_data":
+                    name = "pretrain"
+                if name == "generate":  # a text that hydra does not read
+                    overrides = [word for word in overrides if not word.startswith("prompt=")]
+                compose(name, overrides)
+            else:
+                assert module in ("pytest", "venv"), line
+            checked += 1
+    assert checked > 40
+
+
+# ------------------------------------------------------------------ snippets
+
+
+def tiny():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=32, block_size=8))
+
+
+def batch():
+    tokens = torch.randint(0, 32, (4, 9))
+    return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+
+
+def snippet(start):
+    """The one python block of own_loop.md whose code begins with `start`."""
+    (found,) = (b for b in blocks(ROOT / "docs" / "own_loop.md", "python") if b.startswith(start))
+    return found
+
+
+def trained():
+    names = {
+        "model": tiny(),
+        "steps": 3,
+        "accumulate": 2,
+        "micro_batches": lambda step: [batch(), batch()],
+        "fresh": tiny(),
+    }
+    exec(snippet("import torch\nimport methods"), names)
+    return names
+
+
+def test_every_snippet_is_run_here():
+    own = {ROOT / "README.md", ROOT / "docs" / "own_loop.md"}
+    assert {page for page in PAGES if blocks(page, "python")} == own
+    assert len(blocks(ROOT / "docs" / "own_loop.md", "python")) == 8
+
+
+def test_the_loop_accumulates_and_ends_sparse():
+    weight = trained()["model"].transformer.h[0].mlp.c_fc.weight
+    assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+
+
+def test_a_training_is_saved_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = trained()
+    names["model"], saved = tiny(), names["model"]
+    exec(snippet("import torch\nimport methods").replace("method.finalize(model)", ""), names)
+    exec(snippet("state = {"), names)
+    exec(snippet("state = torch.load"), names)
+    assert type(saved) is type(names["fresh"])
+    state, resumed = names["model"].state_dict(), names["fresh"].state_dict()
+    assert state.keys() == resumed.keys()
+    assert all(torch.equal(state[key], resumed[key]) for key in state)
+
+
+def test_ddp_and_compile_take_a_converted_model(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        for start in ("from torch.nn.parallel", "method.convert(model)\ncompiled"):
+            names = {"torch": torch, "model": tiny(), "method": methods.build("ste")}
+            exec(snippet(start), names)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_acceleration_is_asked_for_as_shown(capsys, monkeypatch):
+    """Where nothing is faster, nothing changes."""
+    monkeypatch.delenv("SPARSE24_MATMUL", raising=False)
+    method = methods.build("t_sr_ste", total_steps=6)
+    code = snippet("method.convert(model, dtype")
+    exec(code, {"torch": torch, "model": tiny(), "method": method})
+    assert "transformer.h.0.mlp.c_fc" in capsys.readouterr().out
+
+
+def test_a_matrix_is_packed_and_multiplied_as_shown():
+    torch.manual_seed(0)
+    w, x = torch.randn(64, 128).bfloat16(), torch.randn(3, 5, 128).bfloat16()
+    names = {"w": w, "x": x, "bias": torch.ones(64).bfloat16()}
+    exec(snippet("from common_kernels"), names)
+    pruned = torch.where(nm_mask(w), w, 0)
+    want = x.float() @ pruned.float().t() + 1
+    assert (names["y"].float() - want).abs().max() <= 2**-8 * want.abs().max()
+    assert torch.equal(names["weight"].to_dense(), pruned)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own_loop.md"])
+def test_a_model_of_transformers_is_trained_as_shown(page, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    (code,) = (b for b in blocks(ROOT / page, "python") if "MethodCallback" in b)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.randint(0, 32, (8, 16))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    names = {
+        "arguments": arguments,
+        "dataset": [{"input_ids": row, "labels": row} for row in ids],
+        "folder": tmp_path / "model",
+        "model": model,
+        "method": methods.build("s_ste", total_steps=2),
+    }
+    exec(code, names)
+    stored = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    weight = stored.model.layers[0].mlp.up_proj.weight
+    assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+
+
+# ------------------------------------------------------------------ what is quoted
+
+
+def test_the_configuration_reference_is_up_to_date():
+    """If not: `python docs/make_configuration.py`."""
+    path = ROOT / "docs" / "make_configuration.py"
+    spec = importlib.util.spec_from_file_location("make_configuration", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert text(module.PAGE) == module.page()
+
+
+@cache
+def messages():
+    """The texts in the source, with `…` for what is put in."""
+    found = []
+    for package in ("common_kernels", "methods", "models", "experiments", "reproduce"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+def test_the_quoted_errors_are_those_of_the_source():
+    page = ROOT / "docs" / "troubleshooting.md"
+    quoted = [title.replace("\\`", "`") for title in re.findall(r"^### `(.*)`$", text(page), re.M)]
+    assert len(quoted) > 25
+    for message in quoted:
+        words = [part for part in message.split("…") if part.strip()]
+        pattern = re.compile(".*".join(map(re.escape, words)), re.S)
+        assert any(pattern.search(source) for source in messages()), message
+
+
+@cache
+def rows(benchmark):
+    record = (ROOT / "experiments" / "bench_results" / "h200.md").read_text(encoding="utf-8")
+    part = record.split(f"\n## {benchmark}\n")[1].split("\n## ")[0]
+    cells = [
+        [c.strip() for c in line.split("|")[1:-1]] for line in part.splitlines() if "|" in line
+    ]
+    return {(row[0], row[2]): row for row in cells}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_speedups_are_those_of_the_record(page):
+    found = text(ROOT / page)
+    header = re.search(r"^\| tokens x in -> out \|(.*)\|$", found, re.M)[1]
+    names = re.findall(r"`([^`]+)`", header)
+    lines = re.findall(r"^\| (\d+ x \d+ -> \d+) \|(.*)\|$", found, re.M)
+    assert lines
+    for shape, figures in lines:
+        for name, figure in zip(names, figures.split("|"), strict=True):
+            peer = rows("linear")[name, shape][7]
+            assert f"dense {figure.strip()}" in peer.split("; "), (shape, name)
+
+
+def test_step_times_are_those_of_the_record():
+    lines = re.findall(r"^\| ((?:GPT-2|ViT).*)\|$", text(ROOT / "docs" / "speed.md"), re.M)
+    assert len(lines) == 10
+    for line in lines:
+        shape, name, launched, graphs, peak = (cell.strip() for cell in line.split("|"))
+        row = rows("train")[name, shape]
+        assert row[4] == launched
+        assert f"step in CUDA graphs ms {graphs}; peak MiB {peak}" in row[8]
+
+
+def test_the_citation_and_the_hooks_are_valid():
+    from omegaconf import OmegaConf
+
+    citation = OmegaConf.to_container(OmegaConf.load(ROOT / "CITATION.cff"))
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert (citation["title"], citation["version"]) == ("sparse24", version)
+    hooks = OmegaConf.to_container(OmegaConf.load(ROOT / ".pre-commit-config.yaml"))
+    entries = [hook["entry"] for hook in hooks["repos"][0]["hooks"]]
+    script = (ROOT / "tests" / "run.sh").read_text(encoding="utf-8")
+    checks = re.findall(r'^check "\$bin/(.*)$', script, re.M)
+    assert entries == [check.replace('"', "") for check in checks]
+
+
+def test_no_place_of_a_machine_is_named():
+    for page in PAGES:
+        assert not re.search(r"(?<![\w~])/(?:work|root|home|tmp)/", text(page)), page
