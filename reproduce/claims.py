@@ -185,9 +185,13 @@ def records(
 
 def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:
     """arm - against at every seed that both have."""
+    return list(_paired(values, block, arm, against, metric).values())
+
+
+def _paired(values: Values, block: str, arm: str, against: str, metric: str) -> dict[int, float]:
     first, second = values.get((block, arm), {}), values.get((block, against), {})
     seeds = sorted(first.keys() & second.keys())
-    return [number(first[s], metric) - number(second[s], metric) for s in seeds]
+    return {s: number(first[s], metric) - number(second[s], metric) for s in seeds}
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
@@ -198,18 +202,25 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
 def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
     """A contrast by itself, without a verdict; one that cannot be tested says why."""
     c, rule = contrast, claims.margin
-    paired = differences(values, c.block, c.arm, c.against, c.metric)
+    by_seed = _paired(values, c.block, c.arm, c.against, c.metric)
+    paired, margin = list(by_seed.values()), None
     if why := _untestable(claims, c.arm, c.against, c.metric, paired):
         return Judged(contrast, len(paired), why=why)
-    margin = None
+    if other := _on_other_data(values, c):
+        return Judged(contrast, len(paired), why=other)
     if c.expect == "equal":
-        gaps = differences(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
-        if why := _untestable(claims, rule.upper, rule.lower, c.metric, gaps):
+        gaps = _paired(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
+        gap = [gaps[s] for s in by_seed if s in gaps]
+        if why := _no_gap(claims, c.metric, gap):
             return Judged(contrast, len(paired), why=f"no margin: {why}")
-        margin = rule.share * abs(mean(gaps))
-        expected = equivalence_p_value(paired, margin)
-        beyond = min(p_value(paired, margin, "above"), p_value(paired, -margin, "below"))
-        contrary = min(1.0, 2 * beyond)  # it may lie beyond either end
+        paired = [d for s, d in by_seed.items() if s in gaps]
+        margin = rule.share * abs(mean(gap))
+        # Seed by seed: as the difference has an error, so has the gap.
+        ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
+        expected = equivalence_p_value(paired, ends)
+        above = p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
+        below = p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
+        contrary = min(1.0, 2 * min(above, below))  # it may lie beyond either end
     else:
         both = p_value(paired)
         as_expected = (mean(paired) < 0) == (c.expect == "lower")
@@ -226,6 +237,24 @@ def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: lis
     if not all(map(math.isfinite, paired)):
         return f"{arm} or {against} has no finite {metric} at one of the seeds"
     return ""
+
+
+def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
+    """Why a gap gives no margin, or nothing. Of one that may be none a share means nothing."""
+    rule = claims.margin
+    if why := _untestable(claims, rule.upper, rule.lower, metric, gap):
+        return why
+    low, high = paired_interval(gap, 1 - claims.level)
+    return f"{rule.upper} is not told from {rule.lower}" if low <= 0 <= high else ""
+
+
+def _on_other_data(values: Values, c: Contrast) -> str:
+    """At which seeds the runs had unequal data, in words, or nothing."""
+    first, second = values[c.block, c.arm], values[c.block, c.against]
+    common = sorted(first.keys() & second.keys())
+    unequal = [s for s in common if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
+    seeds = ", ".join(map(str, unequal))
+    return f"{c.arm} and {c.against} had other data at seeds {seeds}" if unequal else ""
 
 
 def _with_verdicts(found: list[Judged], level: float) -> list[Judged]:

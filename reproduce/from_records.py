@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from experiments.support.errors import UserError
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.claims import read_records
+from reproduce.claims import records
 from reproduce.engine import Run
 from reproduce.jobs import Place
 from reproduce.spec import Table
@@ -28,7 +29,9 @@ def collect(
     if (source := block.source) is not None:  # its models are rows of the papers' tables, too
         name = f"{source.block.name}/{source.arm}"
         asked |= {(name, seed): source.run(seed, runs) for seed in block.seeds}
-    values = read_records(*folders, blocks=blocks)
+    kept: dict[tuple[str, str, int], tuple[Path, dict[str, Any]]] = {}
+    for path, record in records(folders, blocks, wanted=True):
+        kept.setdefault((record["block"], record["arm"], record["seed"]), (path, record))
     own = replace(chosen, setting=f"{block.title}. {chosen.setting}".strip(), seeds=block.seeds)
     table = replace(table, tiers={**table.tiers, tier: own})
     found: list[Run] = []
@@ -37,12 +40,11 @@ def collect(
         if (row.arm, seed) not in asked:
             raise UserError(f"{table.name}, {row.label!r}: block {block.name} has no arm {row.arm}")
         run = asked[row.arm, seed]
-        record = values.get((run.block, run.arm), {}).get(seed)
-        if record is None:
+        if (there := kept.get((run.block, run.arm, seed))) is None:
             if seed not in missing.setdefault(row.arm, []):
                 missing[row.arm].append(seed)
             continue
-        path = next(file for folder in folders if (file := run.file(folder)).is_file())
+        path, record = there
         place = Place(variant.label, row.label, seed)
         found.append(Run(place, path, record, _log(record["curves"]), {}))
     return table, found, missing

@@ -77,10 +77,12 @@ def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both
     return {"below": below, "above": above, "both": 2 * min(below, above)}[side]
 
 
-def equivalence_p_value(differences: Sequence[float], margin: float) -> float:
-    """p-value of two one-sided tests (TOST): small where the mean lies within +-margin."""
-    above = p_value(differences, -margin, "above")
-    return max(above, p_value(differences, margin, "below"))
+def equivalence_p_value(differences: Sequence[float], margins: Sequence[float]) -> float:
+    """p-value of two one-sided tests (TOST): small where the mean lies within +- that of `margins`,
+    one for each difference: a margin that was estimated from the same pairs has an error, too."""
+    above = p_value([d + m for d, m in zip(differences, margins, strict=True)], side="above")
+    below = p_value([d - m for d, m in zip(differences, margins, strict=True)], side="below")
+    return max(above, below)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

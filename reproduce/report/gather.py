@@ -173,13 +173,17 @@ def _baseline(block: Block, claims: Claims) -> str:
     return next(iter([arm for arm in dense if arm == claims.margin.lower] + dense), "")
 
 
-def unfinished(runs: Path) -> list[tuple[Path, str]]:
+def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
     """Of one's own runs those that were begun and have no result: what tells of them, and the last
-    that they said."""
+    that they said. One that was made again, for others to start from, has its record elsewhere."""
     found = []
     kept = runs / "evidence"
+    ended = {
+        (k.path.parent.name, k.path.stem) for arm in evidence.kept.values() for k in arm.values()
+    }
     for log in sorted((kept / "logs").glob("*/*.txt")):
-        if not (kept / log.parent.name / f"{log.stem}.json").is_file():
+        own = kept / log.parent.name / f"{log.stem}.json"
+        if not own.is_file() and (log.parent.name, log.stem) not in ended:
             found.append((log, _last_line(log)))
     found += [(trace, _last_line(trace)) for trace in sorted(runs.glob("*/*/*/failure.txt"))]
     return found

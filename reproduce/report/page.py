@@ -218,7 +218,7 @@ def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, link
             links.to(path) for path in evidence.outdated
         ],
         "Begun and not finished here, with the last that they said.": [
-            text(links.to(path), f": {said}") for path, said in unfinished(runs)
+            text(links.to(path), f": {said}") for path, said in unfinished(runs, evidence)
         ],
         "Of your own runs these cannot be shown.": [text(why) for why in own.trouble],
     }

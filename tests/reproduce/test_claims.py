@@ -164,6 +164,11 @@ def test_seeds_of_one_arm_alone_are_left_out():
         ),
         ({"dense": BASE, "it": BASE}, 5, "no margin: 0 of 5 seeds of half and dense"),
         (
+            {"dense": BASE, "it": shifted(0.05), "half": shifted(0.001)},
+            5,
+            "no margin: half is not told from dense",
+        ),
+        (
             {"dense": BASE, "it": [*BASE[:4], None], "half": BASE},
             5,
             "it or dense has no finite metrics.val_loss at one of the seeds",
@@ -176,6 +181,27 @@ def test_what_is_not_tested_says_why(arms, n, why):
     assert (found.verdict, found.n, found.why) == ("not tested", n, why)
     assert math.isnan(found.effect)
     assert verdict([found.verdict]) == "not tested"
+
+
+def test_a_margin_has_an_error_of_its_own():
+    """With the gap taken as if it were known, 0.018 would be within a quarter of 0.08."""
+    spread = [0.0, 0.03, -0.03, 0.02, -0.02]
+    values = records(
+        dense=BASE, half=shifted(0.08, spread), it=shifted(0.018, [n / 9 for n in NOISE])
+    )
+    (found,) = judged(values, ("it", "dense", "equal"))
+    assert found.margin == pytest.approx(0.02)
+    paired = claims.differences(values, "a", "it", "dense", "metrics.val_loss")
+    known = p_value(paired, found.margin, "below")
+    assert known < 0.05 < found.p_expected and found.verdict == "inconclusive"
+
+
+def test_runs_on_other_data_are_not_compared():
+    values = records(dense=BASE, it=shifted(-0.02))
+    for arm, seed, corpus in (("dense", 1, "aa"), ("it", 1, "aa"), ("it", 3, "bb")):
+        values["a", arm][seed]["corpus_hash"] = corpus
+    (found,) = judged(values, ("it", "dense", "lower"))
+    assert (found.verdict, found.why) == ("not tested", "it and dense had other data at seeds 3")
 
 
 def test_a_diverged_run_decides_nothing():

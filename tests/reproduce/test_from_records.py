@@ -1,6 +1,7 @@
 """Tiers that show the records of a block instead of runs of their own."""
 
 import importlib
+import json
 import math
 from dataclasses import replace
 
@@ -164,6 +165,15 @@ def test_records_take_the_place_of_runs(folders):
     assert "Runs: 6 of 9, seeds 0, 1, 2." in header
     assert "Device: toy, torch 2.0." in header and "Code: revision c0ffee." in header
     assert rendered.per_run[0]["directory"] == str(folders["committed"] / "t" / "dense-seed0.json")
+
+
+def test_an_outdated_record_does_not_stand_for_one_s_own(folders):
+    path = keep(folders, "t", "dense", 0, 9.0)
+    outdated = json.loads(path.read_text())
+    write_json(path, outdated | {"overrides": ["method=dense"]})
+    own = keep(folders, "t", "dense", 0, 2.0, where="own")
+    _, (run,), _ = collect(table(), "mini", **folders)
+    assert (run.result["metrics"]["val_loss"], run.directory) == (2.0, own)
 
 
 def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):

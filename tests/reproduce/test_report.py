@@ -47,9 +47,10 @@ class Page(HTMLParser):
 def made(tmp_path_factory):
     """The page as the command writes it, beside a run that said what must be escaped."""
     runs = tmp_path_factory.mktemp("work") / "runs"
-    log = runs / "evidence" / "logs" / "a" / "dense-seed0.txt"
+    log = runs / "evidence" / "logs" / "a" / "an_arm_that_failed-seed0.txt"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n<script>alert('&')</script>\n")
+    log.with_name("dense-seed0.txt").write_text("made again, for others to start from\n")
     record = json.loads((EVIDENCE / "a" / "dense-seed0.json").read_text())
     gone = copy.deepcopy(record)
     gone["arm"] = "an_arm_that_was"
@@ -129,6 +130,7 @@ def test_what_runs_said_is_escaped_and_what_is_left_out_is_told(text):
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in text
     assert "an_arm_that_was-seed0.json" in text
+    assert "made again, for others to start from" not in text
 
 
 def test_runs_of_one_s_own_and_several_blocks(tmp_path):

@@ -94,11 +94,21 @@ def test_equivalence_is_two_one_sided_tests_of_scipy(differences, margin):
 
     above = ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = ttest_1samp(differences, margin, alternative="less").pvalue
-    p = equivalence_p_value(differences, margin)
+    p = equivalence_p_value(differences, [margin] * len(differences))
     assert p == pytest.approx(max(above, below), rel=1e-11)
     # The same by intervals: equivalent at 5 % where that of 90 % lies within the margin.
     low, high = paired_interval(differences, 0.9)
     assert (p < 0.05) == (-margin < low and high < margin)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.01, 0.018, 0.05])
+def test_equivalence_within_a_margin_that_was_estimated(shift):
+    """As the quotient of difference and gap has an interval: both tell the same."""
+    gaps = [0.081, 0.064, 0.077, 0.092, 0.078]
+    differences = [shift + 0.1 * e for e in (0.02, -0.03, 0.01, 0.04, -0.02)]
+    low, high = ratio_interval(differences, gaps, 0.9)
+    p = equivalence_p_value(differences, [0.25 * gap for gap in gaps])
+    assert (p < 0.05) == (low > -0.25 and high < 0.25)
 
 
 def test_a_tail_below_the_rounding_of_one():
@@ -117,15 +127,15 @@ def test_differences_without_spread():
     assert p_value([0.5, 0.5, 0.5], side="below") == 1.0
     assert p_value([0.5, 0.5, 0.5], center=0.5) == 1.0
     assert p_value([0.0, 0.0]) == 1.0
-    assert equivalence_p_value([0.0, 0.0], 0.1) == 0.0
-    assert equivalence_p_value([0.2, 0.2], 0.1) == 1.0
+    assert equivalence_p_value([0.0, 0.0], [0.1, 0.1]) == 0.0
+    assert equivalence_p_value([0.2, 0.2], [0.1, 0.1]) == 1.0
     assert paired_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("differences", [[], [0.1]])
 def test_fewer_than_two_pairs_have_no_p_value(differences):
     assert math.isnan(p_value(differences))
-    assert math.isnan(equivalence_p_value(differences, 1.0))
+    assert math.isnan(equivalence_p_value(differences, [1.0] * len(differences)))
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
