@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from experiments import pretrain
 from experiments.config import run as configuration
-from experiments.config.run import RunConfig, driver
+from experiments.config.driver import driver
+from experiments.config.run import RunConfig
 from experiments.evaluation.probes import probe
 from experiments.images.dataset import ImageConfig
 from experiments.runs.comparison import Run, of_sweep
@@ -24,6 +24,7 @@ from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say
+from experiments.training import pretraining
 from models.vit import ViT
 
 
@@ -34,12 +35,12 @@ def load(overrides: list[str] | None = None) -> RunConfig:
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
     """The result of this very config, if it was trained and probed."""
-    result = pretrain.finished(config)
+    result = pretraining.finished(config)
     return result if result is not None and "linear_top1" in result["metrics"] else None
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretrain.run` does, then probe; returns the content of `result.json`.
+    """Train as `pretraining.run` does, then probe; returns the content of `result.json`.
 
     Raises:
         UserError: as there.
@@ -49,13 +50,13 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             "this model and train= have classes and no `dino` settings; choose model=vit_nano or "
             "another model=vit_*, or train it with `python -m experiments.pretrain`"
         )
-    result = pretrain.run(config, report)
+    result = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) or "linear_top1" in result["metrics"]:
         return result
     model = FinishedRun.open(config.directory()).model()
     assert isinstance(model, ViT) and isinstance(config.data, ImageConfig)
     gpu = config.impl.device != "cpu" and torch.cuda.is_available()
-    with pretrain.process_settings(config.impl):
+    with pretraining.process_settings(config.impl):
         found = probe(model, config.data, "cuda" if gpu else "cpu", config.impl.workers)
     result["metrics"] |= found
     checkpoint.write_json(config.directory() / results.FILE, result)

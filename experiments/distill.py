@@ -17,25 +17,27 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from experiments import export, pretrain
-from experiments.config.run import RunConfig, driver
+from experiments.config.driver import driver
+from experiments.config.run import RunConfig
+from experiments.exporting import export
 from experiments.runs.comparison import Run, of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.progress import say
+from experiments.training import pretraining
 
 EXPORT = export.FOLDER  # in the run directory
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretrain.run` does, then export; returns the content of `result.json`.
+    """Train as `pretraining.run` does, then export; returns the content of `result.json`.
 
     Raises:
         UserError: as there, or the method leaves something that transformers has no place for.
     """
     if find_spec("transformers") is None:
         raise UserError("the export needs the transformers library: pip install 'sparse24[hf]'")
-    result = pretrain.run(config, report)
+    result = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) == 0:
         export.export(FinishedRun.open(config.directory()), report=report)
     return result

@@ -25,24 +25,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from experiments import export
-from experiments.config.run import driver
+from experiments.config.driver import driver
 from experiments.data.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
 from experiments.evaluation import zero_shot
 from experiments.evaluation.config import EvaluateConfig, freeze
 from experiments.evaluation.config import load as load
 from experiments.evaluation.perplexity import perplexity, windows
 from experiments.evaluation.probes import probe
+from experiments.exporting import export
 from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import Images, load_images
 from experiments.images.source import ImageSource
-from experiments.pretrain import process_settings
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say
 from experiments.training import legality
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
+from experiments.training.pretraining import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.vit import ViT

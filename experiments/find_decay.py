@@ -28,11 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import pretrain
-from experiments.config.run import RunConfig, driver, freeze, plain
+from experiments.config.compose import plain
+from experiments.config.driver import driver
+from experiments.config.run import RunConfig, freeze
 from experiments.support.checkpoint import write_atomic, write_json
 from experiments.support.errors import UserError
 from experiments.support.progress import say
+from experiments.training import pretraining
 from experiments.training.distributed import world
 from experiments.training.tracking import read_metrics
 from methods import dense, sr_ste, t_sr_ste
@@ -169,7 +171,7 @@ def find(search: Search, report: Callable[[str], None] = say) -> dict[str, Any]:
 def outcome(search: Search, alpha: float | None, report: Callable[[str], None]) -> Outcome:
     """Of the run with this decay factor, or of the dense one, which is made if it is missing."""
     config = search.dense_run() if alpha is None else search.sparse_run(alpha)
-    result = pretrain.run(config, report)
+    result = pretraining.run(config, report)
     log = read_metrics(config.directory() / "metrics.jsonl")
     rates = {r["step"]: r["flip_rate"] for r in log if "flip_rate" in r}
     mean = statistics.fmean(rates[step] for step in search.window)

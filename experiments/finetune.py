@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from common_kernels import backend
-from experiments.config.run import driver
+from experiments.config.driver import driver
 from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch
 from experiments.data.tokenizer import check_vocabulary
@@ -36,7 +36,6 @@ from experiments.finetuning import glue
 from experiments.finetuning.config import GLUE, Checkpoint, FinetuneConfig, freeze
 from experiments.finetuning.config import load as load
 from experiments.finetuning.tasks import Encoded, Problem, collate, load_problem
-from experiments.pretrain import process_settings
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError, deferred_stop
@@ -50,6 +49,7 @@ from experiments.training.optimization import (
     generators,
     set_generators,
 )
+from experiments.training.pretraining import process_settings
 from experiments.training.tracking import MetricsLog, check_viewers
 from methods import Method, dense
 from models.bert import BertLM

@@ -39,16 +39,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experiments import export
-from experiments.config.run import driver, plain, typed
-from experiments.config.settings import ImplConfig, check_seed
-from experiments.exporting import semi_structured
-from experiments.pretrain import process_settings
+from experiments.config.compose import plain, typed
+from experiments.config.driver import driver
+from experiments.config.settings import ImplConfig
+from experiments.exporting import export, semi_structured
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.names import check_seed
 from experiments.support.progress import say
 from experiments.training.distributed import world
 from experiments.training.optimization import DTYPES
+from experiments.training.pretraining import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM
 

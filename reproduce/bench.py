@@ -18,7 +18,8 @@ import torch
 
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import SUSTAINED_S
-from experiments.config.run import digest, one_line_errors, typed
+from experiments.config.compose import one_line_errors, typed
+from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import UserError
 from reproduce import speed

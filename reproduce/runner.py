@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from experiments.data.corpus import DataConfig
+from experiments.data.manifest import DataConfig
+from experiments.data.prepare import prepare
 from experiments.images.dataset import load_images
-from experiments.prepare_data import prepare
 from experiments.support.errors import UserError
 from reproduce.blocks import EVIDENCE, Block, BlockRun
 from reproduce.engine import clock, needs_gpu

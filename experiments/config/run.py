@@ -1,8 +1,8 @@
 """From hydra's overrides to one frozen, typed configuration, and back to a run directory.
 
 The config is composed and resolved once; every group becomes a frozen dataclass, so a key that
-does not exist or a value of the wrong kind stops the run before any work. No code beyond this
-file sees a `DictConfig`.
+does not exist or a value of the wrong kind stops the run before any work. No code beyond
+this folder sees a `DictConfig`.
 
 `train` and the other groups say what is computed; `impl` may change nothing but the speed.
 So the identity of a run is a hash of everything except `impl` and paths, and its directory is
@@ -12,29 +12,24 @@ found by that alone: never by the clock, never by the machine.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import hashlib
 import json
-import os
-import re
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 import methods
 from experiments.config import run_names
-from experiments.config.command_line import help_text, take_texts
+from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, load_weights, source_hash, weight_files
-from experiments.config.settings import ImplConfig, TrainConfig, check_name, check_seed, fit_warmup
-from experiments.data.corpus import DataConfig, check_fits, load_tokens
+from experiments.config.settings import ImplConfig, TrainConfig, fit_warmup
+from experiments.data.corpus import check_fits, load_tokens
+from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MaskedText, MLMConfig
 from experiments.data.source import Source
 from experiments.data.text import CausalText
@@ -42,7 +37,8 @@ from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support import memory
-from experiments.support.errors import Terminated, UserError, raise_on_sigterm
+from experiments.support.errors import UserError
+from experiments.support.names import check_name, check_seed
 from methods.nn import base, distillation
 from models.base import Model
 from models.bert import BertConfig, BertLM
@@ -50,7 +46,6 @@ from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 
-T = TypeVar("T")
 ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 
 # What a model's `name` stands for: its shape, the kind of data it takes, and where to find some.
@@ -238,25 +233,12 @@ def _command(config_name: str, overrides: Sequence[str]) -> str:
     return shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
 
 
-def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
-    """Compose `experiments/conf/<config_name>.yaml` with hydra overrides, in its typed form.
-
-    Raises:
-        UserError: an override that does not fit, in one line.
-    """
-    from hydra import compose, initialize_config_module
-
-    context = initialize_config_module("experiments.conf", version_base="1.3")
-    with one_line_errors(config_name), context:
-        return typed(compose(config_name, overrides=overrides or []))
-
-
-def freeze(composed: Any) -> RunConfig:
+def freeze(given: Any) -> RunConfig:
     """The typed form of a composed `DictConfig`."""
     from hydra.core.hydra_config import HydraConfig
 
     fields = [f.name for f in dataclasses.fields(_Top)]
-    groups = plain(composed, "data", "impl", "method", "model", "train", *fields)
+    groups = plain(given, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
         if "name" not in values:
@@ -306,20 +288,6 @@ def freeze(composed: Any) -> RunConfig:
     return config
 
 
-def plain(composed: Any, *needed: str) -> dict[str, Any]:
-    """A composed `DictConfig` as plain values.
-
-    Raises:
-        UserError: one of the keys that are `needed` is gone.
-    """
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(composed, resolve=True)
-    if missing := [key for key in needed if key not in values]:
-        raise UserError(f"the config has no {missing[0]}: leave ~{missing[0]} out")
-    return values
-
-
 def _check_together(config: RunConfig) -> None:
     """UserError for parts that cannot work with each other."""
     options = config.method_options
@@ -337,166 +305,3 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.dino is not None and config.train.ema:
         raise UserError("train.ema with self-distillation: its teacher is the average; set it to 0")
-
-
-def typed(schema: type, group: str, values: Any) -> Any:
-    """The dataclass `schema` with these values, a dict.
-
-    Raises:
-        UserError: a key that it does not have, or a value of the wrong kind.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    known = {f.name for f in dataclasses.fields(schema)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise UserError(
-            f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
-        )
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{group}.{error.full_key}: {reason}") from error
-
-
-@contextmanager
-def one_line_errors(config_name: str | None = None) -> Iterator[None]:
-    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`.
-
-    config_name: of the primary config, in which a key that does not exist is looked for.
-    """
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        parts = [str(error)]
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            parts.append(str(error.__cause__))
-        lines = [line.strip().rstrip(".") for line in "\n".join(parts).splitlines()]
-        kept = [x for x in dict.fromkeys(lines) if x and not x.startswith(_NOISE)]
-        text = "; ".join(kept)
-        if found := re.match(r"Could not override '([^']+)'", text):
-            text = f"there is no {found[1]} here{_similar(found[1], config_name)}"
-        raise UserError(text) from error
-
-
-def _similar(key: str, config_name: str | None) -> str:
-    """The keys of a primary config that may have been meant, as the end of a sentence."""
-    if config_name is None:
-        return ""
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    def leaves(node: Any, prefix: str) -> Iterator[str]:
-        if not OmegaConf.is_dict(node):
-            yield prefix.removesuffix(".")
-            return
-        for name in node:
-            yield from leaves(node._get_node(name), f"{prefix}{name}.")
-
-    with initialize_config_module("experiments.conf", version_base="1.3"):
-        known = [*leaves(compose(config_name), "")]
-    last = {name.rpartition(".")[2] for name in known}
-    meant = difflib.get_close_matches(key.rpartition(".")[2], last, 1, 0.7)
-    found = [name for name in known if meant and name.rpartition(".")[2] == meant[0]]
-    found = [name for name in found if name != key]  # another choice of a group has it
-    return f"; {' or '.join(found)} may be meant" if found else ""
-
-
-# Lines of hydra's messages that tell a user nothing.
-_NOISE = (
-    *("To append to your config", "Key '", "full_key", "object_type", "Config search path"),
-    *("provider=", "_common", "_distillation"),
-)
-
-
-def driver(
-    config_name: str,
-    typed: Callable[..., Any] = freeze,
-    after_stop: str = "goes on from the last checkpoint",
-    texts: tuple[str, ...] = (),
-    groups: tuple[str, ...] = (),
-    after_sweep: Callable[[list[Any]], None] | None = None,
-) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
-    """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
-
-    Args:
-        typed: makes the config of `main` out of the composed one, and of `texts` by their names.
-        after_stop: what the same command does after an interrupt.
-        texts: arguments that are taken as they are typed and never read by hydra.
-        groups: those of the config that `main` reads and `--help` shows; () = all, and what is in
-            none.
-        after_sweep: called with what `main` returned for each run of a sweep that ended well,
-            on rank 0.
-    """
-
-    def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
-        @functools.wraps(main)
-        def command() -> None:
-            import hydra
-
-            returned: list[Any] = []
-
-            def task(composed: Any) -> None:
-                with exit_with_one_line(after_stop):
-                    with one_line_errors():
-                        config = typed(composed, **given)
-                    try:
-                        returned.append(main(config))
-                    except ValueError as error:  # our own, not one of the arguments
-                        raise RuntimeError(str(error)) from error
-
-            # Hydra then raises its errors instead of printing them over several lines.
-            os.environ["HYDRA_FULL_ERROR"] = "1"
-            with exit_with_one_line(after_stop), one_line_errors(config_name):
-                sys.argv[1:], given = take_texts(sys.argv[1:], texts)
-                if {"-h", "--help"} & {*sys.argv[1:]}:
-                    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-                    own = main.__globals__
-                    module, says = own["__spec__"].name, own["__doc__"]
-                    print(help_text(module, says, config_name, overrides, groups))
-                    return
-                hydra.main(
-                    config_path="pkg://experiments.conf",
-                    config_name=config_name,
-                    version_base="1.3",
-                )(task)()
-                is_main = not int(os.environ.get("RANK", "0"))
-                if after_sweep is not None and len(returned) > 1 and is_main:
-                    after_sweep(returned)
-
-        return command
-
-    return decorate
-
-
-@contextmanager
-def exit_with_one_line(after_stop: str) -> Iterator[None]:
-    """End the process with one line on a `UserError`, a file that cannot be written or want of
-    memory (status 1), on an interrupt (130) or when it is told to terminate (143).
-    """
-    raise_on_sigterm()
-    try:
-        yield
-    except UserError as error:
-        sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
-    except OSError as error:
-        if error.errno is None:
-            raise
-        # A full disk, say, comes without a name.
-        sys.exit(f"error: {error.filename or 'a file'}: {error.strerror}")
-    except (MemoryError, RuntimeError) as error:
-        if not memory.is_exhausted(error):
-            raise
-        reason = str(error).strip().splitlines() or ["MemoryError"]
-        sys.exit(
-            f"error: out of memory ({reason[0]}); set a smaller impl.micro_batch, batch or model"
-        )
-    except (KeyboardInterrupt, Terminated) as stop:
-        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        print(f"{what}; the same command {after_stop}", file=sys.stderr)
-        sys.exit(status)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.data.corpus import Corpus, DataConfig, check_fits
+from experiments.data.corpus import Corpus, check_fits
+from experiments.data.manifest import DataConfig
 from experiments.data.source import Batch, Request
 from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError

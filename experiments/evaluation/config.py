@@ -10,15 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
-from experiments.config.run import composed, digest, plain, typed
-from experiments.config.settings import DTYPES, ImplConfig, check_seed
+from experiments.config.run import digest
+from experiments.config.settings import DTYPES, ImplConfig
 from experiments.evaluation import zero_shot
 from experiments.evaluation.perplexity import Text
 from experiments.images.dataset import SPLITS, Files, ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
+from experiments.support.names import check_seed
 
 
 @dataclass(frozen=True, kw_only=True)

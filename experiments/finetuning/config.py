@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
-from experiments.config.run import composed, digest, plain, typed
-from experiments.config.settings import DTYPES, ImplConfig, TrainConfig, check_seed
+from experiments.config.run import digest
+from experiments.config.settings import DTYPES, ImplConfig, TrainConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.names import check_seed
 from methods import Method, dense
 
 GLUE, SQUAD = "glue", "squad"

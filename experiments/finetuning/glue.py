@@ -26,6 +26,7 @@ import numpy as np
 from experiments.data.tokenizer import CLS, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
+from experiments.support.hub import load_dataset
 
 if TYPE_CHECKING:
     import tiktoken
@@ -304,24 +305,6 @@ def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
         columns = [split[name] for name in texts]
         splits[ours] = Examples(list(zip(*columns, strict=True)), labels)
     return splits
-
-
-def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
-    """A data set of the hub, all splits; without a revision, the newest.
-
-    Raises:
-        UserError: the hub does not give it.
-    """
-    import datasets
-
-    try:
-        return datasets.load_dataset(hub_id, config, revision=revision)
-    except (OSError, ValueError) as error:  # what its own errors derive from, offline ones too
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "
-            f"{reason}"
-        ) from error
 
 
 # ------------------------------------------------------------------ inputs

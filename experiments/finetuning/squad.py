@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.data.tokenizer import HFTokenizer
-from experiments.finetuning.glue import Frame, is_folder, load_dataset
+from experiments.finetuning.glue import Frame, is_folder
 from experiments.support.errors import UserError
+from experiments.support.hub import load_dataset
 
 if TYPE_CHECKING:
     from experiments.finetuning.glue import Encoding

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from experiments.config.settings import check_name
-from experiments.finetuning.glue import load_dataset
 from experiments.images import idx
 from experiments.support import hashes
 from experiments.support.errors import UserError
+from experiments.support.hub import load_dataset
+from experiments.support.names import check_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,16 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import methods
+from experiments.config.compose import typed
 from experiments.config.initial import LATENT, check_files, load_weights, read_result
-from experiments.config.run import (
-    FAMILIES,
-    DataConfig,
-    ImageConfig,
-    ModelConfig,
-    build_model,
-    typed,
-)
-from experiments.data.corpus import load_encoding
+from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
+from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
 from experiments.support.checkpoint import lacks
 from experiments.support.errors import UserError

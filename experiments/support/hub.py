@@ -1,11 +1,12 @@
-"""Snapshots of checkpoints on the Hugging Face hub: `owner/name`, or `owner/name@revision` for a
-commit, a branch or a tag of it.
+"""Checkpoints and data sets on the Hugging Face hub. A checkpoint is `owner/name`, or
+`owner/name@revision` for a commit, a branch or a tag of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from experiments.support.errors import UserError
 
@@ -35,3 +36,21 @@ def download(source: str, patterns: Iterable[str], key: str) -> Path:
 def commit(folder: Path) -> str | None:
     """The commit of the snapshot in `folder`; None for any other folder."""
     return folder.name if folder.parent.name == "snapshots" else None
+
+
+def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
+    """A data set of the hub, all splits; without a revision, the newest.
+
+    Raises:
+        UserError: the hub does not give it.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(hub_id, config, revision=revision)
+    except (OSError, ValueError) as error:  # what its own errors derive from, offline ones too
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "
+            f"{reason}"
+        ) from error

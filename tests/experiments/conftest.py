@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from experiments.config.run import load
-from experiments.data.corpus import DataConfig
-from experiments.prepare_data import prepare
+from experiments.data.manifest import DataConfig
+from experiments.data.prepare import prepare
 from experiments.support.checkpoint import sha256
 
 TINY_MODEL = [

@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 import methods
-from experiments import dino, pretrain
+from experiments import dino
 from experiments.config.run import load
 from experiments.config.settings import TrainConfig
 from experiments.evaluation import probes
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.optimization import Optimization
 from models.dino import DINO, DinoConfig
 from models.vit import ViT, ViTConfig
@@ -53,13 +54,13 @@ def test_two_steps_deliver_the_teacher_and_probe_it(tiny, method, monkeypatch):
     config = tiny(f"method={method}")
     assert dino.finished(config) is None
     kept = []
-    original = pretrain.deliverable
+    original = pretraining.deliverable
 
     def spy(model, names):
         kept.append(model)
         return original(model, names)
 
-    monkeypatch.setattr(pretrain, "deliverable", spy)
+    monkeypatch.setattr(pretraining, "deliverable", spy)
     result = dino.run(config, quiet)
     # Two global crops of 16 patches and a class token, a local one of 4 and the token.
     assert result["steps"] == 2 and result["tokens"] == 2 * 4 * (2 * 17 + 5)
@@ -90,8 +91,8 @@ def test_two_steps_deliver_the_teacher_and_probe_it(tiny, method, monkeypatch):
 
 def test_a_finished_run_is_not_probed_again_and_a_trained_one_is(tiny, monkeypatch):
     config = tiny()
-    pretrain.run(config, quiet)  # stopped before the probes
-    assert pretrain.finished(config) is not None and dino.finished(config) is None
+    pretraining.run(config, quiet)  # stopped before the probes
+    assert pretraining.finished(config) is not None and dino.finished(config) is None
     result = dino.run(config, quiet)
     assert "linear_top1" in result["metrics"]
     monkeypatch.setattr(dino, "probe", None)

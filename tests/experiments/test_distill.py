@@ -13,14 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from common_kernels import check24
-from experiments import distill, prepare_data, pretrain
+from experiments import distill
 from experiments.config.initial import load_weights
 from experiments.config.run import load
-from experiments.data.corpus import CALIBRATION, DataConfig, load_tokens
+from experiments.data import prepare as preparing
+from experiments.data.corpus import CALIBRATION, load_tokens
+from experiments.data.manifest import DataConfig
+from experiments.data.prepare import prepare
 from experiments.data.text import CausalText
 from experiments.data.tokenizer import END_OF_TEXT
-from experiments.prepare_data import prepare
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from models.hf import CausalLM
@@ -88,7 +91,7 @@ def embedded(tmp_path_factory):
     for path in Path(sysconfig.get_path("stdlib")).glob("*.py"):
         shutil.copy(path, library)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_data.sysconfig, "get_path", lambda name: str(library))
+        patch.setattr(preparing.sysconfig, "get_path", lambda name: str(library))
         prepare(DataConfig("stdlib", "stdlib", str(root), tokenizer="bpe", vocab_size=320))
     return root
 
@@ -132,7 +135,7 @@ def gains(family, hf_model, embedded, tmp_path):
     differences = []
     for seed in range(4):
         losses = [
-            pretrain.run(
+            pretraining.run(
                 load(
                     [
                         *common,
@@ -271,7 +274,7 @@ def from_run(overrides):
 
 def test_our_own_model_starts_from_a_finished_run(tiny, from_run):
     dense = tiny("method=dense")
-    source = pretrain.run(dense, quiet)
+    source = pretraining.run(dense, quiet)
     config = from_run(dense.directory(), "method.include=[*mlp*]")
     started = config.build_model()
     for name, parameter in load_file(dense.directory() / "model.safetensors").items():
@@ -282,7 +285,7 @@ def test_our_own_model_starts_from_a_finished_run(tiny, from_run):
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     # Training began where the dense run ended: a dense method measures its very loss.
     again = from_run(dense.directory(), "method=dense")
-    pretrain.run(again, quiet)
+    pretraining.run(again, quiet)
     assert read_metrics(again.directory() / "metrics.jsonl")[0] == {
         "step": 0,
         "val_loss": pytest.approx(source["metrics"]["val_loss"], rel=1e-6),
@@ -291,14 +294,14 @@ def test_our_own_model_starts_from_a_finished_run(tiny, from_run):
 
 def test_the_identity_of_a_source_run_is_the_hash_of_its_config(tiny, from_run, tmp_path):
     dense = tiny("method=dense", "train.steps=2")
-    source = pretrain.run(dense, quiet)
+    source = pretraining.run(dense, quiet)
     config = from_run(dense.directory())
     assert config.as_dict()["init"] == source["config_hash"]
     moved = tmp_path / "moved"
     shutil.copytree(dense.directory(), moved)
     assert from_run(moved).digest() == config.digest()
     other = tiny("method=dense", "train.steps=3")
-    pretrain.run(other, quiet)
+    pretraining.run(other, quiet)
     assert from_run(other.directory()).digest() != config.digest()
     assert "init" not in tiny("method=ste").identity()  # a run from scratch keeps its hash
 
@@ -307,9 +310,9 @@ def test_source_runs_that_do_not_fit_are_one_line(tiny, from_run, tmp_path):
     with pytest.raises(UserError, match=r"holds no finished run \(result\.json is missing\)"):
         from_run(tmp_path).digest()
     dense = tiny("method=dense", "train.steps=2")
-    pretrain.run(dense, quiet)
+    pretraining.run(dense, quiet)
     with pytest.raises(UserError, match="do not fit the model") as caught:
-        pretrain.run(from_run(dense.directory(), "model.n_embd=32"), quiet)
+        pretraining.run(from_run(dense.directory(), "model.n_embd=32"), quiet)
     assert "\n" not in str(caught.value)
 
 
@@ -357,7 +360,7 @@ def test_a_checkpoint_brings_its_own_tokenizer(retrain, with_tokenizer, tmp_path
 def test_a_tokenizer_that_the_model_cannot_follow_is_one_line(checkpoint, retrain):
     config = retrain(checkpoint("opt", vocab_size=200))
     with pytest.raises(UserError, match=r"only 200: .* data\.vocab_size=200") as caught:
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     assert "\n" not in str(caught.value)
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import find_decay, pretrain
-from experiments.config.run import load, one_line_errors
+from experiments import find_decay
+from experiments.config.compose import one_line_errors
+from experiments.config.run import load
 from experiments.find_decay import Outcome, Search, find, freeze_search, recommend
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import dense
@@ -57,7 +59,7 @@ def test_mu_is_a_ratio_of_means_over_the_last_quarter(search, monkeypatch):
         return [*early, *({"step": 9 + i, "flip_rate": f} for i, f in enumerate(mine))]
 
     monkeypatch.setattr(find_decay, "read_metrics", read)
-    monkeypatch.setattr(pretrain, "run", lambda config, report: {"metrics": {"val_loss": 5.0}})
+    monkeypatch.setattr(pretraining, "run", lambda config, report: {"metrics": {"val_loss": 5.0}})
     reference = find_decay.outcome(wanted, None, quiet)
     assert (reference.flip_rate, reference.alpha) == (2.0, None)
     assert find_decay.outcome(wanted, 0.1, quiet).mu(reference) == 0.5
@@ -133,7 +135,7 @@ def test_the_search_of_fst(search, monkeypatch):
 
     # The dense run with virtual transposable masks is the plain dense run.
     plain = replace(wanted.dense_run(), method="dense", method_options=dense.Config(total_steps=12))
-    assert pretrain.run(plain, quiet)["metrics"]["val_loss"] == record["dense"]["val_loss"]
+    assert pretraining.run(plain, quiet)["metrics"]["val_loss"] == record["dense"]["val_loss"]
 
     def train(self):
         raise AssertionError("trained again")

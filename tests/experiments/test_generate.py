@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from common_kernels import backend, register_cpu_operators
-from experiments import generate, pretrain
+from experiments import generate
 from experiments.config.settings import ImplConfig
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 
 
 def settings(**options):
@@ -29,7 +30,7 @@ def config(run, prompt, dtype="fp32", **options):
 @pytest.fixture
 def trained(tiny):
     options = tiny("method=ste", "train.steps=2", "train.warmup_steps=0")
-    pretrain.run(options, lambda message: None)
+    pretraining.run(options, lambda message: None)
     return FinishedRun.open(options.directory())
 
 
@@ -64,7 +65,7 @@ def semi_structured_cpu(monkeypatch):
 def wide(tiny):
     """A finished run of a size that torch's 2:4 tensors take."""
     options = tiny("method=ste", "train.steps=12", "model.n_embd=64", "train.learning_rate=1e-2")
-    pretrain.run(options, lambda message: None)
+    pretraining.run(options, lambda message: None)
     return FinishedRun.open(options.directory())
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 
 from experiments import dino
-from experiments.data.corpus import DataConfig
+from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
-from experiments.prepare_data import prepare
+from experiments.data.prepare import prepare
 from reproduce import smoke_tasks
 from reproduce.engine import execute, finished
 from reproduce.jobs import INPUTS, plan

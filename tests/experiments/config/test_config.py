@@ -10,10 +10,12 @@ import torch
 
 import experiments
 import methods
-from experiments import pretrain
-from experiments.config.run import ImplConfig, TrainConfig, composed, exit_with_one_line, load
+from experiments.config.compose import composed
+from experiments.config.driver import exit_with_one_line
+from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.support import memory
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.optimization import Optimization
 
 CONF = Path(experiments.__file__).parent / "conf"
@@ -419,7 +421,7 @@ def torch_error():
 def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny, optimizer, method, works):
     config = tiny(*method, f"train.optimizer={optimizer}", "train.steps=2")
     if works:
-        assert pretrain.run(config, lambda message: None)["steps"] == 2
+        assert pretraining.run(config, lambda message: None)["steps"] == 2
         return
     with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
-        pretrain.run(config, lambda message: None)
+        pretraining.run(config, lambda message: None)

@@ -9,9 +9,9 @@ from PIL import Image
 import experiments
 from experiments import dino, distill, pretrain
 from experiments.config.run import load
-from experiments.data.corpus import DataConfig
+from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
-from experiments.prepare_data import prepare
+from experiments.data.prepare import prepare
 from experiments.support.errors import UserError
 
 FOLDER = Path(experiments.__file__).parent / "conf" / "experiment"

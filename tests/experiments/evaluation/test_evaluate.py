@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import evaluate, export, pretrain
+from experiments import evaluate
 from experiments.config.run import load
 from experiments.evaluation import probes
 from experiments.evaluation.perplexity import perplexity, windows
+from experiments.exporting import export
 from experiments.images.dataset import ImageConfig
 from experiments.images.source import ImageSource
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.progress import say
-from experiments.training import legality
+from experiments.training import legality, pretraining
 from experiments.training.legality import Row
 from models.vit import ViT, ViTConfig
 
@@ -42,7 +43,7 @@ def trained(corpus_dir, tmp_path_factory):
     overrides = [f"{group}.{k}={v}" for group, keys in options.items() for k, v in keys.items()]
     runs = tmp_path_factory.mktemp("runs")
     config = load([*CPU, *overrides, f"runs={runs}", "method=ste"])
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     return FinishedRun.open(config.directory())
 
 
@@ -242,7 +243,7 @@ def vit_run(directory, n_classes):
         "data": data,
         "method": {"name": "dense"},
     }
-    pretrain.save_model(model, directory / "model.safetensors")
+    pretraining.save_model(model, directory / "model.safetensors")
     content = {"config_hash": "0", "config": config, "seed": 0, "converted": []}
     content["corpus"] = {"classes": [str(digit) for digit in range(10)]}
     (directory / "result.json").write_text(json.dumps(content))

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import evaluate, export, pretrain
+from experiments import evaluate
 from experiments.config.run import load
 from experiments.evaluation import zero_shot
+from experiments.exporting import export
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 
 TASK = Path(__file__).parent / "lm_eval_task"
 
@@ -43,7 +45,7 @@ def trained(corpus_dir, tmp_path_factory):
     }  # fmt: skip
     overrides = [f"{group}.{k}={v}" for group, keys in options.items() for k, v in keys.items()]
     config = load([*overrides, f"runs={tmp_path_factory.mktemp('runs')}", "method=ste"])
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     return FinishedRun.open(config.directory())
 
 
@@ -140,7 +142,7 @@ def test_low_rank_terms_are_part_of_the_model(tiny, local, recorded):
     """SLoPe's adapters, for which transformers has no place, are merged into the weights."""
     config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
                   "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     run = FinishedRun.open(config.directory())
     evaluate.run(evaluate.load(options(f"run={run.directory}")), quiet)
     ids = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(0))

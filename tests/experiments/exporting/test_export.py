@@ -11,16 +11,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common_kernels import backend, check_nm, nm_mask, register_cpu_operators
-from experiments import export, pretrain
-from experiments.data.corpus import DataConfig, load_tokens, read_manifest
+from experiments.data.corpus import load_tokens
+from experiments.data.manifest import DataConfig, read_manifest
 from experiments.data.mlm import MLMConfig
+from experiments.data.prepare import prepare
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.exporting import semi_structured
+from experiments.export import freeze
+from experiments.exporting import export, semi_structured
 from experiments.images.dataset import ImageConfig
-from experiments.prepare_data import prepare
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
-from experiments.training import legality
+from experiments.training import legality, pretraining
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
@@ -89,13 +90,13 @@ def write_run(directory, family, model, data):
     with torch.no_grad():
         for layer in chosen.values():
             layer.weight *= nm_mask(layer.weight)
-    pretrain.save_model(model, directory / "model.safetensors")
+    pretraining.save_model(model, directory / "model.safetensors")
     result = {"config_hash": "0123456789abcdef", "config": config, "seed": 3, "tier": "smoke",
               "converted": list(chosen)}  # fmt: skip
     if family != "vit":
         corpus = FinishedRun(directory, result).data
         result["corpus"] = read_manifest(corpus)
-        pretrain.keep_tokenizer(result["corpus"], corpus.directory, directory)
+        pretraining.keep_tokenizer(result["corpus"], corpus.directory, directory)
     (directory / "result.json").write_text(json.dumps(result))
     return FinishedRun.open(directory)
 
@@ -184,7 +185,7 @@ def test_the_masks_of_a_square_conv1d_are_along_its_inputs(finished):
 def test_patterns_other_than_2_4_are_named(tiny):
     config = tiny("method=slope", 'method.patterns=["*c_fc=1:4"]', "train.steps=1",
                   "train.warmup_steps=0")  # fmt: skip
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     folder = export.export(FinishedRun.open(config.directory()), report=quiet)
     _, patterns = masks_of(folder)
     assert patterns["transformer.h.0.mlp.c_fc.weight"] == {"n": 1, "m": 4, "dim": 0}
@@ -196,7 +197,7 @@ def test_patterns_other_than_2_4_are_named(tiny):
 def test_trained_adapters_are_merged(tiny):
     config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
                   "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     run = FinishedRun.open(config.directory())
     model = run.model().eval()
     folder = export.export(run, report=quiet)
@@ -218,7 +219,7 @@ def test_trained_adapters_are_merged(tiny):
 
 def test_dense_weights_are_asked_for_and_go_elsewhere(tiny):
     config = tiny("method=ste", "train.steps=2", "train.warmup_steps=0")
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     run = FinishedRun.open(config.directory())
     sparse, dense = (export.export(run, kind, report=quiet) for kind in ("sparse", "dense"))
     assert (sparse.name, dense.name) == ("export", "export-dense")
@@ -437,7 +438,7 @@ def test_a_bad_config_is_one_line(values, message):
     from omegaconf import OmegaConf
 
     with pytest.raises((UserError, ValueError), match=message):
-        export.freeze(OmegaConf.create(values))
+        freeze(OmegaConf.create(values))
 
 
 # ---------------------------------------------------------------- torch's semi-structured tensors

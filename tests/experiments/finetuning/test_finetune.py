@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import finetune, pretrain
+from experiments import finetune
 from experiments.config.run import load
 from experiments.finetune import Tuning
 from experiments.finetuning import glue
 from experiments.finetuning.config import Recipe
 from experiments.finetuning.tasks import Encoded, collate
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 
 HERE = Path(__file__).parent
@@ -64,7 +65,7 @@ def interrupt(*_):
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """runs("gpt2", ...) -> directory of a finished run on the sentences of the GLUE files."""
-    from experiments.prepare_data import prepare
+    from experiments.data.prepare import prepare
 
     root = tmp_path_factory.mktemp("toys")
     source, made = root / "text", {}
@@ -80,7 +81,7 @@ def runs(tmp_path_factory):
             config = load([*FAMILIES[family], *data, *SHAPE, *CPU, f"runs={root / 'runs'}", *more])
             if not config.data.directory.exists():
                 prepare(config.data)
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
             made[family, *more] = config.directory()
         return made[family, *more]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import finetune, pretrain
+from experiments import finetune
 from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
 from experiments.finetuning import squad
 from experiments.finetuning import tasks as finetune_tasks
@@ -24,6 +24,7 @@ from experiments.finetuning.squad import (
 )
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from models.heads import SpanPredictor
 
 SQUAD = Path(__file__).parent / "squad"
@@ -465,7 +466,7 @@ def test_forced_answers_give_these_scores(tiny, monkeypatch):
 
     monkeypatch.setattr(finetune_tasks, "SpanPredictor", Forced)
     options = tiny("method=ste", "train.steps=2", "train.warmup_steps=0", "model.block_size=128")
-    pretrain.run(options, lambda _: None)
+    pretraining.run(options, lambda _: None)
     run = FinishedRun.open(options.directory())
     encoding = run.tokenizer()
     forced = [

@@ -5,11 +5,11 @@ import gzip
 import numpy as np
 import pytest
 
-from experiments import pretrain
 from experiments.config.run import load
 from experiments.evaluation.config import load as load_evaluation
 from experiments.images.dataset import ImageConfig, load_images
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 
 TRAIN, VAL = 12, 6  # images that `write_idx` writes
 
@@ -120,7 +120,7 @@ def test_training_and_evaluation_on_idx_files(tmp_path, write_idx):
         f"runs={tmp_path / 'runs'}",
     ]  # fmt: skip
     config = load(overrides)
-    result = pretrain.run(config, print)
+    result = pretraining.run(config, print)
     assert result["corpus"]["classes"] == ["0", "1", "2"]
     assert {"val_loss", "val_top1", "val_top5"} <= result["metrics"].keys()
     evaluation = load_evaluation([f"run={config.directory()}", "images=val"])

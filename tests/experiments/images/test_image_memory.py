@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import pretrain
 from experiments.config.run import load
 from experiments.images.dataset import Arrays, ImageConfig
 from experiments.images.memory import GreyImages, mixed
 from experiments.images.source import ImageSource
+from experiments.training import pretraining
 from experiments.training.trainer import Trainer
 from models.vit import ViTConfig
 
@@ -230,7 +230,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypat
             f"runs={tmp_path / name}",
         ])  # fmt: skip
 
-    whole = pretrain.run(config("whole"), print)
+    whole = pretraining.run(config("whole"), print)
     original = Trainer._train_step
 
     def dying(self, batches):
@@ -240,7 +240,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypat
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(Trainer, "_train_step", dying)
-        pretrain.run(config("stopped"), print)
-    again = pretrain.run(config("stopped"), print)
+        pretraining.run(config("stopped"), print)
+    again = pretraining.run(config("stopped"), print)
     assert again["metrics"] == whole["metrics"]
     assert again["files"] == whole["files"]

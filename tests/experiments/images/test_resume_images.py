@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from experiments import dino, pretrain
+from experiments import dino
 from experiments.config.run import load
 from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.trainer import Trainer
 from models.dino import DinoConfig
 from models.vit import ViTConfig
@@ -37,7 +38,7 @@ def test_an_interrupted_distillation_goes_on_bit_for_bit(tmp_path, monkeypatch, 
     def config(name):
         return dino.load([*TINY, f"runs={tmp_path / name}"])
 
-    whole = pretrain.run(config("whole"), print)
+    whole = pretraining.run(config("whole"), print)
     original = Trainer._train_step
 
     def dying(self, batches):
@@ -48,8 +49,8 @@ def test_an_interrupted_distillation_goes_on_bit_for_bit(tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", dying)
         with pytest.raises(Stop):
-            pretrain.run(config("stopped"), print)
-    again = pretrain.run(config("stopped"), print)
+            pretraining.run(config("stopped"), print)
+    again = pretraining.run(config("stopped"), print)
     assert again["metrics"]["val_loss"] == whole["metrics"]["val_loss"]
     first, second = (
         load_file(config(name).directory() / "model.safetensors") for name in ("whole", "stopped")
@@ -147,9 +148,9 @@ def test_a_run_that_met_a_corrupt_image_goes_on_without_it(folder, tmp_path):
     strict, lenient = configure(folder, runs), configure(folder, runs, "data.on_corrupt=skip")
     assert strict.directory() == lenient.directory()
     with pytest.raises(UserError, match=r"set data\.on_corrupt=skip to go on without it"):
-        pretrain.run(strict, print)
+        pretraining.run(strict, print)
     said = []
-    result = pretrain.run(lenient, said.append)
+    result = pretraining.run(lenient, said.append)
     assert any(line.startswith("resumed at step") for line in said)
     assert result["config"]["data"]["on_corrupt"] == "skip"
     assert result["steps"] == 12 and result["corpus"]["skipped"] > 0
@@ -173,7 +174,7 @@ def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path,
         return {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
 
     def run(folder):
-        return pretrain.run(configure(folder, tmp_path / "runs"), print)
+        return pretraining.run(configure(folder, tmp_path / "runs"), print)
 
     assert configure(one, "runs").directory() == configure(other, "runs").directory()
     original = Trainer._train_step
@@ -203,5 +204,7 @@ def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path,
     moved = one.rename(tmp_path / "moved")
     assert run(moved)["corpus_hash"] == result["corpus_hash"]  # done already, by content
     rmtree(moved)
-    assert pretrain.finished(configure(one, tmp_path / "runs")) is not None  # none to compare with
+    assert (
+        pretraining.finished(configure(one, tmp_path / "runs")) is not None
+    )  # none to compare with
     assert contents() == before

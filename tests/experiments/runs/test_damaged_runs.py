@@ -6,16 +6,18 @@ import shutil
 
 import pytest
 
-from experiments import distill, evaluate, export, finetune, generate, pretrain
+from experiments import distill, evaluate, finetune, generate
 from experiments.config import initial
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig
 from experiments.evaluation.config import load as load_evaluation
+from experiments.exporting import export
 from experiments.finetuning.config import load as load_tuning
 from experiments.runs.finished import FinishedRun
 from experiments.support import hashes
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 
 FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
 CPU = ImplConfig(device="cpu")
@@ -51,7 +53,7 @@ def made(corpus_dir, tmp_path_factory):
         "impl.threads=1", "data.name=words", f"data.source={corpus_dir / 'text'}",
         f"data.root={corpus_dir}", "data.vocab_size=300", f"runs={runs}",
     ]  # fmt: skip
-    pretrain.run(load(overrides), quiet)
+    pretraining.run(load(overrides), quiet)
     return overrides
 
 
@@ -93,16 +95,16 @@ def test_a_run_that_is_not_whole_is_not_done_and_its_command_mends_it(config, na
     path = directory / name
     before = sha256(path)
     harm(path)
-    assert pretrain.finished(config) is None
+    assert pretraining.finished(config) is None
     with pytest.raises(UserError, match=f"{name} .*; make the run again: ") as caught:
         initial.check_files(directory, initial.read_result(directory))
     assert "\n" not in str(caught.value)
     words = shlex.split(str(caught.value).partition("again: ")[2])
     assert words[:3] == ["python", "-m", "experiments.pretrain"]
     said = []
-    pretrain.run(load(words[3:]), said.append)
+    pretraining.run(load(words[3:]), said.append)
     assert said[0].startswith(f"{path} ") and said[0].endswith("; trained anew")
-    assert pretrain.finished(config) is not None
+    assert pretraining.finished(config) is not None
     assert sha256(path) == before  # on a CPU the same bits
 
 
@@ -130,24 +132,24 @@ def test_a_run_is_not_begun_with_damaged_weights_and_stays_done_once_they_are_me
     runs = f"runs={config.runs}"
     after = load([*made, runs, "method=dense", f"init={config.directory()}"])
     other = load([*made, runs, "method=s_ste", f"init={config.directory()}"])
-    pretrain.run(after, quiet)
+    pretraining.run(after, quiet)
     flip(config.directory() / "model.safetensors")
     for dependant in (after, other):
         with pytest.raises(UserError, match=r"again: python -m .* method=ste "):
-            pretrain.run(dependant, quiet)
-    pretrain.run(config, quiet)
+            pretraining.run(dependant, quiet)
+    pretraining.run(config, quiet)
     said = []
-    pretrain.run(after, said.append)
+    pretraining.run(after, said.append)
     assert said == [f"done already: {after.directory()}"]
 
 
 def test_a_run_that_began_with_other_weights_says_so_and_is_trained_anew(config, made, made_again):
     runs = f"runs={config.runs}"
     after = load([*made, runs, "method=dense", f"init={config.directory()}"])
-    pretrain.run(after, quiet)
+    pretraining.run(after, quiet)
     made_again(config.directory(), lambda state: {n: 2 * t for n, t in state.items()})
     said = []
-    pretrain.run(after, said.append)
+    pretraining.run(after, said.append)
     assert said[0].startswith(f"{config.directory()} has other weights than when ")
 
 
@@ -156,10 +158,10 @@ def test_a_result_from_before_there_were_hashes_is_read(config):
     result = json.loads(path.read_text())
     del result["files"], result["command"]
     path.write_text(json.dumps(result))
-    assert pretrain.finished(config) is not None
+    assert pretraining.finished(config) is not None
     FinishedRun.open(config.directory()).model("dense")
     (config.directory() / "model.safetensors").unlink()
-    assert pretrain.finished(config) is None
+    assert pretraining.finished(config) is None
     with pytest.raises(UserError, match=r"model\.safetensors is missing; .*config\.json"):
         FinishedRun.open(config.directory()).model()
 
@@ -169,7 +171,7 @@ def test_weights_are_read_once_a_process(config, monkeypatch):
     monkeypatch.setattr(hashes, "_SETTLED", 0)
     monkeypatch.setattr(hashes, "sha256", lambda path: read.append(path.name) or sha256(path))
     for _ in range(3):
-        assert pretrain.finished(config) is not None
+        assert pretraining.finished(config) is not None
         FinishedRun.open(config.directory()).model("dense")
     assert sorted(name for name in read if name in FILES) == sorted(FILES)
 
@@ -198,7 +200,7 @@ def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
 def test_files_without_hashes_are_no_traceback(config, files):
     path = config.directory() / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
-    assert pretrain.finished(config) is None
+    assert pretraining.finished(config) is None
     with pytest.raises(UserError, match=r"result\.json is damaged .*; make the run again: "):
         FinishedRun.open(config.directory()).model()
 

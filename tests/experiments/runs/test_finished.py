@@ -9,12 +9,12 @@ import transformers
 from safetensors.torch import load_file
 
 from common_kernels import check24
-from experiments import pretrain
 from experiments.config.run import load
 from experiments.data.corpus import load_tokens
-from experiments.prepare_data import prepare
+from experiments.data.prepare import prepare
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from methods import dense, one_shot, s_ste, slope
 
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
@@ -24,7 +24,7 @@ TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 def finished(tiny):
     def build(*overrides):
         config = tiny("train.steps=4", *overrides)
-        pretrain.run(config, lambda message: None)
+        pretraining.run(config, lambda message: None)
         return FinishedRun.open(config.directory())
 
     return build
@@ -185,7 +185,7 @@ def test_the_tokenizer_is_that_of_training_whatever_became_of_the_corpus(tmp_pat
         prepare(config.data)
 
     write("every weight has a scale and a mask")
-    pretrain.run(config, lambda message: None)
+    pretraining.run(config, lambda message: None)
     run = FinishedRun.open(config.directory())
     tokens = run.tokenizer().encode_ordinary("a mask and a scale")
     write("four groups of eight columns, rows by twos")

@@ -10,10 +10,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from experiments.config.initial import HFConfig
 from experiments.config.run import load
-from experiments.data.corpus import DataConfig, load_tokens
+from experiments.data.corpus import load_tokens
+from experiments.data.manifest import DataConfig
+from experiments.data.prepare import prepare
 from experiments.evaluation.config import load as load_evaluation
 from experiments.finetuning.config import load as load_finetuning
-from experiments.prepare_data import prepare
 from experiments.support import hub
 from experiments.support.errors import UserError
 

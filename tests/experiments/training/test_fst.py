@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments import pretrain
+from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import t_sr_ste
@@ -45,7 +45,7 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
             f"train.dtype={dtype}",
             f"runs={tiny().runs / dtype}",
         )
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
         norms += [record["grad_norm"] for record in log(config) if "grad_norm" in record]
     assert norms[0] == norms[1] > 0.01
     for clipped, _, pruned in seen.values():
@@ -62,7 +62,7 @@ def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, 
     recipe = ["method=t_sr_ste", "method.alpha=0.1", "method.dense_fraction=0.5"]
     recipe += ["method.refresh_every=2"]
     whole = tiny(*recipe, f"runs={tmp_path / 'whole'}")
-    expected = pretrain.run(whole, quiet)
+    expected = pretraining.run(whole, quiet)
     assert [r["phase"] for r in log(whole) if "phase" in r] == ["sparse"] * 6 + ["dense"] * 6
     assert expected["sparsity"]["density"] == 1.0
 
@@ -80,9 +80,9 @@ def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", dying)
         with pytest.raises(Stop):
-            pretrain.run(stopped, quiet)
+            pretraining.run(stopped, quiet)
     heard = []
-    result = pretrain.run(stopped, heard.append)
+    result = pretraining.run(stopped, heard.append)
     assert f"resumed at step {checkpoint} of 12" in heard
     assert result["metrics"] == expected["metrics"]
     assert result["sparsity"] == expected["sparsity"]
@@ -96,7 +96,7 @@ def test_the_mask_interval_does_not_depend_on_micro_batches(tiny, tmp_path):
     recipe = ["method=t_sr_ste", "method.refresh_every=3", "method.mvue=off"]
     for size in ("null", "1"):
         config = tiny(*recipe, f"impl.micro_batch={size}", f"runs={tmp_path / size}")
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
         flips = [r["flip_rate"] for r in log(config) if "flip_rate" in r]
         # In the dense phase, from step 10 on, of virtual masks.
         news = [step for step, rate in enumerate(flips[1:], 1) if rate != flips[step - 1]]

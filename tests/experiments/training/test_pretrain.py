@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from common_kernels import backend
-from experiments import pretrain
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig
-from experiments.data.corpus import DataConfig
-from experiments.prepare_data import prepare
+from experiments.data.manifest import DataConfig
+from experiments.data.prepare import prepare
 from experiments.support import checkpoint, results
 from experiments.support.errors import Terminated, UserError, deferred_stop
+from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 
@@ -43,7 +43,7 @@ def killed(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_train_step", dying)
             with pytest.raises(Stop):
-                pretrain.run(config, quiet)
+                pretraining.run(config, quiet)
 
     return run
 
@@ -79,11 +79,11 @@ def test_a_second_process_is_turned_away(tiny, killed):
         checkpoint.exclusive(config.directory()),
         pytest.raises(UserError, match="another process is running in") as caught,
     ):
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     assert "\n" not in str(caught.value)
     assert contents(config.directory()) == before
-    pretrain.run(config, quiet)  # the first one has ended: it goes on
-    assert pretrain.finished(config) is not None
+    pretraining.run(config, quiet)  # the first one has ended: it goes on
+    assert pretraining.finished(config) is not None
 
 
 def test_half_written_files_of_a_killed_process_are_removed(tiny, killed):
@@ -110,7 +110,7 @@ def of(corpus, name="text"):
 
 def test_a_run_on_another_corpus_is_refused_and_nothing_changes(tiny, other_corpus, corpus_dir):
     config = tiny("method=dense", "train.steps=2")
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     before = contents(config.directory())
     other = tiny("method=dense", "train.steps=2", *of(other_corpus))
     assert other.directory() == config.directory()
@@ -121,7 +121,7 @@ def test_a_run_on_another_corpus_is_refused_and_nothing_changes(tiny, other_corp
         (["data.text_column=body"], "words-v300 was made from the column text, not from .*=body"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            pretrain.run(tiny("method=dense", "train.steps=2", *data), quiet)
+            pretraining.run(tiny("method=dense", "train.steps=2", *data), quiet)
         assert "\n" not in str(caught.value)
     assert contents(config.directory()) == before
 
@@ -130,9 +130,11 @@ def test_a_run_whose_corpus_is_not_at_hand_is_done_unless_it_is_of_another_sourc
     tiny, other_corpus, corpus_dir
 ):
     def finished(*data):
-        return pretrain.finished(tiny("method=dense", "train.steps=2", "data.root=nowhere", *data))
+        return pretraining.finished(
+            tiny("method=dense", "train.steps=2", "data.root=nowhere", *data)
+        )
 
-    pretrain.run(tiny("method=dense", "train.steps=2"), quiet)
+    pretraining.run(tiny("method=dense", "train.steps=2"), quiet)
     assert finished() is not None
     for folder, message in (
         (other_corpus / "text", "seed0 was made from .*, not from .*other"),
@@ -145,7 +147,7 @@ def test_a_run_whose_corpus_is_not_at_hand_is_done_unless_it_is_of_another_sourc
 def test_a_corpus_on_which_nothing_was_trained_yet_is_that_of_its_source_alone(tiny, other_corpus):
     config = tiny("method=dense", f"data.source={other_corpus / 'text'}")
     with pytest.raises(UserError, match=r"words-v300 was made from .*, not from .*another data"):
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     assert not config.directory().exists()
 
 
@@ -155,12 +157,12 @@ def test_a_damaged_result_is_one_line(tiny):
     for content in ("", "[]", "{}", '{"schema": 1'):
         (config.directory() / "result.json").write_text(content)
         with pytest.raises(UserError, match=r"result\.json is damaged .*remove it and run again"):
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
     right = {"schema": 1, "config_hash": config.digest()}
     for wrong in ({}, {"config": []}, {"config": {"model": 1}}):
         (config.directory() / "result.json").write_text(json.dumps({**right, **wrong}))
         with pytest.raises(UserError, match=r"result\.json is damaged \(no config.* in it\)"):
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
 
 
 def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(
@@ -173,47 +175,47 @@ def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alo
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(results, "write_result", dying)
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     assert (config.directory() / "model.safetensors").exists()
     said = []
-    pretrain.run(config, said.append)
+    pretraining.run(config, said.append)
     assert "resumed at step 4 of 5" in said
     # Died between the result and the removal of the checkpoints.
     left = config.directory() / "checkpoints"
     assert not left.exists()
     left.mkdir()
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     assert not left.exists()
 
 
 def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(tiny, killed, made_again):
     first = tiny("method=dense", "train.steps=2")
-    pretrain.run(first, quiet)
+    pretraining.run(first, quiet)
     second = tiny("method=ste", f"init={first.directory()}")
-    pretrain.run(second, quiet)
-    assert pretrain.finished(second) is not None
+    pretraining.run(second, quiet)
+    assert pretraining.finished(second) is not None
     made_again(first.directory(), scaled(0.5))
-    assert pretrain.finished(second) is None
+    assert pretraining.finished(second) is None
     killed(second, 5)
     assert not (second.directory() / "result.json").exists()  # that of the other weights
     made_again(first.directory(), scaled(3.0))
     with pytest.raises(UserError, match="belongs to another config"):
-        pretrain.run(second, quiet)
+        pretraining.run(second, quiet)
 
 
 def test_first_weights_that_are_replaced_while_they_are_read_end_it(tiny, monkeypatch, made_again):
     first = tiny("method=dense", "train.steps=2")
-    pretrain.run(first, quiet)
+    pretraining.run(first, quiet)
     second, path = tiny("method=ste", f"init={first.directory()}"), first.directory()
-    prepare_run = pretrain._prepare
+    prepare_run = pretraining._prepare
 
     def replacing(*args):
         made_again(path, scaled(0.5))
         return prepare_run(*args)
 
-    monkeypatch.setattr(pretrain, "_prepare", replacing)
+    monkeypatch.setattr(pretraining, "_prepare", replacing)
     with pytest.raises(UserError, match="was changed while it was read"):
-        pretrain.run(second, quiet)
+        pretraining.run(second, quiet)
     assert not second.directory().exists()
 
 
@@ -223,7 +225,7 @@ def test_a_checkpoint_on_another_corpus_is_refused_and_nothing_changes(tiny, kil
     before = contents(config.directory())
     other = tiny("method=ste", *of(other_corpus))
     with pytest.raises(UserError, match="was made on other data than those in"):
-        pretrain.run(other, quiet)
+        pretraining.run(other, quiet)
     assert contents(config.directory()) == before
     assert config.directory() / "config.json" in before
 
@@ -235,7 +237,7 @@ def test_the_first_record_of_a_resumed_run_replaces_what_was_lost(tiny, killed):
     path = config.directory() / "metrics.jsonl"
     first = [r["step"] for r in read_metrics(path) if "loss" in r]
     assert first == list(range(5))
-    pretrain.run(config, quiet)
+    pretraining.run(config, quiet)
     assert [r["step"] for r in read_metrics(path) if "loss" in r] == list(range(12))
     assert [r["step"] for r in read_metrics(path) if "val_loss" in r] == [0, 4, 8, 12]
 
@@ -283,7 +285,7 @@ def test_threads_and_backend_are_given_back(tiny, monkeypatch):
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
     threads = torch.get_num_threads()
     config = tiny("impl.threads=3", "impl.backend=naive")
-    with pytest.raises(Stop), pretrain.process_settings(config.impl):
+    with pytest.raises(Stop), pretraining.process_settings(config.impl):
         assert torch.get_num_threads() == 3
         assert os.environ[backend.ENVIRONMENT_VARIABLE] == "naive"
         raise Stop
@@ -293,12 +295,12 @@ def test_threads_and_backend_are_given_back(tiny, monkeypatch):
 
 def test_sparse_products_are_asked_for_and_told(tiny):
     """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
-    result = pretrain.run(tiny("method=s_ste"), quiet)
+    result = pretraining.run(tiny("method=s_ste"), quiet)
     dense = {"forward": False, "input": False, "weight": False, "fp8": False}
     assert set(result["matmul"]) == set(result["converted"])
     assert all(products == dense for products in result["matmul"].values())
     with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
-        pretrain.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
+        pretraining.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
     assert "\n" not in str(caught.value)
 
 
@@ -318,7 +320,7 @@ def test_hidden_words_are_learnt_from_those_around_them(tmp_path):
         "train.eval_samples=16", f"runs={tmp_path}", "impl.device=cpu", "impl.threads=1",
     ])  # fmt: skip
     prepare(config.data)
-    result = pretrain.run(config, quiet)
+    result = pretraining.run(config, quiet)
     assert result["metrics"]["val_loss"] < 0.5 * result["corpus"]["unigram_entropy"]
     assert result["sparsity"]["illegal_groups"] == 0
 
@@ -338,10 +340,10 @@ def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch, numbe
     before = signal.getsignal(number)
     with monkeypatch.context() as patch, pytest.raises(kind):
         patch.setattr(Trainer, "_train_step", signalled)
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     assert signal.getsignal(number) is before
     said = []
-    pretrain.run(config, said.append)
+    pretraining.run(config, said.append)
     assert "resumed at step 4 of 12" in said
 
 
@@ -355,7 +357,7 @@ def test_a_second_signal_does_not_wait():
 
 def test_the_last_evaluation_stands_in_the_log(tiny):
     config = tiny("method=ste")
-    result = pretrain.run(config, quiet)
+    result = pretraining.run(config, quiet)
     last = read_metrics(config.directory() / "metrics.jsonl")[-1]
     assert last == {"step": 12, "val_loss": result["metrics"]["val_loss"]}
 
@@ -365,10 +367,10 @@ def test_readers_have_cores_of_their_own():
     torch.set_num_threads(4)
     try:
         for impl, threads in (({}, 4), ({"workers": 1}, 3), ({"workers": 9}, 1)):
-            with pretrain.process_settings(ImplConfig(**impl)):
+            with pretraining.process_settings(ImplConfig(**impl)):
                 assert torch.get_num_threads() == threads
             assert torch.get_num_threads() == 4
-        with pretrain.process_settings(ImplConfig(workers=1, threads=2)):
+        with pretraining.process_settings(ImplConfig(workers=1, threads=2)):
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -3,10 +3,10 @@
 import pytest
 import rich.console
 
-from experiments import pretrain
 from experiments.config.run import load
 from experiments.config.settings import fit_warmup
 from experiments.support import progress
+from experiments.training import pretraining
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_is_used_is_what_the_run_is():
 def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     said = []
     config = tiny("method=ste", "train.steps=2", "train.warmup_steps=9", "train.eval_samples=9999")
-    result = pretrain.run(config, said.append)
+    result = pretraining.run(config, said.append)
     there = result["metrics"]["eval_samples"]
     warmup, samples = result["notes"]
     assert said[1:3] == [warmup, samples]
@@ -61,7 +61,7 @@ def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     whole = tiny(
         "method=ste", "train.steps=2", "train.warmup_steps=0", f"train.eval_samples={there}"
     )
-    again = pretrain.run(whole, lambda message: None)
+    again = pretraining.run(whole, lambda message: None)
     assert again["notes"] == [] and again["metrics"]["eval_samples"] == there
     assert again["metrics"]["val_loss"] == result["metrics"]["val_loss"]
     assert again["config_hash"] != result["config_hash"]
@@ -73,7 +73,7 @@ def test_a_run_on_images_counts_images(tmp_path, capsys):
     overrides = ["model=deit_nano", "model.depth=1", "model.width=16", "method=dense",
                  "train.steps=2", "train.batch_size=2", "train.eval_samples=2",
                  "impl.device=cpu", "impl.threads=1", f"runs={tmp_path}"]  # fmt: skip
-    pretrain.run(load(overrides), lambda message: None)
+    pretraining.run(load(overrides), lambda message: None)
     assert " images/s, 0 s left" in capsys.readouterr().out
 
 

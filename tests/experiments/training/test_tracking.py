@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import pretrain
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.tracking import MetricsLog, read_metrics
 from experiments.training.trainer import Trainer
 
@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
     tiny, wandb, tensorboard, monkeypatch
 ):
     """With all of its records and its config, and those before the stop but once."""
-    monkeypatch.setattr(pretrain, "check_viewers", lambda viewers: None)
+    monkeypatch.setattr(pretraining, "check_viewers", lambda viewers: None)
     config = tiny("method=ste", "impl.loggers=[wandb,tensorboard]")
     step = Trainer._train_step
 
@@ -90,8 +90,8 @@ def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", stopped)
         with pytest.raises(KeyboardInterrupt):
-            pretrain.run(config, lambda message: None)
-    pretrain.run(config, lambda message: None)
+            pretraining.run(config, lambda message: None)
+    pretraining.run(config, lambda message: None)
     directory = config.directory()
     opened = [call for call in wandb if isinstance(call, dict)]
     assert len(opened) == 2 and opened[0] == opened[1]

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from common_kernels import check24
-from experiments import pretrain
 from experiments.config.settings import TrainConfig
 from experiments.support.errors import UserError
+from experiments.training import pretraining
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog, read_metrics
 from experiments.training.trainer import micro_batch_size
@@ -80,14 +80,14 @@ def test_fp8_scales_are_taken_over_what_train_says(samples, micro_batch, ranks, 
 
 def test_micro_batches_do_not_change_fp8_in_silence(tiny):
     with pytest.raises(UserError, match=r"set train\.fp8_samples=1$"):
-        pretrain.run(tiny("method=s_ste", "method.fp8=paper", "impl.micro_batch=1"), quiet)
+        pretraining.run(tiny("method=s_ste", "method.fp8=paper", "impl.micro_batch=1"), quiet)
     with pytest.raises(UserError, match=r"train\.fp8_samples=1, but method=s_ste has no FP8"):
         tiny("method=s_ste", "train.fp8_samples=1")
 
 
 def test_a_run_writes_what_it_says(tiny):
     config = tiny("method=s_ste", "method.fp8=paper")
-    result = pretrain.run(config, quiet)
+    result = pretraining.run(config, quiet)
     directory = config.directory()
     assert sorted(p.name for p in directory.iterdir()) == [
         ".lock",
@@ -118,9 +118,9 @@ def test_a_run_writes_what_it_says(tiny):
 
 def test_a_finished_run_is_not_repeated(tiny):
     config = tiny("method=dense")
-    first = pretrain.run(config, quiet)
+    first = pretraining.run(config, quiet)
     messages = []
-    assert pretrain.run(config, messages.append) == json.loads(json.dumps(first))
+    assert pretraining.run(config, messages.append) == json.loads(json.dumps(first))
     assert messages == [f"done already: {config.directory()}"]
 
 
@@ -129,7 +129,7 @@ def test_same_seed_same_losses_and_dense_starts_where_sparse_starts(tiny, tmp_pa
     two = tiny("method=dense", f"runs={tmp_path / 'again'}")
     other = tiny("method=dense", "seed=1")
     for config in (one, two, other):
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     assert losses(one.directory()) == losses(two.directory())
     assert losses(one.directory()) != losses(other.directory())
 
@@ -143,7 +143,7 @@ def test_accumulation_gives_the_same_steps(tiny, tmp_path):
     whole = tiny("method=s_ste", *STILL)
     cut = tiny("method=s_ste", *STILL, "impl.micro_batch=1", f"runs={tmp_path / 'cut'}")
     for config in (whole, cut):
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     # A last bit of dY draws another sample in few groups; other random bits would in half of them.
     for key, error in {"loss": {"abs": 1e-5}, "grad_norm": {"rel": 1e-2}}.items():
         a, b = losses(whole.directory(), key), losses(cut.directory(), key)
@@ -155,7 +155,7 @@ def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
     exact = tiny("method=sr_ste", *STILL)
     low = tiny("method=sr_ste", *STILL, f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
     for config in (exact, low):
-        pretrain.run(config, quiet)
+        pretraining.run(config, quiet)
     a, b = losses(exact.directory()), losses(low.directory())
     # Rounding of the activations, 2^-9 relative in bf16, against losses of about 5.7.
     assert all(a[s] == pytest.approx(b[s], rel=2e-2) for s in a)
@@ -165,9 +165,9 @@ def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
 def test_another_dtype_after_a_finished_run_is_another_run(tiny):
     """It changes every number of the run."""
     first, other = tiny("method=sr_ste"), tiny("method=sr_ste", "train.dtype=bf16")
-    pretrain.run(first, quiet)
+    pretraining.run(first, quiet)
     said = []
-    result = pretrain.run(other, said.append)
+    result = pretraining.run(other, said.append)
     assert not any("done already" in line for line in said)
     assert result["config"]["train"]["dtype"] == "bf16"
     assert first.directory() != other.directory()
@@ -196,14 +196,14 @@ def stop_after(monkeypatch, steps):
 @pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
 def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch, method, stop):
     reference = tiny(f"method={method}")
-    expected = pretrain.run(reference, quiet)
+    expected = pretraining.run(reference, quiet)
     config = tiny(f"method={method}", f"runs={tmp_path / 'stopped'}")
     with monkeypatch.context() as patch:
         stop_after(patch, stop)
         with pytest.raises(Stop):
-            pretrain.run(config, quiet)
-    assert pretrain.finished(config) is None
-    result = pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
+    assert pretraining.finished(config) is None
+    result = pretraining.run(config, quiet)
     for key in ("loss", "val_loss", "flip_rate", "grad_norm"):
         assert losses(config.directory(), key) == losses(reference.directory(), key)
     assert result["metrics"] == expected["metrics"]
@@ -213,17 +213,17 @@ def test_a_checkpoint_cut_in_half_is_reported_and_the_previous_one_used(
     tiny, tmp_path, monkeypatch
 ):
     reference = tiny("method=sr_ste")
-    pretrain.run(reference, quiet)
+    pretraining.run(reference, quiet)
     config = tiny("method=sr_ste", f"runs={tmp_path / 'stopped'}")
     with monkeypatch.context() as patch:
         stop_after(patch, 8)
         with pytest.raises(Stop):
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
     newest = sorted((config.directory() / "checkpoints").glob("*.pt"))[-1]
     content = newest.read_bytes()
     newest.write_bytes(content[: len(content) // 2])
     messages = []
-    pretrain.run(config, messages.append)
+    pretraining.run(config, messages.append)
     assert any("damaged" in m and newest.name in m for m in messages)
     assert "resumed at step 3 of 12" in messages
     assert losses(config.directory()) == losses(reference.directory())
@@ -234,11 +234,11 @@ def test_a_checkpoint_of_another_config_is_refused(tiny, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
         with pytest.raises(Stop):
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
     other.directory().parent.mkdir(parents=True)
     config.directory().rename(other.directory())
     with pytest.raises(UserError, match="belongs to another config"):
-        pretrain.run(other, quiet)
+        pretraining.run(other, quiet)
 
 
 def poison(monkeypatch, step):
@@ -265,14 +265,14 @@ def test_without_a_scaler_a_nan_stops_the_run_and_keeps_the_last_good_state(
     tiny, tmp_path, monkeypatch
 ):
     reference = tiny("method=sr_ste")
-    pretrain.run(reference, quiet)
+    pretraining.run(reference, quiet)
     config = tiny("method=sr_ste", f"runs={tmp_path / 'nan'}")
     with monkeypatch.context() as patch:
         poison(patch, 7)
         with pytest.raises(UserError, match="gradient of step 7 is not finite"):
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
     messages = []
-    pretrain.run(config, messages.append)  # the cause is gone: it goes on from there
+    pretraining.run(config, messages.append)  # the cause is gone: it goes on from there
     assert "resumed at step 7 of 12" in messages
     assert losses(config.directory()) == losses(reference.directory())
 
@@ -280,7 +280,7 @@ def test_without_a_scaler_a_nan_stops_the_run_and_keeps_the_last_good_state(
 def test_with_a_scaler_a_nan_is_skipped_and_counted(tiny, monkeypatch):
     config = tiny("method=sr_ste", "train.dtype=fp16")
     poison(monkeypatch, 7)
-    result = pretrain.run(config, quiet)
+    result = pretraining.run(config, quiet)
     assert result["metrics"]["skipped_steps"] == 1
     assert math.isfinite(result["metrics"]["val_loss"])
     skipped = losses(config.directory(), "skipped_steps")
@@ -318,7 +318,7 @@ def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):
 
             with monkeypatch.context() as patch:
                 patch.setattr(torch.amp, "GradScaler", scaler)
-                pretrain.run(config, quiet)
+                pretraining.run(config, quiet)
     assert len(decays) == 2 * 2 * 2 * 2  # clip, scale, step, layer
     for added, expected in decays:
         # (gradient + decay) - gradient, in fp32, of gradients below 1.
@@ -340,12 +340,12 @@ def test_whatever_became_of_the_log_a_resumed_run_has_every_record(
     tiny, tmp_path, monkeypatch, damage
 ):
     reference = tiny("method=ste", "train.steps=6")
-    pretrain.run(reference, quiet)
+    pretraining.run(reference, quiet)
     config = tiny("method=ste", "train.steps=6", f"runs={tmp_path / 'stopped'}")
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
         with pytest.raises(Stop):
-            pretrain.run(config, quiet)
+            pretraining.run(config, quiet)
     path = config.directory() / "metrics.jsonl"
     content = path.read_bytes()
     if damage == "gone":
@@ -355,7 +355,7 @@ def test_whatever_became_of_the_log_a_resumed_run_has_every_record(
         end = bytes(50) + b"\n" if damage == "zeros" else b""  # as a power cut leaves a file
         path.write_bytes(content[: kept[damage]] + end)
     messages = []
-    pretrain.run(config, messages.append)
+    pretraining.run(config, messages.append)
     assert "resumed at step 3 of 6" in messages
     for key in ("loss", "val_loss"):
         assert losses(config.directory(), key) == losses(reference.directory(), key)

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from common_kernels import check24
-from experiments import pretrain
 from experiments.config.settings import TrainConfig
 from experiments.support.errors import UserError
 from experiments.training import optimization as module
+from experiments.training import pretraining
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES
 from experiments.training.schedules import learning_rate
@@ -372,7 +372,7 @@ def test_averaged_weights_go_on_and_end_sparse(build, tmp_path):
 
 def test_a_run_with_averaged_weights_writes_them(tiny):
     config = tiny("method=sr_ste", "train.ema=0.5", "train.steps=4")
-    result = pretrain.run(config, lambda message: None)
+    result = pretraining.run(config, lambda message: None)
     assert result["metrics"]["ema_val_loss"] != result["metrics"]["val_loss"]
     averaged = load_file(config.directory() / "ema.safetensors")
     model = GPT(config.model)
@@ -434,7 +434,7 @@ def test_lamb_is_the_published_one():
 
 def test_a_method_with_an_update_rule_of_its_own_takes_no_other_optimizer(tiny):
     with pytest.raises(UserError, match=r"train\.optimizer=lion, but the update rule of this"):
-        pretrain.run(tiny("method=ast", "train.optimizer=lion"), lambda message: None)
+        pretraining.run(tiny("method=ast", "train.optimizer=lion"), lambda message: None)
 
 
 def test_the_batch_grows(build):

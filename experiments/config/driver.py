@@ -1,0 +1,104 @@
+"""A function of a config as a command line, with its exits and signals."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from experiments.config.command_line import help_text, take_texts
+from experiments.config.compose import one_line_errors
+from experiments.config.run import freeze
+from experiments.support import memory
+from experiments.support.errors import Terminated, UserError, raise_on_sigterm
+
+
+def driver(
+    config_name: str,
+    typed: Callable[..., Any] = freeze,
+    after_stop: str = "goes on from the last checkpoint",
+    texts: tuple[str, ...] = (),
+    groups: tuple[str, ...] = (),
+    after_sweep: Callable[[list[Any]], None] | None = None,
+) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
+    """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
+
+    Args:
+        typed: makes the config of `main` out of the composed one, and of `texts` by their names.
+        after_stop: what the same command does after an interrupt.
+        texts: arguments that are taken as they are typed and never read by hydra.
+        groups: those of the config that `main` reads and `--help` shows; () = all, and what is in
+            none.
+        after_sweep: called with what `main` returned for each run of a sweep that ended well,
+            on rank 0.
+    """
+
+    def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def command() -> None:
+            import hydra
+
+            returned: list[Any] = []
+
+            def task(composed: Any) -> None:
+                with exit_with_one_line(after_stop):
+                    with one_line_errors():
+                        config = typed(composed, **given)
+                    try:
+                        returned.append(main(config))
+                    except ValueError as error:  # our own, not one of the arguments
+                        raise RuntimeError(str(error)) from error
+
+            # Hydra then raises its errors instead of printing them over several lines.
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            with exit_with_one_line(after_stop), one_line_errors(config_name):
+                sys.argv[1:], given = take_texts(sys.argv[1:], texts)
+                if {"-h", "--help"} & {*sys.argv[1:]}:
+                    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
+                    own = main.__globals__
+                    module, says = own["__spec__"].name, own["__doc__"]
+                    print(help_text(module, says, config_name, overrides, groups))
+                    return
+                hydra.main(
+                    config_path="pkg://experiments.conf",
+                    config_name=config_name,
+                    version_base="1.3",
+                )(task)()
+                is_main = not int(os.environ.get("RANK", "0"))
+                if after_sweep is not None and len(returned) > 1 and is_main:
+                    after_sweep(returned)
+
+        return command
+
+    return decorate
+
+
+@contextmanager
+def exit_with_one_line(after_stop: str) -> Iterator[None]:
+    """End the process with one line on a `UserError`, a file that cannot be written or want of
+    memory (status 1), on an interrupt (130) or when it is told to terminate (143).
+    """
+    raise_on_sigterm()
+    try:
+        yield
+    except UserError as error:
+        sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # A full disk, say, comes without a name.
+        sys.exit(f"error: {error.filename or 'a file'}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        if not memory.is_exhausted(error):
+            raise
+        reason = str(error).strip().splitlines() or ["MemoryError"]
+        sys.exit(
+            f"error: out of memory ({reason[0]}); set a smaller impl.micro_batch, batch or model"
+        )
+    except (KeyboardInterrupt, Terminated) as stop:
+        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"{what}; the same command {after_stop}", file=sys.stderr)
+        sys.exit(status)

