@@ -15,8 +15,8 @@ from .linear import MaskedLinear
 class SwitchedLinear(MaskedLinear):
     """`MaskedLinear` that computes with its whole weight while it is dense.
 
-    State beyond `MaskedLinear`: `dense` (bool [], saved). `is_dense` is the same for Python: a
-    compiled forward pass may branch on it.
+    State beyond `MaskedLinear`: `dense` (bool [], saved), the phase. `is_dense` is read from it by
+    `reload`, and nowhere else, for Python to branch on: a forward pass must not wait for a device.
     """
 
     dense: Tensor
@@ -40,9 +40,8 @@ class SwitchedLinear(MaskedLinear):
         self.allocate()
 
     def switch(self, dense: bool) -> None:
-        self.is_dense = dense
         self.dense.fill_(dense)
-        self.allocate()
+        self.reload()
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask | self.dense, self.weight.detach(), 0.0)
@@ -53,9 +52,13 @@ class SwitchedLinear(MaskedLinear):
 
 
 class SwitchedMethod(base.Method):
-    """A method with a dense and a sparse phase; `dense_at` says which one a step belongs to."""
+    """A method with a dense and a sparse phase; `dense_at` says which one a step belongs to. The
+    phase that it is in lies in the layers."""
 
-    dense = False
+    @property
+    def dense(self) -> bool:
+        """Whether the layers are dense now."""
+        return any(isinstance(m, SwitchedLinear) and m.is_dense for m in self.layers.values())
 
     def dense_at(self, step: int) -> bool:
         """Whether optimizer step `step` is dense."""
@@ -68,7 +71,6 @@ class SwitchedMethod(base.Method):
 
     @torch.no_grad()
     def _switch(self, dense: bool) -> None:
-        self.dense = dense
         for layer in self.sparse_layers.values():
             assert isinstance(layer, SwitchedLinear)
             layer.switch(dense)
