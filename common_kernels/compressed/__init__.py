@@ -22,7 +22,7 @@ def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     if mask.ndim == 0:
         raise ValueError("mask must have at least one dim")
-    return torch.ops.sparse24.pack_mask(mask, backends.resolve(mask.device, backend))
+    return _pack_mask(mask, backends.resolve(mask.device, backend))
 
 
 @custom_op("sparse24::pack_mask", mutates_args=())
@@ -44,7 +44,7 @@ def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None)
     if bits.ndim == 0:
         raise ValueError("bits must have at least one dim")
     _check_bits(bits, (*bits.shape[:-1], columns))
-    return torch.ops.sparse24.unpack_mask(bits, columns, backends.resolve(bits.device, backend))
+    return _unpack_mask(bits, columns, backends.resolve(bits.device, backend))
 
 
 @custom_op("sparse24::unpack_mask", mutates_args=())
@@ -77,7 +77,7 @@ def compress_nm(
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
     name = backends.resolve(checks.one_device(x=x, bits=bits), backend)
-    return torch.ops.sparse24.compress_nm(x, bits, n, m, name)
+    return _compress_nm(x, bits, n, m, name)
 
 
 @custom_op("sparse24::compress_nm", mutates_args=())
@@ -106,7 +106,7 @@ def expand_nm(
     checks.group_dim(values, n, -1)
     _check_bits(bits, cpu.expanded_shape(values, n, m))
     name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
-    return torch.ops.sparse24.expand_nm(values, bits, n, m, name)
+    return _expand_nm(values, bits, n, m, name)
 
 
 @custom_op("sparse24::expand_nm", mutates_args=())
@@ -143,7 +143,7 @@ def double_prune_bits(
     checks.group_dim(values, m, 0)
     _check_bits(bits, cpu.expanded_shape(values, n, m))
     name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
-    return torch.ops.sparse24.double_prune_bits(values, bits, n, m, name)
+    return _double_prune_bits(values, bits, n, m, name)
 
 
 @custom_op("sparse24::double_prune_bits", mutates_args=())

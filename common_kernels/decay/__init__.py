@@ -28,7 +28,7 @@ def masked_decay_(
     checks.same_shape(grad, weight, "grad and weight")
     checks.same_shape(grad, mask, "grad and mask")
     name = backends.resolve(checks.one_device(grad=grad, weight=weight, mask=mask), backend)
-    torch.ops.sparse24.masked_decay_(grad, weight, mask, alpha, name)
+    _masked_decay_(grad, weight, mask, alpha, name)
     return grad
 
 

@@ -16,7 +16,7 @@ def quantize_fp8(
     fmt `e4m3` gives torch.float8_e4m3fn codes, `e5m2` torch.float8_e5m2, in x's shape; the scale is
     a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs.
     """
-    return torch.ops.sparse24.quantize_fp8(x, fmt, _check(x, fmt, backend))
+    return _quantize_fp8(x, fmt, _check(x, fmt, backend))
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
@@ -24,7 +24,7 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
 
     No gradient is defined: the caller owns its straight-through rule.
     """
-    return torch.ops.sparse24.fake_fp8(x, fmt, _check(x, fmt, backend))
+    return _fake_fp8(x, fmt, _check(x, fmt, backend))
 
 
 def _check(x: torch.Tensor, fmt: str, backend: str | None) -> str:

@@ -35,7 +35,10 @@ def swiglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
 def _glu(x: torch.Tensor, activation: str, backend: str | None) -> torch.Tensor:
     checks.float_tensor(x)
     checks.group_dim(x, 2, -1)
-    return torch.ops.sparse24.glu(x, activation, backends.resolve(x.device, backend))
+    name = backends.resolve(x.device, backend)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Glu.apply(x, activation, name)
+    return _forward(x, activation, name)
 
 
 @custom_op("sparse24::glu", mutates_args=())
@@ -66,15 +69,16 @@ def _(dy, x, activation, backend):
     return torch.empty_like(x)
 
 
-def _save(ctx, inputs, output):
-    x, ctx.activation, ctx.backend = inputs
-    ctx.save_for_backward(x)
+class _Glu(torch.autograd.Function):
+    """The one operator with a gradient."""
 
+    @staticmethod
+    def forward(ctx, x, activation, backend):
+        ctx.save_for_backward(x)
+        ctx.activation, ctx.backend = activation, backend
+        return _forward(x, activation, backend)
 
-def _differentiate(ctx, dy):
-    (x,) = ctx.saved_tensors
-    dx = torch.ops.sparse24.glu_backward(dy, x, ctx.activation, ctx.backend)
-    return dx, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return _backward(dy, x, ctx.activation, ctx.backend), None, None

@@ -40,7 +40,7 @@ def lowrank_addmm(
     if bias is not None and bias.shape != (out,):
         raise ValueError(f"bias must have shape ({out},), not {tuple(bias.shape)}")
     name = backends.resolve(checks.one_device(**tensors), backend)
-    return torch.ops.sparse24.lowrank_addmm(y1, y2, r, bias, scale, name)
+    return _lowrank_addmm(y1, y2, r, bias, scale, name)
 
 
 @custom_op("sparse24::lowrank_addmm", mutates_args=())

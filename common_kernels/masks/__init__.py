@@ -27,7 +27,7 @@ def nm_mask(
     if not (0 <= n <= m and 1 <= m <= 128):
         raise ValueError(f"an N:M mask needs 0 <= n <= m and 1 <= m <= 128, not n={n} and m={m}")
     dim = checks.group_dim(x, m, dim)
-    return torch.ops.sparse24.nm_mask(x, n, m, dim, backends.resolve(x.device, backend))
+    return _nm_mask(x, n, m, dim, backends.resolve(x.device, backend))
 
 
 @custom_op("sparse24::nm_mask", mutates_args=())
@@ -73,7 +73,7 @@ def transposable_mask24(
     checks.group_dim(w, 4, -2)
     checks.group_dim(w, 4, -1)
     name = backends.resolve(w.device, backend)
-    return torch.ops.sparse24.transposable_mask24(w, algorithm, name)
+    return _transposable_mask24(w, algorithm, name)
 
 
 @custom_op("sparse24::transposable_mask24", mutates_args=())
@@ -98,10 +98,10 @@ def check_nm(
     NaN is a non-zero. x may have any dtype, dense or not.
     """
     dim = checks.group_dim(x, m, dim)
-    return torch.ops.sparse24.check_nm(x, n, m, dim, backends.resolve(x.device, backend))
+    return _check_nm(x, n, m, dim, backends.resolve(x.device, backend))
 
 
-@custom_op("sparse24::check_nm")
+@custom_op("sparse24::check_nm", mutates_args=())
 def _check_nm(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.masks import triton
@@ -124,11 +124,11 @@ def flip_rate(old: torch.Tensor, new: torch.Tensor, *, backend: str | None = Non
     """Fraction of mask bits that differ (FST, section 4.1): a 0-dim fp32 tensor, 0 if empty."""
     checks.same_shape(old, new, "old and new")
     name = backends.resolve(checks.one_device(old=old, new=new), backend)
-    flips = torch.ops.sparse24.flips(old, new, name)
+    flips = _flips(old, new, name)
     return flips / max(old.numel(), 1)
 
 
-@custom_op("sparse24::flips")
+@custom_op("sparse24::flips", mutates_args=())
 def _flips(old: torch.Tensor, new: torch.Tensor, backend: str) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.masks import triton

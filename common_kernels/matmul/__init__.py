@@ -142,7 +142,7 @@ def blob_linear(
     checks.one_device(blob=blob, x=x, bias=bias)
     tokens = x.shape[0]
     x = fill_up(x, -tokens % _multiple(x)).contiguous()
-    y = torch.ops.sparse24.blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
+    y = _blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
     # A copy where rows were filled up: a view could not be changed in place behind a Function.
     return y if len(x) == tokens else y.narrow_copy(0, 0, tokens)
 
@@ -161,7 +161,7 @@ def blob_matmul(
         if rows > columns:
             raise ValueError(f"x has {rows} rows, the sparse matrix only {columns} columns")
         x = fill_up(x, columns - rows)
-    return torch.ops.sparse24.blob_matmul(
+    return _blob_matmul(
         blob, x.contiguous(), None, transposed, False, out_dtype or x.dtype
     )
 

@@ -37,7 +37,7 @@ def mvue24(
         raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")
     dim = checks.group_dim(x, 4, dim)
     name = backends.resolve(x.device, backend)
-    return torch.ops.sparse24.mvue24(
+    return _mvue24(
         x, _scalar(seed, "seed", x), _scalar(offset, "offset", x), design, dim, name
     )
 

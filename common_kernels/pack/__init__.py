@@ -125,13 +125,13 @@ def pack24(
     shape = (x.shape[0], x.shape[1])
     check_form(shape, x.dtype, layout)
     name = backends.resolve(checks.one_device(x=x, mask=mask), backend)
-    buffer = torch.ops.sparse24.pack24(x, mask, layout, name)
+    buffer = _pack24(x, mask, layout, name)
     return _split(buffer, shape, x.dtype, layout)
 
 
 def unpack24(packed: Packed24) -> torch.Tensor:
     """The matrix [rows, columns], contiguous, with +0 where nothing is stored."""
-    return torch.ops.sparse24.unpack24(packed.values, meta_bytes(packed), packed.layout)
+    return _unpack24(packed.values, meta_bytes(packed), packed.layout)
 
 
 def convert24(packed: Packed24, layout: str) -> Packed24:
@@ -145,7 +145,7 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
     check_form(shape, values.dtype, layout)
     if layout == packed.layout:
         return packed
-    meta = torch.ops.sparse24.reorder_meta(
+    meta = _reorder_meta(
         meta_bytes(packed), *shape, values.element_size(), packed.layout, layout
     )
     if layout == "cusparselt_sm90":

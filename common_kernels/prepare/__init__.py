@@ -74,7 +74,7 @@ def prune_pack24_(
         )
     device = checks.one_device(blob=blob, w=w, mask=mask, scale=scale, dense=dense)
     name = backends.resolve(device, backend)
-    torch.ops.sparse24.prune_pack24_(blob, w, source, mask, scale, dense, name)
+    _prune_pack24_(blob, w, source, mask, scale, dense, name)
 
 
 @custom_op("sparse24::prune_pack24_", mutates_args=("blob", "dense"))
@@ -131,7 +131,7 @@ def pack_both24_(
     _check(transposed, w.t(), None)
     device = checks.one_device(blob=blob, transposed=transposed, w=w, mask=mask)
     name = backends.resolve(device, backend)
-    torch.ops.sparse24.pack_both24_(blob, transposed, w, mask, name)
+    _pack_both24_(blob, transposed, w, mask, name)
 
 
 @custom_op("sparse24::pack_both24_", mutates_args=("blob", "transposed"))
@@ -184,7 +184,7 @@ def pack_compressed24_(
         column_mask=column_mask,
     )
     name = backends.resolve(device, backend)
-    torch.ops.sparse24.pack_compressed24_(blob, transposed, values, row_mask, column_mask, name)
+    _pack_compressed24_(blob, transposed, values, row_mask, column_mask, name)
 
 
 @custom_op("sparse24::pack_compressed24_", mutates_args=("blob", "transposed"))
@@ -234,7 +234,7 @@ def sample_pack24(
         raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
     dy = fill_up(dy, -dy.shape[0] % TOKENS).contiguous()
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
-    return torch.ops.sparse24.sample_pack24(dy, key, stride, dtype or dy.dtype, name)
+    return _sample_pack24(dy, key, stride, dtype or dy.dtype, name)
 
 
 @custom_op("sparse24::sample_pack24", mutates_args=())

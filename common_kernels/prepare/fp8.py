@@ -34,7 +34,7 @@ def quantize_both(
     if x.ndim != 2:
         raise ValueError(f"x must have two dims, not shape {tuple(x.shape)}")
     name = backends.resolve(x.device, backend)
-    codes, transposed, scales = torch.ops.sparse24.quantize_both(x, fmt, fmt_transposed, name)
+    codes, transposed, scales = _quantize_both(x, fmt, fmt_transposed, name)
     return codes, transposed, *scales.unbind()
 
 
@@ -86,10 +86,12 @@ def project_quantize24_(
         w=w, beta=beta, blob=blob, codes=codes, transposed=transposed, scales=scales
     )
     name = backends.resolve(device, backend)
-    torch.ops.sparse24.project_quantize24_(blob, codes, transposed, scales, w, beta, name)
+    _project_quantize24_(blob, codes, transposed, scales, w, beta, name)
 
 
-@custom_op("sparse24::project_quantize24_", mutates_args=("blob", "codes", "transposed", "scales"))
+@custom_op(
+    "sparse24::project_quantize24_", mutates_args=("blob", "codes", "transposed", "scales")
+)
 def _project_quantize24_(
     blob: Tensor | None,
     codes: Tensor | None,
@@ -139,7 +141,7 @@ def quantize_and_sample(
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
-    return torch.ops.sparse24.quantize_and_sample(dy, key, stride, fmt, name)
+    return _quantize_and_sample(dy, key, stride, fmt, name)
 
 
 @custom_op("sparse24::quantize_and_sample", mutates_args=())
@@ -184,7 +186,7 @@ def rescale(
     checks.float_tensor(y, "y")
     device = checks.one_device(y=y, scale=scale, other=other, bias=bias)
     name = backends.resolve(device, backend)
-    return torch.ops.sparse24.rescale(y, scale, other, factor, bias, dtype or y.dtype, name)
+    return _rescale(y, scale, other, factor, bias, dtype or y.dtype, name)
 
 
 @custom_op("sparse24::rescale", mutates_args=())

@@ -22,7 +22,7 @@ def soft_threshold24(
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must lie in [0, 1], not {gamma}")
     checks.group_dim(x, 4, -1)
-    return torch.ops.sparse24.soft_threshold24(x, gamma, backends.resolve(x.device, backend))
+    return _soft_threshold24(x, gamma, backends.resolve(x.device, backend))
 
 
 @custom_op("sparse24::soft_threshold24", mutates_args=())

@@ -170,8 +170,7 @@ def test_as_a_library_operator(activation, shape):
     for layout in LAYOUTS.values():
         x = layout(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
         ops = torch.ops.sparse24
-        torch.library.opcheck(ops.glu.default, (x.requires_grad_(), activation, "naive"))
-        x = x.detach()
+        torch.library.opcheck(ops.glu.default, (x, activation, "naive"))
         dy = torch.randn(cpu.half_like(x).shape)
         torch.library.opcheck(ops.glu_backward.default, (dy, x, activation, "naive"))
 
