@@ -7,6 +7,8 @@ import shlex
 from functools import cache
 from pathlib import Path
 
+import mkdocs.commands.build
+import mkdocs.config
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -72,6 +74,12 @@ def test_named_files_exist(page):
 def test_every_page_is_in_the_index():
     linked = set(re.findall(r"\]\((\w+\.md)", text(ROOT / "docs" / "index.md")))
     assert linked == {path.name for path in PAGES if path.parent.name == "docs"} - {"index.md"}
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    config = mkdocs.config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
+    mkdocs.commands.build.build(config)  # strict: a warning ends it
+    assert 'id="common_kernels.pack24"' in text(tmp_path / "api" / "index.html")
 
 
 def commands():
