@@ -25,7 +25,8 @@ tests() {
 # or two. So do tests that the arguments name. Status 5: the arguments choose no test here.
 tests_under_avx2() {
     ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 tests "$@" \
-        --ignore=tests/experiments --ignore=tests/reproduce --ignore=tests/test_readme.py ||
+        --ignore=tests/experiments --ignore=tests/reproduce --ignore=tests/test_readme.py \
+        --ignore=tests/test_docs.py --ignore=tests/test_examples.py ||
         [ $? -eq 5 ]
 }
 check tests_under_avx2 "$@"
