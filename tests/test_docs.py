@@ -17,6 +17,7 @@ import methods
 from common_kernels import nm_mask
 from experiments.bench.__main__ import parser as bench_parser
 from models.gpt2 import GPT, GPTConfig
+from models.vit import ViT, ViTConfig
 from reproduce.__main__ import parse
 from reproduce.reading import TABLES, read_tables
 
@@ -82,12 +83,22 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert 'id="common_kernels.pack24"' in text(tmp_path / "api" / "index.html")
 
 
+SETTINGS = re.compile(r"(experiment|method|model|train)=[\w/]+( (\w+[.])?\w+=[\w.+-]+)*")
+
+
 def commands():
+    """Command lines of blocks and in sentences; settings alone are those of a pre-training."""
     for page in PAGES:
         for block in blocks(page, ""):
             for line in block.replace("\\\n", " ").splitlines():
-                if line.split(" ")[0] in ("python", "bash", "torchrun", "echo", "pip"):
+                if line.split(" ")[0] in ("python", "bash", "torchrun", "echo"):
                     yield page, line
+        prose = re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M)
+        for line in re.findall(r"`([^`\n]+)`", prose):
+            if line.startswith(("python -m", "python docs")) and "NAME" not in line:
+                yield page, line
+            elif SETTINGS.fullmatch(line) and not re.search("NAME|FOLDER", line):
+                yield page, f"python -m experiments.pretrain {line}"
 
 
 def test_commands_are_understood():
@@ -163,9 +174,23 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    own = {ROOT / "README.md", ROOT / "docs" / "own_loop.md"}
-    assert {page for page in PAGES if blocks(page, "python")} == own
-    assert len(blocks(ROOT / "docs" / "own_loop.md", "python")) == 8
+    names = ("README.md", "docs/own_loop.md", "docs/methods.md")
+    found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
+    assert found == dict(zip((ROOT / name for name in names), (2, 8, 2), strict=True))
+
+
+def test_the_snippets_on_methods_run():
+    build, swap = blocks(ROOT / "docs" / "methods.md", "python")
+    names = {"methods": methods}
+    exec(build, names)
+    names["method"].convert(tiny())
+    model = ViT(ViTConfig(width=32, depth=1, heads=2, image_size=8, patch_size=4, n_classes=3)).vit
+    trained = []
+    exec(
+        swap, {"model": model, "train": lambda model: trained.append(type(model.blocks[0].mlp.fc1))}
+    )
+    assert [kind.__name__ for kind in trained] == ["SemiSparseLinear"]
+    assert type(model.blocks[0].mlp.fc1) is torch.nn.Linear
 
 
 def test_the_loop_accumulates_and_ends_sparse():
