@@ -90,9 +90,11 @@ def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> H
 
 
 def of_records(records: Iterable[dict[str, Any]]) -> str:
-    """Model, length of training, data and seeds of runs, in words; nothing of none."""
+    """Model, length of training, data and seeds of runs, in words, and at which seeds they do not
+    start from the same weights: a source that was trained again has others. Nothing of none."""
     found: dict[str, dict[str, None]] = {}
-    seeds = set()
+    seeds: set[int] = set()
+    starts: dict[tuple[str, int], set[str]] = {}
     for record in records:
         chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
         model = chosen.get("model", "?")
@@ -106,7 +108,13 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
         for name, text in told.items():
             found.setdefault(name, {})[text] = None
         seeds.add(record["seed"])
+        if "source" in record:
+            starts.setdefault((record["block"], record["seed"]), set()).add(str(record.get("init")))
     if not seeds:
         return ""
     parts = [" or ".join(texts) for texts in found.values()]
-    return ", ".join([*parts, f"seeds {', '.join(map(str, sorted(seeds)))}"])
+    parts.append(f"seeds {', '.join(map(str, sorted(seeds)))}")
+    if unequal := sorted({seed for (_, seed), weights in starts.items() if len(weights) > 1}):
+        told = ", ".join(map(str, unequal))
+        parts.append(f"from unequal trainings of the first model at seeds {told}")
+    return ", ".join(parts)

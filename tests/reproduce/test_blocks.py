@@ -125,7 +125,8 @@ def test_block_d_has_the_rows_of_torchao_s_table():
     assert arms.pop("half") == ["method=dense", "model=vit_mini_half"]
     rates = "train.learning_rate="  # which its pilot chose
     kept = [[o for o in own if not o.startswith(rates)] for own in arms.values()]
-    assert sorted(kept) == sorted(row.overrides for row in table.rows) and len(kept) == 7
+    asked = [row.overrides for row in table.rows if row.overrides]  # not half the width
+    assert sorted(kept) == sorted(asked) and len(kept) == 7
 
 
 @pytest.mark.parametrize(

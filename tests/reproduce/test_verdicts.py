@@ -93,6 +93,13 @@ def test_the_scale_of_runs():
         "gpt2_toy or deit_toy, 2M tokens or 2M im"
     )
     assert scale.of_records([]) == ""
+    # Retrained from a model of another block, which was itself trained again between the two.
+    retrained = [{**one, "source": {"block": "b"}, "init": {"weights": "aa"}} for one in records]
+    assert scale.of_records(retrained) == scale.of_records(records)
+    again = {**retrained[0], "arm": "other", "init": {"weights": "bb"}}
+    assert scale.of_records([*retrained, again]).endswith(
+        "seeds 0, 1, from unequal trainings of the first model at seeds 1"
+    )
 
 
 def test_what_a_terminal_shows():
