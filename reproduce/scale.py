@@ -115,6 +115,6 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
     parts = [" or ".join(texts) for texts in found.values()]
     parts.append(f"seeds {', '.join(map(str, sorted(seeds)))}")
     if unequal := sorted({seed for (_, seed), weights in starts.items() if len(weights) > 1}):
-        told = ", ".join(map(str, unequal))
-        parts.append(f"from unequal trainings of the first model at seeds {told}")
+        at = ", ".join(map(str, unequal))
+        parts.append(f"from unequal trainings of the first model at seeds {at}")
     return ", ".join(parts)
