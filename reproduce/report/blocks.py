@@ -86,10 +86,11 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
 
 def _gap(gap: Found) -> str:
     """What half the width costs, beside how far two runs of a seed part by chance."""
+    met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
     return (
         f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])}, "
         f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds; at least "
-        f"{scale.ENOUGH:g} times are asked for. "
+        f"{scale.ENOUGH:g} times are asked for: {met}. "
     ) + (
         f"It is {gap['other_ratio']:.1f} times that of the other arms' differences (median)."
         if gap["other_arms"]

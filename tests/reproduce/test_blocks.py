@@ -2,12 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from experiments.support.errors import UserError
 from reproduce import blocks
 from reproduce.blocks import Block, curves, read_block
+from reproduce.claims import read_claims
 from reproduce.reading import read_tables
 
 TEXT = """
@@ -274,3 +276,11 @@ def test_curves_are_thinned(count, thin):
     assert steps == list(range(thin - 1, count, thin))
     assert len(steps) <= blocks.POINTS
     assert all(value == float(f"{1 / (step + 3):.6g}") for step, value in found["loss"])
+
+
+def test_kept_records_are_of_today_s_configs():
+    """Claims know a record by its overrides: with another default it would tell of another run."""
+    judged = {c.block for claim in read_claims().claims for c in claim.contrasts}
+    runs = [run for name in sorted(judged) for run in read_block(name).runs(Path("runs"))]
+    kept = [run for run in runs if run.seed == 0 and run.file(blocks.EVIDENCE).is_file()]
+    assert kept and [str(run.job) for run in kept if run.record(blocks.EVIDENCE) is None] == []
