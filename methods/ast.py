@@ -1,9 +1,9 @@
 """AST: Adaptive Sparse Trainer, retraining of a dense model under a 2:4 mask that adapts.
 
     GEMM   operand 1   operand 2     sparse operand, along
-    Y      X           W * M         weight, 2:4 along `in`; plus (X X'^T) S^T with SLoRB
-    dX     dY          W * M         the same weight (a dense product on hardware)
-    dW     dY          X             none; flows to W unmasked
+    fprop  X           W * M         weight, 2:4 along `in`; plus (X X'^T) S^T with SLoRB
+    dgrad  dY          W * M         the same weight (a dense product on hardware)
+    wgrad  dY          X             none; flows to W unmasked
 
 AST (arXiv 2407.20584, AAAI 2025). M is chosen from the dense W every `refresh_every` optimizer
 steps. Pruned weights decay by lambda(t), which rises linearly and then stays ("annealing SR-STE"),

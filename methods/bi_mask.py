@@ -1,9 +1,9 @@
-"""Bi-Mask: one row-wise 2:4 mask for the forward product, another along `out` for dX.
+"""Bi-Mask: one row-wise 2:4 mask for fprop, another along `out` for dgrad.
 
     GEMM   operand 1   operand 2       sparse operand, along
-    Y      X           W * M           weight, 2:4 along `in`
-    dX     dY          W * M * B       weight, 2:4 along `out` in the order of the permutation
-    dW     dY          X               none; flows to W, plus alpha * W * (1 - M)
+    fprop  X           W * M           weight, 2:4 along `in`
+    dgrad  dY          W * M * B       weight, 2:4 along `out` in the order of the permutation
+    wgrad  dY          X               none; flows to W, plus alpha * W * (1 - M)
 
 Bi-Mask (arXiv 2302.06058). M keeps the two largest magnitudes of four consecutive inputs, chosen
 in every step; B those of four outputs that are neighbours after the rows of W * M are permuted.
@@ -58,18 +58,18 @@ class Config(sr_ste.Config):
 
 class Linear(MaskedLinear):
     """State beyond `MaskedLinear`: `permutation` (int64 [out], saved), the order of the rows in
-    which dX's weight is 2:4; `operand_backward` [out, in], that weight, derived and not saved."""
+    which dgrad's weight is 2:4; `operand_dgrad` [out, in], that weight, derived and not saved."""
 
     config: Config
     permutation: Tensor
-    operand_backward: Tensor
+    operand_dgrad: Tensor
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         rows = torch.arange(self.out_features, device=self.weight.device)
         self.register_buffer("permutation", rows)
         own = torch.empty_like(self.sparse_weight)
-        self.register_buffer("operand_backward", own, persistent=False)
+        self.register_buffer("operand_dgrad", own, persistent=False)
 
     def search_permutation(self, seed: int) -> None:
         """Take the best of random permutations, which follow from `seed`."""
@@ -84,10 +84,10 @@ class Linear(MaskedLinear):
         super().refresh()
         permuted = self.effective_weight()[self.permutation]
         kept = torch.where(nm_mask(permuted, dim=0), permuted, 0.0)
-        self.operand_backward.index_copy_(0, self.permutation, kept.to(self.operand_backward.dtype))
+        self.operand_dgrad.index_copy_(0, self.permutation, kept.to(self.operand_dgrad.dtype))
 
-    def backward_operand(self) -> Tensor:
-        return self.operand_backward
+    def dgrad_operand(self) -> Tensor:
+        return self.operand_dgrad
 
 
 def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Dense training: the baseline of every table.
 
     GEMM   operand 1   operand 2   sparse
-    Y      X           W           none
-    dX     dY          W           none
-    dW     dY          X           none; flows to W
+    fprop  X           W           none
+    dgrad  dY          W           none
+    wgrad  dY          X           none; flows to W
 
 Nothing is changed. The matched linears are those that a sparse method with the same globs would
 convert; on them the *virtual* flip rate is measured, that of the 2:4 masks which the weights

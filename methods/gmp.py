@@ -1,9 +1,9 @@
 """Gradual magnitude pruning: from dense to 2:4 along a cubic schedule.
 
     GEMM   operand 1   operand 2   sparse operand, along
-    Y      X           W           weight, towards 2:4 along `in`
-    dX     dY          W           the same weight
-    dW     dY          X           none; flows to W under the mask
+    fprop  X           W           weight, towards 2:4 along `in`
+    dgrad  dY          W           the same weight
+    wgrad  dY          X           none; flows to W under the mask
 
 Zhu and Gupta, arXiv 1710.01878: the sparsity rises from 0 to its end value s as
 s - s (1 - tau)^3 while tau goes from 0 to 1, and every `prune_every` steps as many of the smallest

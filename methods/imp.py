@@ -1,9 +1,9 @@
 """Iterative magnitude pruning: rounds of pruning and retraining, until the weights are 2:4.
 
     GEMM   operand 1   operand 2   sparse operand, along
-    Y      X           W           weight, towards 2:4 along `in`
-    dX     dY          W           the same weight
-    dW     dY          X           none; flows to W under the mask
+    fprop  X           W           weight, towards 2:4 along `in`
+    dgrad  dY          W           the same weight
+    wgrad  dY          X           none; flows to W under the mask
 
 Han et al. (arXiv 1506.02626), Frankle and Carbin (arXiv 1803.03635): every round removes the same
 share of the weights that are left, smallest magnitudes first, and then trains on. After round k of

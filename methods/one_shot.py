@@ -1,9 +1,9 @@
 """One-shot pruning: a 2:4 mask chosen once, by magnitude, Wanda or SparseGPT, then fine-tuning.
 
     GEMM   operand 1   operand 2   sparse operand, along
-    Y      X           W           weight, 2:4 along `in`
-    dX     dY          W           the same weight (2:4 along `in`: a dense product on hardware)
-    dW     dY          X           none; flows to W under the mask
+    fprop  X           W           weight, 2:4 along `in`
+    dgrad  dY          W           the same weight (2:4 along `in`: a dense product on hardware)
+    wgrad  dY          X           none; flows to W under the mask
 
 `convert` prunes; the mask never changes again. Removed entries are exact zeros of the Parameter and
 stay so, because their gradient is masked (it does not count in the clipped norm, either). Without a

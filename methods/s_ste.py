@@ -1,9 +1,9 @@
 """S-STE: a continuous 2:4 projection, a frozen scale, MVUE on the output gradient, FP8.
 
     GEMM   operand 1        operand 2             sparse operand, along        FP8 (paper)
-    Y      X                beta * S(W)           weight, 2:4 along `in`       e4m3 x e4m3
-    dX     dY               beta * S(W)           the same weight              e5m2 x e5m2
-    dW     MVUE(dY)         X                     dY, 2:4 along tokens         e5m2 x e5m2
+    fprop  X                beta * S(W)           weight, 2:4 along `in`       e4m3 x e4m3
+    dgrad  dY               beta * S(W)           the same weight              e5m2 x e5m2
+    wgrad  MVUE(dY)         X                     dY, 2:4 along tokens         e5m2 x e5m2
            flows to W as it is: not multiplied by beta, not masked
 
 S subtracts from each group of four its second smallest magnitude and clips at zero (S-STE
@@ -31,7 +31,7 @@ from common_kernels.prepare.fp8 import project_quantize24_
 
 from .nn import base
 from .nn.fp8_gemms import FP8, Fp8Formats, fp8_linear
-from .nn.gemms import DENSE, Products, forward_product, under_autocast
+from .nn.gemms import DENSE, Products, fprop, under_autocast
 from .nn.linear import SparseLinear
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
@@ -49,11 +49,11 @@ class Config(base.Config):
         every step).
     gamma: the threshold lies between the second and third smallest magnitude, at this fraction of
         the way (Table 1).
-    mvue: sample dY for dW: `exact` (minimum variance), `sequential` (the released code's design)
+    mvue: sample dY for wgrad: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
-    mvue_weight: sample the weight along `out` for dX, the arm that Table 3 warns of.
+    mvue_weight: sample the weight along `out` for dgrad, which Table 3 warns of.
     fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 for dY alone) or `hopper` (the
-        paper's with W in e4m3 for dX). The first two are always simulated; `hopper` runs on FP8
+        paper's with W in e4m3 for dgrad). The first two are always simulated; `hopper` runs on FP8
         units where `Method.accelerate` finds them, and is simulated elsewhere: nn/fp8_gemms.py.
     """
 
@@ -86,14 +86,14 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
 
 class Linear(SparseLinear):
     """State beyond the base class: `scale` (beta, fp32, saved); with FP8 or `mvue_weight` the
-    operands of the products, derived and not saved: `operand_forward` and `operand_backward`
+    operands of the products, derived and not saved: `operand_fprop` and `operand_dgrad`
     [out, in], in FP8 the codes with `code_scales` (fp32 [2]). On FP8 units the codes lie in
     `packed` and `packed_transposed`."""
 
     config: Config
     scale: Tensor
-    operand_forward: Tensor | None
-    operand_backward: Tensor | None
+    operand_fprop: Tensor | None
+    operand_dgrad: Tensor | None
     code_scales: Tensor
 
     @property
@@ -110,19 +110,19 @@ class Linear(SparseLinear):
         weight = self.weight.detach()
         projected = soft_threshold24(weight, config.gamma)
         self.register_buffer("scale", projection_scale(weight, projected, config.beta))
-        for operand in ("operand_forward", "operand_backward"):
+        for operand in ("operand_fprop", "operand_dgrad"):
             self.register_buffer(operand, None, persistent=False)
         self._hold_operands()
 
     def _hold_operands(self) -> None:
         """Those of products that are not on FP8 units."""
         if self.fp8:
-            forward, dgrad = FORMATS[self.fp8.forward], FORMATS[self.fp8.dgrad]
-            self.operand_forward = torch.empty_like(self.weight, dtype=forward)
-            self.operand_backward = torch.empty_like(self.weight, dtype=dgrad)
+            forward, dgrad = FORMATS[self.fp8.fprop], FORMATS[self.fp8.dgrad]
+            self.operand_fprop = torch.empty_like(self.weight, dtype=forward)
+            self.operand_dgrad = torch.empty_like(self.weight, dtype=dgrad)
             self._hold_scales()
-        elif self.config.mvue_weight and self.operand_backward is None:
-            self.operand_backward = torch.empty_like(self.weight, dtype=self.dtype)
+        elif self.config.mvue_weight and self.operand_dgrad is None:
+            self.operand_dgrad = torch.empty_like(self.weight, dtype=self.dtype)
 
     def _hold_scales(self) -> None:
         ones = torch.ones(2, device=self.weight.device)
@@ -143,10 +143,10 @@ class Linear(SparseLinear):
         super().refresh()
         if self.fp8 and not self.products.fp8:
             projected = self.projected()
-            self._quantize(0, self.operand_forward, projected, self.fp8.forward)
-            self._quantize(1, self.operand_backward, projected, self.fp8.dgrad)
-        elif self.operand_backward is not None:
-            self.operand_backward.copy_(self.sparse_weight)
+            self._quantize(0, self.operand_fprop, projected, self.fp8.fprop)
+            self._quantize(1, self.operand_dgrad, projected, self.fp8.dgrad)
+        elif self.operand_dgrad is not None:
+            self.operand_dgrad.copy_(self.sparse_weight)
 
     def _quantize(self, place: int, operand: Tensor | None, weight: Tensor, fmt: str) -> None:
         assert operand is not None
@@ -155,7 +155,7 @@ class Linear(SparseLinear):
         self.code_scales[place].copy_(scale)
 
     def sparse_products(self) -> Products:
-        sparse = replace(super().sparse_products(), forward=True)
+        sparse = replace(super().sparse_products(), fprop=True)
         if not self.fp8:
             return sparse
         if not self.fp8.on_units or self.config.gamma or self.config.mvue_weight:
@@ -170,10 +170,10 @@ class Linear(SparseLinear):
             super().allocate()
             return
         assert self.fp8
-        self.operand = self.operand_forward = self.operand_backward = None
+        self.operand = self.operand_fprop = self.operand_dgrad = None
         (rows, columns), device = self.weight.shape, self.weight.device
-        forward, dgrad = FORMATS[self.fp8.forward], FORMATS[self.fp8.dgrad]
-        if self.products.forward:
+        forward, dgrad = FORMATS[self.fp8.fprop], FORMATS[self.fp8.dgrad]
+        if self.products.fprop:
             codes = empty_blob(self.weight.shape, forward, device)
         else:
             codes = torch.empty(rows, columns, dtype=forward, device=device)
@@ -188,11 +188,11 @@ class Linear(SparseLinear):
             return super().forward(x)
         x = under_autocast(x)
         if not self.training and not torch.is_grad_enabled():
-            return forward_product(x, self.sparse_weight.to(x.dtype), self.bias, DENSE)
+            return fprop(x, self.sparse_weight.to(x.dtype), self.bias, DENSE)
         if self.products.fp8:
             forward, backward = self.packed, self.packed_transposed
         else:
-            forward, backward = self.operand_forward, self.operand_backward
+            forward, backward = self.operand_fprop, self.operand_dgrad
         assert forward is not None and backward is not None
         return fp8_linear(
             x,
@@ -218,8 +218,8 @@ class Linear(SparseLinear):
         if self.products.fp8:
             assert self.packed_transposed is not None
             project_quantize24_(
-                self.packed if self.products.forward else None,
-                None if self.products.forward else self.packed,
+                self.packed if self.products.fprop else None,
+                None if self.products.fprop else self.packed,
                 self.packed_transposed,
                 self.code_scales,
                 self.weight.detach(),
@@ -231,17 +231,17 @@ class Linear(SparseLinear):
             weight = self.weight.detach()
             prune_pack24_(self.packed, weight, "soft", scale=self.scale, dense=self.operand)
 
-    def sample_backward_operand(self) -> None:
-        """Draw dX's weight anew. Micro-batches share it: it belongs to the step."""
+    def sample_dgrad_operand(self) -> None:
+        """Draw the weight of dgrad anew. Micro-batches share it: it belongs to the step."""
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
-            self._quantize(1, self.operand_backward, sample, self.fp8.dgrad)
+            self._quantize(1, self.operand_dgrad, sample, self.fp8.dgrad)
             return
-        assert self.operand_backward is not None
-        self.operand_backward.copy_(sample)
+        assert self.operand_dgrad is not None
+        self.operand_dgrad.copy_(sample)
 
-    def backward_operand(self) -> Tensor | None:
-        return self.operand_backward
+    def dgrad_operand(self) -> Tensor | None:
+        return self.operand_dgrad
 
 
 class Method(base.Method):
@@ -258,7 +258,7 @@ class Method(base.Method):
         if self.config.mvue_weight:
             for layer in self.layers.values():
                 assert isinstance(layer, Linear)
-                layer.sample_backward_operand()
+                layer.sample_dgrad_operand()
 
     def finetuning(self, total_steps: int) -> base.Config:
         """The weights are projected on, with the scale of training, in full precision and without

@@ -1,14 +1,14 @@
 """Semi-sparse training at run time: what torchao's accelerated sparse training did, by magnitude.
 
     mode=weight       operand 1   operand 2   sparse operand, along
-    Y                 X           W * M       weight, 2:4 along `in`
-    dX                dY          W * M       the same weight, 2:4 along `out` as well
-    dW                dY          X           none; flows to W unmasked
+    fprop             X           W * M       weight, 2:4 along `in`
+    dgrad             dY          W * M       the same weight, 2:4 along `out` as well
+    wgrad             dY          X           none; flows to W unmasked
 
     mode=activation
-    Y                 X * M       W           input, 2:4 along `in`
-    dX                dY          W           none; flows to X unmasked
-    dW                dY          X * M       the same input, 2:4 along tokens as well
+    fprop             X * M       W           input, 2:4 along `in`
+    dgrad             dY          W           none; flows to X unmasked
+    wgrad             dY          X * M       the same input, 2:4 along tokens as well
 
 M is transposable: at most two entries in every row and column of a 4x4 tile, of the weight or of
 [tokens, in]. It is plain STE: no decay, no sampling, no mask that freezes. The weight's mask is
@@ -25,7 +25,7 @@ autocast, and fp32 weights, and its layers forget hooks and the training flag.
 
 A tile of [tokens, in] couples four tokens: what is kept of one depends on the next ones, in
 training and in evaluation. Where that must not be (a causal language model) `algorithm=rows` keeps
-two of four inputs of every token by themselves; dW is then a dense product on hardware.
+two of four inputs of every token by themselves; wgrad is then a dense product on hardware.
 
 The second half of this file holds torchao's names, for code that was written for them: layers that
 prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`).

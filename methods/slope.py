@@ -1,9 +1,9 @@
-"""SLoPe: a static N:M weight kept compressed, a twice-pruned dX, low-rank adapters at the end.
+"""SLoPe: a static N:M weight kept compressed, a twice-pruned dgrad, low-rank adapters at the end.
 
     GEMM   operand 1   operand 2     sparse operand, along
-    Y      X           W * A         weight, N:M along `in`
-    dX     dY          W * A * B     the same weight pruned again, N:M along `out` as well
-    dW     dY          X             none; the dense product is compressed to the entries under A
+    fprop  X           W * A         weight, N:M along `in`
+    dgrad  dY          W * A * B     the same weight pruned again, N:M along `out` as well
+    wgrad  dY          X             none; the dense product is compressed to the entries under A
 
 SLoPe (arXiv 2405.16325, ICLR 2025). The row mask A is chosen once, at conversion. The column mask
 B keeps the N largest magnitudes of W * A in each M consecutive outputs, so dX is not the gradient

@@ -1,9 +1,9 @@
 """SR-STE: hard 2:4 pruning, and a decay that pulls the pruned weights towards zero.
 
     GEMM   operand 1   operand 2     sparse operand, along
-    Y      X           W * M         weight, 2:4 along `in`
-    dX     dY          W * M         the same weight (a dense product on hardware)
-    dW     dY          X             none; flows to W, plus alpha * W * (1 - M)
+    fprop  X           W * M         weight, 2:4 along `in`
+    dgrad  dY          W * M         the same weight (a dense product on hardware)
+    wgrad  dY          X             none; flows to W, plus alpha * W * (1 - M)
 
 SR-STE (arXiv 2102.04010) adds the decay to the gradient, for SGD. So does this for any optimizer,
 after unscaling and clipping: it is neither clipped nor counted in the norm. AdamW divides it by

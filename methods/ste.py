@@ -1,9 +1,9 @@
 """STE: hard 2:4 magnitude pruning with a straight-through gradient.
 
     GEMM   operand 1   operand 2     sparse operand, along
-    Y      X           W * M         weight, 2:4 along `in`
-    dX     dY          W * M         the same weight (2:4 along `in`: a dense product on hardware)
-    dW     dY          X             none; flows to W unmasked
+    fprop  X           W * M         weight, 2:4 along `in`
+    dgrad  dY          W * M         the same weight (2:4 along `in`: a dense product on hardware)
+    wgrad  dY          X             none; flows to W unmasked
 
 M keeps the two largest magnitudes of four consecutive inputs and is chosen again in every
 optimizer step. The model ends 2:4 sparse. The baseline "hard threshold" of S-STE.

@@ -1,9 +1,9 @@
 """STEP: dense AdamW until its second moment settles, then 2:4 training with that moment frozen.
 
     GEMM   operand 1   operand 2     sparse operand, along
-    Y      X           W * M         weight, 2:4 along `in` (phase 1: W, dense)
-    dX     dY          W * M         the same weight (a dense product on hardware)
-    dW     dY          X             none; flows to W unmasked
+    fprop  X           W * M         weight, 2:4 along `in` (phase 1: W, dense)
+    dgrad  dY          W * M         the same weight (a dense product on hardware)
+    wgrad  dY          X             none; flows to W unmasked
 
 STEP (arXiv 2302.01172): pruned weights spoil Adam's second moment v, so it is measured on the
 dense model first. Phase 1 is plain AdamW. It ends when z, the mean of |v_t - v_(t-1)| over the

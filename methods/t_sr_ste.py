@@ -1,9 +1,9 @@
-"""FST: one transposable 2:4 mask for forward and dX, MVUE on dY, masked decay, a dense end.
+"""FST: one transposable 2:4 mask for fprop and dgrad, MVUE on dY, masked decay, a dense end.
 
     GEMM   operand 1   operand 2     sparse operand, along
-    Y      X           W * M         weight, 2:4 along `in`
-    dX     dY          W * M         the same weight, 2:4 along `out` as well: a sparse product
-    dW     MVUE(dY)    X             dY, 2:4 along tokens; flows to W, plus alpha * W * (1 - M)
+    fprop  X           W * M         weight, 2:4 along `in`
+    dgrad  dY          W * M         the same weight, 2:4 along `out` as well: a sparse product
+    wgrad  MVUE(dY)    X             dY, 2:4 along tokens; flows to W, plus alpha * W * (1 - M)
 
 FST (arXiv 2404.01847). M keeps, in each 4x4 tile, the pattern with two entries in every row and
 column that holds the largest sum of magnitudes (section 5). It is chosen before the first step and
@@ -47,7 +47,7 @@ class Config(sr_ste.Config):
     refresh_every: optimizer steps between two choices of the masks.
     algorithm: of the mask search: `exact`, or the baselines `greedy` and `two_approx`, which may
         keep fewer than two entries in a row or column.
-    mvue: sample dY for dW: `exact` (minimum variance), `sequential` (the released code's design)
+    mvue: sample dY for wgrad: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
     dense_fraction: share of `total_steps` that is dense.
     dense_phase: where these steps lie: at the `end`, or at the `start`, with which the paper
@@ -79,7 +79,7 @@ class Linear(TransposableLinear):
     config: Config
 
     def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), weight=self.config.mvue == "exact")
+        return replace(super().sparse_products(), wgrad=self.config.mvue == "exact")
 
     @property
     def mvue(self) -> str | None:

@@ -89,7 +89,7 @@ def _refuse_capture(problem: Problem) -> None:
 def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> Entry | None:
     """The entry of a product that differs in the number of tokens of a micro-batch alone.
 
-    In dW, whose result is not transposed, these are the columns of the sparse matrix.
+    In wgrad, whose result is not transposed, these are the columns of the sparse matrix.
     """
     name = "tokens" if problem.result_transposed else "columns"
 

@@ -21,9 +21,9 @@ from methods.nn.compressed import CompressedLinear
 from methods.nn.gemms import Products, sample_tokens
 from methods.nn.linear import SparseLinear
 
-PRODUCTS = ("forward", "input", "weight")
+PRODUCTS = ("fprop", "dgrad", "wgrad")
 SIMULATED = "s_ste, fp8=paper simulated"
-# Of X and W in Y, of dY, of W in dX, of X in dW.
+# Of X and W in fprop, of dY, of W in dgrad, of X in wgrad.
 FORMATS = {
     "paper": ("e4m3", "e5m2", "e5m2", "e5m2"),
     "hybrid": ("e4m3", "e5m2", "e4m3", "e4m3"),
@@ -118,10 +118,9 @@ def convert(
 
 
 def used_by(products: Products) -> str:
-    """`cusparselt Y dX`, say: the products that run sparse, and with FP8 the others."""
-    labels = dict(zip(PRODUCTS, ("Y", "dX", "dW"), strict=True))
-    sparse = [label for product, label in labels.items() if getattr(products, product)]
-    rest = [label for label in labels.values() if label not in sparse]
+    """`cusparselt fprop dgrad`, say: the products that run sparse, and with FP8 the others."""
+    sparse = [name for name in PRODUCTS if getattr(products, name)]
+    rest = [name for name in PRODUCTS if name not in sparse]
     used = [" ".join(["cusparselt", *sparse])] if sparse else []
     if products.fp8 and rest:
         used.append(" ".join(["fp8", *rest]))
@@ -213,8 +212,8 @@ def parts(times: dict[str, Time]) -> dict[str, float]:
 
 
 def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str, Tensor]:
-    """y, dx and dw of one converted linear by masked dense formulas in fp32, of operands that are
-    quantised if they are so in the layer.
+    """The results of the three products of one converted linear, by masked dense formulas in fp32,
+    of operands that are quantised if they are so in the layer.
 
     x [T, in], dy [T, out]; the gradient is that of `layer.weight`, or of SLoPe's values.
     fp8: a key of FORMATS, or none.
@@ -228,13 +227,13 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
         kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
         backward = expand_nm(kept, layer.row_mask, *pattern).float()
         dw = compress_nm(dy32.t() @ x32, layer.row_mask, *pattern)
-        return {"y": x32 @ forward.t(), "dx": dy32 @ backward, "dw": dw}
+        return {"fprop": x32 @ forward.t(), "dgrad": dy32 @ backward, "wgrad": dw}
     if isinstance(layer, SparseLinear):
         weight = layer.effective_weight().float()
         sample = sample_tokens(dy, layer.key, layer.mvue).float() if layer.mvue else dy32
     else:
         weight, sample = layer.weight.detach().float(), dy32
-    return {"y": x32 @ weight.t(), "dx": dy32 @ weight, "dw": sample.t() @ x32}
+    return {"fprop": x32 @ weight.t(), "dgrad": dy32 @ weight, "wgrad": sample.t() @ x32}
 
 
 def expected_fp8(layer: nn.Linear, x: Tensor, dy: Tensor, recipe: str) -> dict[str, Tensor]:
@@ -253,9 +252,9 @@ def expected_fp8(layer: nn.Linear, x: Tensor, dy: Tensor, recipe: str) -> dict[s
         elif layer.mvue:
             sample = fake_fp8(sample_tokens(dy, layer.key, layer.mvue).float(), gradient)
     return {
-        "y": fake_fp8(x, forward) @ fake_fp8(weight, forward).t(),
-        "dx": dy_seen @ fake_fp8(weight, dgrad),
-        "dw": sample.t() @ fake_fp8(x, wgrad),
+        "fprop": fake_fp8(x, forward) @ fake_fp8(weight, forward).t(),
+        "dgrad": dy_seen @ fake_fp8(weight, dgrad),
+        "wgrad": sample.t() @ fake_fp8(x, wgrad),
     }
 
 
@@ -280,12 +279,12 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
     y = bench.forward_backward(0)
     weight = layer.values if isinstance(layer, CompressedLinear) else layer.weight
     assert x.grad is not None and weight.grad is not None
-    got = {"y": y, "dx": x.grad, "dw": weight.grad}
+    got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
     for key, want in expected(layer, x, dy, ARMS[name].fp8).items():
         error, allowed = relative_error(got[key], want), tolerance(ARMS[name], x.dtype, max(shape))
         if not error <= allowed:  # NaN is red
             raise UserError(
-                f"{name} with products by {bench.converted.used} gives a {key} off by {error:.2g} "
+                f"{name} with products by {bench.converted.used} gives {key} off by {error:.2g} "
                 f"(allowed {allowed:.2g}) for tokens x in x out = {shape}, {x.dtype}: no time is "
                 "reported; run `pytest tests/methods`"
             )

@@ -1,7 +1,7 @@
 """Dense FP8 training, as others do it: a peer of the sparse methods, no part of them.
 
 The three products take e4m3 operands, but for the output gradient in e5m2, with a scale per tensor
-that is measured each time. The forward product accumulates in the fast way, the others exactly.
+that is measured each time. fprop accumulates in the fast way, the others exactly.
 """
 
 from __future__ import annotations

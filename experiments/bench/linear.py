@@ -108,18 +108,18 @@ def dense_products(
         for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
     )
     calls: dict[str, Call] = {
-        "forward": lambda i: F.linear(x[i], w[i]),
-        "input": lambda i: dy[i] @ w[i],
-        "weight": lambda i: dy[i].t() @ x[i],
+        "fprop": lambda i: F.linear(x[i], w[i]),
+        "dgrad": lambda i: dy[i] @ w[i],
+        "wgrad": lambda i: dy[i].t() @ x[i],
     }
     if device.type == "cuda":
         x8, w8 = ([dense_fp8.quantize(t, dense_fp8.E4M3)[:2] for t in ts] for ts in (x, w))
         dy8 = [dense_fp8.quantize(t, dense_fp8.E5M2)[:2] for t in dy]
         one = torch.ones((), device=device)
         operands: dict[str, tuple[Codes, Codes, int, int, bool]] = {
-            "forward": (x8, w8, 0, 0, True),
-            "input": (dy8, w8, 0, 1, False),
-            "weight": (dy8, x8, 1, 1, False),
+            "fprop": (x8, w8, 0, 0, True),
+            "dgrad": (dy8, w8, 0, 1, False),
+            "wgrad": (dy8, x8, 1, 1, False),
         }
 
         def scaled(a: Codes, b: Codes, p: int, q: int, fast: bool, i: int) -> torch.Tensor:

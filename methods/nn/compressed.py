@@ -4,10 +4,10 @@ Shapes: T tokens, X [T, in], `values` [out, in * n / m] (common_kernels.compress
 R [r, out]. W_R is the weight [out, in] expanded by the row mask, W_RC the same without the entries
 that the column mask drops.
 
-    Y        = X W_R^T + (X L) R / r + b     forward: one product X [W_R^T | L], then lowrank_addmm
-    dX       = dY W_RC + dY2 L^T             dgrad, dY2 = dY R^T / r
-    dvalues  = the kept entries of dY^T X    wgrad: a dense product, compressed
-    dL^T, dR = dY2^T X, (X L)^T dY / r
+    fprop  Y        = X W_R^T + (X L) R / r + b     one product X [W_R^T | L], then lowrank_addmm
+    dgrad  dX       = dY W_RC + dY2 L^T             dY2 = dY R^T / r
+    wgrad  dvalues  = the kept entries of dY^T X    a dense product, compressed
+           dL^T, dR = dY2^T X, (X L)^T dY / r
 
 The scale 1 / r of the adapters is the same in training, in evaluation and in `SparsePlusLowRank`,
 the form in which a layer with trained adapters ends.
@@ -36,7 +36,7 @@ from common_kernels import (
 from common_kernels.matmul import blob_linear
 from common_kernels.prepare import empty_blob, pack_compressed24_
 
-from .gemms import DENSE, Products, forward_product, under_autocast
+from .gemms import DENSE, Products, fprop, under_autocast
 from .keys import layer_seed
 from .linear import SparseLinear
 
@@ -77,13 +77,13 @@ class _Product(torch.autograd.Function):
         masks = row_mask, column_mask, left_mask
         ctx.save_for_backward(x, values, left, right, *masks, packed_transposed)
         operand = expand_nm(values.to(x.dtype), row_mask, *pattern) if packed is None else packed
-        products = Products(forward=packed is not None)
+        products = Products(fprop=packed is not None)
         if not adapting:
-            return forward_product(x, operand, bias, products)
+            return fprop(x, operand, bias, products)
         dense_left, right = _dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
         if packed is None:
             return merged_linear(x, operand, dense_left, right, bias)
-        y1, y2 = forward_product(x, packed, None, products), F.linear(x, dense_left)
+        y1, y2 = fprop(x, packed, None, products), F.linear(x, dense_left)
         return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
 
     @staticmethod
@@ -219,15 +219,15 @@ class CompressedLinear(SparseLinear):
 
     def sparse_products(self) -> Products:
         sparse = self.pattern == (2, 4)
-        return Products(forward=sparse, input=sparse)
+        return Products(fprop=sparse, dgrad=sparse)
 
     @torch.no_grad()
     def allocate(self) -> None:
         products, shape = self.accelerated, (self.out_features, self.in_features)
         self.packed = self.packed_transposed = None
-        if products.forward:
+        if products.fprop:
             self.packed = empty_blob(shape, self.dtype, self.values.device)
-        if products.input:
+        if products.dgrad:
             self.packed_transposed = empty_blob(shape[::-1], self.dtype, self.values.device)
         self.pack()
 

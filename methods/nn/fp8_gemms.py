@@ -1,9 +1,9 @@
 """The three GEMMs of S-STE in FP8 (section 5 of the paper); notation as in gemms.py.
 
     GEMM   operands      paper          hybrid         hopper
-    Y      X, Wf         e4m3, e4m3     e4m3, e4m3     e4m3, e4m3
-    dX     dY, Wb        e5m2, e5m2     e5m2, e4m3     e5m2, e4m3
-    dW     S(dY), X      e5m2, e5m2     e5m2, e4m3     e5m2, e5m2
+    fprop  X, Wf         e4m3, e4m3     e4m3, e4m3     e4m3, e4m3
+    dgrad  dY, Wb        e5m2, e5m2     e5m2, e4m3     e5m2, e4m3
+    wgrad  S(dY), X      e5m2, e5m2     e5m2, e4m3     e5m2, e5m2
 
 Every operand is quantised once in each format that takes it, with one scale for the whole tensor of
 a micro-batch; a product of codes is divided by both scales in fp32 and rounded once. Of X the
@@ -16,9 +16,9 @@ is computed from the values: numerics, and no time saved.
 On FP8 units (compute capability 9.0; `hopper` alone, whose formats are what they multiply: dense
 products with e5m2 in one operand at most, sparse ones with both operands in one format):
 
-    Y      sparse (cuSPARSELt), or dense where faster               given in bf16
-    dX     dense (cuBLAS)                                           given in bf16
-    dW     sparse along the tokens, or bf16 codes where faster      given in fp32
+    fprop  sparse (cuSPARSELt), or dense where faster               given in bf16
+    dgrad  dense (cuBLAS)                                           given in bf16
+    wgrad  sparse along the tokens, or bf16 codes where faster      given in fp32
 
 They differ from the simulation of the same recipe by the accumulation of the FP8 units and by the
 rounding of Y and dX to bf16. For them `hopper` gives the sample of dY half of dY's scale instead of
@@ -49,19 +49,19 @@ from .gemms import Products, groups_of, sample_tokens, with_leading_dims
 class Fp8Formats:
     """FP8 format of each kind of operand, `e4m3` or `e5m2`."""
 
-    forward: str  # X and W in the forward product
-    gradient: str  # dY in both backward products
-    dgrad: str  # W in dX
-    wgrad: str  # X in dW
+    fprop: str  # X and W in fprop
+    gradient: str  # dY in dgrad and wgrad
+    dgrad: str  # W in dgrad
+    wgrad: str  # X in wgrad
     on_units: bool = False  # what FP8 units multiply; the sample of dY has half of dY's scale
 
 
 FP8 = {
     "off": None,
     # S-STE: both operands of a product share a format, so the backward pass is all e5m2.
-    "paper": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e5m2", wgrad="e5m2"),
+    "paper": Fp8Formats(fprop="e4m3", gradient="e5m2", dgrad="e5m2", wgrad="e5m2"),
     # The usual recipe of FP8 training: only gradients need the range of e5m2.
-    "hybrid": Fp8Formats(forward="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
+    "hybrid": Fp8Formats(fprop="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
     "hopper": Fp8Formats("e4m3", "e5m2", dgrad="e4m3", wgrad="e5m2", on_units=True),
 }
 
@@ -69,29 +69,29 @@ FP8 = {
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weight, forward_codes, backward_codes, scales, bias, key, mvue, fp8, products
+        ctx, x, weight, fprop_codes, dgrad_codes, scales, bias, key, mvue, fp8, products
     ):
         ctx.mvue, ctx.fp8, ctx.products, ctx.shape = mvue, fp8, products, x.shape
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             x2d = x.reshape(-1, x.shape[-1])
             if products.fp8:
-                codes, kept, scale, kept_scale = quantize_both(x2d, fp8.forward, fp8.wgrad)
+                codes, kept, scale, kept_scale = quantize_both(x2d, fp8.fprop, fp8.wgrad)
             else:
-                codes, scale = kept, kept_scale = quantize_fp8(x2d, fp8.forward)
-                if fp8.wgrad != fp8.forward:
+                codes, scale = kept, kept_scale = quantize_fp8(x2d, fp8.fprop)
+                if fp8.wgrad != fp8.fprop:
                     kept, kept_scale = quantize_fp8(x2d, fp8.wgrad)
-            ctx.save_for_backward(kept, kept_scale, backward_codes, scales, key)
-            if products.fp8 and not products.forward:
-                y = scaled_linear(codes, forward_codes, scale, scales[0], bias)
+            ctx.save_for_backward(kept, kept_scale, dgrad_codes, scales, key)
+            if products.fp8 and not products.fprop:
+                y = scaled_linear(codes, fprop_codes, scale, scales[0], bias)
                 # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop
                 # this function's backward pass without a word.
                 y = y if y.dtype == x.dtype else y.to(x.dtype)
             else:
-                if products.forward:
-                    y = blob_linear(forward_codes, codes, out_dtype=torch.bfloat16)
+                if products.fprop:
+                    y = blob_linear(fprop_codes, codes, out_dtype=torch.bfloat16)
                 else:
-                    y = exact_product(codes, forward_codes.t())
+                    y = exact_product(codes, fprop_codes.t())
                 y = rescale(y, scale, scales[0], bias=bias, dtype=x.dtype)
             return with_leading_dims(y, x)
 
@@ -102,23 +102,23 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        x, x_scale, backward_codes, scales, key = ctx.saved_tensors
+        x, x_scale, dgrad_codes, scales, key = ctx.saved_tensors
         fp8, products = ctx.fp8, ctx.products
         dy = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        if products.weight and ctx.needs_input_grad[1]:
+        if products.wgrad and ctx.needs_input_grad[1]:
             codes, blob, scale = quantize_and_sample(dy, key, groups_of(dy), fp8.gradient)
         else:
             codes, scale = quantize_fp8(dy, fp8.gradient)
         if ctx.needs_input_grad[0]:
             if products.fp8:
-                grad_x = scaled_linear(codes, backward_codes, scale, scales[1]).to(grad_y.dtype)
+                grad_x = scaled_linear(codes, dgrad_codes, scale, scales[1]).to(grad_y.dtype)
             else:
-                product = exact_product(codes, backward_codes)
+                product = exact_product(codes, dgrad_codes)
                 grad_x = rescale(product, scale, scales[1], dtype=grad_y.dtype)
             grad_x = grad_x.reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
-            if products.weight:
+            if products.wgrad:
                 product = blob_matmul(blob, x, torch.float32, transposed=True)
                 scale = 0.5 * scale
             else:
@@ -154,8 +154,8 @@ def quantized_sample(
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
-    forward_codes: Tensor,
-    backward_codes: Tensor,
+    fprop_codes: Tensor,
+    dgrad_codes: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     key: Tensor,
@@ -167,11 +167,11 @@ def fp8_linear(
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        forward_codes: [out, in], or its blob if `products.forward`. backward_codes: [out, in], or
+        fprop_codes: [out, in], or its blob if `products.fprop`. dgrad_codes: [out, in], or
             on FP8 units its transpose [in, out].
         scales: fp32 [2], theirs.
         bias, key, mvue, products: as for `gemms.sparse_linear`; `products.fp8`: on FP8 units.
     """
     return _Fp8Linear.apply(
-        x, weight, forward_codes, backward_codes, scales, bias, key, mvue, fp8, products
+        x, weight, fprop_codes, dgrad_codes, scales, bias, key, mvue, fp8, products
     )

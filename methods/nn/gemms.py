@@ -2,10 +2,10 @@
 
 Shapes: T tokens, X [T, in], W [out, in], Y [T, out]; leading dims of X are flattened into T.
 
-    Y  = X Wf^T + b      forward    Wf: the forward operand (2:4 along `in`)
-    dX = dY Wb           dgrad      Wb: the backward operand
-    dW = S(dY)^T X       wgrad      S: identity, or an unbiased 2:4 sample of groups of four
-                                    consecutive tokens (MVUE, FST section 3.2)
+    fprop    Y  = X Wf^T + b      Wf: the operand of fprop (2:4 along `in`)
+    dgrad    dX = dY Wb           Wb: the operand of dgrad
+    wgrad    dW = S(dY)^T X       S: identity, or an unbiased 2:4 sample of groups of four
+                                  consecutive tokens (MVUE, FST section 3.2)
 
 A method chooses the operands; they are prepared once per optimizer step, so that a micro-batch
 pays for nothing but its three products. dW flows unchanged to the dense master weight
@@ -38,13 +38,13 @@ MATMUL_VARIABLE = "SPARSE24_MATMUL"
 class Products:
     """Which of the three products run on 2:4 operands in packed form.
 
-    forward: the forward operand is the blob of Wf. input: the backward operand is the blob of Wb^T.
-    weight: the sample of dY is packed. All others are dense. fp8: on FP8 units (fp8_gemms.py).
+    fprop: its operand is the blob of Wf. dgrad: its operand is the blob of Wb^T. wgrad: the sample
+    of dY is packed. All others are dense. fp8: on FP8 units (fp8_gemms.py).
     """
 
-    forward: bool = False
-    input: bool = False
-    weight: bool = False
+    fprop: bool = False
+    dgrad: bool = False
+    wgrad: bool = False
     fp8: bool = False
 
 
@@ -100,9 +100,9 @@ def choose_products(
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
     problems = {
-        "forward": Problem(rows, columns, linear, forward, result, True, True, biased),
-        "input": Problem(columns, rows, linear, dtype, dtype, True, True),
-        "weight": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
+        "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
+        "dgrad": Problem(columns, rows, linear, dtype, dtype, True, True),
+        "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }
     faster = {
         name: getattr(sparse, name) and is_faster(problem, device)
@@ -113,13 +113,13 @@ def choose_products(
 
 class _SparseLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, forward_operand, backward_operand, bias, key, mvue, products):
+    def forward(ctx, x, weight, fprop_operand, dgrad_operand, bias, key, mvue, products):
         ctx.mvue, ctx.products = mvue, products
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        if backward_operand is None:
-            backward_operand = forward_operand
-        ctx.save_for_backward(x, backward_operand, key)
-        return forward_product(x, forward_operand, bias, products)
+        if dgrad_operand is None:
+            dgrad_operand = fprop_operand
+        ctx.save_for_backward(x, dgrad_operand, key)
+        return fprop(x, fprop_operand, bias, products)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -128,16 +128,14 @@ class _SparseLinear(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        x, backward_operand, key = ctx.saved_tensors
+        x, dgrad_operand, key = ctx.saved_tensors
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            if ctx.products.input:
-                grad_x = blob_linear(backward_operand, dy)
-            else:
-                grad_x = dy @ backward_operand
+            packed = ctx.products.dgrad
+            grad_x = blob_linear(dgrad_operand, dy) if packed else dy @ dgrad_operand
             grad_x = grad_x.reshape(x.shape)
-        if ctx.needs_input_grad[1] and ctx.products.weight:
+        if ctx.needs_input_grad[1] and ctx.products.wgrad:
             sample = sample_pack24(dy, key, groups_of(dy))
             grad_weight = blob_matmul(sample, x2d).to(ctx.weight_dtype)
         elif ctx.needs_input_grad[1]:
@@ -148,13 +146,13 @@ class _SparseLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
 
 
-def forward_product(
+def fprop(
     x: Tensor, operand: Tensor | None, bias: Tensor | None, products: Products
 ) -> Tensor:
-    """X Wf^T + b."""
+    """Y = X Wf^T + b."""
     assert operand is not None
     bias = None if bias is None else bias.to(x.dtype)
-    if not products.forward:
+    if not products.fprop:
         return F.linear(x, operand, bias)
     y = blob_linear(operand, x.reshape(-1, x.shape[-1]), bias)
     return with_leading_dims(y, x)
@@ -197,25 +195,25 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
 def sparse_linear(
     x: Tensor,
     weight: Tensor,
-    forward_operand: Tensor | None,
-    backward_operand: Tensor | None,
+    fprop_operand: Tensor | None,
+    dgrad_operand: Tensor | None,
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None = None,
     products: Products = DENSE,
 ) -> Tensor:
-    """`x` [..., in] times the forward operand, with the backward pass of the module docstring.
+    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        forward_operand, backward_operand: [out, in], in x's dtype, or blobs as `products` says;
+        fprop_operand, dgrad_operand: [out, in], in x's dtype, or blobs as `products` says;
             None for the latter means the former.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch).
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        products: which products are sparse; that of dW needs mvue=`exact`.
+        products: which products are sparse; wgrad then needs mvue=`exact`.
     """
     return _SparseLinear.apply(
-        x, weight, forward_operand, backward_operand, bias, key, mvue, products
+        x, weight, fprop_operand, dgrad_operand, bias, key, mvue, products
     )

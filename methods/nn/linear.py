@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from common_kernels import nm_mask
 from common_kernels.prepare import empty_blob, prune_pack24_
 
-from .gemms import DENSE, Products, forward_product, sparse_linear, under_autocast
+from .gemms import DENSE, Products, fprop, sparse_linear, under_autocast
 
 
 class SparseLinear(nn.Linear):
@@ -21,7 +21,7 @@ class SparseLinear(nn.Linear):
     is what the layer computes with, in the dtype of the matrix products. It lies in buffers that
     are not saved, because `refresh` derives them again from what is: `operand` [out, in], and for
     products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the blobs of
-    the forward operand and of the transposed backward operand. Where both are there, `operand` is
+    the operand of fprop and of the transposed operand of dgrad. Where both are there, `operand` is
     not. `key` (int64 [2]) selects the random bits of the backward pass.
 
     After a change of `weight` that did not come through a method's hooks, call
@@ -56,9 +56,9 @@ class SparseLinear(nn.Linear):
         self.register_buffer("key", key, persistent=False)
 
     def sparse_products(self) -> Products:
-        """Which products have a 2:4 operand: the forward operand along `in`, the backward operand
-        along `out`, a sample of dY along the tokens."""
-        return Products(weight=self.mvue == "exact")
+        """Which products have a 2:4 operand: that of fprop along `in`, that of dgrad along `out`,
+        for wgrad a sample of dY along the tokens."""
+        return Products(wgrad=self.mvue == "exact")
 
     @property
     def products(self) -> Products:
@@ -74,13 +74,13 @@ class SparseLinear(nn.Linear):
     def allocate(self) -> None:
         """Hold the operands that `products` takes, and no others."""
         (rows, columns), device, products = self.weight.shape, self.weight.device, self.products
-        packed = (products.forward, rows, columns), (products.input, columns, rows)
+        packed = (products.fprop, rows, columns), (products.dgrad, columns, rows)
         for name, (wanted, *shape) in zip(("packed", "packed_transposed"), packed, strict=True):
             if not wanted:
                 setattr(self, name, None)
             elif getattr(self, name) is None:
                 setattr(self, name, empty_blob(shape, self.dtype, device))
-        if products.forward and products.input:
+        if products.fprop and products.dgrad:
             self.operand = None
         elif self.operand is None:
             self.operand = self.weight.to(self.dtype, copy=True)
@@ -93,7 +93,7 @@ class SparseLinear(nn.Linear):
 
     @property
     def mvue(self) -> str | None:
-        """Design of the sample of dY in dW; None takes the whole of dY."""
+        """Design of the sample of dY in wgrad; None takes the whole of dY."""
         return None
 
     @property
@@ -131,11 +131,11 @@ class SparseLinear(nn.Linear):
         """Fill the blobs that there are, and `operand` if it is there."""
         raise NotImplementedError(f"{type(self).__name__} has no packed operands")
 
-    def forward_operand(self) -> Tensor:
+    def fprop_operand(self) -> Tensor:
         return self.sparse_weight
 
-    def backward_operand(self) -> Tensor | None:
-        """None: the forward operand."""
+    def dgrad_operand(self) -> Tensor | None:
+        """None: that of fprop."""
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,12 +146,12 @@ class SparseLinear(nn.Linear):
         # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing
         # runs the forward pass of training without gradients.
         if not self.training and not torch.is_grad_enabled():
-            operand = self.packed if products.forward else self.sparse_weight.to(x.dtype)
-            return forward_product(x, operand, self.bias, products)
+            operand = self.packed if products.fprop else self.sparse_weight.to(x.dtype)
+            return fprop(x, operand, self.bias, products)
         return sparse_linear(
             x,
             self.weight,
-            self.packed if products.forward else self.forward_operand().to(x.dtype),
+            self.packed if products.fprop else self.fprop_operand().to(x.dtype),
             self._operand_of_dgrad(products, x.dtype),
             self.bias,
             # A copy: the next micro-batch changes the key, this one's backward needs its own.
@@ -161,11 +161,11 @@ class SparseLinear(nn.Linear):
         )
 
     def _operand_of_dgrad(self, products: Products, dtype: torch.dtype) -> Tensor | None:
-        if products.input:
+        if products.dgrad:
             return self.packed_transposed
-        operand = self.backward_operand()
-        if operand is None and products.forward:
-            operand = self.forward_operand()
+        operand = self.dgrad_operand()
+        if operand is None and products.fprop:
+            operand = self.fprop_operand()
         return None if operand is None else operand.to(dtype)
 
     def restore(self) -> None:
@@ -215,7 +215,7 @@ class MaskedLinear(SparseLinear):
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
 
     def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), forward=True)
+        return replace(super().sparse_products(), fprop=True)
 
     def current_mask(self) -> Tensor:
         return self.mask

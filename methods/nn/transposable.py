@@ -13,12 +13,12 @@ from .phases import SwitchedLinear
 
 
 class TransposableLinear(SwitchedLinear):
-    """The mask is transposable, so that the backward operand is 2:4 along `out` as well."""
+    """The mask is transposable, so that the operand of dgrad is 2:4 along `out` as well."""
 
     config: Any
 
     def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), input=True)
+        return replace(super().sparse_products(), dgrad=True)
 
     def refresh_mask(self) -> None:
         self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))

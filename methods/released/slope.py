@@ -1,4 +1,4 @@
-"""SLoPe whose second copy of the weight, for dX, stays what it was before the first step.
+"""SLoPe whose second copy of the weight, for dgrad, stays what it was before the first step.
 
 The released package keeps W^T, pruned twice, as a sparse tensor of its own, and its optimizer means
 to renew it after each step by `weight_t.values().data = ...` (github.com/Mohammad-Mozaffari/slope,
@@ -59,7 +59,7 @@ class Linear(CompressedLinear):
         """The column mask stays, too."""
 
     def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), input=False)
+        return replace(super().sparse_products(), dgrad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

@@ -142,11 +142,11 @@ def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
     arguments = ["linear", "--device", "cpu", "--repeats", "2", "--out", str(out), "--only", "ste"]
     assert main(arguments) == 1
     captured = capsys.readouterr()
-    assert "ste with products by dense gives a y off by" in captured.err
+    assert "ste with products by dense gives fprop off by" in captured.err
     assert " ms" not in captured.out + captured.err and not out.exists()
 
 
-@pytest.mark.parametrize("key", ["y", "dx", "dw"])
+@pytest.mark.parametrize("key", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", ARMS)
 def test_the_gate_sees_each_product(name, key, monkeypatch):
     """One that is off by a percent, with FP8, too: what that rounds is part of what is expected."""
@@ -156,18 +156,18 @@ def test_the_gate_sees_each_product(name, key, monkeypatch):
         "expected",
         lambda *a: {k: v * (off if k == key else 1) for k, v in expected(*a).items()},
     )
-    with pytest.raises(UserError, match=f"gives a {key} off by"):
+    with pytest.raises(UserError, match=f"gives {key} off by"):
         linear.gate(name, SHAPE, torch.float32, CPU, "dense")
 
 
 @pytest.mark.parametrize(
     ("name", "used"),
     [
-        ("ste", "cusparselt Y"),
-        ("t_sr_ste, no mvue", "cusparselt Y dX"),
-        ("t_sr_ste", "cusparselt Y dX dW"),
-        ("s_ste", "cusparselt Y dW"),
-        ("s_ste, fp8", "cusparselt Y dW, fp8 dX"),
+        ("ste", "cusparselt fprop"),
+        ("t_sr_ste, no mvue", "cusparselt fprop dgrad"),
+        ("t_sr_ste", "cusparselt fprop dgrad wgrad"),
+        ("s_ste", "cusparselt fprop wgrad"),
+        ("s_ste, fp8", "cusparselt fprop wgrad, fp8 dgrad"),
     ],
 )
 def test_packed_products_pass_the_gate_and_are_named(name, used, monkeypatch):

@@ -37,7 +37,7 @@ def test_both_masks_by_hand():
         [0.0, 0.0, 6.0, 9.0],
     ]
     assert torch.equal(layer.sparse_weight, torch.tensor(forward))
-    assert torch.equal(layer.backward_operand(), torch.tensor(backward))
+    assert torch.equal(layer.dgrad_operand(), torch.tensor(backward))
 
 
 def test_dx_has_a_weight_of_its_own_and_dw_is_whole():
@@ -49,15 +49,15 @@ def test_dx_has_a_weight_of_its_own_and_dw_is_whole():
     y.backward(dy)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}  # sums of 64 products of order one, in fp32
     torch.testing.assert_close(y, x.detach() @ layer.sparse_weight.t(), **tolerance)
-    torch.testing.assert_close(x.grad, dy @ layer.operand_backward, **tolerance)
+    torch.testing.assert_close(x.grad, dy @ layer.operand_dgrad, **tolerance)
     torch.testing.assert_close(layer.weight.grad, dy.t() @ x.detach(), **tolerance)
-    assert not torch.equal(layer.operand_backward, layer.sparse_weight)
+    assert not torch.equal(layer.operand_dgrad, layer.sparse_weight)
 
 
 def test_the_backward_weight_is_sparse_along_the_permuted_outputs():
     layer, method = converted(gaussian())
     method.on_step_begin(0)
-    backward, rows = layer.operand_backward, layer.permutation
+    backward, rows = layer.operand_dgrad, layer.permutation
     assert sorted(rows.tolist()) == list(range(32)) != rows.tolist()
     assert int(check24(backward[rows], dim=0)) == 0
     assert int(check24(backward, dim=0)) > 0
@@ -100,9 +100,9 @@ def test_a_structure_that_the_given_order_destroys():
     weight = torch.ones(8, 4)
     weight[:4, :2] = weight[4:, 2:] = 2.0
     layer, method = converted(weight)
-    assert int(layer.operand_backward.count_nonzero()) == 8
+    assert int(layer.operand_dgrad.count_nonzero()) == 8
     method.on_step_begin(0)  # 36 of 70 ways to share the rows out are such
-    assert torch.equal(layer.operand_backward, layer.sparse_weight)
+    assert torch.equal(layer.operand_dgrad, layer.sparse_weight)
 
 
 def test_searches_at_steps_0_100_and_200_whatever_the_passes(monkeypatch):
@@ -152,7 +152,7 @@ def test_masks_follow_the_weights_in_every_step_and_the_end_is_sparse():
     method.on_step_end(0)
     assert torch.equal(layer.permutation, rows)
     assert torch.equal(layer.mask, nm_mask(layer.weight.detach()))
-    assert int(check24(layer.operand_backward[rows], dim=0)) == 0
+    assert int(check24(layer.operand_dgrad[rows], dim=0)) == 0
     sparse = layer.sparse_weight.clone()
     method.finalize(layer)
     assert torch.equal(layer.weight, sparse) and list(layer.state_dict()) == ["weight"]

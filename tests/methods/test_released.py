@@ -73,20 +73,20 @@ def test_slope_gives_dx_of_the_first_weight(dtype):
 
 def test_slope_keeps_the_copy_in_its_state():
     run = converted(released_slope)
-    operand = backward_operand(run[0][0])
+    operand = dgrad_operand(run[0][0])
     for step in range(3):
         step_of(run, step)
-    assert torch.equal(backward_operand(run[0][0]), operand)
+    assert torch.equal(dgrad_operand(run[0][0]), operand)
     again = converted(released_slope, mask="magnitude")
     again[0].load_state_dict(run[0].state_dict())
     methods.refresh(again[0])
-    assert torch.equal(backward_operand(again[0][0]), operand)
+    assert torch.equal(dgrad_operand(again[0][0]), operand)
     weight = run[0][0].weight
     run[1].finalize(run[0])
     assert type(run[0][0]) is nn.Linear and torch.equal(run[0][0].weight, weight)
 
 
-def backward_operand(layer):
+def dgrad_operand(layer):
     """The weight [out, in] that dX is computed with: dX for dY = I."""
     x = torch.zeros(16, 16, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x), x, torch.eye(16))

@@ -32,7 +32,7 @@ def row_mask(layer):
     return unpack_mask(layer.row_mask, layer.in_features)
 
 
-def backward_operand(layer):
+def dgrad_operand(layer):
     """The weight [out, in] that dX is computed with: dX for dY = I."""
     x = torch.zeros(layer.out_features, layer.in_features, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x), x, torch.eye(layer.out_features))
@@ -120,7 +120,7 @@ def test_density_after_double_pruning(n, m, density, rule):
 def test_survival_by_the_number_of_kept_weights_in_a_column_group():
     """min(1, 2 / count) for exchangeable magnitudes; 13/16 over all kept weights."""
     layer, _ = converted(1024, 1024)
-    mask, twice = row_mask(layer), backward_operand(layer) != 0
+    mask, twice = row_mask(layer), dgrad_operand(layer) != 0
     counts = mask.unflatten(0, (-1, 4)).sum(1).repeat_interleave(4, 0)
     for count, want in ((1, 1.0), (2, 1.0), (3, 2 / 3), (4, 1 / 2)):
         chosen = mask & (counts == count)
@@ -139,7 +139,7 @@ def test_number_of_non_zeros_of_the_twice_pruned_weight(n, m):
     counts = row_mask(layer).unflatten(0, (-1, m)).sum(1)
     generator = torch.Generator().manual_seed(1)
     for step in range(5):
-        twice = backward_operand(layer)
+        twice = dgrad_operand(layer)
         assert int(twice.count_nonzero()) == int(counts.clamp(max=n).sum())
         groups = (twice != 0).unflatten(0, (-1, m)).sum(1)
         assert (groups <= n).all()
@@ -187,7 +187,7 @@ def test_input_gradient_takes_the_twice_pruned_weight(rule):
     cosines of .979 and .962 with the true gradient, for any Gaussian dY.
     """
     layer, _ = converted(512, 512, mask=rule)
-    assert torch.equal(backward_operand(layer), twice_pruned(layer.weight))
+    assert torch.equal(dgrad_operand(layer), twice_pruned(layer.weight))
     x = torch.randn(4, 256, 512, requires_grad=True)
     dy = torch.randn(4, 256, 512)
     layer(x).backward(dy)
@@ -339,17 +339,17 @@ def test_the_backward_weight_follows_every_update(period):
     """Values at every step; the column mask when it is due, in between it stays."""
     layer, method = converted(32, 32, column_refresh=period)
     generator = torch.Generator().manual_seed(1)
-    kept = backward_operand(layer) != 0
+    kept = dgrad_operand(layer) != 0
     changed = 0
     for step in range(7):
         method.on_step_begin(step)
-        assert torch.equal(backward_operand(layer), layer.weight * kept)
+        assert torch.equal(dgrad_operand(layer), layer.weight * kept)
         drift(layer, generator, scale=2.0)
         method.on_step_end(step)
         if period and (step + 1) % period == 0:
             before, kept = kept, twice_pruned(layer.weight) != 0
             changed += not torch.equal(before, kept)
-        assert torch.equal(backward_operand(layer), layer.weight * kept)
+        assert torch.equal(dgrad_operand(layer), layer.weight * kept)
     assert changed == {1: 7, 3: 2, 0: 0}[period]
 
 
@@ -711,7 +711,7 @@ def test_copies_are_whole():
     assert isinstance(twin, CompressedLinear)
     assert not torch.equal(twin.weight, layer.weight)
     twin.load_state_dict(layer.state_dict())
-    assert torch.equal(backward_operand(twin), backward_operand(layer))
+    assert torch.equal(dgrad_operand(twin), dgrad_operand(layer))
 
 
 # ---------------------------------------------------------------- which layers, which pattern

@@ -21,7 +21,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 STEPS, TOKENS = 4, 100  # no multiple of what a GEMM takes
 BF16 = torch.bfloat16
 EPS = torch.finfo(BF16).eps
-Y, BOTH = Products(forward=True), Products(forward=True, input=True)
+Y, BOTH = Products(fprop=True), Products(fprop=True, dgrad=True)
 ARMS = [
     ("ste", {}, Y),
     ("sr_ste", {"alpha": 1e-2}, Y),
@@ -173,7 +173,7 @@ def test_fp8_products_are_those_of_the_simulation(mvue):
     plain, plain_method = build("s_ste", options)
     packed, method = build("s_ste", options)
     found = set(method.accelerate(TOKENS, "cusparselt").values())
-    assert found == {Products(forward=True, weight=mvue == "exact", fp8=True)}
+    assert found == {Products(fprop=True, wgrad=mvue == "exact", fp8=True)}
     want = one_step(plain, plain_method, optimizer_of(plain, plain_method), 0)
     got = one_step(packed, method, optimizer_of(packed, method), 0)
     # dY, which follows y, is another one in its last bit, and some of its codes in theirs; its
@@ -188,7 +188,7 @@ def test_fp8_operands_follow_the_weight():
     model, method = build("s_ste", {"fp8": "hopper"})
     method.accelerate(TOKENS, "cusparselt")
     layer = model[0]
-    assert layer.operand is None and layer.operand_forward is None
+    assert layer.operand is None and layer.operand_fprop is None
     train(model, method, steps=2)
     codes, scale = layer.packed_transposed.float(), layer.code_scales[1]
     want = layer.effective_weight()
@@ -287,7 +287,7 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
     products = gemms.choose_products(
         Products(True, True, True), (128, 64), True, BF16, torch.device("cuda"), 1000, "auto"
     )
-    assert products == Products(forward=True, input=False, weight=True)
+    assert products == Products(fprop=True, dgrad=False, wgrad=True)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in asked]
     assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
     assert (

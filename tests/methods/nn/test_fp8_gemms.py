@@ -26,7 +26,7 @@ def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32):
 def products(recipe, x, weight, bias, dy, mvue=None):
     """y, dx, dw of the simulation."""
     formats = FP8[recipe]
-    parts = [quantize_fp8(weight.detach(), fmt) for fmt in (formats.forward, formats.dgrad)]
+    parts = [quantize_fp8(weight.detach(), fmt) for fmt in (formats.fprop, formats.dgrad)]
     codes, scales = zip(*parts, strict=True)
     y = fp8_linear(x, weight, *codes, torch.stack(scales), bias, KEY, mvue, formats, DENSE)
     return y, *torch.autograd.grad(y, (x, weight), dy)
@@ -119,7 +119,7 @@ def test_simulated_recipes_never_run_on_fp8_units(gpu, matmul):
 def test_hopper_runs_on_fp8_units_wherever_there_are_any(gpu, matmul, monkeypatch):
     """`matmul` says which of its products run sparse: that is about speed."""
     sparse = matmul != "dense"
-    want = Products(forward=sparse, weight=sparse, fp8=True)
+    want = Products(fprop=sparse, wgrad=sparse, fp8=True)
     assert chosen(gpu, matmul, fp8="hopper") == want
     if matmul == "auto":
         monkeypatch.setattr(gemms, "is_faster", lambda *_: False)
@@ -155,7 +155,7 @@ def test_hopper_s_dense_products_are_those_of_the_simulation(mvue):
 def _choose_differently(rank, meeting_point, queue):
     """Two ranks of which each finds other products to be faster."""
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
-    methods.nn.base.choose_products = lambda *_: Products(forward=rank == 0, weight=rank == 1)
+    methods.nn.base.choose_products = lambda *_: Products(fprop=rank == 0, wgrad=rank == 1)
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"])
     method.convert(layer, dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ def _choose_differently(rank, meeting_point, queue):
 def test_ranks_run_what_rank_0_chose(tmp_path):
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_choose_differently, ((tmp_path / "store").as_uri(), queue), nprocs=2)
-    products = Products(forward=True)
+    products = Products(fprop=True)
     assert queue.get() == [({"": products}, products, "rank 0 cannot")] * 2
 
 
@@ -191,4 +191,4 @@ def test_a_cast_of_the_model_leaves_codes_and_scales_right():
     methods.build("s_ste", include=["*"], fp8="paper").convert(layer)
     layer.half()
     want = fake_fp8(layer.projected(), "e5m2")
-    assert torch.equal(layer.operand_backward.float() / layer.code_scales[1], want)
+    assert torch.equal(layer.operand_dgrad.float() / layer.code_scales[1], want)
