@@ -1,9 +1,9 @@
 """The one place where the backend of an operator is chosen.
 
-`naive` is plain PyTorch, `cpu.py` of each family, and runs on any device. `triton` serves GPUs, and
+`cpu` is plain PyTorch, `cpu.py` of each family, and runs on any device. `triton` serves GPUs, and
 any device under Triton's interpreter; what has no Triton kernel (the baselines `two_approx` and
-`sequential`, groups of more than 32) then runs naive. `cuda` is a name for compiled kernels, of
-which there are none yet. Asking for a backend that cannot serve a device is an error.
+`sequential`, groups of more than 32) then runs as plain PyTorch. Asking for a backend that cannot
+serve a device is an error.
 """
 
 import importlib.util
@@ -11,14 +11,14 @@ import os
 
 import torch
 
-BACKENDS = ("naive", "triton", "cuda")
+BACKENDS = ("cpu", "triton")
 ENVIRONMENT_VARIABLE = "SPARSE24_BACKEND"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
     """Name of the backend that serves `device`: the argument, else the environment, else `triton`
-    on a GPU and `naive` elsewhere.
+    on a GPU and `cpu` elsewhere.
 
     Raises ValueError on an unknown name and RuntimeError, with the reason, on one that cannot
     serve.
@@ -26,20 +26,20 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
     kind = torch.device(device).type
     name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:
-        return "triton" if kind == "cuda" and HAS_TRITON else "naive"
+        return "triton" if kind == "cuda" and HAS_TRITON else "cpu"
+    if name == "naive":  # what `cpu` was called once
+        return "cpu"
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     reason = None
-    if name == "cuda":
-        reason = "no cuda kernels are built into this version"
-    elif name == "triton" and not HAS_TRITON:
+    if name == "triton" and not HAS_TRITON:
         reason = "triton is not installed"
     elif name == "triton" and kind == "cpu" and not interpreted():
         reason = "on a CPU Triton needs its interpreter, TRITON_INTERPRET=1 from the start"
     if reason:
         raise RuntimeError(
             f"backend {name!r} cannot serve device {str(device)!r}: {reason}; "
-            f"unset {ENVIRONMENT_VARIABLE} or choose 'naive'"
+            f"unset {ENVIRONMENT_VARIABLE} or choose 'cpu'"
         )
     return name
 

@@ -4,20 +4,24 @@ import torch
 from common_kernels import backend, nm_mask
 
 
-def test_default_is_naive(monkeypatch):
+def test_default_is_the_cpu(monkeypatch):
     monkeypatch.delenv("SPARSE24_BACKEND", raising=False)
-    assert backend.resolve("cpu") == "naive"
+    assert backend.resolve("cpu") == "cpu"
 
 
 def test_argument_beats_the_environment(monkeypatch):
     monkeypatch.setenv("SPARSE24_BACKEND", "triton")
-    assert backend.resolve("cpu", "naive") == "naive"
-    assert nm_mask(torch.ones(4), backend="naive").sum() == 2
+    assert backend.resolve("cpu", "cpu") == "cpu"
+    assert nm_mask(torch.ones(4), backend="cpu").sum() == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("triton", "TRITON_INTERPRET=1"), ("cuda", "no cuda kernels")]
-)
+def test_the_older_name_of_cpu_is_read(monkeypatch):
+    assert backend.resolve("cpu", "naive") == "cpu"
+    monkeypatch.setenv("SPARSE24_BACKEND", "naive")
+    assert backend.resolve("cuda") == "cpu"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("triton", "TRITON_INTERPRET=1")])
 def test_unavailable_backend_by_name_says_why(monkeypatch, name, reason):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=f"{name}.*'cpu'.*{reason}"):
@@ -28,5 +32,5 @@ def test_unavailable_backend_by_name_says_why(monkeypatch, name, reason):
 
 
 def test_unknown_backend_lists_the_choices():
-    with pytest.raises(ValueError, match=r"'cutlass'.*naive, triton, cuda"):
+    with pytest.raises(ValueError, match=r"'cutlass'.*cpu, triton"):
         nm_mask(torch.ones(4), backend="cutlass")

@@ -1,4 +1,4 @@
-"""The Triton kernels of the compressed form against the naive path, bit for bit."""
+"""The Triton kernels of the compressed form against plain PyTorch, bit for bit."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def same_bits(got, want):
 
 
 def both(operator, *args):
-    return [operator(*args, backend=backend) for backend in ("triton", "naive")]
+    return [operator(*args, backend=backend) for backend in ("triton", "cpu")]
 
 
 @by_pattern
@@ -45,9 +45,9 @@ def both(operator, *args):
 def test_compress_and_expand(dtype, n, m, columns):
     for shape in ((5, columns), (2, 3, columns), (150, columns)):
         x = data(shape).to(dtype)
-        bits = pack_mask(nm_mask(torch.rand(shape, device=DEVICE), n, m), backend="naive")
+        bits = pack_mask(nm_mask(torch.rand(shape, device=DEVICE), n, m), backend="cpu")
         same_bits(*both(compress_nm, x, bits, n, m))
-        values = compress_nm(x, bits, n, m, backend="naive")
+        values = compress_nm(x, bits, n, m, backend="cpu")
         same_bits(*both(expand_nm, values, bits, n, m))
         same_bits(*both(compress_nm, x.mT.contiguous().mT, bits, n, m))
 
@@ -56,7 +56,7 @@ def test_compress_and_expand(dtype, n, m, columns):
 def test_bits(columns):
     mask = data((7, columns)) > 0
     same_bits(*both(pack_mask, mask))
-    bits = pack_mask(mask, backend="naive")
+    bits = pack_mask(mask, backend="cpu")
     same_bits(*both(unpack_mask, bits, columns))
     same_bits(*both(pack_mask, mask.t().contiguous().t()))
     same_bits(*both(compress_nm, mask, pack_mask(mask | True), 1, 1))
@@ -87,7 +87,7 @@ def test_double_prune_bits(dtype, shape, n, m):
     x = data(shape).to(dtype)
     x[:4, ::2] = torch.tensor(2.0**-149, dtype=dtype)  # as small as a kept zero counts, or zero
     x[4:8] = x[4:8].round()
-    bits = pack_mask(mask, backend="naive")
-    values = compress_nm(x, bits, n, m, backend="naive")
+    bits = pack_mask(mask, backend="cpu")
+    values = compress_nm(x, bits, n, m, backend="cpu")
     same_bits(*both(double_prune_bits, values, bits, n, m))
     same_bits(*both(double_prune_bits, values[:0], bits[:0], n, m))

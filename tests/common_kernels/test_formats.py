@@ -235,7 +235,7 @@ def test_the_triton_packer_writes_the_same_bytes(shape, dtype):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, mask = matrix(shape, dtype).to(device), at_most_two(shape).to(device)
     x[0, ::3] = -0.0
-    expected = pack24(x, mask, "cusparselt_sm90", backend="naive").blob
+    expected = pack24(x, mask, "cusparselt_sm90", backend="cpu").blob
     same(pack24(x, mask, "cusparselt_sm90", backend="triton").blob, expected)
     same(pack24(x.t().contiguous().t(), mask, "cusparselt_sm90", backend="triton").blob, expected)
 
@@ -350,7 +350,7 @@ def test_what_cannot_be_packed():
         pack24(x, x.t() > 0)
     with pytest.raises(TypeError, match=r"not torch\.int64"):
         pack24(x.long(), x > 0)
-    with pytest.raises(RuntimeError, match="'cuda' cannot serve"):
+    with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         pack24(x, nm_mask(x), backend="cuda")
 
 
@@ -380,7 +380,7 @@ def test_opcheck(layout):
     x, mask = matrix(shape, dtype), at_most_two(shape)
     check = torch.library.opcheck
     if dtype != FP8:  # opcheck compares with allclose, which FP8 lacks
-        check(torch.ops.sparse24.pack24.default, (x, mask, layout, "naive"))
+        check(torch.ops.sparse24.pack24.default, (x, mask, layout, "cpu"))
     packed = pack24(x, mask, layout)
     meta = packed.meta.view(torch.uint8).flatten()
     if dtype != FP8:

@@ -1,4 +1,4 @@
-"""Every Triton kernel against the naive path, bit for bit.
+"""Every Triton kernel against plain PyTorch, bit for bit.
 
 Compiled where there is a GPU, else under Triton's interpreter.
 """
@@ -58,11 +58,11 @@ def same(got, want):
 
 
 def both(operator, *args, **options):
-    return [operator(*args, backend=backend, **options) for backend in ("triton", "naive")]
+    return [operator(*args, backend=backend, **options) for backend in ("triton", "cpu")]
 
 
 def test_a_gpu_takes_triton_by_default():
-    assert resolve(DEVICE) == ("triton" if DEVICE == "cuda" else "naive")
+    assert resolve(DEVICE) == ("triton" if DEVICE == "cuda" else "cpu")
 
 
 @every_dtype
@@ -95,7 +95,7 @@ def test_groups_that_meet_the_end_of_a_row_within_a_block(dtype):
 @every_dtype
 def test_double_prune_mask(dtype):
     w = data((16, 24), dtype)
-    same(*both(double_prune_mask, w * nm_mask(w, backend="naive")))
+    same(*both(double_prune_mask, w * nm_mask(w, backend="cpu")))
 
 
 @every_dtype
@@ -220,6 +220,6 @@ def test_fp8(dtype, layout, fmt):
 def test_masked_decay(dtype, layout):
     weight, mask = data((36, 48), torch.float32), data((36, 48), torch.float32) > 0
     grads = [data((36, 48), dtype, layout) for _ in range(2)]
-    for grad, backend in zip(grads, ("triton", "naive"), strict=True):
+    for grad, backend in zip(grads, ("triton", "cpu"), strict=True):
         assert masked_decay_(grad, weight, mask, 0.37, backend=backend) is grad
     same(*grads)

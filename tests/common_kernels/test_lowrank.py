@@ -10,7 +10,7 @@ from common_kernels.lowrank import reference
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["naive", *(["triton"] if HAS_TRITON else [])]
+BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -42,7 +42,7 @@ def test_slices_of_one_tensor_with_one_rounding(backend, dtype, rows, out, rank,
         want = reference.lowrank_addmm(y1, y2, r, b, scale)
         terms = y1.double().abs() + abs(scale) * (y2.double().abs() @ r.double().abs())
         terms += 0 if b is None else b.double().abs()
-        rounding = (rank + 3) * (2**-24 if backend == "naive" else 2**-22)
+        rounding = (rank + 3) * (2**-24 if backend == "cpu" else 2**-22)
         bound = want.abs() * torch.finfo(dtype).eps / 2 + terms * rounding
         assert got.dtype == dtype and got.is_contiguous()
         assert ((got.double() - want).abs() <= bound).all()
@@ -130,7 +130,7 @@ def test_errors_name_the_offender():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_as_a_library_operator(rows, with_bias, generator):
     y1, y2, r, bias = operands(rows, 6, 4, torch.bfloat16, generator)
-    arguments = (y1, y2, r, bias if with_bias else None, 0.25, "naive")
+    arguments = (y1, y2, r, bias if with_bias else None, 0.25, "cpu")
     torch.library.opcheck(torch.ops.sparse24.lowrank_addmm.default, arguments)
 
 

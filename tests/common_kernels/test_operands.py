@@ -146,7 +146,7 @@ def cases():
 
 CASES = cases()
 every_operator = pytest.mark.parametrize("name", CASES)
-every_backend = pytest.mark.parametrize("backend", ["naive", *(["triton"] if HAS_TRITON else [])])
+every_backend = pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
 
 
 def flat(result):

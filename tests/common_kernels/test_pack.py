@@ -1,4 +1,4 @@
-"""Packed 2:4 matrices: round trips, and the Triton packers against the naive formats, byte for
+"""Packed 2:4 matrices: round trips, and the Triton packers against those of cpu.py, byte for
 byte."""
 
 import itertools

@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
-backends = pytest.mark.parametrize("backend", ["naive", "triton"])
+backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
 masters = pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
 half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -101,9 +101,9 @@ def test_a_sample_of_a_gradient(backend, dtype, tokens):
     want = mvue24(filled, 5, 3 * stride, dim=0)
     assert columns_of(blob) == len(filled)
     assert torch.equal(expand_blob(blob), want.t())
-    naive = sample_pack24(dy, key, stride, backend="naive")
+    plain = sample_pack24(dy, key, stride, backend="cpu")
     values = slice(0, len(filled) // 2 * 128)
-    assert torch.equal(blob.flatten()[values], naive.flatten()[values])
+    assert torch.equal(blob.flatten()[values], plain.flatten()[values])
 
 
 @backends
@@ -182,20 +182,20 @@ W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 OPERATORS = {
     "prune_pack24_": lambda: (
         torch.empty(64, 36, dtype=torch.bfloat16), W, "soft", None, torch.tensor(2.0),
-        torch.empty(64, 64, dtype=torch.bfloat16), "naive",
+        torch.empty(64, 64, dtype=torch.bfloat16), "cpu",
     ),
     "pack_both24_": lambda: (
-        *(torch.empty(64, 36, dtype=torch.bfloat16) for _ in range(2)), W, None, "naive",
+        *(torch.empty(64, 36, dtype=torch.bfloat16) for _ in range(2)), W, None, "cpu",
     ),
-    "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, "naive"),
-    "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "naive"),
-    "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", "naive"),
+    "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, "cpu"),
+    "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "cpu"),
+    "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", "cpu"),
     "rescale": lambda: (
-        W, torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], torch.bfloat16, "naive",
+        W, torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], torch.bfloat16, "cpu",
     ),
     "project_quantize24_": lambda: (
         torch.empty(64, 40, dtype=FP8["e4m3"]), torch.empty(64, 64, dtype=FP8["e4m3"]),
-        torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "naive",
+        torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "cpu",
     ),
 }  # fmt: skip
 

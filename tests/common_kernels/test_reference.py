@@ -19,7 +19,7 @@ from common_kernels.pack import reference as pack
 from common_kernels.soft_threshold import reference as soft_threshold
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["naive", *(["triton"] if HAS_TRITON else [])]
+BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
 LAYOUTS = {
     "rows": lambda x: x,
     "columns": lambda x: x.t().contiguous().t(),
@@ -184,7 +184,7 @@ def test_lowrank(backend, dtype):
         on = [t if t is None else t.to(DEVICE) for t in (y1, y2, r, b)]
         got = ck.lowrank_addmm(*on, 0.25, backend=backend)
         sizes = [t if t is None else t.double().abs() for t in (y1, y2, r, b)]
-        unit = 2**-24 if backend == "naive" else 2**-22  # tensor cores truncate two bits
+        unit = 2**-24 if backend == "cpu" else 2**-22  # tensor cores truncate two bits
         near(got, lowrank.lowrank_addmm(y1, y2, r, b, 0.25),
              lowrank.lowrank_addmm(*sizes, 0.25), (4 + 3) * unit)  # fmt: skip
 

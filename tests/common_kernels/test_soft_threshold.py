@@ -85,7 +85,7 @@ def test_non_finite_values_propagate_and_stay_legal(pieces):
             assert torch.equal((~got.isfinite()).any(1), (~x.isfinite()).any(1))
 
 
-@pytest.mark.parametrize("backend", ["naive", *(["triton"] if HAS_TRITON else [])])
+@pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_have_one_sign(dtype, backend, pieces):
     """Of signed zeros, of what lies below the threshold, and of what a cast rounds away."""

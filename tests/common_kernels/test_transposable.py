@@ -31,7 +31,7 @@ def test_there_are_90_patterns():
     assert len(all_patterns()) == 90
 
 
-@pytest.mark.parametrize("backend", ["naive", *(["triton"] if HAS_TRITON else [])])
+@pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_near_the_largest_number_do_not_overflow(dtype, backend, pieces, generator):
     """The masks of large tiles, some of them beside small ones, are those of numbers below 1."""

@@ -50,7 +50,7 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     assert all(name in left_out for name in (ops.OPS.keys() - here) | packers.PACKERS.keys())
     for name, row in rows.items():
         assert (row["dtype"], row["shape"], row["clock"]) == ("float32", "48 x 32", "host")
-        assert row["backend"] == "naive"
+        assert row["backend"] == "cpu"
         assert row["device"] == record["device"] and row["torch"] == torch.__version__
         assert row["p20"] <= row["ms"] <= row["p80"]
         clones = row["ms"] / row["peers"]["clone"]
@@ -63,7 +63,7 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     assert row["bytes"] == 48 * 32 * 5
     assert row["limit_ms"] == pytest.approx(row["peers"]["clone"] * 5 / 8)
     assert "transposable_mask24" in capsys.readouterr().out
-    assert "| nm_mask | float32 | 48 x 32 | naive |" in table.read_text()
+    assert "| nm_mask | float32 | 48 x 32 | cpu |" in table.read_text()
 
 
 def test_a_red_gate_reports_no_time(small, monkeypatch, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_packer_that_writes_other_bytes_is_named(small, monkeypatch):
 
     def wrong(inputs, backend):
         blobs = packer.run(inputs, backend)
-        return blobs if backend == "naive" else (blobs[0], torch.zeros_like(blobs[1]))
+        return blobs if backend == "cpu" else (blobs[0], torch.zeros_like(blobs[1]))
 
     monkeypatch.setitem(packers.PACKERS, name, replace(packer, run=wrong))
     with pytest.raises(UserError, match=f"{name} writes other bytes"):

@@ -123,14 +123,16 @@ BAD_INPUT = {
     "large vocabulary": (["model.vocab_size=200"], "set model.vocab_size to 320"),
     "part of others": (["method=_distillation"], "no method of its own"),
     "batch": (["impl.micro_batch=3"], "is no multiple of impl.micro_batch=3"),
-    "backend": (["impl.backend=cuda"], "backend 'cuda' cannot serve"),
+    "backend": (["impl.backend=triton", "impl.device=cpu"], "backend 'triton' cannot serve"),
+    "no backend": (["impl.backend=cuda"], "choose one of auto, cpu, triton"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_is_one_line_and_leaves_nothing(overrides, tmp_path, arguments, message):
     kept = [o for o in overrides if o.split("=")[0] != arguments[0].split("=")[0]]
-    done = python(*PRETRAIN, *kept, *arguments, cwd=tmp_path)
+    compiled = os.environ | {"TRITON_INTERPRET": "0"}  # which no CPU can
+    done = python(*PRETRAIN, *kept, *arguments, cwd=tmp_path, env=compiled)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -284,10 +284,10 @@ def test_values_out_of_range_are_one_line(overrides, message):
 def test_threads_and_backend_are_given_back(tiny, monkeypatch):
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
     threads = torch.get_num_threads()
-    config = tiny("impl.threads=3", "impl.backend=naive")
+    config = tiny("impl.threads=3", "impl.backend=cpu")
     with pytest.raises(Stop), pretraining.process_settings(config.impl):
         assert torch.get_num_threads() == 3
-        assert os.environ[backend.ENVIRONMENT_VARIABLE] == "naive"
+        assert os.environ[backend.ENVIRONMENT_VARIABLE] == "cpu"
         raise Stop
     assert torch.get_num_threads() == threads
     assert backend.ENVIRONMENT_VARIABLE not in os.environ

@@ -103,7 +103,7 @@ def test_a_run_writes_what_it_says(tiny):
     assert stored["steps"] == 12 and stored["tokens"] == 12 * 4 * 16
     assert stored["sparsity"]["illegal_groups"] == 0
     assert 0 < stored["sparsity"]["density"] <= 0.5
-    assert stored["backend"] == "naive"
+    assert stored["backend"] == "cpu"
     assert stored["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
     weights = load_file(directory / "model.safetensors")
     sparse = [w for name, w in weights.items() if ".mlp." in name]

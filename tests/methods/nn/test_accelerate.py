@@ -149,7 +149,7 @@ def test_packed_products_are_the_dense_ones(name, options, products, master):
 
 
 @every_arm
-@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_weight_that_is_a_transposed_view(name, options, products, backend, monkeypatch):
     """Operands are derived and packed from it on either backend."""
     monkeypatch.setenv("SPARSE24_BACKEND", backend)
