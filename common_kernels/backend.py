@@ -45,5 +45,5 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run in Python, on any device."""
+    """True if Triton's kernels run in Python, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -100,6 +100,6 @@ def gather_lanes(piece: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_lanes(planes: torch.Tensor, piece: torch.Tensor) -> None:
-    """The way back."""
+    """Copy `[m, rows, lanes]` to `[rows, m, lanes]`, entry by entry."""
     for i, entry in enumerate(planes):
         piece[:, i].copy_(entry)

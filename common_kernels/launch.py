@@ -1,4 +1,4 @@
-"""What the Triton kernels share: groups of four in registers, and how a kernel is started.
+"""Parts of all Triton kernels: groups of four in registers, and how a kernel is started.
 
 A tensor is walked in memory order as `[rows, 4, lanes]` (chunks.as_groups): group q = row * lanes +
 lane, its entries `lanes` apart. With lanes = 1 the entries are neighbours: a thread loads all four
@@ -71,7 +71,7 @@ def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
 def store_groups(
     base, a0, a1, a2, a3, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr
 ):
-    """The way back, for a tensor of the same layout."""
+    """Store the entries of such groups, in a tensor of the layout that load_groups read."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
         entries = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [4 * BLOCK])
@@ -105,7 +105,7 @@ def apart(entries, LEVELS: tl.constexpr):
 
 @triton.jit
 def together(ordered, LEVELS: tl.constexpr):
-    """The way back."""
+    """The neighbours that `apart` took apart, as one tensor again."""
     parts = ()
     for i in tl.static_range(1 << LEVELS):
         parts += (ordered[reversed_bits(i) >> 5 - LEVELS],)
@@ -120,7 +120,7 @@ def together(ordered, LEVELS: tl.constexpr):
 
 @triton.constexpr_function
 def reversed_bits(i):
-    """Of five."""
+    """i, a number of five bits, with its bits in reverse order."""
     return int(f"{i:05b}"[::-1], 2)
 
 

@@ -97,7 +97,7 @@ def _(x, bits, n, m, backend):
 def expand_nm(
     values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
 ) -> torch.Tensor:
-    """The way back: `values [..., kept]` to `[..., kept * m / n]`, with +0 where nothing is kept.
+    """Expand `values [..., kept]` to `[..., kept * m / n]`, with +0 where nothing is kept.
 
     Contiguous. Raises ValueError where the shapes of values and bits do not belong together.
     """

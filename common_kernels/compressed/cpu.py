@@ -64,7 +64,7 @@ def expanded_shape(values: torch.Tensor, n: int, m: int) -> torch.Size:
 
 
 def whole_bytes(columns: int, m: int) -> bool:
-    """Whether all bytes are full and no group crosses the border of two."""
+    """True if all bytes are full and no group crosses the border of two."""
     return columns % 8 == 0 and 8 % m == 0
 
 

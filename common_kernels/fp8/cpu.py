@@ -25,7 +25,7 @@ def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    """As codes / scale, without the codes: adding and subtracting 1.5 * 2^(e + 23 - mantissa bits)
+    """codes / scale, without the codes: adding and subtracting 1.5 * 2^(e + 23 - mantissa bits)
     rounds a number of exponent e to the format's mantissa, to nearest even; below the smallest
     normal number e stays put, which is the fixed step of the subnormals."""
     out = torch.empty_like(x)

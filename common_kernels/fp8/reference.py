@@ -30,6 +30,6 @@ def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    """What is left of x after quantisation: codes / scale, in x's dtype."""
+    """Quantise x and go back: codes / scale, in x's dtype."""
     codes, scale = quantize_fp8(x, fmt)
     return (codes / scale).to(x.dtype)

@@ -214,7 +214,7 @@ def _(blob, dense, bias, dense_transposed, result_transposed, out_dtype):
 
 
 def is_faster(problem: Problem, device: torch.device) -> bool:
-    """Whether cuSPARSELt's product is faster than the dense one: measured, here or before."""
+    """True if cuSPARSELt's product is faster than the dense one: measured, here or before."""
     from common_kernels.matmul import table
 
     index = torch.cuda.current_device() if device.index is None else device.index

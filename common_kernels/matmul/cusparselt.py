@@ -93,7 +93,7 @@ def handle(device: int) -> ctypes.Array:
 
 @functools.cache
 def version() -> str:
-    """As `0.8.0`."""
+    """Version of the library, like `0.8.0`."""
     numbers = []
     for part in range(3):
         value = ctypes.c_int()

@@ -51,7 +51,7 @@ class Entry:
 
 
 def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
-    """What the table says of a product; measured now if it says nothing.
+    """The table's entry for a product; measured now if there is none.
 
     An entry for another number of tokens will do, if its algorithm is right for this one, too, and
     the numbers differ by a factor of `within` at most.
@@ -143,7 +143,7 @@ class Trial:
         return True
 
     def sparse_ms(self, algorithm: int) -> float:
-        """Of FP8 with the rescaling that follows."""
+        """Time of the sparse product, for FP8 with the rescaling that follows."""
         plan = Plan(self.problem, algorithm, self.device)
         one = torch.ones((), device=self.out.device)
 
@@ -155,7 +155,7 @@ class Trial:
         return replay_ms(call)
 
     def dense_ms(self) -> float:
-        """Of FP8 too where cuBLAS has such a product, else in bf16."""
+        """Time of the dense product: in FP8 too where cuBLAS has it, else in bf16."""
         p, one = self.problem, torch.ones((), device=self.out.device)
         if p.dtype is torch.float8_e4m3fn and p.dense_transposed and p.result_transposed:
             return replay_ms(lambda i: scaled_linear(self.dense[i], self.a, one, one))

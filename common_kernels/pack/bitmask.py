@@ -32,7 +32,7 @@ def swizzle_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle_mask(bits: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The way back: the bool mask [rows, columns]."""
+    """The bool mask [rows, columns] of a swizzled one."""
     shape = (4 * -(-rows // 32), 8 * -(-columns // 64), 8)
     if bits.dtype != torch.uint8 or bits.shape != shape:
         raise ValueError(
@@ -62,7 +62,7 @@ def to_bitmask24(packed: Packed24) -> dict[str, torch.Tensor]:
 
 
 def from_bitmask24(tensors: Mapping[str, torch.Tensor]) -> Packed24:
-    """The way back, in layout `neutral`; `compressed` is shared.
+    """The matrix of these tensors, in layout `neutral`; `compressed` is shared.
 
     ValueError where the three do not belong together, and for bits that do not set two of a group.
     """

@@ -140,7 +140,7 @@ def cusparselt_sm90_order(
 
 
 class Form(NamedTuple):
-    """What a layout asks of a matrix, and the words of its metadata."""
+    """Demands of a layout on a matrix, and the words of its metadata."""
 
     rows: int  # a multiple of this
     columns: int
@@ -179,7 +179,7 @@ def scatter(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
 
 
 def gather(meta: torch.Tensor, rows: int, columns: int, layout: str, itemsize: int) -> torch.Tensor:
-    """The way back: nibbles `[rows, columns / 4]` of metadata bytes, flat."""
+    """Nibbles `[rows, columns / 4]` that stand in metadata bytes, flat."""
     order = LAYOUTS[layout].order(rows, columns, itemsize, meta.device)
     return torch.stack([meta & 15, meta >> 4], -1).flatten()[order]
 
