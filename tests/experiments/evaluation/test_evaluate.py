@@ -398,7 +398,7 @@ def test_an_interrupt_says_what_the_same_command_does(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluate, "run", interrupted)
-    monkeypatch.setattr("experiments.config.run.raise_on_sigterm", lambda: None)
+    monkeypatch.setattr("experiments.config.driver.raise_on_sigterm", lambda: None)
     monkeypatch.setattr(sys, "argv", ["evaluate", "run=x"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(SystemExit) as caught:

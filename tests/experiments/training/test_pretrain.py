@@ -296,7 +296,7 @@ def test_threads_and_backend_are_given_back(tiny, monkeypatch):
 def test_sparse_products_are_asked_for_and_told(tiny):
     """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
     result = pretraining.run(tiny("method=s_ste"), quiet)
-    dense = {"forward": False, "input": False, "weight": False, "fp8": False}
+    dense = {"fprop": False, "dgrad": False, "wgrad": False, "fp8": False}
     assert set(result["matmul"]) == set(result["converted"])
     assert all(products == dense for products in result["matmul"].values())
     with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
