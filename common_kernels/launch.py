@@ -31,8 +31,8 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
 
 @triton.jit
 def first_entries(start, lanes, M: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the first entries of BLOCK groups of M from `start` (int64) on lie in `[rows, M,
-    lanes]`, as int64 `[BLOCK]`.
+    """Returns the offsets, int64 `[BLOCK]`, at which the first entries of BLOCK groups of M lie in
+    `[rows, M, lanes]`, from group `start` (int64) on.
 
     Divisions take many instructions, in 64 bits some hundred: one is made for all entries together.
     """

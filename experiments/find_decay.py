@@ -33,7 +33,7 @@ from experiments.config.driver import driver
 from experiments.config.run import RunConfig, freeze
 from experiments.support.checkpoint import write_atomic, write_json
 from experiments.support.errors import UserError
-from experiments.support.progress import say
+from experiments.support.progress import say, silent
 from experiments.training import pretraining
 from experiments.training.distributed import world
 from experiments.training.tracking import read_metrics
@@ -138,7 +138,7 @@ def find(search: Search, report: Callable[[str], None] = say) -> dict[str, Any]:
         UserError: from the runs, and when the flip rates cannot be compared.
     """
     with world(search.config.impl.device) as here:  # one process group for all the runs
-        report = report if here.is_main else _silent
+        report = report if here.is_main else silent
         outcomes, alphas = [], (None, *search.candidates)
         for number, alpha in enumerate(alphas, 1):
             report(f"[{number}/{len(alphas)}] {_label(alpha)}")
@@ -176,10 +176,6 @@ def outcome(search: Search, alpha: float | None, report: Callable[[str], None]) 
     rates = {r["step"]: r["flip_rate"] for r in log if "flip_rate" in r}
     mean = statistics.fmean(rates[step] for step in search.window)
     return Outcome(alpha, rates, mean, result["metrics"]["val_loss"], config.directory())
-
-
-def _silent(message: str) -> None:
-    """Ranks other than 0 report nothing."""
 
 
 def _label(alpha: float | None) -> str:

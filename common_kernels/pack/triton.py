@@ -92,8 +92,8 @@ def pick(a0, a1, a2, a3, i):
 
 @triton.jit
 def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
-    """Of the four a the two whose magnitudes m are largest, and their nibble; the lower index wins
-    a draw."""
+    """Returns the two of the four entries a whose magnitudes m are largest, and their nibble; the
+    lower index wins a draw."""
     w01, w23 = m0 >= m1, m2 >= m3
     both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
     both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)
@@ -292,8 +292,8 @@ def pack_both_kernel(
 
 @triton.jit
 def stack(tiles):
-    """What four `[256, ...]` hold of the four rows, or columns, of each tile: `[16 tile rows, 16
-    tile columns, 1 or 2, 4]`."""
+    """Joins four `[256, ...]`, one for each row, or column, of a tile, into `[16 tile rows, 16 tile
+    columns, 1 or 2, 4]`."""
     joined = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
     return tl.reshape(joined, [16, 16, joined.numel // 1024, 4])
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of training compare: methods, and a model under one of them."""
+"""The methods that the benchmarks of training compare, and a model under one of them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Bench:
         return y.detach()
 
     def whole(self, i: int) -> None:
-        """What a step with one micro-batch costs beside the optimizer; masks stay if they may."""
+        """Runs a step of one micro-batch without the optimizer; masks stay if they may."""
         self.converted.before(0)
         self.forward_backward(i)
         self.converted.after(0)
@@ -204,7 +204,7 @@ def compare(
 
 
 def parts(times: dict[str, Time]) -> dict[str, float]:
-    """What `Bench.calls` has beside the whole, as figures."""
+    """Returns the times of the parts of a step, all of `Bench.calls` but the whole and dense."""
     return {f"{part} ms": times[part].ms for part in times if part not in ("dense", "whole")}
 
 
@@ -259,7 +259,7 @@ def expected_fp8(layer: nn.Linear, x: Tensor, dy: Tensor, recipe: str) -> dict[s
 
 
 def tolerance(arm: Arm, dtype: torch.dtype, summed: int) -> float:
-    """Of the relative error of a product, in norm: units of what is rounded on the way.
+    """Returns a bound of the relative error of a product, in norm, from what is rounded on the way.
 
     Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units
     take 32 terms at a time and keep 14 bits of the sum.

@@ -164,7 +164,7 @@ def row(
 
 
 def judge(name: str, shape: Shape, times: dict[str, Time], on_gpu: bool) -> tuple[str, bool | None]:
-    """What the row was to reach, and whether it did; nothing for those that are there to compare.
+    """Returns the goal of a row and whether it was reached; nothing for rows that only compare.
 
     On a CPU, where nothing can run faster sparse, `ste` with its weight at hand.
     """

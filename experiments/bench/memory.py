@@ -1,4 +1,4 @@
-"""What a linear and a training step hold: `python -m experiments.bench memory`.
+"""Measure the memory of a linear and of a training step: `python -m experiments.bench memory`.
 
 The peak of torch's allocator over whole steps, and the parts that stay from step to step. A CPU
 has no such peak: there the parts stand alone.

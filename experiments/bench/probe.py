@@ -1,4 +1,4 @@
-"""What this GPU, driver and cuSPARSELt do with 2:4: `python -m experiments.bench probe`.
+"""Probe what this GPU, driver and cuSPARSELt do with 2:4: `python -m experiments.bench probe`.
 
 The facts on which the packing formats and the choice of a GEMM rest, read off the hardware: which
 of torch's 2:4 operators run, in which order cuSPARSELt keeps its metadata, which algorithms give a

@@ -118,7 +118,7 @@ class Report:
         self.earlier = self.record["benchmarks"].get(benchmark, {"rows": []})["rows"]
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that `--only` asks for; UserError if there are none."""
+        """Returns those of `names` that `--only` asks for; UserError if there are none."""
         names = list(names)
         found = [n for n in names if any(fnmatchcase(n, glob) for glob in self.only)]
         if not found:
@@ -136,7 +136,7 @@ class Report:
             self.note(f"{row.name}, {row.shape}, {row.dtype}: {row.time.ms:.4g} ms")
 
     def usable(self, name: str, call: Callable[[], Any]) -> bool:
-        """Whether a peer runs here; what does not is left out, with the reason."""
+        """Returns whether a peer runs here; one that does not is left out, with the reason."""
         try:
             call()
         except Exception as error:  # a refusal is a result here

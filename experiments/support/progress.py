@@ -23,6 +23,10 @@ def say(message: str, file: TextIO | None = None) -> None:
         print(line if fits else textwrap.fill(line, width, **_AT_SPACES), file=file)
 
 
+def silent(message: str) -> None:
+    """Print nothing: what ranks other than 0 report with."""
+
+
 # Paths stay whole, to be copied.
 _AT_SPACES: Any = {
     "subsequent_indent": "  ",

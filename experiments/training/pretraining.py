@@ -30,7 +30,7 @@ from experiments.data.corpus import CALIBRATION
 from experiments.data.source import Source
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
-from experiments.support.progress import say
+from experiments.support.progress import say, silent
 from experiments.training import legality
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
@@ -81,7 +81,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
         UserError: before anything is written, if config, data and machine do not fit together.
     """
     with process_settings(config.impl), world(config.impl.device) as here:
-        report = report if here.is_main else _silent
+        report = report if here.is_main else silent
         ended = _ended(config)
         why = None if ended is None else _to_make_again(config, ended)
         if ended is not None and why is None:
@@ -320,7 +320,3 @@ def save_model(model: nn.Module, path: Path) -> None:
     """All parameters as safetensors, atomically; a tied tensor is stored under its first name."""
     tensors = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}
     checkpoint.write_atomic(path, lambda p: save_file(tensors, p))
-
-
-def _silent(message: str) -> None:
-    """Ranks other than 0 report nothing."""
