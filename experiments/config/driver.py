@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from experiments.config.command_line import help_text, take_texts
 from experiments.config.compose import one_line_errors
@@ -70,10 +71,24 @@ def driver(
                 is_main = not int(os.environ.get("RANK", "0"))
                 if after_sweep is not None and len(returned) > 1 and is_main:
                     after_sweep(returned)
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                end_rank()
 
         return command
 
     return decorate
+
+
+def end_rank() -> NoReturn:
+    """End this process with status 0 and without finalising the interpreter.
+
+    A thread of gloo that still waits for the interpreter's lock then would abort the process, and
+    torchrun would call a finished run failed (github.com/pytorch/pytorch/pull/179291).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager
