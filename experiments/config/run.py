@@ -84,7 +84,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
-        model = dataclasses.asdict(self.model)
+        model = identity_of(self.model)
         if isinstance(self.model, HFConfig):
             del model["path"]
             model["weights"] = self.model.fingerprint
@@ -92,11 +92,11 @@ class RunConfig:
             "seed": self.seed,
             "model": {"name": self.model_name, **model},
             "data": self.data.identity(),
-            "method": {"name": self.method, **dataclasses.asdict(self.method_options)},
-            "train": dataclasses.asdict(self.train),
+            "method": {"name": self.method, **identity_of(self.method_options)},
+            "train": identity_of(self.train),
         }
         if self.dino is not None:
-            identity["dino"] = dataclasses.asdict(self.dino)
+            identity["dino"] = identity_of(self.dino)
         if self.init is not None:
             identity["init"] = source_hash(self.init)
         return identity
@@ -216,6 +216,19 @@ class _Top:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """The fields of a config dataclass that make the result, as plain values.
+
+    A field that was added when runs had already been made carries `metadata={"added": True}`. It
+    counts only where it differs from its default, so those runs keep their hashes.
+    """
+    values = dataclasses.asdict(config)
+    for field in dataclasses.fields(config):
+        if field.metadata.get("added") and getattr(config, field.name) == field.default:
+            del values[field.name]
+    return values
 
 
 def digest(value: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import experiments
 import methods
 from experiments.config.compose import composed
 from experiments.config.driver import exit_with_one_line
-from experiments.config.run import ImplConfig, TrainConfig, load
+from experiments.config.run import ImplConfig, TrainConfig, identity_of, load
 from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.training import pretraining
@@ -221,6 +221,16 @@ def test_run_directory_follows_from_what_is_computed():
     assert seeded.directory().parent == base.directory().parent
     assert seeded.directory() != base.directory()
     assert seeded.digest() != base.digest()
+
+
+def test_an_added_field_counts_only_where_it_says_something_new():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        width: int
+        added: int = dataclasses.field(default=1, metadata={"added": True})
+
+    assert identity_of(Config(3)) == identity_of(Config(3, added=1)) == {"width": 3}
+    assert identity_of(Config(3, added=2)) == {"width": 3, "added": 2}
 
 
 def test_configs_are_frozen():
