@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.base import Model
+from models.positions import sinusoids
 
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM, BertForPreTraining
@@ -112,10 +113,8 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        frequencies = 10000.0 ** -(torch.arange(0, config.n_embd, 2) / config.n_embd)
-        angles = torch.arange(config.block_size)[:, None] * frequencies
-        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
         self.table: Tensor
+        table = sinusoids(config.block_size, config.n_embd)
         self.register_buffer("table", table, persistent=False)
         self.scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
 

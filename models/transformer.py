@@ -1,0 +1,327 @@
+"""The Transformer of Vaswani et al. (2017, arXiv 1706.03762): an encoder and a decoder.
+
+Shapes: B pairs, S source and T target tokens, C = n_embd channels, H = n_head heads, V =
+vocab_size.
+
+Every sub-layer's sum is normed (post-norm), or, with `pre_norm`, its input, and the output of
+either stack. One embedding serves source, target and the output: one entry of `parameters()`, two
+names in `state_dict()`. Names are fairseq's, but for the `mlp` of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.base import Model
+from models.positions import sinusoids
+
+SIZES: dict[str, dict[str, Any]] = {
+    "nano": {"n_layer": 2, "n_head": 4, "n_embd": 128, "vocab_size": 384, "block_size": 64},
+    "base": {"n_layer": 6, "n_head": 8, "n_embd": 512},
+}
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape of a Transformer. `vocab_size` 37056 is the paper's 37000 rounded up to a multiple of
+    64.
+
+    n_layer: of the encoder, and of the decoder. n_inner: width of the feed-forward networks; None =
+    4 * n_embd. block_size: longest source and longest target. dropout: after each sub-layer and on
+    the sums of embeddings and positions. label_smoothing: share of a target in training that all
+    tokens have.
+    """
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_inner: int | None = None
+    vocab_size: int = 37056
+    block_size: int = 1024
+    pre_norm: bool = False
+    dropout: float = 0.1
+    label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "n_inner"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
+                f"n_head={self.n_head}"
+            )
+        if self.n_embd % 2:
+            raise ValueError(f"n_embd must be even with sinusoidal positions, got {self.n_embd}")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    @property
+    def ffn_width(self) -> int:
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @classmethod
+    def of_size(cls, size: str, **overrides: Any) -> TransformerConfig:
+        """`base`, or `nano` for the CPU; `overrides` are fields of this class."""
+        if size not in SIZES:
+            raise ValueError(f"unknown Transformer size {size!r}; choose from {', '.join(SIZES)}")
+        return cls(**{**SIZES[size], **overrides})
+
+
+KeysValues = tuple[Tensor, Tensor]  # each [B, H, T, C/H]
+
+
+class Attention(nn.Module):
+    """Multi-head attention of x [B, T, C] to keys and values -> [B, T, C]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.q_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.k_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.v_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.out_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+
+    def keys_values(self, memory: Tensor) -> KeysValues:
+        return self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
+
+    def forward(
+        self, x: Tensor, to: KeysValues, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        q = self._heads(self.q_proj(x))
+        y = F.scaled_dot_product_attention(q, *to, attn_mask=mask, is_causal=causal)
+        return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """Feed-forward network, [B, T, C] -> [B, T, ffn_width] -> [B, T, C]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.n_embd, config.ffn_width)
+        self.fc2 = nn.Linear(config.ffn_width, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.fc2(F.relu(self.fc1(x))))
+
+
+class EncoderLayer(nn.Module):
+    """Source [B, S, C] -> [B, S, C]; mask [B, 1, 1, S] or None."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.self_attn = Attention(config)
+        self.norm_1 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.norm_2 = nn.LayerNorm(config.n_embd)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.pre_norm:
+            y = self.norm_1(x)
+            x = x + self.self_attn(y, self.self_attn.keys_values(y), mask)
+            return x + self.mlp(self.norm_2(x))
+        x = self.norm_1(x + self.self_attn(x, self.self_attn.keys_values(x), mask))
+        return self.norm_2(x + self.mlp(x))
+
+
+@dataclass
+class LayerState:
+    """Keys and values of one layer of the decoder while it writes token by token: `own` of the
+    tokens so far, `source` of the encoder's output."""
+
+    own: KeysValues | None = None
+    source: KeysValues | None = None
+
+    def extend(self, new: KeysValues) -> KeysValues:
+        if self.own is not None:
+            new = torch.cat([self.own[0], new[0]], 2), torch.cat([self.own[1], new[1]], 2)
+        self.own = new
+        return new
+
+    def select(self, rows: Tensor) -> None:
+        """Go on from these rows, in place."""
+        for name in ("own", "source"):
+            if (pair := getattr(self, name)) is not None:
+                setattr(self, name, (pair[0][rows], pair[1][rows]))
+
+
+class DecoderLayer(nn.Module):
+    """Target [B, T, C] -> [B, T, C], with the encoder's output `memory` [B, S, C]. With a state,
+    the one token that follows those of the state, which then has it too."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.self_attn = Attention(config)
+        self.norm_1 = nn.LayerNorm(config.n_embd)
+        self.encoder_attn = Attention(config)
+        self.norm_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.norm_3 = nn.LayerNorm(config.n_embd)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: Tensor | None, state: LayerState | None = None
+    ) -> Tensor:
+        if self.pre_norm:
+            x = x + self._self(self.norm_1(x), state)
+            x = x + self._across(self.norm_2(x), memory, mask, state)
+            return x + self.mlp(self.norm_3(x))
+        x = self.norm_1(x + self._self(x, state))
+        x = self.norm_2(x + self._across(x, memory, mask, state))
+        return self.norm_3(x + self.mlp(x))
+
+    def _self(self, x: Tensor, state: LayerState | None) -> Tensor:
+        to = self.self_attn.keys_values(x)
+        if state is None:
+            return self.self_attn(x, to, causal=True)
+        return self.self_attn(x, state.extend(to))
+
+    def _across(
+        self, x: Tensor, memory: Tensor, mask: Tensor | None, state: LayerState | None
+    ) -> Tensor:
+        if state is None:
+            return self.encoder_attn(x, self.encoder_attn.keys_values(memory), mask)
+        if state.source is None:
+            state.source = self.encoder_attn.keys_values(memory)
+        return self.encoder_attn(x, state.source, mask)
+
+
+class Stack(nn.Module):
+    """The layers of the encoder or of the decoder, and the norm at their end if there is one."""
+
+    def __init__(self, config: TransformerConfig, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(config) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.n_embd) if config.pre_norm else nn.Identity()
+
+
+class Transformer(Model):
+    """Translation model."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.positions: Tensor
+        table = sinusoids(config.block_size, config.n_embd)
+        self.register_buffer("positions", table, persistent=False)
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = Stack(config, EncoderLayer)
+        self.decoder = Stack(config, DecoderLayer)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """Embeddings N(0, 1/C); linears uniform by Glorot, those of queries, keys and values as if
+        they were one (fairseq); zero biases."""
+        for name, parameter in self.named_parameters():
+            if name == "embedding.weight":
+                parameter.normal_(std=self.config.n_embd**-0.5)
+            elif parameter.dim() == 2:
+                apart = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+                nn.init.xavier_uniform_(parameter, gain=2**-0.5 if apart else 1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def _embed(self, tokens: Tensor, first: int = 0) -> Tensor:
+        last = first + tokens.shape[1]
+        if last > self.config.block_size:
+            raise ValueError(
+                f"sequence of {last} tokens is longer than the model's "
+                f"block_size={self.config.block_size}"
+            )
+        x = self.embedding(tokens) * math.sqrt(self.config.n_embd)
+        return self.dropout(x + self.positions[first:last])
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Source tokens [B, S] -> [B, S, C]. source_mask: [B, S], 0 where there is padding."""
+        x = self._embed(source)
+        for layer in self.encoder.layers:
+            x = layer(x, _broadcast(source_mask))
+        return self.encoder.norm(x)
+
+    def decode(self, input: Tensor, memory: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Target tokens [B, T] -> logits [B, T, V] of the token that follows each."""
+        x = self._embed(input)
+        for layer in self.decoder.layers:
+            x = layer(x, memory, _broadcast(source_mask))
+        return self.head(self.decoder.norm(x))
+
+    def state(self) -> list[LayerState]:
+        """The state of `decode_next` before the first token."""
+        return [LayerState() for _ in self.decoder.layers]
+
+    def decode_next(
+        self,
+        input: Tensor,
+        memory: Tensor,
+        source_mask: Tensor | None,
+        state: list[LayerState],
+    ) -> Tensor:
+        """One target token [B, 1] after those in `state` -> logits [B, V] of the one that follows.
+
+        Attention looks at the keys and values in `state`, to which those of this token are added.
+        """
+        before = 0 if state[0].own is None else state[0].own[0].shape[2]
+        x = self._embed(input, before)
+        for layer, layer_state in zip(self.decoder.layers, state, strict=True):
+            x = layer(x, memory, _broadcast(source_mask), layer_state)
+        return self.head(self.decoder.norm(x))[:, -1]
+
+    def forward(
+        self,
+        source: Tensor,
+        input: Tensor,
+        target: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        target_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pairs -> (logits [B, T, V], loss or None).
+
+        The loss is the sum of the cross entropies in nats, label-smoothed in training, divided by
+        `target_tokens`.
+
+        Args:
+            source: [B, S]. input: [B, T], the target tokens before those to predict.
+            target: [B, T], the tokens to predict; -1 is ignored.
+            source_mask: [B, S], 0 where there is padding; None = nowhere.
+            target_tokens: scalar; None = as many as are predicted, so that the loss is a mean.
+        Raises:
+            ValueError: a sequence is longer than `block_size`.
+        """
+        logits = self.decode(input, self.encode(source, source_mask), source_mask)
+        if target is None:
+            return logits, None
+        loss = F.cross_entropy(
+            logits.flatten(0, 1),
+            target.flatten(),
+            ignore_index=-1,
+            reduction="sum",
+            label_smoothing=self.config.label_smoothing if self.training else 0.0,
+        )
+        count = (target != -1).sum() if target_tokens is None else target_tokens
+        return logits, loss / count
+
+    def num_params(self) -> int:
+        """Number of parameters: the shared embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def _broadcast(mask: Tensor | None) -> Tensor | None:
+    """A mask of tokens [B, S] over heads and queries, [B, 1, 1, S]."""
+    return None if mask is None else mask.bool()[:, None, None, :]
