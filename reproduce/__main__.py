@@ -96,7 +96,10 @@ def make(table: Table, tier: str, runs: Path) -> bool:
     except OSError as error:
         raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
     if table.tiers[tier].block:
-        table, done, lacking = from_records.collect(table, tier, runs)
+        found = from_records.collect(table, tier, runs)
+        table, done, lacking = found.table, found.runs, found.missing
+        for warning in found.warnings:
+            print(warning, file=sys.stderr)
         missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in lacking.items()]
         jobs, made = len(done) + sum(map(len, lacking.values())), len(done)
     else:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.config.run import digest
+from experiments.config.run import RunConfig, digest
 from experiments.support.checkpoint import lacks, write_json
 from experiments.support.errors import UserError
 from experiments.training.tracking import read_metrics
@@ -93,18 +94,24 @@ class Block:
             source = None if self.source is None else self.source.run(seed, runs)
             start = None if source is None else source.job
             for arm, own in self.arms.items():
-                overrides = [*self.overrides, *own, "tier=mini", f"seed={seed}"]
+                shared = (*self.overrides, *own, "tier=mini")
+                overrides = [*shared, f"seed={seed}"]
                 job = Job(f"{arm}, seed {seed}", self.driver, overrides, runs, start, "init")
-                yield BlockRun(self.name, arm, seed, job, source)
+                yield BlockRun(self.name, arm, seed, shared, job, source)
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One arm with one seed. job: what trains it. source: the run whose weights it starts from."""
+    """One arm with one seed.
+
+    overrides: those of all seeds of the arm. job: what trains it. source: the run whose weights it
+    starts from.
+    """
 
     block: str
     arm: str
     seed: int
+    overrides: tuple[str, ...]
     job: Job
     source: BlockRun | None = None
 
@@ -128,12 +135,10 @@ class BlockRun:
         Raises:
             UserError: its overrides do not fit together.
         """
-        try:
+        with self._named():
             if self.source is None:
                 return self.job.config
             return self.job.compose(self.source.config.directory())
-        except UserError as error:
-            raise UserError(f"block {self.block}, {self.job}: {error}") from error
 
     def digest(self) -> str:
         """The hash that its config is known by; that of a source takes the place of its weights.
@@ -141,10 +146,19 @@ class BlockRun:
         Raises:
             UserError: its overrides do not fit together.
         """
+        with self._named():
+            own = _of_an_arm(self.job.driver, self.overrides).with_seed(self.seed)
         if self.source is None:
-            return self.config.digest()
-        own = replace(self.config, init=None).identity()
-        return digest({**own, "init": self.source.digest()})
+            return own.digest()
+        return digest({**own.identity(), "init": self.source.digest()})
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error of the config names the run."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"block {self.block}, {self.job}: {error}") from error
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
         """The kept figures of this very config, from the first folder that has them."""
@@ -180,6 +194,14 @@ class BlockRun:
         }
         write_json(self.file(folder), record)
         return record
+
+
+@cache
+def _of_an_arm(driver: str, overrides: tuple[str, ...]) -> RunConfig:
+    """The config of these overrides with seed 0 and random first weights: composing takes some
+    50 ms, and what is asked of the kept records needs the hash of every arm and seed."""
+    config: RunConfig = Job("", driver, [*overrides, "seed=0"], Path()).config
+    return config
 
 
 def _file_name(arm: str) -> str:

@@ -7,16 +7,15 @@ what is said of time and memory, verdicts.py tells all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from experiments.runs.stats import equivalence_p_value, holm, mean, p_value, paired_interval
 from experiments.support.errors import UserError
 from experiments.support.results import number
-from reproduce.blocks import BLOCKS, read_block, read_record
 from reproduce.reading import build
+from reproduce.records import Values
 
 FILE = Path(__file__).with_name("claims.yaml")
 EXPECTED = ("lower", "higher", "equal")
@@ -116,6 +115,13 @@ class Claims:
         if self.seeds < 2:
             raise ValueError(f"seeds={self.seeds}; one pair has no spread, so it must be 2 or more")
 
+    @property
+    def blocks(self) -> set[str]:
+        """The blocks whose runs something is judged or told by."""
+        contrasts = [c for claim in self.claims for c in claim.contrasts]
+        margins = {c.margin_of for c in contrasts if c.margin_of is not None}
+        return margins | {c.block for c in contrasts} | {r.block for r in self.released}
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -134,9 +140,6 @@ class Judged:
     why: str = ""
 
 
-Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, arm) -> seed -> record
-
-
 def read_claims(path: Path = FILE) -> Claims:
     """The claims and rules of a file.
 
@@ -149,38 +152,6 @@ def read_claims(path: Path = FILE) -> Claims:
         return build(Claims, yaml.safe_load(path.read_text(encoding="utf-8")), "the file")
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
-
-
-def read_records(*folders: Path, blocks: Path = BLOCKS) -> Values:
-    """The kept records, those of the first folder before the others', without the `outdated`."""
-    values: Values = {}
-    for _, record in records(folders, blocks, wanted=True):
-        arm = values.setdefault((record["block"], record["arm"]), {})
-        arm.setdefault(record["seed"], record)
-    return values
-
-
-def outdated(*folders: Path, blocks: Path = BLOCKS) -> list[Path]:
-    """Records of what no block has any more: its arm is gone, or has other overrides now."""
-    return [path for path, _ in records(folders, blocks, wanted=False)]
-
-
-def records(
-    folders: Iterable[Path], blocks: Path, wanted: bool
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The kept records with their files: those that are `wanted` by a block, or the others."""
-    asked: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*/*.json")):
-            record = read_record(path)
-            name = record["block"]
-            if name not in asked:
-                there = (blocks / f"{name}.yaml").is_file()
-                runs = read_block(name, blocks).runs(Path()) if there else ()
-                asked[name] = {(run.arm, run.seed): run.setup for run in runs}
-            setup = {key: record[key] for key in ("overrides", "source") if key in record}
-            if (asked[name].get((record["arm"], record["seed"])) == setup) is wanted:
-                yield path, record
 
 
 def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:

@@ -19,7 +19,7 @@ from experiments.runs.stats import mean, std
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.results import number
 from reproduce.blocks import EVIDENCE
-from reproduce.claims import Values
+from reproduce.records import Values
 
 PILOT = EVIDENCE / "pilot_decay.json"
 BLOCK, ARM, PREFIX = "a", "fst", "fst_alpha_"  # ARM has the recommended factor

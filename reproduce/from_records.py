@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from experiments.support.errors import UserError
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.claims import records
 from reproduce.engine import Run
 from reproduce.jobs import Place
+from reproduce.records import read_evidence
 from reproduce.spec import Table
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the records of a block say of a table.
+
+    table: with the seeds of the block. runs: the records of its rows, as runs. missing: the seeds
+    of its arms that have none. warnings: lines on records that do not count.
+    """
+
+    table: Table
+    runs: list[Run] = field(default_factory=list)
+    missing: dict[str, list[int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def collect(
     table: Table, tier: str, runs: Path, committed: Path = EVIDENCE, blocks: Path = BLOCKS
-) -> tuple[Table, list[Run], dict[str, list[int]]]:
-    """The table with the seeds of the tier's block, the records of its rows as runs, and which
-    seeds of its arms have none.
+) -> Collected:
+    """What the kept records of the tier's block say of the table.
 
     Raises:
         UserError: there is no such block or arm, or a record is damaged.
     """
     chosen = table.tiers[tier]
-    block, folders = read_block(chosen.block, blocks), (committed, runs / "evidence")
+    block = read_block(chosen.block, blocks)
     asked = {(run.arm, run.seed): run for run in block.runs(runs)}
     if (source := block.source) is not None:  # its models are rows of the papers' tables, too
         name = f"{source.block.name}/{source.arm}"
         asked |= {(name, seed): source.run(seed, runs) for seed in block.seeds}
-    kept: dict[tuple[str, str, int], tuple[Path, dict[str, Any]]] = {}
-    for path, record in records(folders, blocks, wanted=True):
-        kept.setdefault((record["block"], record["arm"], record["seed"]), (path, record))
+    names = {run.block for run in asked.values()}
+    evidence = read_evidence(committed, runs / "evidence", blocks=blocks, only=names)
     own = replace(chosen, setting=f"{block.title}. {chosen.setting}".strip(), seeds=block.seeds)
     table = replace(table, tiers={**table.tiers, tier: own})
-    found: list[Run] = []
-    missing: dict[str, list[int]] = {}
+    collected = Collected(table, warnings=evidence.warnings())
     for variant, row, seed in table.trainings(tier):
         if (row.arm, seed) not in asked:
             raise UserError(f"{table.name}, {row.label!r}: block {block.name} has no arm {row.arm}")
         run = asked[row.arm, seed]
-        if (there := kept.get((run.block, run.arm, seed))) is None:
-            if seed not in missing.setdefault(row.arm, []):
-                missing[row.arm].append(seed)
+        there = evidence.kept.get((run.block, run.arm), {}).get(seed)
+        if there is None:
+            if seed not in collected.missing.setdefault(row.arm, []):
+                collected.missing[row.arm].append(seed)
             continue
-        path, record = there
-        place = Place(variant.label, row.label, seed)
-        found.append(Run(place, path, record, _log(record["curves"]), {}))
-    return table, found, missing
+        place, log = Place(variant.label, row.label, seed), _log(there.record["curves"])
+        collected.runs.append(Run(place, there.path, there.record, log, {}))
+    return collected
 
 
 def _log(curves: dict[str, list[list[float]]]) -> list[dict[str, float]]:

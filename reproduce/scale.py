@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.runs.stats import mean, ratio_interval, std
-from reproduce.claims import Margin, Values, differences
+from reproduce.claims import Margin, differences
+from reproduce.records import Values
 
 ENOUGH = 5.0  # half the width should cost so many paired deviations, before arms are compared
 

@@ -26,14 +26,12 @@ from reproduce.claims import (
     Claims,
     Judged,
     Released,
-    Values,
     differences,
     judge,
-    outdated,
     read_claims,
-    read_records,
     verdict,
 )
+from reproduce.records import Values, read_evidence
 from reproduce.speed_claims import SHOWN, Measured, judge_speed
 
 Found = dict[str, Any]
@@ -279,13 +277,11 @@ def table(found: Found) -> list[Found]:
 
 def main(runs: Path, report: Callable[[str], None] = print) -> None:
     """Print and write the verdicts from the committed records and one's own."""
-    folders = EVIDENCE, runs / "evidence"
-    claims, values = read_claims(), read_records(*folders)
-    found = content(claims, values)
-    for line in lines(found):
+    claims = read_claims()
+    evidence = read_evidence(EVIDENCE, runs / "evidence", only=claims.blocks)
+    values, found = evidence.values, content(claims, evidence.values)
+    for line in [*lines(found), *evidence.warnings()]:
         report(line)
-    if old := outdated(*folders):
-        report(f"left out: {len(old)} records of arms that no block has in this form, as {old[0]}")
     folder = runs / "report"
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "claims.json", found)

@@ -105,6 +105,14 @@ class RunConfig:
         """Hashes of the weights that it starts from: a run may have been made again."""
         return None if self.init is None else weight_files(self.init, "sparse")
 
+    def with_seed(self, seed: int) -> RunConfig:
+        """The config that the same overrides make with another `seed`: the method's seed, which is
+        that of the run where it was not given, goes with it. It has no command."""
+        options = self.method_options
+        if options.seed == self.seed:
+            options = dataclasses.replace(options, seed=seed)
+        return dataclasses.replace(self, seed=seed, method_options=options, command=None)
+
     def digest(self) -> str:
         """Hash of `identity()`, 16 hex digits."""
         return digest(self.identity())

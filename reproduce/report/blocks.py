@@ -13,9 +13,10 @@ from experiments.runs.curves import NAMES, Point
 from reproduce import scale
 from reproduce.cells import published_cell
 from reproduce.claims import Margin
+from reproduce.records import Evidence, Kept
 from reproduce.report import claims, html
 from reproduce.report.figures import Scale, curves, forest, span
-from reproduce.report.gather import Evidence, Kept, Shown
+from reproduce.report.gather import Shown
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.runner import command

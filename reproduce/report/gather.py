@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from experiments.runs import comparison
 from experiments.runs.curves import Point
@@ -15,41 +14,8 @@ from experiments.runs.stats import mean, std
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
-from reproduce.claims import Claims, Values, differences, records
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A record and the file that it is in."""
-
-    path: Path
-    record: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Records by block, arm and seed, those of the first folder before the others'; the files of
-    records that no block has any more."""
-
-    kept: dict[tuple[str, str], dict[int, Kept]]
-    outdated: list[Path]
-
-    @cached_property
-    def values(self) -> Values:
-        """As claims are judged by them."""
-        return {
-            key: {seed: kept.record for seed, kept in seeds.items()}
-            for key, seeds in self.kept.items()
-        }
-
-
-def read_evidence(*folders: Path, blocks: Path = BLOCKS) -> Evidence:
-    """All kept records of these folders."""
-    kept: dict[tuple[str, str], dict[int, Kept]] = {}
-    for path, record in records(folders, blocks, wanted=True):
-        arm = kept.setdefault((record["block"], record["arm"]), {})
-        arm.setdefault(record["seed"], Kept(path, record))
-    return Evidence(kept, [path for path, _ in records(folders, blocks, wanted=False)])
+from reproduce.claims import Claims, differences
+from reproduce.records import Evidence, Kept
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from reproduce import verdicts
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import Claims, read_claims
 from reproduce.reading import read_tables
+from reproduce.records import Evidence, read_evidence
 from reproduce.report import blocks, claims, html, speed, tables
 from reproduce.report.figures import STYLE, standalone
 from reproduce.report.gather import (
-    Evidence,
     Own,
     Shown,
     own_runs,
-    read_evidence,
     shown_blocks,
     unfinished,
 )
@@ -214,9 +213,8 @@ def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, link
         bad = [tag("p", "Without a finite number: ", links.to(k.path)) for k in s.diverged]
         parts.append(tag("li", told, gone, bad))
     lists: dict[str, list[Markup]] = {
-        "Outdated records: their arm is gone, or has other overrides now. They count nowhere.": [
-            links.to(path) for path in evidence.outdated
-        ],
+        "Outdated records: their arm is gone, or its config is another one now. They count "
+        "nowhere.": [text(links.to(k.path), f": {k.why}") for k in evidence.outdated],
         "Begun and not finished here, with the last that they said.": [
             text(links.to(path), f": {said}") for path, said in unfinished(runs, evidence)
         ],

@@ -2,15 +2,17 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments.config.run import digest
 from experiments.support.errors import UserError
 from reproduce import blocks
 from reproduce.blocks import Block, curves, read_block
-from reproduce.claims import read_claims
 from reproduce.reading import read_tables
+from reproduce.records import read_evidence
 
 TEXT = """
 title: T
@@ -279,8 +281,16 @@ def test_curves_are_thinned(count, thin):
 
 
 def test_kept_records_are_of_today_s_configs():
-    """Claims know a record by its overrides: with another default it would tell of another run."""
-    judged = {c.block for claim in read_claims().claims for c in claim.contrasts}
-    runs = [run for name in sorted(judged) for run in read_block(name).runs(Path("runs"))]
-    kept = [run for run in runs if run.seed == 0 and run.file(blocks.EVIDENCE).is_file()]
-    assert kept and [str(run.job) for run in kept if run.record(blocks.EVIDENCE) is None] == []
+    """With another default they would tell of other runs, and count no more."""
+    evidence = read_evidence(blocks.EVIDENCE)
+    assert evidence.warnings() == []
+    assert sum(map(len, evidence.kept.values())) == len([*blocks.EVIDENCE.glob("*/*.json")]) > 0
+
+
+def test_the_hash_of_every_seed_is_that_of_its_config():
+    """It is taken from one config for all seeds of an arm."""
+    for name in ("a", "b", "d"):
+        *_, run = read_block(name).runs(Path("runs"))  # another method or option in each
+        own = replace(run.config, init=None).identity()
+        start = {} if run.source is None else {"init": run.source.config.digest()}
+        assert run.seed > 0 and run.digest() == digest({**own, **start})

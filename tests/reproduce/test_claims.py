@@ -5,7 +5,6 @@ import math
 import pytest
 
 from experiments.runs.stats import holm, p_value
-from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 from reproduce import blocks, claims
 from reproduce.blocks import read_block
@@ -338,89 +337,3 @@ def test_a_file_of_claims_that_means_nothing(changed, message, tmp_path):
     with pytest.raises(UserError) as error:
         read_claims(path)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-# ------------------------------------------------------------------------------ records
-
-
-BLOCK = """
-title: T
-overrides: [train.steps=4]
-seeds: [0, 1]
-arms: {dense: [method=dense], it: [method=ste]}
-"""
-
-
-def keep(folder, arm="dense", seed=0, loss=1.0, **changed):
-    method = {"dense": "dense", "it": "ste"}.get(arm, "x")
-    overrides = ["train.steps=4", f"method={method}", "tier=mini", f"seed={seed}"]
-    record = {
-        "block": "t",
-        "arm": arm,
-        "seed": seed,
-        "overrides": overrides,
-        "config_hash": "0",
-        "metrics": {"val_loss": loss},
-        "curves": {},
-    }
-    path = folder / "t" / f"{arm}-seed{seed}.json"
-    write_json(path, record | changed)
-    return path
-
-
-@pytest.fixture
-def block_file(tmp_path):
-    folder = tmp_path / "blocks"
-    folder.mkdir()
-    (folder / "t.yaml").write_text(BLOCK, encoding="utf-8")
-    return folder
-
-
-def test_records_of_several_folders(tmp_path, block_file):
-    first, second = tmp_path / "committed", tmp_path / "own"
-    keep(first, loss=1.0)
-    keep(second, loss=2.0)
-    keep(second, seed=1, loss=3.0)
-    keep(second, arm="it", loss=4.0)
-    values = claims.read_records(first, second, blocks=block_file)
-    losses = {key: {s: r["metrics"]["val_loss"] for s, r in v.items()} for key, v in values.items()}
-    assert losses == {("t", "dense"): {0: 1.0, 1: 3.0}, ("t", "it"): {0: 4.0}}
-    assert claims.outdated(first, second, blocks=block_file) == []
-    assert claims.read_records(tmp_path / "nowhere") == {}
-
-
-def test_records_of_arms_that_have_changed_are_left_out(tmp_path, block_file):
-    """An arm that was run before its block said something else must not be compared with others."""
-    folder, own = tmp_path / "committed", tmp_path / "own"
-    changed = keep(folder, overrides=["train.steps=5", "method=dense", "tier=mini", "seed=0"])
-    gone = keep(folder, arm="gone")
-    elsewhere = keep(folder, seed=1, block="no_block")
-    keep(own, loss=2.0)
-    assert claims.read_records(folder, own, blocks=block_file) == {
-        ("t", "dense"): {0: claims.read_record(own / "t" / "dense-seed0.json")}
-    }
-    found = claims.outdated(folder, own, blocks=block_file)
-    assert sorted(found) == sorted([changed, elsewhere, gone])
-
-
-def test_records_of_runs_that_started_elsewhere_are_left_out(tmp_path, block_file):
-    """Their own overrides are as the block says, but not those of what they start from."""
-    text = "title: U\noverrides: []\nsource: {block: t, arm: it}\nseeds: [0]\narms: {ast: []}\n"
-    (block_file / "u.yaml").write_text(text, encoding="utf-8")
-    (run,) = read_block("u", block_file).runs(tmp_path)
-    folder, older = tmp_path / "committed", tmp_path / "older"
-    keep(folder, arm="ast", block="u", **run.setup)
-    assert [*claims.read_records(folder, blocks=block_file)] == [("u", "ast")]
-    source = {**run.setup["source"], "overrides": ["train.steps=5"]}
-    path = keep(older, arm="ast", block="u", **{**run.setup, "source": source})
-    assert claims.outdated(folder, older, blocks=block_file) == [path]
-
-
-def test_a_damaged_record_is_named(tmp_path, block_file):
-    path = keep(tmp_path)
-    path.write_text('{"block": "t"', encoding="utf-8")
-    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove it"):
-        claims.read_records(tmp_path, blocks=block_file)
-    path.write_text('{"block": "t"}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .no arm in it.; remove it"):
-        claims.read_records(tmp_path, blocks=block_file)

@@ -76,14 +76,14 @@ def test_the_tables_of_the_issue_have_a_mini_tier():
 
 BLOCK = """
 title: "Block t: toys"
-overrides: [model=gpt2_toy, data=words]
+overrides: [model=gpt2_pico, data=stdlib]
 seeds: [0, 1, 2]
-arms: {dense: [method=dense], half: [method=dense, model=gpt2_half], it: [method=ste]}
+arms: {dense: [method=dense], half: [method=dense, model=gpt2_pico_half], it: [method=ste]}
 """
 OTHER = """
 title: "Block u: toys retrained"
 source: {block: t, arm: dense}
-overrides: [model=gpt2_toy, data=words]
+overrides: [model=gpt2_pico, data=stdlib]
 seeds: [0, 1]
 arms: {more: [method=dense]}
 """
@@ -105,7 +105,7 @@ def keep(folders, block, arm, seed, loss, where="committed"):
     (run,) = [run for run in runs if (run.arm, run.seed) == (arm, seed)]
     folder = folders["committed"] if where == "committed" else folders["runs"] / "evidence"
     record = {
-        "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": f"{seed}",
+        "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": run.digest(),
         "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "naive",
         "metrics": {"val_loss": loss, "flip_rate": 0.5}, "sparsity": {"density": 0.5},
         "environment": {"device": "toy", "git_revision": "c0ffee", "git_dirty": False,
@@ -139,8 +139,9 @@ def test_records_take_the_place_of_runs(folders):
         path = keep(folders, "t", "dense", seed, loss)
         keep(folders, "t", "it", seed, loss + 0.1, where="own")
     keep(folders, "t", "it", 0, 9.0)  # a committed one comes before one's own
-    filled, found, missing = collect(table(), "mini", **folders)
-    assert missing == {"half": [0, 1, 2]}
+    collected = collect(table(), "mini", **folders)
+    filled, found = collected.table, collected.runs
+    assert collected.missing == {"half": [0, 1, 2]} and collected.warnings == []
     assert [(run.place.row, run.place.seed) for run in found] == [
         *(("dense", seed) for seed in range(3)), *(("STE", seed) for seed in range(3)),
     ]  # fmt: skip
@@ -157,9 +158,8 @@ def test_records_take_the_place_of_runs(folders):
     assert not any(column == "BLEU" for column, _ in cells)  # nobody's numbers
     header = "\n".join(rendered.header)
     assert "Tier mini: Block t: toys No BLEU." in header.replace(". No", " No")
-    assert (
-        "the records of block t (gpt2_toy, 0.00064M tokens, 64 tokens a step, data=words" in header
-    )
+    model = "gpt2_pico, 0.00064M tokens, 64 tokens a step, data=stdlib"
+    assert f"the records of block t ({model}" in header
     assert "`python -m reproduce run t` makes what is missing" in header
     assert "Not measured in this tier: BLEU." in header
     assert "Runs: 6 of 9, seeds 0, 1, 2." in header
@@ -170,19 +170,24 @@ def test_records_take_the_place_of_runs(folders):
 def test_an_outdated_record_does_not_stand_for_one_s_own(folders):
     path = keep(folders, "t", "dense", 0, 9.0)
     outdated = json.loads(path.read_text())
-    write_json(path, outdated | {"overrides": ["method=dense"]})
+    write_json(path, outdated | {"config_hash": "0" * 16})
     own = keep(folders, "t", "dense", 0, 2.0, where="own")
-    _, (run,), _ = collect(table(), "mini", **folders)
+    collected = collect(table(), "mini", **folders)
+    (run,) = collected.runs
     assert (run.result["metrics"]["val_loss"], run.directory) == (2.0, own)
+    assert collected.warnings == [
+        f"left out: block t, dense, seeds 0: its config is another one now ({path})"
+    ]
 
 
 def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
     keep(folders, "t", "dense", 0, 2.0)
     keep(folders, "u", "more", 0, 1.5)
     rows = [Row("Dense", ["method=dense"], arm="t/dense"), Row("on", ["method=dense"], arm="more")]
-    _, found, missing = collect(table("u", rows), "mini", **folders)
-    assert [(run.place.row, run.result["block"]) for run in found] == [("Dense", "t"), ("on", "u")]
-    assert missing == {"t/dense": [1], "more": [1]}
+    collected = collect(table("u", rows), "mini", **folders)
+    shown = [(run.place.row, run.result["block"]) for run in collected.runs]
+    assert shown == [("Dense", "t"), ("on", "u")]
+    assert collected.missing == {"t/dense": [1], "more": [1]}
 
 
 def test_what_is_not_there_is_told(folders):
@@ -191,8 +196,8 @@ def test_what_is_not_there_is_told(folders):
         collect(table("t", rows), "mini", **folders)
     with pytest.raises(UserError, match="no block 'v'; there is t, u"):
         collect(table("v"), "mini", **folders)
-    filled, found, _ = collect(table(), "mini", **folders)
-    rendered = render(filled, "mini", found)
+    collected = collect(table(), "mini", **folders)
+    rendered = render(collected.table, "mini", collected.runs)
     assert {row[3] for row in rendered.cells} == {"not run yet"}
 
 
@@ -212,11 +217,14 @@ def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp
     monkeypatch.setattr(from_records, "BLOCKS", folders["blocks"])
     spec = table()
     keep(folders, "t", "dense", 0, 2.0, where="own")
+    old = keep(folders, "t", "it", 1, 2.0, where="own")
+    write_json(old, json.loads(old.read_text()) | {"config_hash": "0" * 16})
     collected = collect(spec, "mini", **folders)
     monkeypatch.setattr(from_records, "collect", lambda *_: collected)
     assert command.make(spec, "mini", folders["runs"]) is False
     captured = capsys.readouterr()
     assert captured.err == (
+        f"left out: block t, it, seeds 1: its config is another one now ({old})\n"
         "missing: dense, seeds 1 2; half, seeds 0 1 2; it, seeds 0 1 2 "
         "(python -m reproduce run t)\n"
     )

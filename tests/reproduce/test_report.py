@@ -149,6 +149,7 @@ def test_runs_of_one_s_own_and_several_blocks(tmp_path):
                 **json.loads((EVIDENCE / "a" / f"{run.arm}-seed{run.seed}.json").read_text()),
                 "block": "c",
                 "overrides": run.job.overrides,
+                "config_hash": run.digest(),
             }
             record["metrics"]["val_top1"] = -record["metrics"]["val_loss"]
             write_json(run.file(runs / "evidence"), record)

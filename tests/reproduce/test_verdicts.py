@@ -10,6 +10,7 @@ from experiments.runs.stats import paired_interval, ratio_interval
 from experiments.support.checkpoint import write_json
 from reproduce import decay_curve, scale, verdicts
 from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
+from reproduce.records import Evidence, Kept
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
@@ -201,7 +202,8 @@ def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     from reproduce.__main__ import main
 
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
-    monkeypatch.setattr(verdicts, "read_records", lambda *_: arms)
+    kept = {key: {s: Kept(tmp_path, r) for s, r in seeds.items()} for key, seeds in arms.items()}
+    monkeypatch.setattr(verdicts, "read_evidence", lambda *_, only: Evidence(kept, []))
     asked = of(("it", "dense", "lower"), ("none", "dense", "equal"),
                measured=[Speed("torchao_table3", "speedup", "kernel")])  # fmt: skip
     monkeypatch.setattr(verdicts, "read_claims", lambda: asked)
@@ -241,7 +243,7 @@ def test_the_command_prints_a_verdict_for_each(tmp_path, capsys, monkeypatch):
     for number in {*range(1, 15)} - {4, 12, 14}:
         assert f"\n{number}. [not tested] " in f"\n{out}"
     assert "0 of 5 seeds of fst and dense" in out
-    assert "left out: 1 records of arms that no block has in this form" in out
+    assert "\nleft out: block a, gone, seeds 0: no block has such a run (" in out
 
 
 # ------------------------------------------------------------------------------ loss against mu

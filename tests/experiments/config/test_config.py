@@ -120,7 +120,9 @@ def test_method_yaml_states_the_defaults_of_its_dataclass(name):
     steps, every = config.train.steps, config.train.log_every
     expected = dataclasses.replace(defaults, total_steps=steps, measure_every=every)
     assert config.method_options == expected
-    assert load([f"method={name}", "seed=5"]).method_options.seed == 5
+    other = load([f"method={name}", "seed=5"])
+    assert other.method_options.seed == 5
+    assert dataclasses.replace(other, command=None) == config.with_seed(5)
 
 
 def test_group_yamls_name_every_key_so_that_it_can_be_overridden():

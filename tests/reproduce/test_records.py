@@ -1,0 +1,113 @@
+"""Which kept records count: those of the configs that the blocks have today."""
+
+import json
+
+import pytest
+
+from experiments.support.checkpoint import write_json
+from experiments.support.errors import UserError
+from reproduce.blocks import read_block
+from reproduce.records import read_evidence
+
+BLOCK = """
+title: T
+overrides: [train.steps=4]
+seeds: [0, 1]
+arms: {dense: [method=dense], it: [method=ste]}
+"""
+SECOND = "title: U\noverrides: []\nsource: {block: t, arm: it}\nseeds: [0]\narms: {more: []}\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of two blocks, of which the second goes on from the first."""
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "t.yaml").write_text(BLOCK, encoding="utf-8")
+    (tmp_path / "blocks" / "u.yaml").write_text(SECOND, encoding="utf-8")
+    return tmp_path / "blocks"
+
+
+def keep(where, folder, block, arm, /, seed=0, loss=1.0, **changed):
+    """A record of a run of a block, with what of it is to be otherwise; returns its file."""
+    (run,) = [r for r in read_block(block, folder).runs(where) if (r.arm, r.seed) == (arm, seed)]
+    record = {
+        "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": run.digest(),
+        "metrics": {"val_loss": loss}, "curves": {},
+    }  # fmt: skip
+    write_json(run.file(where), record | changed)
+    return run.file(where)
+
+
+def losses(evidence):
+    return {
+        key: {seed: record["metrics"]["val_loss"] for seed, record in seeds.items()}
+        for key, seeds in evidence.values.items()
+    }
+
+
+def test_the_first_of_several_folders_counts(tmp_path, folder):
+    first, second = tmp_path / "committed", tmp_path / "own"
+    keep(first, folder, "t", "dense", loss=1.0)
+    keep(second, folder, "t", "dense", loss=2.0)
+    keep(second, folder, "t", "dense", seed=1, loss=3.0)
+    keep(second, folder, "u", "more", loss=4.0)
+    evidence = read_evidence(first, second, blocks=folder)
+    dense = {("t", "dense"): {0: 1.0, 1: 3.0}}
+    assert losses(evidence) == dense | {("u", "more"): {0: 4.0}}
+    assert evidence.outdated == [] and evidence.warnings() == []
+    assert losses(read_evidence(first, second, blocks=folder, only={"t"})) == dense
+    assert read_evidence(tmp_path / "nowhere").kept == {}
+
+
+def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder):
+    """Its overrides may be the block's: a default was changed since. One's own, made again with
+    the config of today, takes its place."""
+    committed, own = tmp_path / "committed", tmp_path / "own"
+    paths = [keep(committed, folder, "t", "dense", seed, config_hash="0" * 16) for seed in (0, 1)]
+    keep(own, folder, "t", "dense", seed=1, loss=2.0)
+    evidence = read_evidence(committed, own, blocks=folder)
+    assert losses(evidence) == {("t", "dense"): {1: 2.0}}
+    assert [kept.path for kept in evidence.outdated] == paths
+    assert evidence.warnings() == [
+        f"left out: block t, dense, seeds 0 1: its config is another one now ({paths[0]})"
+    ]
+
+
+def test_the_config_counts_and_not_how_it_was_asked_for(tmp_path, folder):
+    path = keep(tmp_path / "kept", folder, "t", "it")
+    other_words = ["method=ste", "train.steps=4", "seed=0", "tier=none"]
+    write_json(path, json.loads(path.read_text()) | {"overrides": other_words})
+    assert losses(read_evidence(tmp_path / "kept", blocks=folder)) == {("t", "it"): {0: 1.0}}
+    changed = BLOCK.replace("[method=ste]", "[method=ste, train.learning_rate=1e-3]")
+    (folder / "t.yaml").write_text(changed, encoding="utf-8")
+    assert read_evidence(tmp_path / "kept", blocks=folder).kept == {}
+
+
+def test_records_of_runs_that_no_block_has(tmp_path, folder):
+    gone = keep(tmp_path, folder, "t", "dense", arm="gone")
+    seed = keep(tmp_path, folder, "t", "dense", seed=1)
+    write_json(seed, json.loads(seed.read_text()) | {"seed": 2})
+    elsewhere = keep(tmp_path, folder, "t", "it", block="no_block")
+    evidence = read_evidence(tmp_path, blocks=folder)
+    assert evidence.kept == {}
+    assert {kept.path: kept.why for kept in evidence.outdated} == dict.fromkeys(
+        [gone, seed, elsewhere], "no block has such a run"
+    )
+
+
+def test_a_record_of_a_run_that_started_elsewhere_does_not_count(tmp_path, folder):
+    path = keep(tmp_path / "kept", folder, "u", "more")
+    assert [*read_evidence(tmp_path / "kept", blocks=folder).kept] == [("u", "more")]
+    (folder / "t.yaml").write_text(BLOCK.replace("steps=4", "steps=5"), encoding="utf-8")
+    (left,) = read_evidence(tmp_path / "kept", blocks=folder).outdated
+    assert left.path == path
+
+
+def test_a_damaged_record_is_named(tmp_path, folder):
+    path = keep(tmp_path, folder, "t", "dense")
+    path.write_text('{"block": "t"', encoding="utf-8")
+    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove it"):
+        read_evidence(tmp_path, blocks=folder)
+    path.write_text('{"block": "t"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .no arm in it.; remove it"):
+        read_evidence(tmp_path, blocks=folder)
