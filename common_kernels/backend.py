@@ -27,8 +27,6 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
     name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:
         return "triton" if kind == "cuda" and HAS_TRITON else "cpu"
-    if name == "naive":  # what `cpu` was called once
-        return "cpu"
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     reason = None

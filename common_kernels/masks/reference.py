@@ -32,8 +32,7 @@ def each_group(function: Callable, x: torch.Tensor, m: int, dim: int, dtype: tor
 
 
 def largest_first(group: list[float]) -> list[int]:
-    """Places from the largest magnitude to the smallest: NaN before Inf, the lower place in a tie.
-    """
+    """Indices from the largest magnitude to the smallest: NaN before Inf, ties by lower index."""
     return sorted(
         range(len(group)), key=lambda i: (math.isnan(group[i]), abs(group[i])), reverse=True
     )

@@ -37,9 +37,7 @@ def mvue24(
         raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")
     dim = checks.group_dim(x, 4, dim)
     name = backends.resolve(x.device, backend)
-    return _mvue24(
-        x, _scalar(seed, "seed", x), _scalar(offset, "offset", x), design, dim, name
-    )
+    return _mvue24(x, _scalar(seed, "seed", x), _scalar(offset, "offset", x), design, dim, name)
 
 
 def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:

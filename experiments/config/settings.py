@@ -201,8 +201,6 @@ class ImplConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loggers", tuple(self.loggers))
-        if self.backend == "naive":  # what `cpu` was called once
-            object.__setattr__(self, "backend", "cpu")
         for name, choices in {
             "device": ("auto", "cpu", "cuda"),
             "backend": ("auto", "cpu", "triton"),

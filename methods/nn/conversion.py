@@ -117,9 +117,7 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def others(
-    model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]
-) -> list[str]:
+def others(model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]) -> list[str]:
     """Matched modules that are no linears and hold a matrix."""
     return [
         f"{name} ({type(module).__name__})"

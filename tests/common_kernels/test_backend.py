@@ -15,12 +15,6 @@ def test_argument_beats_the_environment(monkeypatch):
     assert nm_mask(torch.ones(4), backend="cpu").sum() == 2
 
 
-def test_the_older_name_of_cpu_is_read(monkeypatch):
-    assert backend.resolve("cpu", "naive") == "cpu"
-    monkeypatch.setenv("SPARSE24_BACKEND", "naive")
-    assert backend.resolve("cuda") == "cpu"
-
-
 @pytest.mark.parametrize(("name", "reason"), [("triton", "TRITON_INTERPRET=1")])
 def test_unavailable_backend_by_name_says_why(monkeypatch, name, reason):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

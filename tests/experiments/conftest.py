@@ -15,6 +15,7 @@ from experiments.config.run import load
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
 from experiments.support.checkpoint import sha256
+from experiments.training.trainer import Trainer
 
 TINY_MODEL = [
     "model.n_layer=1",
@@ -37,18 +38,28 @@ SHORT = [
 
 
 @pytest.fixture(scope="session")
-def corpus_dir(tmp_path_factory):
-    """Folder with a prepared corpus named `words`: 400 documents of random words."""
-    root = tmp_path_factory.mktemp("corpus")
-    source = root / "text"
-    source.mkdir()
-    generator = random.Random(0)
-    words = ["the", "mask", "keeps", "two", "of", "four", "weights", "and", "drops", "others"]
-    for name in ("a.txt", "b.txt"):
-        lines = (" ".join(generator.choices(words, k=20)) for _ in range(200))
-        (source / name).write_text("\n".join(lines) + "\n")
-    prepare(DataConfig("words", str(source), str(root), tokenizer="bpe", vocab_size=300))
-    return root
+def make_corpus(tmp_path_factory):
+    """make_corpus("these are drawn"): folder with a prepared corpus named `words`, 400 documents of
+    random ones of these words, and its `text`."""
+
+    def make(words, seed=0):
+        root = tmp_path_factory.mktemp("corpus")
+        source = root / "text"
+        source.mkdir()
+        generator = random.Random(seed)
+        for name in ("a.txt", "b.txt"):
+            lines = (" ".join(generator.choices(words.split(), k=20)) for _ in range(200))
+            (source / name).write_text("\n".join(lines) + "\n")
+        prepare(DataConfig("words", str(source), str(root), tokenizer="bpe", vocab_size=300))
+        return root
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def corpus_dir(make_corpus):
+    """Folder with the corpus that most tests train on."""
+    return make_corpus("the mask keeps two of four weights and drops others")
 
 
 @pytest.fixture
@@ -83,6 +94,30 @@ def full_disk():
 def tiny(overrides):
     """`tiny("method=ste", "seed=1")` -> RunConfig."""
     return lambda *more: load([*overrides, *more])
+
+
+class Interrupted(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """`with interrupted(step):` the training in it ends in the middle of `step`."""
+
+    @contextmanager
+    def ending(step):
+        original = Trainer._train_step
+
+        def dying(self, batches):
+            if self.step == step:
+                raise Interrupted
+            return original(self, batches)
+
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            patch.setattr(Trainer, "_train_step", dying)
+            yield
+
+    return ending
 
 
 @pytest.fixture(scope="session")

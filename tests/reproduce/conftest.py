@@ -40,7 +40,7 @@ def make_result(config_hash="0" * 16, **changed):
         "step_seconds": 2.0,
         "started": 1.0,
         "ended": 22.0,
-        "backend": "naive",
+        "backend": "cpu",
         "world_size": 1,
         "environment": {
             "git_revision": "c0ffee" * 7,

@@ -106,7 +106,7 @@ def keep(folders, block, arm, seed, loss, where="committed"):
     folder = folders["committed"] if where == "committed" else folders["runs"] / "evidence"
     record = {
         "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": run.digest(),
-        "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "naive",
+        "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "cpu",
         "metrics": {"val_loss": loss, "flip_rate": 0.5}, "sparsity": {"density": 0.5},
         "environment": {"device": "toy", "git_revision": "c0ffee", "git_dirty": False,
                         "versions": {"torch": "2.0"}},

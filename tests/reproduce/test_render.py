@@ -63,7 +63,7 @@ def test_whole_table(runs):
 - Runs: 6 of 6, seeds 0, 1, 2. ± is the standard deviation over seeds; [ ] is the 95 % interval of \
 the difference at equal seeds, that is, equal initial weights and data.
 - Corpus: tiny, 1,000 training and 50 validation tokens (sha256 abababababab, abababababab).
-- Device: abacus, 2 threads, fp32, backend naive, torch 2.0.
+- Device: abacus, 2 threads, fp32, backend cpu, torch 2.0.
 - Code: revision c0ffeec0ffee.
 
 | method | loss (n=3) | to dense | density | illegal | time |
@@ -140,9 +140,9 @@ def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
 @pytest.mark.parametrize(
     ("key", "other", "shown"),
     [
-        ("dtype", "bf16", "2 threads, bf16, backend naive"),
-        ("compile", True, "2 threads, fp32, compiled, backend naive"),
-        ("micro_batch", 4, "2 threads, fp32, micro-batch 4, backend naive"),
+        ("dtype", "bf16", "2 threads, bf16, backend cpu"),
+        ("compile", True, "2 threads, fp32, compiled, backend cpu"),
+        ("micro_batch", 4, "2 threads, fp32, micro-batch 4, backend cpu"),
     ],
 )
 def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, shown):
@@ -157,7 +157,7 @@ def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, s
         (line,) = [x for x in render(own_table([0]), "smoke", [*runs]).header if "Device" in x]
         return line
 
-    first = "abacus, 2 threads, fp32, backend naive, torch 2.0"
+    first = "abacus, 2 threads, fp32, backend cpu, torch 2.0"
     assert device(run, same) == f"Device: {first}."
     assert device(run, changed) == (
         f"Device: NOT THE SAME FOR ALL RUNS: {first}; abacus, {shown}, torch 2.0."
@@ -359,7 +359,7 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     assert "The device named below is not the paper's" in told
     assert "Device: abacus, 2 threads, torch 2.0." in told
     assert "Runs: 1 of 1, one seed (0)." in rendered.header  # nothing of deviations
-    assert "Products: naive." in rendered.header
+    assert "Products: cpu." in rendered.header
     assert (
         "Clocks: sustained load, 2 s of the same calls before each comparison; SM clock 1,410 MHz, "
         "power not read."

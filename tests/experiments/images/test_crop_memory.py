@@ -12,7 +12,6 @@ from experiments.images import crop_memory as cm
 from experiments.images.crop_memory import GreyCrops, blurred, uniform
 from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops, grey_crops
-from experiments.training.trainer import Trainer
 from models.dino import DinoConfig
 from models.vit import ViTConfig
 
@@ -208,11 +207,7 @@ def test_what_is_turned_or_shifted_is_cropped_image_by_image(source, settings):
     assert read(crops, (0, range(2)))["global_crops"].shape == (2, 2, 3, S, S)
 
 
-class Stop(Exception):
-    """Stands for the end of the process."""
-
-
-def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypatch):
+def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypatch, interrupted):
     monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 1.0, "linear_top1": 2.0})
 
     def config(name):
@@ -228,16 +223,8 @@ def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypat
         ])  # fmt: skip
 
     whole = dino.run(config("whole"), print)
-    original = Trainer._train_step
-
-    def dying(self, batches):
-        assert self.source.memory
-        if self.step == 4:
-            raise Stop
-        return original(self, batches)
-
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(Trainer, "_train_step", dying)
+    assert config("whole").open_source(config("whole").build_model()).memory
+    with interrupted(4):
         dino.run(config("stopped"), print)
     again = dino.run(config("stopped"), print)
     assert again["metrics"] == whole["metrics"]

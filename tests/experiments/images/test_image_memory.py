@@ -11,7 +11,6 @@ from experiments.images.dataset import Arrays, ImageConfig
 from experiments.images.memory import GreyImages, mixed
 from experiments.images.source import ImageSource
 from experiments.training import pretraining
-from experiments.training.trainer import Trainer
 from models.vit import ViTConfig
 
 SIZE, TRAIN = 8, 12
@@ -215,11 +214,7 @@ def test_a_small_alpha_leaves_images_almost_as_they_are_and_a_large_one_takes_ha
         assert low < distance < high
 
 
-class Stop(Exception):
-    """Stands for the end of the process."""
-
-
-def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypatch):
+def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, interrupted):
     def config(name):
         return load([
             "model=deit_mini", "model.width=16", "model.depth=1", "model.heads=2",
@@ -231,15 +226,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypat
         ])  # fmt: skip
 
     whole = pretraining.run(config("whole"), print)
-    original = Trainer._train_step
-
-    def dying(self, batches):
-        if self.step == 4:
-            raise Stop
-        return original(self, batches)
-
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(Trainer, "_train_step", dying)
+    with interrupted(4):
         pretraining.run(config("stopped"), print)
     again = pretraining.run(config("stopped"), print)
     assert again["metrics"] == whole["metrics"]

@@ -16,7 +16,6 @@ from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support.errors import UserError
 from experiments.training import pretraining
-from experiments.training.trainer import Trainer
 from models.dino import DinoConfig
 from models.vit import ViTConfig
 
@@ -29,27 +28,14 @@ TINY = [
 ]  # fmt: skip
 
 
-class Stop(Exception):
-    """Stands for the end of the process."""
-
-
 @pytest.mark.parametrize("stop", [3, 5])
-def test_an_interrupted_distillation_goes_on_bit_for_bit(tmp_path, monkeypatch, stop):
+def test_an_interrupted_distillation_goes_on_bit_for_bit(tmp_path, interrupted, stop):
     def config(name):
         return dino.load([*TINY, f"runs={tmp_path / name}"])
 
     whole = pretraining.run(config("whole"), print)
-    original = Trainer._train_step
-
-    def dying(self, batches):
-        if self.step == stop:
-            raise Stop
-        return original(self, batches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", dying)
-        with pytest.raises(Stop):
-            pretraining.run(config("stopped"), print)
+    with interrupted(stop):
+        pretraining.run(config("stopped"), print)
     again = pretraining.run(config("stopped"), print)
     assert again["metrics"]["val_loss"] == whole["metrics"]["val_loss"]
     first, second = (
@@ -167,7 +153,7 @@ def painted(root, shade):
     return root
 
 
-def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path, monkeypatch):
+def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path, interrupted):
     one, other = painted(tmp_path / "one", 1), painted(tmp_path / "other", 2)
 
     def contents():
@@ -177,15 +163,7 @@ def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path,
         return pretraining.run(configure(folder, tmp_path / "runs"), print)
 
     assert configure(one, "runs").directory() == configure(other, "runs").directory()
-    original = Trainer._train_step
-
-    def dying(self, batches):
-        if self.step == 3:
-            raise Stop
-        return original(self, batches)
-
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(Trainer, "_train_step", dying)
+    with interrupted(3):
         run(one)
     before = contents()
     with pytest.raises(UserError, match=r"checkpoints was made on other data .*data\.name"):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from common_kernels import backend
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig
-from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
 from experiments.support import checkpoint, results
 from experiments.support.errors import Terminated, UserError, deferred_stop
@@ -29,21 +27,12 @@ class Stop(Exception):
 
 
 @pytest.fixture
-def killed(monkeypatch):
+def killed(interrupted):
     """killed(config, step): run until the process ends in the middle of `step`."""
 
     def run(config, step):
-        original = Trainer._train_step
-
-        def dying(self, batches):
-            if self.step == step:
-                raise Stop
-            return original(self, batches)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_train_step", dying)
-            with pytest.raises(Stop):
-                pretraining.run(config, quiet)
+        with interrupted(step):
+            pretraining.run(config, quiet)
 
     return run
 
@@ -57,18 +46,9 @@ def contents(directory):
 
 
 @pytest.fixture(scope="session")
-def other_corpus(tmp_path_factory):
+def other_corpus(make_corpus):
     """Root of a corpus of the same name and vocabulary as that of `corpus_dir`, of other text."""
-    root = tmp_path_factory.mktemp("other")
-    source = root / "text"
-    source.mkdir()
-    generator = random.Random(1)
-    words = ["a", "scale", "is", "measured", "once", "and", "frozen", "until", "training", "ends"]
-    for name in ("a.txt", "b.txt"):
-        lines = (" ".join(generator.choices(words, k=20)) for _ in range(200))
-        (source / name).write_text("\n".join(lines) + "\n")
-    prepare(DataConfig("words", str(source), str(root), tokenizer="bpe", vocab_size=300))
-    return root
+    return make_corpus("a scale is measured once and frozen until training ends", seed=1)
 
 
 def test_a_second_process_is_turned_away(tiny, killed):
