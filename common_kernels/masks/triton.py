@@ -284,34 +284,43 @@ def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
 
 @triton.jit
 def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.constexpr):
+    tile_row = (tl.program_id(0) // across).to(tl.int64)
+    first = (tl.program_id(0) % across) * BLOCK
+    taken = greedy_bits(load_tiles(w, tile_row, first, columns, BLOCK), NETWORK)
+    at = first + tl.arange(0, BLOCK)
+    out = mask + tile_row * 4 * columns + at
+    for r in tl.static_range(4):
+        tl.store(out + r * columns, row_word(taken, r), mask=at < columns)
+
+
+@triton.jit
+def greedy_bits(rows, NETWORK: tl.constexpr):
     """cpu.greedy: sixteen times the largest magnitude not yet seen, the lower index in a draw.
 
     The place of an entry is one bit for its row, every fourth from bit 16 down, and one for its
     column, from bit 3 down. Their product is one bit of sixteen for the entry.
     """
-    tile_row = (tl.program_id(0) // across).to(tl.int64)
-    first = (tl.program_id(0) % across) * BLOCK
-    rows = load_tiles(w, tile_row, first, columns, BLOCK)
     keys = ()
     for r in tl.static_range(4):
         for c in tl.static_range(4):
             keys += (key(rows[r][c], (1 << 16 - 4 * r) | (8 >> c)),)
     keys = descending(keys, NETWORK)
-    one = tl.zeros([BLOCK], tl.int32)  # rows and columns that hold an entry or more
-    two = tl.zeros([BLOCK], tl.int32)  # those that are full
-    taken = tl.zeros([BLOCK], tl.int32)
+    one = tl.zeros(rows[0][0].shape, tl.int32)  # rows and columns that hold an entry or more
+    two = tl.zeros(rows[0][0].shape, tl.int32)  # those that are full
+    taken = tl.zeros(rows[0][0].shape, tl.int32)
     for i in tl.static_range(16):
         place = place_of(keys[i])
         place = tl.where(place & two == 0, place, 0)
         two |= one & place
         one |= place
         taken += (place >> 4) * (place & 15)
-    at = first + tl.arange(0, BLOCK)
-    out = mask + tile_row * 4 * columns + at
-    for r in tl.static_range(4):
-        # Four bits, the first column's on top, to the low bits of four bytes, the first lowest.
-        word = ((taken >> 12 - 4 * r & 15) * 0x08040201 >> 3) & 0x01010101
-        tl.store(out + r * columns, word, mask=at < columns)
+    return taken
+
+
+@triton.jit
+def row_word(taken, ROW: tl.constexpr):
+    """Four bits, the first column's on top, to the low bits of four bytes, the first lowest."""
+    return ((taken >> 12 - 4 * ROW & 15) * 0x08040201 >> 3) & 0x01010101
 
 
 def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:

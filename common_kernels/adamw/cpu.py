@@ -1,0 +1,88 @@
+"""The step of AdamW by operators of their own, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from common_kernels.decay import cpu as decay
+from common_kernels.masks import nm_mask, transposable_mask24
+from common_kernels.prepare import pack_both24_, prune_pack24_
+from common_kernels.soft_threshold import soft_threshold24
+
+if TYPE_CHECKING:
+    from common_kernels.adamw import Rates, Rule, Weight24
+
+
+def adamw24_(
+    weights: Sequence[Weight24],
+    rates: Rates,
+    rule: Rule,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    for given in weights:
+        update(given, rates, rule, grad_scale, found_inf)
+        derive(given, rule)
+
+
+def update(
+    given: Weight24,
+    rates: Rates,
+    rule: Rule,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """AdamW's own part, by torch's kernel, which takes what lies row by row alone."""
+    grad = given.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if grad_scale is not None:
+        grad /= grad_scale
+    if rule.alpha and given.mask is not None:
+        decay.masked_decay_(grad, given.weight, given.mask, rule.alpha)
+    written = given.weight, given.exp_avg, given.exp_avg_sq
+    weight, exp_avg, exp_avg_sq = rows = [t.contiguous() for t in written]
+    adamw(
+        [weight], [grad], [exp_avg], [exp_avg_sq], [], [given.step],
+        fused=True, found_inf=found_inf, amsgrad=False, maximize=False, lr=rates.lr,
+        beta1=rates.betas[0], beta2=rates.betas[1], eps=rates.eps, weight_decay=rates.weight_decay,
+    )  # fmt: skip
+    for tensor, row in zip(written, rows, strict=True):
+        if row is not tensor:
+            tensor.copy_(row)
+
+
+def derive(given: Weight24, rule: Rule) -> None:
+    """Mask and operands of the weight that there is."""
+    weight, mask = given.weight, given.mask
+    if rule.choose is not None:
+        assert mask is not None
+        mask.copy_(
+            nm_mask(weight) if rule.choose == "rows" else transposable_mask24(weight, rule.choose)
+        )
+    if given.dense is not None:
+        given.dense.copy_(operand(given, rule))
+    if given.packed is None and given.transposed is None:
+        return
+    kept, pruned = (nm_mask(weight) if rule.source == "soft" else mask), operand(given, rule)
+    assert kept is not None
+    if given.packed is not None and given.transposed is not None:
+        pack_both24_(given.packed, given.transposed, pruned, kept)
+    elif given.packed is not None:
+        prune_pack24_(given.packed, pruned, "mask", kept)
+    elif given.transposed is not None:
+        prune_pack24_(given.transposed, pruned.t().contiguous(), "mask", kept.t().contiguous())
+
+
+def operand(given: Weight24, rule: Rule) -> Tensor:
+    """[rows, columns] in fp32: what the products take."""
+    if rule.source == "whole":
+        return given.weight
+    if rule.source == "soft":
+        assert given.scale is not None
+        return given.scale * soft_threshold24(given.weight)
+    assert given.mask is not None
+    return torch.where(given.mask, given.weight, 0.0)

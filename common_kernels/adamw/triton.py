@@ -1,0 +1,313 @@
+"""The step of AdamW in Triton: a program updates 64 x 64 entries of a weight, 16 x 16 tiles, and
+derives their mask and operands while it holds them.
+
+All weights of a shape and kind share a launch. It finds them in a table of addresses on the device,
+which is filled again when a tensor has moved: gradients do, the others do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common_kernels.adamw import cpu
+from common_kernels.launch import cast, keep24, launch, magnitude
+from common_kernels.masks import cpu as masks
+from common_kernels.masks.triton import best_place, greedy_bits, network, row_word
+from common_kernels.pack.triton import entries_stored, stack, store_tiles
+from common_kernels.soft_threshold.triton import shrink
+
+if TYPE_CHECKING:
+    from common_kernels.adamw import Rates, Rule, Weight24
+
+TILE = 64
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+CHOICES = {None: 0, "rows": 1, "exact": 2, "greedy": 3}
+SOURCES = {"whole": 0, "mask": 1, "soft": 2}
+TABLES = 64  # that are remembered, the last ones used
+
+
+def adamw24_(
+    weights: Sequence[Weight24],
+    rates: Rates,
+    rule: Rule,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    launches = defaultdict(list)
+    for given in weights:
+        if given.weight.numel() == 0:
+            continue
+        launches[kind(given) if fits(given) else None].append(given)
+    cpu.adamw24_(launches.pop(None, ()), rates, rule, grad_scale, found_inf)
+    if not launches:
+        return
+    steps = [given.step for of_a_kind in launches.values() for given in of_a_kind]
+    torch._foreach_add_(steps, 1)
+    for of_a_kind in launches.values():
+        start(of_a_kind, rates, rule, grad_scale, found_inf)
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
+    written = ("weight", "exp_avg", "exp_avg_sq", "mask", "dense", "packed", "transposed")
+    tensors = [t for w in weights for name in written if (t := getattr(w, name)) is not None]
+    torch.autograd.graph.increment_version(tensors)
+
+
+def fits(given: Weight24) -> bool:
+    """Whether the kernel can address the tensors: rows, whole vectors, whole blocks if packed."""
+    rows, columns = given.weight.shape
+    packs = given.packed is not None or given.transposed is not None
+    return not (packs and (rows % TILE or columns % TILE)) and all(
+        t.is_contiguous() and (t.ndim == 0 or t.data_ptr() % 16 == 0)
+        for t in given.tensors().values()
+        if t is not None
+    )
+
+
+def kind(given: Weight24) -> tuple:
+    """What is equal for the weights of one launch."""
+    there = tuple(None if t is None else t.dtype for t in given.tensors().values())
+    return tuple(given.weight.shape), there
+
+
+def start(
+    weights: list[Weight24],
+    rates: Rates,
+    rule: Rule,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    first = weights[0]
+    rows, columns = first.weight.shape
+    operands = [t for t in (first.dense, first.packed, first.transposed) if t is not None]
+    beta1, beta2 = rates.betas
+    blocks = len(weights) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    words = masks.half_words(first.weight.device) if rule.choose == "exact" else first.weight
+    launch(
+        adamw_kernel, blocks, first.weight.device,
+        table_of(weights), rows, columns, rates.lr, 1 - beta1, beta2, 1 - beta2,
+        logarithm(beta1), logarithm(beta2), rates.eps, rates.weight_decay, rule.alpha,
+        first.weight if grad_scale is None else grad_scale,
+        first.weight if found_inf is None else found_inf, words,
+        GRAD=DTYPES[first.grad.dtype],
+        OPERAND=DTYPES[operands[0].dtype] if operands else tl.float32,
+        RATE_IS_TENSOR=isinstance(rates.lr, Tensor),
+        SCALED=grad_scale is not None, SKIPS=found_inf is not None, DECAYS=rule.alpha != 0,
+        CHOOSE=CHOICES[rule.choose], SOURCE=SOURCES[rule.source],
+        NETWORK=network(16) if rule.choose == "greedy" else (),
+        DENSE=first.dense is not None, PACKED=first.packed is not None,
+        TRANSPOSED=first.transposed is not None,
+        WHOLE=rows % TILE == 0 and columns % TILE == 0,
+    )  # fmt: skip
+
+
+def logarithm(beta: float) -> float:
+    return math.log2(beta) if beta else -math.inf
+
+
+# ---------------------------------------------------------------------- where the tensors lie
+
+
+def addresses(given: Weight24) -> tuple[int, ...]:
+    """Of what the kernel reads, in its order; of the weight for what is not there."""
+    nothing = given.weight.data_ptr()
+    out = [nothing if t is None else t.data_ptr() for t in given.tensors().values()]
+    for blob in (given.packed, given.transposed):  # the metadata follow the values
+        values = given.weight.numel() // 2
+        out.append(nothing if blob is None else blob.data_ptr() + values * blob.element_size())
+    return tuple(out)
+
+
+_tables: dict[tuple, Tensor] = {}
+
+
+def table_of(weights: list[Weight24]) -> Tensor:
+    """int64 [weights, 12] on their device: the addresses of each."""
+    device = weights[0].weight.device
+    flat = tuple(address for given in weights for address in addresses(given))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Nothing can be copied from pageable memory here, but numbers can be added: they are
+        # arguments of a kernel that the graph holds. The table lives as long as the graph.
+        table = torch.zeros(len(flat), dtype=torch.int64, device=device)
+        torch._foreach_add_(list(table.unbind()), list(flat))
+        return table
+    key = (device, flat)
+    table = _tables.pop(key, None)
+    if table is None:
+        table = torch.tensor(flat, dtype=torch.int64).to(device, non_blocking=True)
+        if len(_tables) >= TABLES:
+            del _tables[next(iter(_tables))]
+    _tables[key] = table  # the last one used comes last
+    return table
+
+
+# ---------------------------------------------------------------------- the kernel
+
+
+@triton.jit
+def pointer(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.load(row + PLACE).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    """Where a matrix starts, at a multiple of 16 bytes."""
+    return tl.multiple_of(pointer(row, PLACE, DTYPE), 16)
+
+
+@triton.jit
+def parts_of(entries):
+    """`[1024]`, 16 tile rows of 64 columns, to the four columns of the tiles, each `[256]`."""
+    even, odd = tl.split(tl.reshape(entries, [256, 2, 2]))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def joined(a):
+    return tl.reshape(tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3])), [1024])
+
+
+@triton.jit
+def bools_of(word):
+    return word & 1 != 0, word >> 8 & 1 != 0, word >> 16 & 1 != 0, word >> 24 & 1 != 0
+
+
+@triton.jit
+def under(k, a):
+    return (
+        tl.where(k[0], a[0], 0.0), tl.where(k[1], a[1], 0.0),
+        tl.where(k[2], a[2], 0.0), tl.where(k[3], a[3], 0.0),
+    )  # fmt: skip
+
+
+@triton.jit
+def adamw_kernel(
+    table, rows, columns, lr, one_minus_beta1, beta2, one_minus_beta2, log_beta1, log_beta2, eps,
+    weight_decay, alpha, grad_scale, found_inf, words,
+    GRAD: tl.constexpr, OPERAND: tl.constexpr, RATE_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr,
+    SKIPS: tl.constexpr, DECAYS: tl.constexpr, CHOOSE: tl.constexpr, SOURCE: tl.constexpr,
+    NETWORK: tl.constexpr, DENSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    across, down = tl.cdiv(columns, 64), tl.cdiv(rows, 64)
+    block = tl.program_id(0) % (across * down)
+    at = table + tl.program_id(0) // (across * down) * 12
+    top, left = (block // across).to(tl.int64) * 64, (block % across).to(tl.int64) * 64
+
+    # Scalars in fp64: beta^t is close to 1.
+    steps = tl.load(pointer(at, 4, tl.float32)).to(tl.float64)
+    rate = tl.load(lr) if RATE_IS_TENSOR else lr
+    step_size = (rate / (1 - tl.exp2(steps * log_beta1))).to(tl.float32)
+    correction = tl.sqrt_rn((1 - tl.exp2(steps * log_beta2)).to(tl.float32))
+    shrunk = 1 - rate * weight_decay
+    skipped = tl.load(found_inf) != 0 if SKIPS else False
+
+    weight, grad = vectors(at, 0, tl.float32), vectors(at, 1, GRAD)
+    exp_avg, exp_avg_sq = vectors(at, 2, tl.float32), vectors(at, 3, tl.float32)
+    mask, dense = vectors(at, 5, tl.uint8), vectors(at, 7, OPERAND)
+    entry = tl.arange(0, 1024)
+    # Four entries to a thread: a row of a tile.
+    row, column = top + 4 * (entry // 64), left + tl.max_contiguous(entry % 64, 4)
+    a, k = (), ()
+    for r in tl.static_range(4):
+        i = (row + r) * columns + column
+        inside = tl.full([1024], True, tl.int1)
+        if not WHOLE:
+            inside = (row + r < rows) & (column < columns)
+        w, g = tl.load(weight + i, inside, 0), tl.load(grad + i, inside, 0).to(tl.float32)
+        m, v = tl.load(exp_avg + i, inside, 0), tl.load(exp_avg_sq + i, inside, 0)
+        if SCALED:
+            g = tl.div_rn(g, tl.load(grad_scale))
+        if DECAYS or (CHOOSE == 0 and SOURCE == 1):
+            kept = tl.load(mask + i, inside, 0) != 0
+        if DECAYS:
+            g = tl.where(kept, g, g + alpha * w)
+        new_m = m + one_minus_beta1 * (g - m)
+        new_v = beta2 * v + one_minus_beta2 * g * g
+        new = w * shrunk - tl.div_rn(
+            step_size * new_m, tl.div_rn(tl.sqrt_rn(new_v), correction) + eps
+        )
+        if SKIPS:
+            new, new_m = tl.where(skipped, w, new), tl.where(skipped, m, new_m)
+            new_v = tl.where(skipped, v, new_v)
+        tl.store(weight + i, new, inside)
+        tl.store(exp_avg + i, new_m, inside)
+        tl.store(exp_avg_sq + i, new_v, inside)
+        a += (parts_of(new),)
+        if CHOOSE == 0 and SOURCE == 1:
+            k += (parts_of(kept),)
+
+    if CHOOSE == 1 or SOURCE == 2:
+        for r in tl.static_range(4):
+            k += (
+                keep24(
+                    magnitude(a[r][0]), magnitude(a[r][1]), magnitude(a[r][2]), magnitude(a[r][3])
+                ),
+            )
+    elif CHOOSE == 2:
+        place = best_place(a[0], a[1], a[2], a[3])
+        for r in tl.static_range(4):
+            k += (bools_of(tl.load(words + 4 * place + r)),)
+    elif CHOOSE == 3:
+        taken = greedy_bits(a, NETWORK)
+        for r in tl.static_range(4):
+            k += (bools_of(row_word(taken, r)),)
+    if CHOOSE != 0:
+        store_rows(mask, k, row, column, rows, columns, WHOLE)
+
+    if SOURCE == 2:
+        scale = tl.load(pointer(at, 6, tl.float32))
+        values = ()
+        for r in tl.static_range(4):
+            s0, s1, s2, s3 = shrink(a[r][0], a[r][1], a[r][2], a[r][3], 0.0, False)
+            values += ((scale * s0, scale * s1, scale * s2, scale * s3),)
+        a = values
+    if DENSE:
+        if SOURCE == 1:
+            values = ()
+            for r in tl.static_range(4):
+                values += (under(k[r], a[r]),)
+            store_rows(dense, values, row, column, rows, columns, WHOLE)
+        else:
+            store_rows(dense, a, row, column, rows, columns, WHOLE)
+    if PACKED:
+        pairs, nibbles = (), ()
+        for i in tl.static_range(4):
+            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
+            pairs += (pair,)
+            nibbles += (nibble,)
+        pair = tl.permute(stack(pairs), 0, 3, 1, 2)
+        nibble = tl.permute(stack(nibbles), 0, 3, 1, 2)
+        values, meta = vectors(at, 8, OPERAND), vectors(at, 10, tl.int32)
+        store_tiles(values, meta, pair, nibble, top, left, columns)
+    if TRANSPOSED:
+        pairs, nibbles = (), ()
+        for i in tl.static_range(4):
+            column_k = (k[0][i], k[1][i], k[2][i], k[3][i])
+            pair, nibble = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
+            pairs += (pair,)
+            nibbles += (nibble,)
+        pair = tl.permute(stack(pairs), 1, 3, 0, 2)
+        nibble = tl.permute(stack(nibbles), 1, 3, 0, 2)
+        values, meta = vectors(at, 9, OPERAND), vectors(at, 11, tl.int32)
+        store_tiles(values, meta, pair, nibble, left, top, rows)
+
+
+@triton.jit
+def store_rows(out, a, row, column, rows, columns, WHOLE: tl.constexpr):
+    """Four rows of tiles, of four columns each, to a row-major matrix."""
+    for r in tl.static_range(4):
+        inside = tl.full([1024], True, tl.int1)
+        if not WHOLE:
+            inside = (row + r < rows) & (column < columns)
+        i = (row + r) * columns + column
+        tl.store(out + i, cast(joined(a[r]), out.dtype.element_ty), inside)

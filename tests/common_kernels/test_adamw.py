@@ -1,0 +1,252 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common_kernels import nm_mask, soft_threshold24, transposable_mask24
+from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
+from common_kernels.adamw.reference import adamw
+from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_
+
+BACKENDS = ("cpu", "triton")
+RATES = Rates(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+SHAPES = ((8, 12), (68, 132), (64, 128))  # in one block, across borders, whole blocks
+NAN = float("nan")
+
+
+def given(shape, seed=0, grad=torch.float32, operand=torch.bfloat16, packs=(False, False)):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(shape, generator=generator)
+
+    weight = normal().clone()
+    blobs = [empty_blob(s, operand, weight.device) if p else None
+             for p, s in zip(packs, (shape, shape[::-1]), strict=True)]  # fmt: skip
+    return Weight24(
+        weight=weight,
+        grad=normal().to(grad),
+        exp_avg=0.1 * normal(),
+        exp_avg_sq=0.1 + normal().square(),
+        step=torch.tensor(4.0),
+        mask=transposable_mask24(normal()),
+        scale=torch.tensor(1.25),
+        dense=torch.empty(shape, dtype=operand),
+        packed=blobs[0],
+        transposed=blobs[1],
+    )
+
+
+def copy(weight):
+    return Weight24(**{n: None if t is None else t.clone() for n, t in weight.tensors().items()})
+
+
+def within_rounding(after, before, rates=RATES, alpha=0.0, grad_scale=1.0):
+    """Whether weight and moments are those of the definition.
+
+    Each is a few roundings of terms that may cancel: eight of the largest term's, where a term's
+    own relative error (of g in v, of v in the update) counts in.
+    """
+    steps = int(before.step) + 1
+    want = adamw(
+        before.weight, before.grad, before.exp_avg, before.exp_avg_sq, steps, before.mask,
+        lr=float(rates.lr), betas=rates.betas, eps=rates.eps, weight_decay=rates.weight_decay,
+        alpha=alpha, grad_scale=grad_scale,
+    )  # fmt: skip
+    exp_avg_sq = want[2]
+    beta1, beta2 = rates.betas
+    g = before.grad.double().abs() / grad_scale + alpha * before.weight.double().abs()
+    m, v = before.exp_avg.abs() + g, before.exp_avg_sq + g * g
+    root = (exp_avg_sq / (1 - beta2**steps)).sqrt() + rates.eps
+    move = float(rates.lr) / (1 - beta1**steps) * m / root * (1 + v / exp_avg_sq)
+    terms = (before.weight.abs() + move, m, v)
+    got = after.weight, after.exp_avg, after.exp_avg_sq
+    return all(
+        ((a - b).abs() <= 8 * 2**-24 * term).all()
+        for a, b, term in zip(got, want, terms, strict=True)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_update_by_definition(backend, grad, shape):
+    """Two weights in one call, with decay: each by the definition; gradients are left alone."""
+    weights = [given(shape, seed, grad) for seed in range(2)]
+    before = [copy(w) for w in weights]
+    adamw24_(weights, RATES, Rule(alpha=0.3), backend=backend)
+    for weight, old in zip(weights, before, strict=True):
+        assert within_rounding(weight, old, alpha=0.3)
+        assert torch.equal(weight.grad, old.grad) and torch.equal(weight.mask, old.mask)
+        assert weight.step == 5
+        assert torch.equal(weight.dense, torch.where(old.mask, weight.weight, 0).bfloat16())
+
+
+def test_without_decay_it_is_torchs_adamw_to_the_bit_on_a_cpu():
+    weight = given((8, 12))
+    parameter = torch.nn.Parameter(weight.weight.clone())
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    for _ in range(2):
+        parameter.grad = weight.grad.clone()
+        optimizer.step()
+    state = optimizer.state[parameter]
+    weight.exp_avg.zero_(), weight.exp_avg_sq.zero_(), weight.step.zero_()
+    for _ in range(2):
+        adamw24_([weight], Rates(lr=1e-3), Rule(source="whole"), backend="cpu")
+    assert torch.equal(weight.weight, parameter)
+    assert torch.equal(weight.exp_avg, state["exp_avg"])
+    assert torch.equal(weight.exp_avg_sq, state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_first_step_and_a_beta_of_zero(backend):
+    """1 - beta2^t is 0.001 at t = 1: its rounding must not show."""
+    for betas in ((0.9, 0.999), (0.0, 0.0)):
+        weight, rates = given((8, 12)), Rates(lr=torch.tensor(0.01), betas=betas)
+        weight.step.zero_()
+        before = copy(weight)
+        adamw24_([weight], rates, Rule(), backend=backend)
+        assert within_rounding(weight, before, rates)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("choose", ["rows", "exact", "greedy"])
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_masks_and_operands_are_those_of_the_new_weight(backend, choose, shape):
+    transposable = choose != "rows"
+    packs = (True, transposable) if shape == (64, 128) else (False, False)
+    weight = given(shape, packs=packs)
+    adamw24_([weight], RATES, Rule(choose=choose, alpha=0.1), backend=backend)
+    new = weight.weight
+    mask = transposable_mask24(new, choose) if transposable else nm_mask(new)
+    assert torch.equal(weight.mask, mask)
+    assert torch.equal(weight.dense, torch.where(mask, new, 0).bfloat16())
+    if packs[0]:
+        blobs = [torch.empty_like(b) for b in (weight.packed, weight.transposed) if b is not None]
+        if transposable:
+            pack_both24_(*blobs, new, mask)
+        else:
+            prune_pack24_(blobs[0], new, "mask", mask)
+        assert bits(weight.packed).equal(bits(blobs[0]))
+        assert not transposable or bits(weight.transposed).equal(bits(blobs[1]))
+
+
+def bits(blob):
+    """Metadata are no numbers: some are NaN."""
+    return blob.view(torch.int16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operands_of_a_kept_mask_of_the_soft_threshold_and_of_the_whole_weight(backend):
+    shape = (64, 64)
+    kept = given(shape, packs=(True, True))
+    before = copy(kept)
+    adamw24_([kept], RATES, Rule(), backend=backend)
+    packed, transposed = torch.empty_like(kept.packed), torch.empty_like(kept.transposed)
+    pack_both24_(packed, transposed, kept.weight, before.mask)
+    assert bits(kept.packed).equal(bits(packed))
+    assert bits(kept.transposed).equal(bits(transposed))
+
+    soft = given(shape, packs=(True, False))
+    adamw24_([soft], RATES, Rule(source="soft"), backend=backend)
+    prune_pack24_(packed, soft.weight, "soft", scale=soft.scale)
+    assert bits(soft.packed).equal(bits(packed))
+    assert torch.equal(soft.dense, (1.25 * soft_threshold24(soft.weight)).bfloat16())
+
+    whole = given(shape)
+    adamw24_([whole], RATES, Rule(source="whole", choose="rows"), backend=backend)
+    assert torch.equal(whole.mask, nm_mask(whole.weight))
+    assert torch.equal(whole.dense, whole.weight.bfloat16())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_scale_and_a_step_that_is_left_out(backend):
+    weight = given((8, 12))
+    before = copy(weight)
+    scale, fine = torch.tensor(7.0), torch.tensor(0.0)
+    adamw24_([weight], RATES, Rule(alpha=0.3), grad_scale=scale, found_inf=fine, backend=backend)
+    assert weight.step == 5
+    assert within_rounding(weight, before, alpha=0.3, grad_scale=7.0)
+
+    before = copy(weight)
+    broken = replace(weight, grad=torch.full_like(weight.grad, NAN))
+    adamw24_([broken], RATES, Rule(choose="rows"), found_inf=torch.tensor(1.0), backend=backend)
+    for name in ("weight", "exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(getattr(broken, name), getattr(before, name))
+    assert torch.equal(broken.mask, nm_mask(before.weight))  # a choice that was due was made
+    assert torch.equal(broken.dense, torch.where(broken.mask, before.weight, 0).bfloat16())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_and_ties(backend):
+    weight = given((8, 8))
+    weight.weight.fill_(1.0)
+    for tensor in (weight.grad, weight.exp_avg):
+        tensor.zero_()
+    weight.grad[0, 3] = NAN
+    adamw24_([weight], RATES, Rule(choose="rows"), backend=backend)
+    first = torch.tensor([True, True, False, False])  # the lower index wins
+    assert torch.equal(weight.mask[1:], first.repeat(7, 2))
+    assert torch.equal(weight.mask[0, :4], torch.tensor([True, False, False, True]))
+    for tensor in (weight.weight, weight.exp_avg, weight.exp_avg_sq, weight.dense):
+        assert tensor[0, 3].isnan() and tensor.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides(backend):
+    """Transposed, shifted and gapped tensors take the same step, to the bit on one path."""
+    want = given((8, 12))
+    adamw24_([apart := copy(want)], RATES, Rule(alpha=0.3, choose="exact"), backend="cpu")
+    parts = {name: t for name, t in copy(want).tensors().items() if t is not None}
+    gap = torch.zeros(8, 24)
+    gap[:, ::2] = want.exp_avg
+    strange = Weight24(
+        **parts
+        | {
+            "weight": parts["weight"].t().contiguous().t(),
+            "grad": parts["grad"].t().contiguous().t(),
+            "exp_avg": gap[:, ::2],
+            "mask": torch.cat([torch.zeros(1, dtype=torch.bool), want.mask.flatten()])[1:].view(
+                8, 12
+            ),
+        }
+    )
+    adamw24_([strange], RATES, Rule(alpha=0.3, choose="exact"), backend=backend)
+    for name in ("weight", "exp_avg", "exp_avg_sq", "mask", "dense"):
+        assert torch.equal(getattr(strange, name), getattr(apart, name)), name
+    assert (gap[:, 1::2] == 0).all()
+
+
+def test_a_kernel_tells_autograd_what_it_wrote():
+    weight = given((8, 12))
+    versions = weight.weight._version, weight.mask._version
+    adamw24_([weight], RATES, Rule(choose="rows"), backend="triton")
+    assert weight.weight._version > versions[0] and weight.mask._version > versions[1]
+
+
+def test_kinds_and_empty_weights_in_one_call():
+    weights = [given((8, 12)), given((0, 4)), given((12, 8), grad=torch.bfloat16), given((8, 12))]
+    before = [copy(w) for w in weights]
+    adamw24_(weights, RATES, Rule(), backend="triton")
+    adamw24_([], RATES, Rule())
+    assert all(
+        within_rounding(a, b) for a, b in zip(weights, before, strict=True) if a.weight.numel()
+    )
+
+
+def test_errors():
+    weight = given((8, 12))
+    with pytest.raises(ValueError, match=r"choose='best'.*rows, exact, greedy"):
+        Rule(choose="best")
+    with pytest.raises(ValueError, match=r"source='hard'"):
+        Rule(source="hard")
+    with pytest.raises(TypeError, match=r"weight must be float32, not torch\.bfloat16"):
+        adamw24_([replace(weight, weight=weight.weight.bfloat16())], RATES, Rule())
+    with pytest.raises(ValueError, match=r"shape \(8, 6\).*multiples of 4"):
+        adamw24_([replace(weight, weight=torch.ones(8, 6))], RATES, Rule())
+    with pytest.raises(ValueError, match=r"weight and grad.*\(8, 12\) and \(8, 8\)"):
+        adamw24_([replace(weight, grad=torch.ones(8, 8))], RATES, Rule())
+    with pytest.raises(ValueError, match=r"needs a mask"):
+        adamw24_([replace(weight, mask=None)], RATES, Rule(alpha=0.1, source="whole"))
+    with pytest.raises(ValueError, match=r"whole weight is not 2:4"):
+        adamw24_([given((64, 64), packs=(True, False))], RATES, Rule(source="whole"))
