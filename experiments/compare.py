@@ -29,7 +29,7 @@ DEFAULTS = {"baseline": "", "metric": comparison.METRIC, "out": "runs/compare"}
 
 
 def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
-    """Print and write the comparison.
+    """Print the comparison of finished runs and write its files.
 
     Raises:
         UserError: no finished runs, or none of the name or metric that is asked for.
@@ -66,7 +66,7 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """The paths among the arguments, patterns replaced by what they match, and the options.
+    """(paths, options) from the arguments; patterns among the paths are expanded.
 
     Raises:
         UserError: an option that does not exist, or a path that stands for nothing.

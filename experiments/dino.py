@@ -29,12 +29,13 @@ from models.vit import ViT
 
 
 def load(overrides: list[str] | None = None) -> RunConfig:
-    """Compose `conf/dino.yaml` with hydra overrides; a UserError for one that does not fit."""
+    """The run that `conf/dino.yaml` and hydra overrides compose. Raises a `UserError` if one does
+    not fit."""
     return configuration.load(overrides, "dino")
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config, if it was trained and probed."""
+    """The result of this config, if it was trained and probed."""
     result = pretraining.finished(config)
     return result if result is not None and "linear_top1" in result["metrics"] else None
 

@@ -1,4 +1,4 @@
-"""What a trained model is worth: `python -m experiments.evaluate run=DIR ppl=wikitext2`.
+"""Measure a trained model: `python -m experiments.evaluate run=DIR ppl=wikitext2`.
 
     run=DIR              a finished run, or model.path=FOLDER, a causal model of transformers
     weights=sparse       as the method ended; dense: the dense master weights, where it keeps them
@@ -54,7 +54,7 @@ BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_ba
 
 
 def finished(config: EvaluateConfig) -> dict[str, Any] | None:
-    """The result of this very evaluation, if there is a whole one."""
+    """The stored result of this config and these weights, or None."""
     try:
         result = json.loads((config.directory() / results.FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # a damaged one is written anew
@@ -70,7 +70,7 @@ def finished(config: EvaluateConfig) -> dict[str, Any] | None:
 
 
 def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Evaluate, or do nothing if it is done; returns the content of `result.json`.
+    """Evaluate, unless the result is there; returns the content of `result.json`.
 
     Raises:
         UserError: model, weights and what they are to be measured on do not fit together.
@@ -141,7 +141,7 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The numbers of a result, one a line, after the weights that gave them."""
+    """The kind of weights and every metric of a result, one a line."""
     lines = [f"weights {result['weights']}: density {result['sparsity']['density']:.4f}"]
     if result["weights"] != "dense":
         illegal, groups = (result["sparsity"][key] for key in ("illegal_groups", "groups"))
@@ -165,7 +165,7 @@ def _described(config: EvaluateConfig) -> str:
 
 
 def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
-    """The model on the CPU, and the pattern of each linear whose legality is shown.
+    """(the model on the CPU, the N:M pattern of each linear whose legality is reported).
 
     Of a folder these are the linears in its mask file; without one, all of them, as 2:4.
     """
@@ -205,7 +205,7 @@ def _check_vit(model: Any, images: str) -> None:
 
 
 def _windows(config: EvaluateConfig, model: Any) -> torch.Tensor | None:
-    """The text of `ppl` as windows of tokens; None without one."""
+    """The tokens of the text `ppl` as windows [n, block]; None if no text is given."""
     if config.text is None:
         return None
     shape = getattr(model, "config", model)
@@ -248,7 +248,7 @@ def _accuracy(
 
 
 def _check_classes(config: EvaluateConfig, images: Images) -> None:
-    """That the images have the classes, in their order, that the model was trained on."""
+    """Raise a `UserError` unless the images have the classes of training, in the same order."""
     assert config.finished_run is not None
     trained = config.finished_run.result["corpus"]["classes"]
     found = images.describe()["classes"]
@@ -264,7 +264,7 @@ def _check_classes(config: EvaluateConfig, images: Images) -> None:
 
 
 def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerBase:
-    """That of transformers for the tasks."""
+    """The tokenizer in transformers' form, which lm-eval takes."""
     tokenizer: PreTrainedTokenizerBase | None
     if config.finished_run is not None:
         tokenizer = tokenizer_of(config.finished_run, model)

@@ -1,4 +1,4 @@
-"""A finished run as a folder for plain transformers: `python -m experiments.export run=DIR`.
+"""Export a finished run for plain transformers: `python -m experiments.export run=DIR`.
 
 The folder (`to=FOLDER`; by default `export` in the run directory, `export-dense` for the dense
 master weights) holds
@@ -36,8 +36,8 @@ from experiments.support.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """run: directory of a finished run. weights: `sparse` as the method ended, or the `dense`
-    master weights. to: the folder to write; null = in the run directory."""
+    """Settings of an export. run: directory of a finished run. weights: `sparse` as the method
+    ended, or the `dense` master weights. to: the folder to write; null = in the run directory."""
 
     run: str
     weights: str = "sparse"
@@ -49,7 +49,7 @@ class ExportConfig:
 
 
 def freeze(composed: Any) -> ExportConfig:
-    """The typed form of a composed `DictConfig`."""
+    """The `ExportConfig` of a composed `DictConfig`."""
     values = plain(composed)
     if values.get("run") is None:
         raise UserError("run=DIR is missing: the directory of a finished run")

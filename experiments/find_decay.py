@@ -1,4 +1,4 @@
-"""Which decay factors are feasible: `python -m experiments.find_decay candidates=[6e-5,2e-4]`.
+"""Find feasible decay factors: `python -m experiments.find_decay candidates=[6e-5,2e-4]`.
 
 The procedure of FST (arXiv 2404.01847, section 4). With too small a decay factor the masks go on
 oscillating, with too large a one they freeze; flip rates tell so long before the loss does. The
@@ -45,7 +45,8 @@ FEASIBLE = (0.60, 0.95)
 
 @dataclass(frozen=True)
 class Search:
-    """config: the training that the decay factors are for. candidates: in ascending order."""
+    """A search for decay factors. config: the training that they are for. candidates: the factors
+    to try, in ascending order."""
 
     config: RunConfig
     candidates: tuple[float, ...]
@@ -82,14 +83,15 @@ class Search:
         return folder / f"{self.config.method}-{digest[:8]}"
 
     def sparse_run(self, alpha: float) -> RunConfig:
-        """The warm-up with this decay factor; nothing of it is dense."""
+        """The warm-up trained with this decay factor, sparse from the first step to the last."""
         options: Any = replace(self.config.method_options, alpha=alpha)  # type: ignore[call-arg]
         if isinstance(options, t_sr_ste.Config):
             options = replace(options, refresh_every=1, dense_fraction=0.0)
         return self._warm_up(self.config.method, options)
 
     def dense_run(self) -> RunConfig:
-        """The warm-up without sparsity, with virtual masks of the method's kind."""
+        """The warm-up trained without sparsity; flip rates are those of virtual masks of the
+        method's kind."""
         options = self.config.method_options
         if isinstance(options, t_sr_ste.Config):
             whole = replace(options, alpha=0.0, refresh_every=1, dense_fraction=1.0)
@@ -109,7 +111,8 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: decay factor (None: dense), flip rate by step, its mean over the window."""
+    """A finished run of the search: decay factor (None: dense), flip rate by step, and its mean
+    over the window."""
 
     alpha: float | None
     flip_rates: dict[int, float]
@@ -169,7 +172,7 @@ def find(search: Search, report: Callable[[str], None] = say) -> dict[str, Any]:
 
 
 def outcome(search: Search, alpha: float | None, report: Callable[[str], None]) -> Outcome:
-    """Of the run with this decay factor, or of the dense one, which is made if it is missing."""
+    """The finished run with this decay factor, or the dense one; it is trained if it is missing."""
     config = search.dense_run() if alpha is None else search.sparse_run(alpha)
     result = pretraining.run(config, report)
     log = read_metrics(config.directory() / "metrics.jsonl")
@@ -187,11 +190,13 @@ def _entry(o: Outcome) -> dict[str, Any]:
 
 
 def feasible(mu: float) -> bool:
+    """True if mu lies within the bounds of a feasible decay factor."""
     return FEASIBLE[0] <= mu <= FEASIBLE[1]
 
 
 def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """The feasible candidate farthest from both bounds, or in which direction to look for one.
+    """`recommended`: the feasible candidate farthest from both bounds, or None; `advice`: a
+    sentence that names it, or says in which direction to search.
 
     Args:
         pairs: (alpha, mu), alphas in ascending order.
@@ -218,7 +223,7 @@ def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The comparison as a table."""
+    """The search's results as a Markdown table."""
     (first, stop), (low, high) = record["window"], record["feasible_mu"]
     named = [("dense", "", {"mu": 1.0, **record["dense"]})]
     for e in record["candidates"]:
@@ -243,7 +248,8 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _draw(outcomes: list[Outcome], mus: list[float], search: Search, path: Path) -> None:
-    """Flip rates against the step, and mu of each candidate in the band of feasible ones."""
+    """Draw the flip rates against the step, and mu of each candidate in the band of
+    feasible ones."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -279,7 +285,7 @@ def _draw(outcomes: list[Outcome], mus: list[float], search: Search, path: Path)
 
 
 def freeze_search(composed: Any) -> Search:
-    """The typed form of a composed `find_decay.yaml`."""
+    """The `Search` of a composed `find_decay.yaml`."""
     config, values = freeze(composed), plain(composed, "candidates")["candidates"]
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
         raise UserError(f"candidates={values}; it must be a list of numbers, like [6e-5,2e-4]")

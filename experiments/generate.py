@@ -1,4 +1,4 @@
-"""Text from a finished run: `python -m experiments.generate run=DIR prompt="import os"`.
+"""Generate text with a finished run: `python -m experiments.generate run=DIR prompt="import os"`.
 
 The prompt is taken as it is typed, line breaks, quotation marks and equals signs included:
 
@@ -61,10 +61,10 @@ LARGEST = 10**6  # copies of a prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """run: directory of a finished run of a causal model. temperature: divides the logits; 0 = the
-    most likely token. top_k: as many of the most likely tokens; top_p: the fewest of them whose
-    probabilities reach it; null = all. batch: copies of the prompt in the timed generations.
-    dtype: of the weights."""
+    """Settings of a generation. run: directory of a finished run of a causal model. temperature:
+    divides the logits; 0 = the most likely token. top_k: sample among this many of the most likely
+    tokens; top_p: among the fewest whose probabilities add up to it; null = all. batch: copies of
+    the prompt in the timed generations. dtype: of the weights."""
 
     run: str
     prompt: str
@@ -104,12 +104,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class GenerateConfig:
+    """A generation's whole config: `Settings`, the prompt and the group impl."""
+
     settings: Settings
     impl: ImplConfig
 
 
 def generation_model(run: FinishedRun) -> CausalLM:
-    """The model of a run as one of transformers with `nn.Linear`s, which keeps a KV cache.
+    """The run's model as a transformers model made of `nn.Linear`s, which has a KV cache.
 
     Raises:
         UserError: it is no causal language model.
@@ -122,7 +124,7 @@ def generation_model(run: FinishedRun) -> CausalLM:
 
 
 def choose(logits: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
-    """The next token of each row: logits [B, V] -> [B]."""
+    """The next token of each row, int64 [B], from logits [B, V]."""
     if settings.temperature == 0:
         return logits.argmax(-1)
     # In fp64, and relative to the largest: a temperature near 0 overflows into certainty.
@@ -141,8 +143,8 @@ def choose(logits: Tensor, settings: Settings, generator: torch.Generator) -> Te
 def continuation(
     model: CausalLM, ids: Tensor, settings: Settings, vocabulary: int
 ) -> Iterator[Tensor]:
-    """`settings.tokens` next tokens [B] of the rows ids [B, T], one after the other; of the first
-    `vocabulary` ids, since a model may have more than its tokenizer."""
+    """Yields the next `settings.tokens` tokens, each [B], after the rows ids [B, T]. Only the first
+    `vocabulary` ids are chosen from, since a model may have more than its tokenizer."""
     generator = torch.Generator(ids.device).manual_seed(settings.seed)
     cache = None
     for _ in range(settings.tokens):
@@ -153,7 +155,8 @@ def continuation(
 
 
 def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of the prompt, and piece by piece that of the tokens up to the end of the text.
+    """Yields the text of the prompt, then that of the tokens piece by piece until the end-of-text
+    token.
 
     The bytes of a character may come in several tokens: it is given once it is whole.
     """
@@ -184,7 +187,7 @@ def show(pieces: Iterable[str]) -> None:
 def timed(
     model: CausalLM, ids: Tensor, settings: Settings, vocabulary: int
 ) -> tuple[Tensor, float]:
-    """The tokens that go on ids [B, T], [B, tokens], and how many per second over all rows."""
+    """(the tokens generated after ids [B, T], as [B, tokens]; tokens per second over all rows)."""
     seconds = []
     for _ in range(settings.repeats + 1):
         start = time.perf_counter()
@@ -196,7 +199,7 @@ def timed(
 
 
 def run(config: GenerateConfig) -> None:
-    """Generate and print.
+    """Generate a text and print it.
 
     Raises:
         UserError: no causal model, or prompt and text are longer than the model takes.
@@ -222,8 +225,8 @@ def run(config: GenerateConfig) -> None:
 
 
 def compare(model: CausalLM, ids: Tensor, settings: Settings, encoding: Encoding) -> None:
-    """Print to standard error how fast dense and 2:4 products give tokens, and whether the same
-    ones."""
+    """Print to standard error how many tokens per second dense and 2:4 products give, and whether
+    the tokens are the same."""
     dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
     say(f"dense products: {dense_rate:.1f} tokens/s", sys.stderr)
     try:
@@ -244,7 +247,7 @@ def compare(model: CausalLM, ids: Tensor, settings: Settings, encoding: Encoding
 
 
 def read_prompt(prompt: str | None, path: str | None) -> str:
-    """The text to go on with: `prompt` itself, or that of a file or of standard input.
+    """The prompt: `prompt` itself, or the content of a file or of standard input.
 
     Raises:
         UserError: there is none, there are two, or it is not UTF-8.
@@ -275,7 +278,7 @@ def read_prompt(prompt: str | None, path: str | None) -> str:
 def freeze(
     composed: Any, prompt: str | None = None, prompt_file: str | None = None
 ) -> GenerateConfig:
-    """The typed form of a composed `DictConfig`, with a prompt as the command line has it."""
+    """The `GenerateConfig` of a composed `DictConfig`, with the prompt from the command line."""
     values = plain(composed, "run", "impl", "prompt", "prompt_file")
     if values["run"] is None:
         raise UserError("run=DIR is missing: the directory of a finished run")

@@ -24,7 +24,8 @@ from experiments.training.pretraining import run as run
 
 
 def compare_converted(done: list[dict[str, Any]]) -> None:
-    """Say which methods of a sweep, given their results, converted different linears of a model."""
+    """Print which methods of a sweep converted different linears of the same model. done: the
+    sweep's results."""
     models: dict[str, dict[str, list[str]]] = {}
     for result in done:
         config = result["config"]
@@ -42,7 +43,7 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
 
 
 def after_sweep(runs: list[Run]) -> None:
-    """Compare the runs of a sweep."""
+    """Print the comparison of a sweep's runs."""
     compare_converted([run.result for run in runs])
     print(of_sweep(runs))
 

@@ -1,4 +1,4 @@
-"""What a driver does with its command line before hydra sees it."""
+"""Reads a driver's command line before hydra does: plain-text arguments and `--help`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sweeps over `key=1,2`, --cfg job prints the config, --hydra-help lists more."""
 
 
 def take_texts(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments without those that are plain text, flags first, and these by their names.
+    """(the arguments that are left for hydra, flags first, and by name those that are plain text).
 
     `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give everything that follows, as it is: quotation
     marks, brackets, equals signs and line breaks are no grammar there. Of `a=1 -m b=2`, hydra's
@@ -59,8 +59,8 @@ def _is_override(argument: str) -> bool:
 def help_text(
     module: str, docstring: str, config_name: str, overrides: list[str], groups: Sequence[str] = ()
 ) -> str:
-    """What `--help` prints: the docstring of a driver, then its options with their present values
-    and what the files in conf/ say of them, at most 79 characters a line.
+    """The text of `--help`: the driver's docstring, then its options with their present values and
+    the comments on them in conf/, at most 79 characters a line.
 
     Args:
         docstring: its first line is "What it does: `example`.".
@@ -110,7 +110,8 @@ _WHOLE_WORDS: Any = {
 
 
 def comments(path: Path) -> dict[str, str]:
-    """By its dotted key, what a yaml file, or one that it is made from, says behind an option."""
+    """The comments behind the options of a yaml file and of the files in its defaults list, by
+    dotted key."""
     if not path.is_file():
         return {}
     from omegaconf import OmegaConf
@@ -137,13 +138,13 @@ def comments(path: Path) -> dict[str, str]:
 
 
 def named(default: str, path: Path) -> Path:
-    """The file that an entry in the defaults list of the file `path` names."""
+    """The path of a file that the defaults list of the file `path` names."""
     folder = CONF if default.startswith("/") else path.parent
     return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
 
 
 def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Iterator[str]:
-    """Lines on each option of a group, and on those within it."""
+    """Yields the lines of `--help` on each option of a group and of its subgroups."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
@@ -162,7 +163,7 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
 
 
 def plain(value: Any) -> str:
-    """A value as one types it."""
+    """A value as it is typed on the command line: `null`, `true`, `[1,2]`."""
     if isinstance(value, list):
         return f"[{','.join(map(plain, value))}]"
     return (
@@ -171,8 +172,8 @@ def plain(value: Any) -> str:
 
 
 def _wrapped(block: str) -> str:
-    """A paragraph of a docstring; of an indented one, each line is an entry of its own, with
-    deeper lines that belong to it, and two spaces part what it is about from what it says."""
+    """A paragraph of a docstring, wrapped. In an indented one each line is an entry of its own,
+    deeper lines continue it, and two spaces separate its key from its text."""
     if not block.startswith(" "):
         return textwrap.fill(" ".join(block.split()), WIDTH, break_on_hyphens=False)
     lines = []

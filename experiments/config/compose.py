@@ -1,4 +1,4 @@
-"""hydra's composed config as plain values and typed groups, its errors in one line."""
+"""Turns hydra's composed config into plain values and dataclasses, and its errors into one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
-    """Compose `experiments/conf/<config_name>.yaml` with hydra overrides, in its typed form.
+    """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose.
 
     Raises:
         UserError: an override that does not fit, in one line.
@@ -87,7 +87,8 @@ def one_line_errors(config_name: str | None = None) -> Iterator[None]:
 
 
 def _similar(key: str, config_name: str | None) -> str:
-    """The keys of a primary config that may have been meant, as the end of a sentence."""
+    """The end of a sentence that suggests keys of a primary config close to `key`; ""
+    without one."""
     if config_name is None:
         return ""
     from hydra import compose, initialize_config_module

@@ -1,4 +1,4 @@
-"""A function of a config as a command line, with its exits and signals."""
+"""Makes a function of a config a command line, with one-line errors, exit codes and signals."""
 
 from __future__ import annotations
 

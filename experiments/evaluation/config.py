@@ -1,4 +1,4 @@
-"""The config of an evaluation (`experiments/evaluate.py`) and what makes two of them the same."""
+"""The config of an evaluation (experiments/evaluate.py) and the hash that it is known by."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from experiments.support.names import check_seed
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """path: folder of a causal model of transformers, in the place of `run`. block_size: tokens
-    that it takes at once; null = as many as it can."""
+    """A model to evaluate in the place of a run. path: folder of a causal model of transformers.
+    block_size: tokens that it takes at once; null = as many as it can."""
 
     path: str | None = None
     block_size: int | None = None
@@ -34,14 +34,14 @@ class ModelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DataChoice:
-    """source: folder or hub id of images in the place of the run's own."""
+    """Images to evaluate on in the place of the run's own. source: folder or hub id."""
 
     source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is evaluated, and on what.
+    """Settings of an evaluation: the model's weights and what they are measured on.
 
     runs: root of the results for folders of transformers. block_size: of perplexity's windows;
     null = the model's. dtype: of autocast, `fp32` for none. revision: of WikiText-2 on the hub.
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Settings):
-    """An evaluation: the settings, and the groups of the config."""
+    """An evaluation's whole config: `Settings` and the groups model, data and impl."""
 
     model: ModelChoice
     data: DataChoice
@@ -98,19 +98,23 @@ class EvaluateConfig(Settings):
 
     @cached_property
     def finished_run(self) -> FinishedRun | None:
+        """The run that is evaluated; None for a folder of transformers."""
         return None if self.run is None else FinishedRun.open(Path(self.run))
 
     @cached_property
     def hf(self) -> HFConfig | None:
+        """The transformers checkpoint that is evaluated; None for a run."""
         return None if self.model.path is None else HFConfig(self.model.path, self.model.block_size)
 
     @cached_property
     def text(self) -> Text | None:
+        """The text that perplexity is measured on, or None."""
         return None if self.ppl is None else Text(self.ppl, self.revision)
 
     @cached_property
     def image_data(self) -> ImageConfig:
-        """The images of the run, or those of `data.source` prepared as they are.
+        """The images to evaluate on: the run's own, or those of `data.source` with the run's
+        preprocessing.
 
         Raises:
             UserError: the run is one of text.
@@ -124,8 +128,8 @@ class EvaluateConfig(Settings):
 
     @cached_property
     def images_hash(self) -> str:
-        """Of the classes, names and contents of the validation images, and the fingerprint of all
-        that are used; of images that are no files, this alone."""
+        """Hash of names, classes and contents of the validation images and of the data set's
+        fingerprint; the fingerprint alone for images that are not files."""
         images = load_images(self.image_data, ("val",) if self.images == "val" else SPLITS)
         if not isinstance(images.val, Files):
             return images.fingerprint
@@ -138,15 +142,14 @@ class EvaluateConfig(Settings):
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Hashes of the run's weights. They are compared with those of a result that is there, so
-        that weights which were replaced are evaluated anew; {} for a folder, whose are part of the
-        identity."""
+        """SHA-256 of the run's weight files by name; {} for a folder of transformers, whose hashes
+        are in `identity`. Weights that were replaced are evaluated anew."""
         run = self.finished_run
         return {} if run is None else weight_files(run.directory, self.weights)
 
     @property
     def kind(self) -> str:
-        """What the weights are: `sparse`, `dense`, or `stored` for those of a folder."""
+        """The kind of weights: `sparse`, `dense`, or `stored` for those of a folder."""
         if self.finished_run is None:
             return "stored"
         return "dense" if self.finished_run.trained_with.ends_dense else self.weights
@@ -184,6 +187,7 @@ class EvaluateConfig(Settings):
         return digest(self.identity())
 
     def directory(self) -> Path:
+        """The directory of the result."""
         if self.finished_run is not None:
             return self.finished_run.directory / "evaluate" / self.digest()[:8]
         assert self.hf is not None
@@ -196,12 +200,12 @@ class EvaluateConfig(Settings):
 
 
 def load(overrides: list[str] | None = None) -> EvaluateConfig:
-    """`composed` of `experiments/conf/evaluate.yaml`, as an evaluation."""
+    """The evaluation that `experiments/conf/evaluate.yaml` and hydra overrides compose."""
     return composed("evaluate", freeze, overrides)
 
 
 def freeze(composed: Any) -> EvaluateConfig:
-    """The typed form of a composed `DictConfig`."""
+    """The `EvaluateConfig` of a composed `DictConfig`."""
     groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
     values = plain(composed, *groups)
     parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}

@@ -42,7 +42,7 @@ _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 
 @dataclass(frozen=True)
 class Text:
-    """The text of an evaluation, read when it is needed.
+    """A text to measure perplexity on, read when it is needed.
 
     source: `wikitext2` (from the hub, at `revision`), `-` (standard input) or a file: WikiText as
         .parquet with a column `text`, or as .raw, both row by row; any other file is UTF-8 text
@@ -54,7 +54,7 @@ class Text:
 
     @cached_property
     def content(self) -> str:
-        """Raises: UserError, if it cannot be read or is not text."""
+        """The text. Raises a `UserError` if it cannot be read or is not UTF-8."""
         if self.source == WIKITEXT2:
             return "\n\n".join(_parquet_rows(_download(self.revision)))
         if self.source == STDIN:
@@ -70,19 +70,22 @@ class Text:
         return "\n\n".join(raw_rows(text)) if path.suffix == ".raw" else text
 
     def identity(self) -> dict[str, str]:
-        """What the result depends on: revision of the hub's text, hash of any other."""
+        """Plain values that identify the text: its revision on the hub, or the hash of
+        any other."""
         if self.source == WIKITEXT2:
             return {"name": WIKITEXT2, "revision": self.revision}
         return {"sha256": hashlib.sha256(self.content.encode()).hexdigest()}
 
 
 def raw_rows(text: str) -> list[str]:
-    """The lines of a WikiText .raw file as the hub's rows: with their newline, blank ones empty."""
+    """The lines of a WikiText .raw file in the form of the hub's rows: with their newline, blank
+    ones empty."""
     return [line if line.strip() else "" for line in io.StringIO(text, newline="\n")]
 
 
 def windows(tokens: Sequence[int], block: int) -> Tensor:
-    """Non-overlapping windows [n, block] int64 from the start of the stream; the tail is dropped.
+    """The stream `tokens` as non-overlapping windows, [n, block] int64; an incomplete one at the
+    end is dropped.
 
     Raises:
         UserError: there is not even one, or a window has nothing to predict.
@@ -124,8 +127,8 @@ def window_losses(
 def perplexity(
     model: nn.Module, stream: Tensor, batch: int, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """`ppl` (inf where it is no float), `ppl_loss` (nats per token) and the counts behind them;
-    arguments as above."""
+    """`ppl` (inf if it overflows), `ppl_loss` (nats per token) and the counts behind them;
+    arguments as for `window_losses`."""
     loss = float(window_losses(model, stream, batch, dtype).mean())
     count, block = stream.shape
     return {

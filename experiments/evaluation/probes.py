@@ -1,4 +1,4 @@
-"""What frozen features know of the classes: nearest neighbours and logistic regression.
+"""Probes frozen image features by k nearest neighbours and logistic regression.
 
 Both are fitted on the features of the training images, in their validation transform, and tested on
 those of the validation images. The regression sees every feature standardised, with mean 0 and
@@ -39,9 +39,8 @@ _ITERATIONS = 500
 def probe(
     model: ViT, config: ImageConfig, device: torch.device | str = "cpu", workers: int = 0
 ) -> dict[str, float]:
-    """`knn_top1` and `linear_top1` in percent of the validation images, and the `linear_decay`
-    that was chosen. The model is moved to `device`.
-    """
+    """Percent of the validation images that are classified right, `knn_top1` and `linear_top1`, and
+    the weight decay that was chosen, `linear_decay`. Moves the model to `device`."""
     images = load_images(config)
     model = model.to(device).eval()
     x, y = features(model, images, "train", config, device, workers)
@@ -83,7 +82,7 @@ def features(
 
 
 def _take(stream: Stream, held: GreyImages, numbers: range) -> Batch:
-    """Of images that lie on the device."""
+    """The batch of images number `numbers`, from those that lie on the device."""
     input, target = held.plain(stream.indices(np.arange(numbers.start, numbers.stop)))
     return {"input": input, "target": target}
 
@@ -120,7 +119,7 @@ def knn(
 
 
 def linear(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> tuple[Tensor, float]:
-    """(class of each test image by logistic regression, int64 [M], and its weight decay).
+    """(predicted classes int64 [M] of the test images by logistic regression, its weight decay).
 
     Features are standardised by the training images. The decay is that of `DECAYS` which is right
     most often on every tenth training image after a fit on the others (the largest, of equal ones);
@@ -150,8 +149,8 @@ def logistic_regression(
     x: Tensor, y: Tensor, n_classes: int, decay: float
 ) -> tuple[Tensor, Tensor]:
     """(weight [K, C], bias [K]) that minimise mean cross entropy + decay / 2 * |weight|^2, by
-    L-BFGS over all N rows. scikit-learn's `LogisticRegression(C=1 / (decay * N))` is the same.
-    """
+    L-BFGS over all N rows; the same problem as scikit-learn's `LogisticRegression(C=1 / (decay *
+    N))`."""
     weight = x.new_zeros(n_classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(n_classes, requires_grad=True)
     optimizer = torch.optim.LBFGS(

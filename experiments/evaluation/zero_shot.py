@@ -1,4 +1,4 @@
-"""Zero-shot tasks through EleutherAI's lm-eval, as a library.
+"""Runs zero-shot tasks through EleutherAI's lm-eval, as a library.
 
 Tasks are lm-eval's own by name (their data come from the hub), or those of a local folder of task
 files, with which nothing is downloaded. A name of `TASK_SETS` stands for the tasks of that paper.
@@ -37,13 +37,14 @@ TASK_SETS = {
 
 
 def expand(tasks: Sequence[str]) -> tuple[str, ...]:
-    """`tasks` with the names of papers replaced by their tasks, each once."""
+    """The names of tasks, each once; names of `TASK_SETS` are replaced by the tasks of
+    that paper."""
     return tuple(dict.fromkeys(name for task in tasks for name in TASK_SETS.get(task, (task,))))
 
 
 def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
-    """What the scores depend on beside the model: tasks, lm-eval's version, local task files and
-    the local data that they name.
+    """Plain values that, beside the model, determine the scores: tasks, lm-eval's version, hashes
+    of local task files and of the local data that they name.
 
     Raises:
         UserError: lm-eval is not installed, or there is no such folder.
@@ -70,8 +71,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name as it stands there, file) of the local data that the task files of a folder name:
-    files, patterns and folders, from the working directory."""
+    """Yields (name as written, path) of the local data that the task files of a folder name: files,
+    patterns and folders, relative to the working directory."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -115,7 +116,7 @@ def evaluate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """By task (or group of tasks): `metrics`, `stderr`, `version`, `n` and `num_fewshot`.
+    """Results by task or group of tasks: `metrics`, `stderr`, `version`, `n` and `num_fewshot`.
 
     Args:
         model: on its device. max_length: tokens that it takes at once.
@@ -171,7 +172,7 @@ def evaluate(
 
 
 def _summary(found: Any, task: str) -> dict[str, Any]:
-    """One task of lm-eval's answer, whose keys are `metric,filter`."""
+    """The result of one task from lm-eval's answer, whose keys are `metric,filter`."""
     values = {k: v for k, v in found["results"][task].items() if isinstance(v, int | float)}
     by_metric: dict[str, float] = {}
     stderr: dict[str, float] = {}

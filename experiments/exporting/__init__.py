@@ -1,1 +1,2 @@
-"""Models in the formats of others: transformers, semi-structured tensors."""
+"""Writes models in the formats of other libraries: transformers, and torch's semi-structured
+tensors."""

@@ -1,4 +1,4 @@
-"""A finished run as a folder that transformers loads, masks beside it."""
+"""Writes a finished run as a folder that transformers loads, with its masks in a file beside."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def export(
     to: Path | None = None,
     report: Callable[[str], None] = say,
 ) -> Path:
-    """Write the folder, unless it is there, whole and of these very weights; returns its path.
+    """Write the export of a run and return its folder; an intact export of these weights is kept.
 
     Raises:
         UserError: transformers has no such architecture, the method keeps no dense weights, or
@@ -102,7 +102,8 @@ def export(
 
 
 def to_transformers(model: nn.Module) -> Any:
-    """A plain model of ours as that of transformers; a `CausalLM` is one already.
+    """The transformers model with the same weights as a plain model of ours; a `CausalLM` holds one
+    already.
 
     Raises:
         UserError: transformers has no such architecture.
@@ -121,9 +122,8 @@ def to_transformers(model: nn.Module) -> Any:
 
 
 def write(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Config and weights of a plain model, as `save_pretrained` of transformers lays them out, and
-    its tokenizer, whose end-of-text token ends what a GPT-2 generates.
-    """
+    """Write config and weights of a plain model as `save_pretrained` of transformers does, and its
+    tokenizer, whose end-of-text token then ends what a GPT-2 generates."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -137,7 +137,7 @@ def write(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _image_processor(data: ImageConfig) -> Any:
-    """transformers' form of the validation transform."""
+    """The validation transform as an image processor of transformers."""
     from transformers import CLIPImageProcessor
 
     side = data.image_size
@@ -152,7 +152,7 @@ def _image_processor(data: ImageConfig) -> Any:
 
 @torch.no_grad()
 def merge_low_rank(model: nn.Module) -> bool:
-    """Add the low-rank terms of SLoRB and SLoPe to the weights, in place; whether there were any.
+    """Add the low-rank terms of SLoRB and SLoPe to the weights, in place; True if there were any.
 
     The function stays, the N:M pattern does not.
     """
@@ -171,7 +171,8 @@ def merge_low_rank(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a linear's weight went: `name` in the folder's files, inputs along `dim`."""
+    """The place of a linear's weight in the exported files: tensor `name`, with the inputs along
+    `dim`."""
 
     linear: str
     name: str
@@ -179,7 +180,7 @@ class Stored:
 
 
 def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[Stored]:
-    """In which tensors the weights of `linears` lie once `model` is written.
+    """The tensors that hold the weights of `linears` once `model` is written.
 
     Nothing here knows the names, transpositions and splits (of a fused QKV, say) of transformers:
     a copy of the model is written whose weights carry the number of their linear, and are found
@@ -217,7 +218,8 @@ def _write_masks(model: nn.Module, folder: Path, patterns: Mapping[str, tuple[in
 
 
 def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
-    """Of an exported folder: tensor -> `n`, `m` and `dim` of its pattern; {} without masks of ours.
+    """The N:M patterns of an exported folder by tensor name, each as `n`, `m` and `dim`; {} if it
+    has no masks of ours.
 
     Raises:
         UserError: the file of masks is damaged.
@@ -233,7 +235,7 @@ def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """What an export wrote of itself; {} of any other folder."""
+    """The export's own record (export.json) in a folder; {} if there is none."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -242,7 +244,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and content of each tensor of the model in a folder, one at a time."""
+    """Yields name and content of each tensor of the model in a folder, one at a time."""
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict

@@ -1,4 +1,4 @@
-"""Plain models with torch's `SparseSemiStructuredTensor` as weights, for inference."""
+"""Gives plain models torch's `SparseSemiStructuredTensor` as weights, for inference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from experiments.support.errors import UserError
 
 
 def semi_structured_layout(device: torch.device, dtype: torch.dtype) -> str:
-    """The packed layout of which `device` can run torch's 2:4 products.
+    """The layout of packed 2:4 weights that `device` can multiply with.
 
     Raises:
         UserError: it can run none, and why.

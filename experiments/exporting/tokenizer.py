@@ -1,4 +1,4 @@
-"""The tokenizer of a finished run in the form of transformers."""
+"""Converts the tokenizer of a finished run to transformers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 
 def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase | None:
-    """transformers' form of the tokenizer of a run; None for images, and for a checkpoint of
-    transformers that came without one.
-    """
+    """The tokenizer of a run in transformers' form; None for a run on images, and for a checkpoint
+    of transformers that came without one."""
     if isinstance(model, ViT):
         return None
     from tokenizers import Tokenizer

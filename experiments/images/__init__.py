@@ -1,1 +1,1 @@
-"""Images: folders and files of them, how they are read and changed, and batches of them."""
+"""Image data sets: reading them, augmenting them, and batches of them."""

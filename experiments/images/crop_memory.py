@@ -1,4 +1,4 @@
-"""Crops for self-distillation of grey images in memory, a batch at once on the model's device.
+"""Crops for self-distillation from grey images in memory, a whole batch at once on the device.
 
 Chances, ranges and order are those of the transforms in `experiments.images.multicrop`, but a crop
 has its place at fractions of pixels, brightness changes before contrast, and nothing is rounded to
@@ -26,15 +26,17 @@ _SIGMAS = (0.1, 2.0)  # of the blur, in pixels
 
 
 def uniform(count: int, views: int, *key: int) -> Tensor:
-    """The draws of `count` images, fp32 [count, views, 11]: the same ones for every device."""
+    """Uniform random numbers in [0, 1) for `count` images, fp32 [count, views, 11] on the CPU; they
+    depend on `key` alone."""
     word = int(np.random.SeedSequence(key).generate_state(1)[0])
     return torch.rand(count, views, _DRAWS, generator=torch.Generator().manual_seed(word))
 
 
 @dataclass(frozen=True)
 class GreyCrops:
-    """V crops of an image, `size` pixels a side and of a share of its area between those of
-    `scale`. flip: rate. jitter: strength. blur, solarize: rates of each of the V crops."""
+    """Cuts and augments V crops of each image. size: pixels a side. scale: least and largest share
+    of the image's area. flip: rate. jitter: strength. blur, solarize: a rate for each of the V
+    crops."""
 
     size: int
     scale: tuple[float, float]
@@ -44,7 +46,8 @@ class GreyCrops:
     solarize: tuple[float, ...]
 
     def of(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Crops [B, V, S, S] of images [B, H, W], values in [0, 1], by draws [B, V, 11]."""
+        """Crops [B, V, S, S] of images [B, H, W] with values in [0, 1]; `draws` [B, V, 11] are from
+        `uniform`."""
         if not draws.shape[1]:  # affine_grid takes nothing empty
             return images.new_empty(len(images), 0, self.size, self.size)
         draw = draws.unbind(-1)
@@ -67,7 +70,8 @@ class GreyCrops:
         return x
 
     def places(self, draws: Tensor) -> Tensor:
-        """Where crops lie: affine maps [B, V, 2, 3] from a crop to its image, both [-1, 1]^2."""
+        """Affine maps [B, V, 2, 3] from the coordinates of each crop to those of its image, both
+        [-1, 1]^2."""
         draw = draws.unbind(-1)
         area = _between(draw[_AREA], self.scale)
         # Of the ratios, those at which a crop of this area is no larger than the image.
@@ -89,8 +93,8 @@ class GreyCrops:
 
 
 def blurred(x: Tensor, sigma: Tensor) -> Tensor:
-    """x [..., S, S] convolved with a Gaussian of sigma [...] pixels, of which the part inside the
-    image counts; 0 leaves it as it is."""
+    """x [..., S, S] convolved with a Gaussian of `sigma` [...] pixels, renormalised at the borders;
+    sigma 0 leaves x as it is."""
     at = torch.arange(x.shape[-1], device=x.device, dtype=x.dtype)
     # Of 0.02 pixels the next one has the weight exp(-1250) = 0.
     exponents = (at[:, None] - at).square() / (-2 * sigma.clamp(min=0.02).square()[..., None, None])

@@ -1,4 +1,4 @@
-"""Labelled images and where they are.
+"""Labelled image data sets, from a folder, idx files, the hub, or scikit-learn's digits.
 
 A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a folder of the
 four idx files of MNIST or Fashion-MNIST (their test images are for validation), a data set of the
@@ -45,7 +45,8 @@ MAX_NAMES = 1000  # classes that are told by name
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Which images, and how training augments them. The defaults are DeiT's.
+    """Settings of an image data set: the images, and how training augments them (by default as
+    DeiT).
 
     source: "digits", a local folder in ImageNet's layout or of idx files, or an id on the hub,
     owner/name or owner/name@revision.
@@ -125,19 +126,19 @@ class ImageConfig:
 
     @property
     def mixes(self) -> bool:
-        """Whether a training image is mixed with another one."""
+        """True if training images are mixed with each other (mixup or cutmix)."""
         return self.mixup > 0 or self.cutmix > 0
 
     def identity(self) -> dict[str, Any]:
-        """What a result depends on: all but the place of the images, and what is done with corrupt
-        ones. With `error` a run that meets one has no result; with `skip` the result counts them.
-        """
+        """The settings that a run's hash covers: all but `source` and `on_corrupt`. With
+        on_corrupt=error a run that meets a corrupt image has no result; with `skip` the result
+        counts them."""
         identity = dataclasses.asdict(self)
         del identity["source"], identity["on_corrupt"]
         return identity
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
-        """Whether the finished run in `directory` is of these images.
+        """True if the finished run in `directory` was made on these images.
 
         Those of its own source are trusted where they are gone from here, or the hub's.
 
@@ -151,7 +152,7 @@ class ImageConfig:
 
 
 class CorruptImage(UserError):
-    """The file, and what is wrong with it."""
+    """An image that cannot be decoded: its file and the reason."""
 
 
 class Split(Protocol):
@@ -159,18 +160,18 @@ class Split(Protocol):
 
     @property
     def labels(self) -> np.ndarray:
-        """Class of each, int64 [N]."""
+        """Class of each image, int64 [N]."""
 
     def open(self, index: int) -> Image:
-        """The image in RGB; a `CorruptImage` when it cannot be decoded."""
+        """The image in RGB. Raises `CorruptImage` if it cannot be decoded."""
 
     def where(self, index: int) -> str:
-        """Its file, for messages."""
+        """The image's file, for messages."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """The splits of a data set, of `SPLITS`. `classes`: names, in the order of the labels.
+    """A data set. splits: `train` and `val`, or one of them. classes: their names, by label.
 
     fingerprint: hash of the splits that were read. Labels and sizes of all images count, of a
     folder their names as well, and of small data sets every byte; of larger ones (above 256 MiB)
@@ -191,8 +192,8 @@ class Images:
         return self.splits["val"]
 
     def describe(self) -> dict[str, Any]:
-        """`classes` are the names, of more than 1000 their number and hash: equal values mean the
-        same classes in the same order."""
+        """The entry on these images in `result.json`. `classes` holds the names, or of more than
+        1000 their number and hash; equal values mean the same classes in the same order."""
         classes: Any = list(self.classes)
         if len(classes) > MAX_NAMES:
             names = "\n".join(classes).encode(errors="surrogateescape")
@@ -205,7 +206,7 @@ class Images:
 
 
 def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
-    """The data set of `config`; it is looked through, but no image of a file is decoded yet.
+    """The data set of `config`. Its files are listed and hashed, but none is decoded yet.
 
     Args:
         splits: those of `SPLITS` that are needed; others may be missing.
@@ -347,7 +348,7 @@ def _folder(root: Path, wanted: Sequence[str]) -> Images:
 
 
 def _joined(wanted: Sequence[str], digests: list[str]) -> str:
-    """One hash of those of the splits."""
+    """One hash of the hashes of the splits."""
     return hashlib.sha256(" ".join([*wanted, *digests]).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Images and classes in the idx format of MNIST, each file gzipped or not.
+"""Reads images and labels in MNIST's idx format, each file gzipped or not.
 
 A file begins with two zero bytes, 8 for the type uint8, the number of dims and the dims themselves,
 as big-endian 32-bit numbers; the values follow.
@@ -35,8 +35,8 @@ _UINT8 = 8
 
 @dataclass(frozen=True)
 class Idx:
-    """One split: pixels uint8 [N, H, W], labels int64 [N] and a hash of both, the same for files
-    that are gzipped and that are not. `path`: of the images."""
+    """One split: pixels uint8 [N, H, W], labels int64 [N], a hash of both that does not depend on
+    gzip, and the path of the image file."""
 
     path: Path
     pixels: np.ndarray
@@ -45,7 +45,7 @@ class Idx:
 
 
 def in_folder(root: Path) -> bool:
-    """Whether a folder holds one of these files."""
+    """True if a folder holds one of these files."""
     return any(_find(root, name) for names in FILES.values() for name in names)
 
 
@@ -79,7 +79,7 @@ def _need(root: Path, name: str) -> Path:
 
 
 def _values(path: Path, dims: int) -> np.ndarray:
-    """uint8, of so many dims."""
+    """The uint8 array of an idx file, which must have `dims` dimensions."""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":

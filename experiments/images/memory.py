@@ -1,4 +1,5 @@
-"""Grey images in memory, shifted, mirrored and mixed a whole batch at once on the model's device.
+"""Grey images in memory: a whole batch is shifted, mirrored and mixed at once on the model's
+device.
 
 Values and chances are those of the transforms in `experiments.images.source` and of timm's mixing;
 only the draws are others. Shapes: B images, S pixels a side, K classes.
@@ -18,8 +19,8 @@ _IMAGES, _PAIRS = 1, 2  # in the key of the draws; the order of the images has t
 
 
 def hold(images: Images, config: ImageConfig, device: torch.device | str) -> dict[str, GreyImages]:
-    """The splits on `device`; none unless they are in memory, at the size that the model sees, and
-    nothing but shifts, mirroring and mixing is asked for."""
+    """Each split as `GreyImages` on `device`; {} if a split does not lie in memory at the size that
+    the model sees, or augmentation needs more than shifts, mirroring and mixing."""
     held = {
         name: GreyImages(split, config, device)
         for name, split in images.splits.items()
@@ -31,8 +32,8 @@ def hold(images: Images, config: ImageConfig, device: torch.device | str) -> dic
 
 
 class GreyImages:
-    """The images of a split on `device`, one byte a pixel, with a black margin as wide as shifts
-    reach."""
+    """The images of a split on `device`, uint8, with a black margin as wide as the
+    largest shift."""
 
     def __init__(self, split: Arrays, config: ImageConfig, device: torch.device | str) -> None:
         self.flip, self.size = config.flip, config.image_size
@@ -46,13 +47,14 @@ class GreyImages:
         )
 
     def plain(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(normalised images [B, 3, S, S], classes [B])."""
+        """(normalised images [B, 3, S, S], classes [B]) of these indices."""
         return self._batch(indices, *np.zeros((_DRAWS, len(indices)), dtype=np.int64))
 
     def augmented(
         self, indices: np.ndarray, seed: int, step: int, samples: range
     ) -> tuple[Tensor, Tensor]:
-        """As `plain`, each image by the draws of its place `samples` in the batch of the step."""
+        """`plain`, shifted and mirrored. The random choices of an image depend on seed, step and
+        its position in the batch, `samples`."""
         draws = _uniform(_IMAGES, seed, step, samples, _DRAWS)
         down, right = np.rint((2 * draws[:, :2].T - 1) * self.reach).astype(np.int64)
         return self._batch(indices, down, right, (draws[:, 2] < self.flip).astype(np.int64))
@@ -71,8 +73,9 @@ class GreyImages:
 def mixed(
     x: Tensor, labels: Tensor, classes: int, config: ImageConfig, seed: int, step: int, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Neighbours of a batch [B, 3, S, S] mixed with each other, and their targets [B, K]; each pair
-    by the draws of its place in the batch of the step, where the first image has place `first`."""
+    """A batch x [B, 3, S, S] whose neighbours are mixed with each other (mixup or cutmix), and its
+    targets [B, K]. The choices of a pair depend on seed, step and its position in the step's batch,
+    in which the first image has position `first`."""
     from scipy.special import betaincinv
 
     size = x.shape[-1]
@@ -101,14 +104,14 @@ def mixed(
 
 
 def _blend(values: Tensor, weight: Tensor) -> Tensor:
-    """Each row by its weight and the other one of its pair by the rest."""
+    """Each row times `weight`, plus the other row of its pair times 1 - weight."""
     pairs = values.unflatten(0, (-1, 2))
     return (pairs * weight + pairs.flip(1) * (1 - weight)).flatten(0, 1)
 
 
 def _uniform(kind: int, seed: int, step: int, places: range, count: int) -> np.ndarray:
-    """So many draws from [0, 1) for each place, [places, count]; those of a place do not depend on
-    which others are asked for."""
+    """Uniform random numbers [places, count] in [0, 1); each row depends on (seed, step, kind,
+    place) alone."""
     key = np.array([seed, 0], dtype=np.uint64)
     counter = np.array([0, step, kind, 0], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(count * places.stop)

@@ -37,8 +37,8 @@ _SOLARIZE = {"first": 0.0, "second": 1.0, "local": 0.0}
 
 
 def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
-    """Augmentation of the `first` or `second` global crop or of a `local` one: RGB image of any
-    size -> [3, S, S] or [3, s, s]. Draws from the global generators."""
+    """The augmentation of a `first` or `second` global crop or of a `local` one: RGB image of any
+    size -> [3, S, S] or [3, s, s]. Draws from the global random generators."""
     from torchvision import transforms as T
 
     local = kind == "local"
@@ -62,7 +62,8 @@ def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
 
 
 def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
-    """`crop_transform` of grey images in memory, for the global crops or for the local ones."""
+    """The augmentation of `crop_transform` for grey images in memory, of the kinds of
+    crops given."""
     local = "first" not in kinds
     return GreyCrops(
         size=dino.local_size if local else data.image_size,
@@ -75,15 +76,15 @@ def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
 
 
 def _blur(image: Image) -> Image:
-    """By a Gaussian of 0.1 to 2 pixels."""
+    """The image blurred by a Gaussian of 0.1 to 2 pixels, drawn at random."""
     from PIL import ImageFilter
 
     return image.filter(ImageFilter.GaussianBlur(torch.empty(1).uniform_(0.1, 2.0).item()))
 
 
 class MultiCrops:
-    """Crops (experiments/data/source.py): `global_crops` [B, 2, 3, S, S], `local_crops`
-    [B, n, 3, s, s].
+    """Batches of crops (see experiments/data/source.py): `global_crops` [B, 2, 3, S, S] and
+    `local_crops` [B, n, 3, s, s].
 
     The random choices of a training sample are keyed by (seed, step, index in the batch), those of
     a validation image by its index alone.
@@ -150,7 +151,7 @@ class MultiCrops:
         return read_ahead(self._eval_batch, parts, self.workers, set())
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """The sum of the loss, and B."""
+        """({"loss": the sum of the loss over the batch}, B)."""
         count = len(batch["global_crops"])
         return {"loss": loss * count}, count
 
@@ -191,7 +192,7 @@ class MultiCrops:
         return uniform(count, 2 + self.dino.local_crops, *key)
 
     def _cropped(self, split: str, indices: np.ndarray, draws: Tensor) -> Batch:
-        """Crops of images in memory."""
+        """The batch of crops of images that lie in memory."""
         held = self.memory[split]
         device = held.pixels.device
         images = held.pixels[torch.from_numpy(indices).to(device)] / 255

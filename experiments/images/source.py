@@ -1,4 +1,4 @@
-"""Images and classes as the trainer's source, augmented by timm, or in memory where that is enough.
+"""Batches of images and classes, augmented by timm, or in memory on the device where that suffices.
 
 Shapes: B images, S = image_size pixels a side, K classes; images are RGB, normalised.
 """
@@ -31,7 +31,8 @@ _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must b
 
 
 def train_transform(config: ImageConfig) -> Transform:
-    """Augmentation: RGB image of any size -> [3, S, S]. Draws from the global generators."""
+    """The training augmentation: RGB image of any size -> [3, S, S]. Draws from the global random
+    generators."""
     from timm.data import auto_augment, create_transform
     from torchvision.transforms import Compose
 
@@ -58,7 +59,8 @@ def train_transform(config: ImageConfig) -> Transform:
 
 
 def turn_and_shift(config: ImageConfig) -> list[Any]:
-    """The first steps of an augmentation, RGB image -> RGB image of its size."""
+    """The transforms that rotate and shift an RGB image, first in every augmentation; [] if neither
+    is on."""
     from torchvision import transforms as T
 
     bilinear = T.InterpolationMode.BILINEAR
@@ -69,9 +71,8 @@ def turn_and_shift(config: ImageConfig) -> list[Any]:
 
 
 def _posterize(image: Image, bits: int, **_: Any) -> Image:
-    """The `bits` highest of each value. RandAugment at its full strength asks for none of them,
-    which Pillow refuses from its release 13 on; before, that was a black image.
-    """
+    """The image with the `bits` highest bits of each value. With 0 bits, which RandAugment asks for
+    at full strength, it is black; Pillow refuses 0 from release 13 on."""
     from PIL import Image, ImageOps
 
     if bits >= 8:
@@ -80,7 +81,7 @@ def _posterize(image: Image, bits: int, **_: Any) -> Image:
 
 
 def eval_transform(config: ImageConfig) -> Transform:
-    """timm's for validation: bicubic resize and centre crop, RGB image -> [3, S, S]."""
+    """timm's validation transform: bicubic resize and centre crop, RGB image -> [3, S, S]."""
     from timm.data import create_transform
 
     return create_transform(
@@ -94,7 +95,8 @@ def eval_transform(config: ImageConfig) -> Transform:
 
 
 class ImageSource:
-    """Images and classes (experiments/data/source.py): `input` [B, 3, S, S], `target`.
+    """Batches of images and classes (see experiments/data/source.py): `input` [B, 3, S, S] and
+    `target`.
 
     In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
     distribution, fp32 [B, K]; in evaluation always the class.
@@ -159,6 +161,7 @@ class ImageSource:
 
     @cached_property
     def stream(self) -> Stream:
+        """The training images in their random order."""
         return Stream.of_training(self.images, self.config, self.seed)
 
     @property
@@ -175,12 +178,14 @@ class ImageSource:
         return len(self.images.val.labels)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        """`count` validation images, evenly spaced over the split, which is sorted by class."""
+        """Batches of `count` validation images, evenly spaced over the split, which is sorted by
+        class."""
         parts = spaced(self.images, count, batch_size)
         return read_ahead(self._eval_batch, parts, 0 if self.memory else self.workers, set())
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """Logits [B, K] -> sums of the loss and of top-1 and top-5 accuracy in percent, and B."""
+        """(sums over the batch of the loss, and of top-1 and top-5 accuracy in percent; B). output:
+        logits [B, K]."""
         target = batch["target"]
         best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
         hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}

@@ -1,4 +1,4 @@
-"""The order in which training sees images, its randomness, and the processes that read them."""
+"""The random order of training images, their random augmentation, and processes that read ahead."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ _MOST_NAMED = 100  # of the corrupt images
 
 @lru_cache(maxsize=4)
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of `count` images of one epoch, a pure function of seed and epoch."""
+    """The order of `count` images in one epoch, a permutation that depends on seed and
+    epoch alone."""
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 @contextmanager
 def own_draws() -> Iterator[Callable[..., None]]:
-    """Python's, NumPy's and torch's CPU generators for what is inside; as before afterwards.
+    """Reseed Python's, NumPy's and torch's CPU generators within the context, and restore them
+    after it.
 
     timm and torchvision draw from these three. Yields `seed(*key)`, which starts all three anew.
     It is one context for a batch, since NumPy's state takes longer to keep than an image to turn.
@@ -55,7 +57,7 @@ def _seed(*key: int) -> None:
 
 @dataclass
 class Stream:
-    """The training images without end, epoch after epoch, each epoch in its own order.
+    """The training images as an endless sequence, epoch after epoch, each in its own random order.
 
     advice: what the message of a corrupt image adds. skipped: indices in the split of the corrupt
     images that were met and replaced by the next one of the epoch's order.
@@ -69,12 +71,13 @@ class Stream:
 
     @classmethod
     def of_training(cls, images: Images, config: ImageConfig, seed: int) -> Stream:
-        """What a training reads, which does with corrupt images as `config` says."""
+        """The stream of a training split, which skips or reports corrupt images as
+        `config` says."""
         advice = "; set data.on_corrupt=skip to go on without it"
         return cls(images.train, seed, config.on_corrupt == "skip", advice)
 
     def open(self, number: int) -> tuple[Image, int]:
-        """(image, label) of the `number`-th image since the beginning of training."""
+        """(image, label) of image number `number` since the beginning of training."""
         count = len(self.split.labels)
         epoch, position = divmod(number, count)
         order = epoch_order(count, self.seed, epoch)
@@ -89,8 +92,8 @@ class Stream:
         raise UserError(f"none of the {count} training images can be decoded")
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """Indices in the split of the images of these numbers, int64 [B]; for splits in memory, of
-        which no image is corrupt."""
+        """Indices in the split of the images with these numbers, int64 [B]. For splits in memory,
+        which have no corrupt images."""
         epochs, positions = np.divmod(numbers, len(self.split.labels))
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -100,13 +103,14 @@ class Stream:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """How many images were left out, and which, at least the first of them."""
+        """How many corrupt images were left out, and the first of their names, for
+        `result.json`."""
         files = [self.split.where(index) for index in sorted(self.skipped)[:_MOST_NAMED]]
         return {"skipped": len(self.skipped), "skipped_files": files}
 
 
 def spaced(images: Images, count: int, batch_size: int) -> list[np.ndarray]:
-    """Indices of `count` validation images, evenly spaced over the split, by batches.
+    """Indices of `count` validation images, evenly spaced over the split, in batches.
 
     Raises:
         UserError: there are not so many.
@@ -127,7 +131,8 @@ R = TypeVar("R")
 def read_ahead(
     make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[int]
 ) -> Iterator[Batch]:
-    """`make(request)` for each request, in order; made by `workers` processes if there are any.
+    """Yields `make(request)` for each request, in order; `workers` processes compute them ahead of
+    time.
 
     skipped: that of the `Stream` that `make` reads from; it takes up what the processes skipped.
     """
@@ -162,7 +167,8 @@ class _Made(torch.utils.data.Dataset):
 
 
 def _ignore_signals(_: int) -> None:
-    """Those that end a whole group of processes: the driver ends its readers, after its step."""
+    """Make a reading process ignore Ctrl-C and SIGTERM, which reach the whole process group: the
+    driver ends its readers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -1,1 +1,1 @@
-"""Finished runs: opened again, compared, drawn."""
+"""Opens, compares and draws finished runs."""

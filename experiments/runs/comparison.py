@@ -1,5 +1,5 @@
-"""Finished trainings side by side: runs that differ in nothing but their seed are an arm, and arms
-are compared seed by seed with one of them."""
+"""Compares finished trainings. Runs that differ in nothing but their seed are an arm; arms are
+compared seed by seed with a baseline arm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.pat
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training and its `result.json`."""
+    """A finished training: its directory and the content of its `result.json`."""
 
     directory: Path
     result: dict[str, Any]
@@ -41,21 +41,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs of one config, by their seeds. config: its values by their dotted keys."""
+    """Runs of one config by seed. config: the config's values by dotted key."""
 
     label: str
     config: dict[str, str]
     runs: dict[int, Run]
 
     def numbers(self, metric: str) -> dict[int, float]:
-        """By seed, in their order."""
+        """The values of `metric` by seed, in ascending order of the seeds."""
         return {seed: number(self.runs[seed].result, metric) for seed in sorted(self.runs)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """An arm in the table. difference: mean of what it has more than the baseline at the seeds that
-    both have, `pairs` many, with its 95 % interval; nan for the baseline itself."""
+    """A row of the comparison. difference: mean difference to the baseline over the `pairs` seeds
+    that both have, with its 95 % interval from `low` to `high`; nan for the baseline itself."""
 
     label: str
     n: int
@@ -68,7 +68,7 @@ class Row:
 
 
 def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
-    """The finished runs at or below these paths, each once, and the directories of others.
+    """(finished runs at or below these paths, each once; directories of unfinished ones).
 
     Raises:
         UserError: there is none, or a result is damaged.
@@ -86,8 +86,8 @@ def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
 
 
 def _runs_at(path: Path) -> list[Path]:
-    """The directories of runs that a path stands for: itself, or those of the seeds of an arm, of
-    the arms of a model, of all. What was made of a run lies within it and is none."""
+    """The run directories at a path: the path itself, or the nearest level of folders below it that
+    holds runs. What was made of a run (an evaluation, say) lies inside it and does not count."""
     for below in (".", "*", "*/*", "*/*/*"):
         places = (f"{below}/{name}" for name in ("config.json", FILE))
         if found := {file.parent for place in places for file in path.glob(place)}:
@@ -101,7 +101,7 @@ def _shown(directory: Path) -> Path:
 
 
 def arms(runs: Iterable[Run]) -> list[Arm]:
-    """The runs by their configs, in the order in which they were given.
+    """The runs grouped by config, in the order in which they were given.
 
     Raises:
         UserError: two runs of the same config and seed.
@@ -120,8 +120,8 @@ def arms(runs: Iterable[Run]) -> list[Arm]:
 
 
 def flat(result: dict[str, Any]) -> dict[str, str]:
-    """What a run computed, but for its seed: the config's values by their dotted keys, as they are
-    typed, and the hash of its data."""
+    """A run's config without seed and paths, flattened to dotted keys with values as typed on the
+    command line, plus the hash of its data as `corpus`."""
     config = json.loads(json.dumps(result["config"]))  # of a run just made it has tuples
     values: dict[str, str] = {}
 
@@ -140,7 +140,7 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _labelled(found: list[Arm]) -> list[Arm]:
-    """Each with its method as the label, and with what sets it apart from others of this method."""
+    """The arms with labels: the method, and what sets an arm apart from others of its method."""
     labelled = []
     for arm in found:
         method = arm.config["method.name"]
@@ -151,8 +151,8 @@ def _labelled(found: list[Arm]) -> list[Arm]:
 
 
 def differing(found: list[Arm]) -> list[str]:
-    """The keys in which arms differ, beside the method. An option that only some of them have is
-    none if these agree, unless all are of one method."""
+    """The config keys in which arms differ, the method's name aside. Between methods, an option
+    that only some of them have counts only if its values differ among those."""
     methods = {arm.config["method.name"] for arm in found}
     keys = sorted({key for arm in found for key in arm.config} - {"method.name"})
     several = []
@@ -166,8 +166,8 @@ def differing(found: list[Arm]) -> list[str]:
 
 
 def choose(found: list[Arm], baseline: str | None) -> Arm:
-    """The arm that the others are compared with: by its label, or by a method that only it has; the
-    dense one, or else the first, where none is named.
+    """The baseline arm: the one with this label, or the only one of this method. Without a name it
+    is the dense arm, or the first if there is none.
 
     Raises:
         UserError: there is none of this name, or there are several.
@@ -210,14 +210,14 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Row]:
 
 
 def _has(record: Any, path: str) -> bool:
-    """Whether there is something at a dotted path; a training that diverged has null there."""
+    """True if a record has an entry at a dotted path, null included (a training that diverged)."""
     key, _, rest = path.partition(".")
     return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
 
 
 def markdown(found: list[Arm], rows: list[Row], metric: str = METRIC) -> str:
-    """The rows as a table, with a column for each key in which the configs differ; before it a line
-    if these runs hardly compare."""
+    """The rows as a Markdown table with a column for each config key that differs, after a warning
+    if the runs are hardly comparable."""
     baseline, keys = rows[0].label, differing(found)
     configs = {arm.label: arm.config for arm in found}
     lines = [f"| run | {metric.rpartition('.')[2]} | seeds |", "|---|--:|--:|"]
@@ -239,7 +239,7 @@ def markdown(found: list[Arm], rows: list[Row], metric: str = METRIC) -> str:
 
 
 def caution(found: list[Arm]) -> str:
-    """A sentence on runs of unequal length, data or tokenizer; "" if there is nothing to say."""
+    """A warning if runs differ in length, data or tokenizer; "" otherwise."""
     kinds = {"length": _length, "data or tokenizer": _data}
     said = []
     for kind, of in kinds.items():
@@ -269,7 +269,7 @@ def _with_spread(center: float, spread: float) -> str:
 
 
 def curves(found: list[Arm], baseline: Arm) -> list[Point]:
-    """Over the seeds of each arm, the baseline first."""
+    """The curves of each arm, averaged over its seeds, the baseline's first."""
     ordered = [baseline, *(arm for arm in found if arm is not baseline)]
     logs = [
         (arm.label, read_metrics(run.directory / "metrics.jsonl"), run.result)
@@ -280,8 +280,7 @@ def curves(found: list[Arm], baseline: Arm) -> list[Point]:
 
 
 def of_sweep(runs: list[Run], metric: str = METRIC) -> str:
-    """What a sweep ends with: the table of its runs, and the command that makes it again, with
-    curves."""
+    """The table printed at the end of a sweep, and the command that makes it again with curves."""
     found = arms(runs)
     rows = table(found, choose(found, None), metric)
     folders = dict.fromkeys(str(run.directory.parent) for run in runs)

@@ -1,4 +1,4 @@
-"""Curves of trainings over their seeds, as means with their spread, and how they are drawn."""
+"""Averages training curves over seeds, and draws them with their spread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Point:
-    """One step of one curve, over the seeds; std is None for a single one."""
+    """One step of one curve, averaged over seeds; std is None with a single seed."""
 
     quantity: str
     method: str
@@ -38,7 +38,7 @@ class Point:
 def points(
     runs: Iterable[tuple[str, list[dict[str, Any]], dict[str, Any]]], quantities: Iterable[str]
 ) -> list[Point]:
-    """The curves of all quantities, in their order; step 0 is left out.
+    """The points of the curves of all quantities, quantity by quantity; step 0 is left out.
 
     The last validation loss is that of the finalized model, at the step after the last.
 
@@ -74,8 +74,8 @@ def points(
 
 
 def draw(axes: Any, quantity: str, data: list[Point]) -> None:
-    """The curves of one quantity out of `data`, a line for each label; a label looks the same in
-    every quantity, though some may lack it."""
+    """Draw the curves of one quantity, one line for each label. A label has the same look in every
+    quantity, even if some quantities lack it."""
     for number, label in enumerate(dict.fromkeys(point.method for point in data)):
         shown = [p for p in data if (p.quantity, p.method) == (quantity, label)]
         if not shown:
@@ -104,8 +104,9 @@ def draw(axes: Any, quantity: str, data: list[Point]) -> None:
 def figure(
     panels: Mapping[str, Callable[[Any], None]], title: str, path: Path, width: float = 3.6
 ) -> None:
-    """Write a figure with a panel for each label of a y axis, drawn by a function of its axes, and
-    one legend for all. width: of a panel, in inches."""
+    """Write a figure with one panel for each entry of `panels`, its key the y axis's label and
+    its value a function that draws on given axes, and one legend for all. width: of a panel, in
+    inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A finished run, for what starts from its weights: fine-tuning, evaluation, export."""
+"""Opens a finished run for what starts from its weights: fine-tuning, evaluation, export."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ MODES = ("auto", "sparse", "dense")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The directory of a training that was run to its end, and its `result.json`, whose hashes its
-    files are compared with before they are read."""
+    """A finished training: its directory and `result.json`, by whose hashes files are checked
+    before they are read."""
 
     directory: Path
     result: dict[str, Any]
 
     @classmethod
     def open(cls, directory: str | Path) -> FinishedRun:
-        """Raises a UserError where there is no finished run."""
+        """The finished run in `directory`. Raises a `UserError` if there is none."""
         return cls(Path(directory), read_result(Path(directory)))
 
     @property
@@ -90,7 +90,7 @@ class FinishedRun:
 
     @cached_property
     def trained_with(self) -> methods.Method:
-        """Its method, not attached to a model."""
+        """The method that it was trained with, not attached to a model."""
         try:
             module = methods.module(self.method)
         except ValueError as error:
@@ -108,8 +108,8 @@ class FinishedRun:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the sequences that it was trained on; None where its model takes any number of
-        them equally well."""
+        """Length in tokens of the training sequences; None if the model takes any length equally
+        well."""
         if not isinstance(self.shape, BertConfig) or self.shape.positions != "learned":
             return None
         assert isinstance(self.data, MLMConfig)
@@ -120,7 +120,7 @@ class FinishedRun:
         return self.trained_with.pattern(name)
 
     def tokenizer(self) -> tiktoken.Encoding | HFTokenizer:
-        """The one that it was trained with, of which the run keeps a copy.
+        """The tokenizer that it was trained with; the run keeps a copy of its file.
 
         Raises:
             UserError: it was trained on images, or the copy is gone.
@@ -139,8 +139,8 @@ class FinishedRun:
         return load_encoding(self.directory, record)
 
     def model(self, weights: str = "sparse") -> nn.Module:
-        """The plain model on the CPU, as the method ended; `dense`: with the dense weights under
-        its masks instead, where the method keeps them.
+        """The plain model on the CPU with the weights at the end of training; with `dense`, the
+        dense weights under the method's masks, where it keeps them.
 
         Raises:
             UserError: weights that do not exist, or files that do not fit.
@@ -165,7 +165,7 @@ class FinishedRun:
 
     @cached_property
     def latent(self) -> dict[str, torch.Tensor]:
-        """State of the method's layers before they became plain, by its name in the model.
+        """State of the method's layers before they became plain linears, by name in the model.
 
         Raises:
             UserError: its file is missing or damaged.

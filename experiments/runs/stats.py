@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 
 def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; nan if a value is nan."""
     return statistics.fmean(values)
 
 
 def std(values: Sequence[float]) -> float:
-    """Sample standard deviation (n - 1); nan of one value, or where one is not finite."""
+    """Sample standard deviation (n - 1); nan with fewer than two values or a non-finite one."""
     defined = len(values) > 1 and all(map(math.isfinite, values))
     return statistics.stdev(values) if defined else math.nan
 
@@ -78,8 +79,9 @@ def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both
 
 
 def equivalence_p_value(differences: Sequence[float], margins: Sequence[float]) -> float:
-    """p-value of two one-sided tests (TOST): small where the mean lies within +- that of `margins`,
-    one for each difference: a margin that was estimated from the same pairs has an error, too."""
+    """p-value of two one-sided tests (TOST): small if the mean of `differences` lies between minus
+    and plus the mean of `margins`. There is a margin for each difference: one that was estimated
+    from the same pairs has an error, too."""
     above = p_value([d + m for d, m in zip(differences, margins, strict=True)], side="above")
     below = p_value([d - m for d, m in zip(differences, margins, strict=True)], side="below")
     return max(above, below)

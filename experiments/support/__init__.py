@@ -1,1 +1,1 @@
-"""What every part uses: errors in one line, progress, whole files, hashes, results."""
+"""Helpers that every part of experiments/ uses: one-line errors, progress, atomic files, hashes."""

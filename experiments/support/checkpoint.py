@@ -1,4 +1,4 @@
-"""Atomic, checked checkpoints: a killed process leaves the previous one whole.
+"""Atomic, checksummed checkpoints: a killed process leaves the previous one whole.
 
 A checkpoint is one `torch.save` file of tensors and plain values, read back with
 `weights_only=True` (nothing is unpickled), and a sidecar with its size and SHA-256. The file is
@@ -60,12 +60,12 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON, atomically."""
+    """Write `value` as indented JSON, atomically."""
     write_text(path, json.dumps(finite(value), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomically."""
+    """Write `text` in UTF-8, atomically."""
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
@@ -80,8 +80,8 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def lacks(value: Any, shape: Any, key: str = "") -> str | None:
-    """The first key, dotted, at which a value from JSON is not what `shape` says, a type or a dict
-    of shapes; None if there is none. "" is the value itself."""
+    """The first dotted key at which a value from JSON is not of the type that `shape` (a type, or a
+    dict of shapes) asks for; None if all fit, "" if the value itself does not."""
     if not isinstance(shape, dict):
         return None if isinstance(value, shape) else key
     if not isinstance(value, dict):
@@ -91,7 +91,7 @@ def lacks(value: Any, shape: Any, key: str = "") -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for NaN and infinities, which JSON does not have."""
+    """`value` with NaN and infinities replaced by None: JSON has no such numbers."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -114,8 +114,7 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """The newest whole checkpoint, on the CPU, or None; `warn` hears of each damaged one, and of
-    what is used instead."""
+    """The newest intact checkpoint, on the CPU, or None. `warn` gets a line on each damaged one."""
     damaged: dict[Path, str] = {}
     state, instead = None, "none is whole, so the run begins anew"
     for path in sorted(directory.glob("step-*.pt"), reverse=True):
@@ -132,7 +131,7 @@ def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] 
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Hold `directory` against other processes, and remove what a killed one left half-written.
+    """Lock `directory` against other processes and remove half-written files of a killed one.
 
     Raises:
         UserError: another process holds it.
@@ -154,13 +153,13 @@ def _sidecar(path: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's content, 64 hex digits."""
+    """SHA-256 of a file's content, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Damaged(Exception):
-    """Why a checkpoint cannot be used."""
+    """A checkpoint that cannot be used, and why."""
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
@@ -170,7 +169,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Raises _Damaged unless it is what its checksum file says, and a checkpoint."""
+    """The checkpoint in `path`. Raises `_Damaged` if its size, checksum or content is wrong."""
     try:
         expected = json.loads(_sidecar(path).read_text(encoding="utf-8"))
         length, digest = expected["bytes"], expected["sha256"]

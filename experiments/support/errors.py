@@ -1,4 +1,4 @@
-"""What ends a driver early: an error for the user, printed as one line, or a signal."""
+"""Errors and signals that end a driver early, each printed as one line."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """What is wrong, with which value, and what to do, in one line.
+    """An error that the user can mend: what is wrong, with which value and what to do, in one line.
 
     choices: what there is to choose from, a line each, where that is more than a line holds.
     """
@@ -49,7 +49,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Terminated(BaseException):
-    """SIGTERM, as the managers of shared machines send it; no `except Exception` swallows it."""
+    """Raised on SIGTERM, which cluster managers send; no `except Exception` swallows it."""
 
 
 def raise_on_sigterm() -> None:
@@ -62,17 +62,16 @@ def raise_on_sigterm() -> None:
 
 
 class Stop:
-    """A signal that has come. `kind` is what it is to raise, None as long as there is none."""
+    """The signal that was received, if any. `kind`: the exception to raise for it, or None."""
 
     kind: type[BaseException] | None = None
 
 
 @contextmanager
 def deferred_stop() -> Iterator[Stop]:
-    """Note the first Ctrl-C or SIGTERM in place of raising it, for a loop that asks after each step
-    and saves what it has; a second one is raised at once. Elsewhere than in the main thread, which
-    alone hears signals, nothing changes.
-    """
+    """Record the first Ctrl-C or SIGTERM instead of raising it, so that a loop can ask after each
+    step and save what it has; a second one is raised at once. Does nothing outside the main thread,
+    which alone receives signals."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""Hashes of files, by which data and weights are known again."""
+"""Hashes of files, by which data and weights are recognised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTLED = 2 * 10**9  # nanoseconds; a later write within a clock's tick would n
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits; read once a process, as long as the file is left alone."""
+    """SHA-256 of a file, 64 hex digits; kept for the process as long as the file is unchanged."""
     status = path.stat()
     if time.time_ns() - status.st_ctime_ns < _SETTLED:
         return sha256(path)
@@ -30,8 +30,8 @@ def _remembered(path: Path, inode: int, size: int, changed: int) -> str:
 
 
 def fingerprint(root: Path, files: Sequence[tuple[str, int]]) -> str:
-    """Hash of files below `root`, (name, bytes) in their order, 64 hex digits; the root's own name
-    does not count.
+    """Hash of files below `root`, 64 hex digits. `files`: (relative path, bytes) of each, in order;
+    the name of `root` itself does not count.
 
     Names and sizes of all count, and up to 256 MiB in all, every byte. Of more, the first and the
     last 64 KiB do, of up to 512 files at equal distances: an exchange of a few other files by ones

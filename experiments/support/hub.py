@@ -1,6 +1,5 @@
-"""Checkpoints and data sets on the Hugging Face hub. A checkpoint is `owner/name`, or
-`owner/name@revision` for a commit, a branch or a tag of it.
-"""
+"""Downloads checkpoints and data sets from the Hugging Face hub. A checkpoint is `owner/name`, or
+`owner/name@revision` for a commit, a branch or a tag of it."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def commit(folder: Path) -> str | None:
 
 
 def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
-    """A data set of the hub, all splits; without a revision, the newest.
+    """A data set of the hub with all its splits; without a revision, the newest one.
 
     Raises:
         UserError: the hub does not give it.

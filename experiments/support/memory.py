@@ -1,4 +1,4 @@
-"""Memory: how much a device has, and one line for what surely does not fit."""
+"""Reads how much memory a device has, and refuses in one line what cannot fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def total(device: torch.device) -> int:
-    """Bytes of the GPU, or of this machine or container."""
+    """Bytes of memory of the GPU, or of this machine or container."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -25,7 +25,8 @@ def total(device: torch.device) -> int:
 
 
 def require(what: str, needed: float, device: torch.device, remedy: str) -> None:
-    """A UserError if `what`, a plural, needs more bytes than there are at all."""
+    """Raise a `UserError` if `what` (a plural noun) needs more bytes than the device has
+    in total."""
     if needed > (there := total(device)):
         where = "the GPU" if device.type == "cuda" else "this machine"
         raise UserError(
@@ -35,6 +36,6 @@ def require(what: str, needed: float, device: torch.device, remedy: str) -> None
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an error of Python, numpy or torch says that there was no memory left."""
+    """True if an error of Python, numpy or torch says that memory ran out."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "DefaultCPUAllocator: can't allocate memory" in str(error)

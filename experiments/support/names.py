@@ -1,4 +1,4 @@
-"""Checks of values that several groups of the config hold: names of folders, and seeds."""
+"""Checks names of folders and seeds, which several groups of the config hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 
 
 def check_name(key: str, name: str) -> None:
-    """A ValueError unless a value that names a folder stays one plain part of its path."""
+    """Raise a `ValueError` unless `name`, the value of `key`, can name a folder: one plain path
+    component."""
     if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
         raise ValueError(
             f"{key}={name!r} names a folder: begin it with a letter or a digit, then take letters, "
@@ -15,6 +16,6 @@ def check_name(key: str, name: str) -> None:
 
 
 def check_seed(seed: int, bits: int = 63) -> None:
-    """A ValueError for a seed that the random generators do not take."""
+    """Raise a `ValueError` unless the random generators take this seed."""
     if not 0 <= seed < 2**bits:
         raise ValueError(f"seed={seed}; it must lie in [0, 2**{bits})")

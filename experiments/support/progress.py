@@ -1,5 +1,5 @@
-"""What a driver says, and the progress of a training: a live bar on a terminal, elsewhere a line
-every ten seconds."""
+"""Prints messages and the progress of a training: a live bar on a terminal, elsewhere a line every
+ten seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SECONDS_PER_LINE = 10.0
 
 
 def say(message: str, file: TextIO | None = None) -> None:
-    """Print a message, on a terminal with its lines broken at words to fit. What is piped is left
-    as it is, unless COLUMNS is set. file: standard output, unless it is another."""
+    """Print a message; on a terminal long lines are broken at spaces. Piped output is left as it
+    is, unless COLUMNS is set. file: standard output by default."""
     width = shutil.get_terminal_size((0, 0)).columns
     for line in message.split("\n"):
         fits = not width or len(line) <= width
@@ -24,7 +24,7 @@ def say(message: str, file: TextIO | None = None) -> None:
 
 
 def silent(message: str) -> None:
-    """Print nothing: what ranks other than 0 report with."""
+    """Print nothing; ranks other than 0 use it in the place of `say`."""
 
 
 # Paths stay whole, to be copied.
@@ -36,7 +36,7 @@ _AT_SPACES: Any = {
 
 
 class Progress:
-    """Shows step, loss, speed and the time left; silent unless `enabled`.
+    """Progress of a training: step, loss, speed and time left. Prints nothing unless `enabled`.
 
     unit: what the speed is told in, `tokens` or `images` per second.
     """
@@ -68,7 +68,8 @@ class Progress:
             self.bar.stop()
 
     def update(self, done: int, count: int, loss: float) -> None:
-        """`done` steps are complete; `count` units were seen since the first of this process."""
+        """Show that `done` steps are complete and `count` units were processed by this process so
+        far."""
         if not self.enabled:
             return
         seconds = time.perf_counter() - self.start

@@ -1,4 +1,4 @@
-"""`result.json`: what a finished run was, where it ran and what came out."""
+"""Reads and writes `result.json`: a finished run's config, environment and figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAINING: dict[str, Any] = {
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Add schema and environment to `result` and write it atomically."""
+    """Write `result` with schema and environment added, atomically, and return it."""
     result = {"schema": SCHEMA, **result, "environment": environment()}
     write_json(directory / FILE, result)
     return result
@@ -38,7 +38,7 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
 def read_finished(
     directory: Path, config_hash: str, shape: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The result there, if it is that of this config and of this schema.
+    """The `result.json` in `directory` if it has this config hash and today's schema, else None.
 
     shape: what it must hold (`checkpoint.lacks`).
 
@@ -64,7 +64,8 @@ def read_finished(
 
 
 def number(record: Any, path: str) -> float:
-    """The number at a dotted path; nan where there is none, as when a training diverged."""
+    """The number at a dotted path of a record; nan if there is none, as where a training
+    diverged."""
     for key in path.split("."):
         record = record.get(key) if isinstance(record, dict) else None
     return float(record) if isinstance(record, int | float) else math.nan
@@ -117,6 +118,7 @@ def _version(name: str) -> str | None:
 
 
 def cpu_name() -> str:
+    """The CPU's model name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
