@@ -160,6 +160,30 @@ class TrainConfig:
         whole run."""
         return np.concatenate([[0], np.cumsum(self.batch_sizes)])
 
+    @property
+    def epoch_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None where a run does not go by epochs."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochConfig(TrainConfig):
+    """A training in whole epochs over `samples` samples, whose last batch is what is left."""
+
+    samples: int
+
+    @property
+    def epoch_steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.samples / self.batch_size)
+
+    @cached_property
+    def batch_sizes(self) -> np.ndarray:
+        """[steps] int64: samples of each optimizer step."""
+        sizes = np.full(self.epoch_steps, self.batch_size, dtype=np.int64)
+        sizes[-1] = self.samples - (self.epoch_steps - 1) * self.batch_size
+        return np.tile(sizes, self.steps // self.epoch_steps)
+
 
 def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings of `train` with a warm-up that fits into its steps, and a sentence if that

@@ -18,17 +18,17 @@ Batch = dict[str, Tensor]
 Request = tuple[int, range]
 
 
-class Source(Protocol):
-    """Training and evaluation batches of one data set, for one shape of sample.
+class TrainingSource(Protocol):
+    """Training batches of one data set, for one shape of sample.
 
     A source that may leave out samples has one attribute more, `skipped`: a set of int, the indices
-    in the training split of those that `batches` has met so far and left out. `describe` counts
-    them. A trainer keeps them in its checkpoints, and joins those of all ranks, with `update`.
+    in the training split of those that `batches` has met so far and left out. A trainer keeps them
+    in its checkpoints, and joins those of all ranks, with `update`.
     """
 
     @property
     def tokens_per_sample(self) -> int:
-        """Rows that one sample gives to a linear layer of the model."""
+        """Rows that a sample gives to a linear layer of the model; a mean where they differ."""
 
     @property
     def directory(self) -> Path:
@@ -42,10 +42,6 @@ class Source(Protocol):
     def unit(self) -> str:
         """What the speed of a training is told in: `tokens`, or `images`, the samples."""
 
-    @property
-    def eval_size(self) -> int:
-        """Evaluation samples that there are."""
-
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.
 
@@ -53,6 +49,14 @@ class Source(Protocol):
         resumed run that ask for their share see exactly what one process would see. Requests may be
         read ahead.
         """
+
+
+class Source(TrainingSource, Protocol):
+    """Training batches, and held-out ones to evaluate on."""
+
+    @property
+    def eval_size(self) -> int:
+        """Evaluation samples that there are."""
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """The fixed `count` evaluation samples, at most `eval_size`, whatever `batch_size` is."""
@@ -64,4 +68,5 @@ class Source(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """What `result.json` says of the data under `corpus`: `name`, `splits` and hashes."""
+        """What `result.json` says of the data under `corpus`: `name`, `splits` and hashes, and how
+        many samples were left out."""

@@ -14,7 +14,7 @@ from torch import nn
 from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import digest
-from experiments.config.settings import DTYPES, ImplConfig, TrainConfig
+from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
@@ -81,15 +81,17 @@ class Recipe:
                 )
         self.train(1)  # checks the rest
 
-    def train(self, steps: int) -> TrainConfig:
-        """The settings of the optimizer for so many steps.
+    def train(self, samples: int) -> EpochConfig:
+        """The settings of the training on so many sequences.
 
         Raises:
             UserError: one that no training has.
         """
+        steps = self.epochs * math.ceil(samples / self.batch_size)
         try:
-            return TrainConfig(
+            return EpochConfig(
                 steps=steps,
+                samples=samples,
                 batch_size=self.batch_size,
                 learning_rate=self.learning_rate,
                 warmup_steps=int(self.warmup_fraction * steps),

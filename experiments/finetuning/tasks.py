@@ -1,18 +1,26 @@
-"""GLUE and SQuAD as sequences with targets, heads and metrics."""
+"""GLUE and SQuAD as sequences with targets, heads and metrics, in the form that a trainer takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.config.settings import EpochConfig
+from experiments.data.source import Batch, Request
 from experiments.finetuning import glue, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
+from experiments.support.errors import UserError
+from experiments.training.trainer import Trainer
 from models.heads import Classifier, Head, SpanPredictor
+
+EVAL_BATCH = 64  # sequences per forward pass, unless impl.micro_batch says
 
 
 @dataclass(frozen=True)
@@ -120,3 +128,73 @@ def collate(sequences: list[Encoded], pad: int, length: int | None) -> dict[str,
         "attention_mask": torch.from_numpy(mask),
         "target": torch.tensor([s.target for s in sequences]),
     }
+
+
+class TaskSource:
+    """The training sequences of a task, in an order by the seed and the epoch.
+
+    data: the folder or the hub's id, and the hash of the files in a folder. length: that all
+    batches are padded to; None: each to its longest sequence.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        problem: Problem,
+        train: EpochConfig,
+        seed: int,
+        data: str,
+        data_hash: str | None,
+        length: int | None,
+    ) -> None:
+        self.problem, self.train, self.seed, self.length = problem, train, seed, length
+        self.directory, self.fingerprint = Path(data), data_hash or data
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The mean over the sequences, without padding."""
+        return round(sum(len(s.ids) for s in self.problem.train) / len(self.problem.train))
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """One batch for each request, in order."""
+        sequences, size = self.problem.train, self.train.batch_size
+        for step, indices in requests:
+            epoch, within = divmod(step, self.train.epoch_steps)
+            order = _order(self.seed, epoch + 1, len(sequences))
+            chosen = [sequences[order[within * size + index]] for index in indices]
+            yield collate(chosen, self.problem.pad, self.length)
+
+
+@lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of `count` sequences in an epoch, the first 1."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+class TaskMetrics:
+    """The metrics of a task on its dev splits, as a trainer's `evaluation`.
+
+    batch: sequences per forward pass; None: `EVAL_BATCH`. length: as for `TaskSource`.
+    """
+
+    def __init__(self, problem: Problem, batch: int | None, length: int | None) -> None:
+        self.problem, self.batch, self.length = problem, batch or EVAL_BATCH, length
+
+    def __call__(self, trainer: Trainer) -> dict[str, float]:
+        """Raises a UserError where logits are NaN."""
+        logits: dict[str, list[np.ndarray]] = {}
+        for split, sequences in self.problem.dev.items():
+            logits[split] = []
+            for first in range(0, len(sequences), self.batch):
+                part = sequences[first : first + self.batch]
+                batch = collate(part, self.problem.pad, self.length)
+                del batch["target"]
+                output, _, _ = trainer.forward(batch)
+                if output.isnan().any():
+                    raise UserError(
+                        f"the model's logits on {split} are NaN after step {trainer.step}; lower "
+                        "recipe.learning_rate, or choose recipe.dtype=fp32"
+                    )
+                logits[split].extend(output.float().cpu().numpy())
+        return self.problem.metrics(logits)

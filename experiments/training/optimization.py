@@ -41,6 +41,46 @@ class NonFiniteGradient(Exception):
         self.loss = loss
 
 
+def micro_batch_size(
+    train: TrainConfig, micro_batch: int | None, ranks: int, quantizes: bool = False
+) -> int:
+    """Samples per rank and micro-batch.
+
+    Args:
+        quantizes: the method takes its FP8 scales over a micro-batch (`Method.quantizes`), whose
+            size is then `train.fp8_samples`, or the whole batch.
+    Raises:
+        UserError: the ranks or the micro-batch do not divide the batch, from its first size on, or
+            are not what FP8 scales are taken over.
+    """
+    name = "batch_size" if train.ramp_batch is None else "ramp_batch"
+    unit = train.ramp_batch or train.batch_size
+    if unit % ranks:
+        raise UserError(
+            f"train.{name}={unit} cannot be shared by {ranks} processes; choose an "
+            "nproc_per_node that divides it"
+        )
+    size, setting = unit // ranks, "impl.micro_batch"
+    if micro_batch is not None:
+        size = micro_batch
+    elif quantizes and train.fp8_samples is not None:
+        size, setting = train.fp8_samples, "train.fp8_samples"
+    if quantizes and size != (train.fp8_samples or train.batch_size):
+        over, remedy = f"the batch of a step, {train.batch_size}", f"train.fp8_samples={size}"
+        if train.fp8_samples is not None:
+            over, remedy = f"train.fp8_samples={train.fp8_samples}", "impl.micro_batch=null"
+        raise UserError(
+            f"a micro-batch has {size} samples here, but FP8 scales, on which the result depends, "
+            f"are taken over {over}; set {remedy}"
+        )
+    if unit % (size * ranks):
+        raise UserError(
+            f"train.{name}={unit} is no multiple of {setting}={size} x {ranks} "
+            "processes; change one of them"
+        )
+    return size
+
+
 def make_optimizer(method: Method, model: Model, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that `train` names, over the groups that the model makes of its parameters.
 
@@ -80,7 +120,7 @@ class Optimization:
 
     Args:
         ranks: processes that share each step's samples.
-        rate: what sets the learning rate, as messages name it.
+        group: what the settings of `train` are called in messages.
     """
 
     def __init__(
@@ -92,10 +132,10 @@ class Optimization:
         *,
         compiled: bool = False,
         ranks: int = 1,
-        rate: str = "train.learning_rate",
+        group: str = "train",
     ) -> None:
         self.model, self.method, self.train = model, method, train
-        self.device, self.dtype, self.rate = device, DTYPES[train.dtype], rate
+        self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
         memory.require(
             "weights, gradients and moments",
             _training_bytes(model, train.optimizer),
@@ -174,7 +214,7 @@ class Optimization:
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {step}, at any"
-                f" loss scale; lower {self.rate}, or train in bf16 or fp32"
+                f" loss scale; lower {self.group}.learning_rate, or train in bf16 or fp32"
             )
 
     def to_device(self, batch: Batch) -> Batch:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,9 +34,10 @@ from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality
 from experiments.training.distributed import World, world
-from experiments.training.optimization import DTYPES
+from experiments.training.held_out import HeldOut
+from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.tracking import check_viewers, read_metrics
-from experiments.training.trainer import Trainer, micro_batch_size
+from experiments.training.trainer import Trainer
 from methods import Method, Report
 from models.base import Model
 from models.dino import DINO
@@ -99,22 +101,26 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             raise UserError(f"{config.init} was changed while it was read")
         directory = config.directory()
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
+            held_out = HeldOut(source, config.train.eval_samples)
             trainer = Trainer(
                 model=model,
                 method=method,
                 source=source,
+                evaluation=held_out,
                 train=config.train,
-                seed=config.seed,
                 identity=f"{config.digest()} {init}",
                 directory=directory,
                 world=here,
                 compiled=config.impl.compile,
-                micro_batch=config.impl.micro_batch,
+                micro_batch=_micro_batch_size(config, method, here),
                 checkpoint_every=config.impl.checkpoint_every,
                 loggers=config.impl.loggers,
                 config=config.as_dict(),
                 report=report,
             )
+            # Initialisation used the seed itself; dropout differs by rank.
+            seeds = np.random.SeedSequence([config.seed, here.rank])
+            torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
             if here.is_main:
                 # Damaged, or of other first weights: it says nothing of what comes now.
@@ -123,7 +129,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
             for note in notes(config, source):
                 report(note)
-            return _train(config, trainer, converted, init, report)
+            return _train(config, trainer, held_out, converted, init, report)
 
 
 def notes(config: RunConfig, source: Source) -> list[str]:
@@ -181,12 +187,14 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
 def _train(
     config: RunConfig,
     trainer: Trainer,
+    held_out: HeldOut,
     converted: Report,
     init: dict[str, str] | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     started = time.time()
     here, model, directory = trainer.world, trainer.model, trainer.directory
+    source = held_out.source
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     layers = trainer.method.sparse_layers
@@ -206,20 +214,20 @@ def _train(
         "config": config.as_dict(),
         "command": config.command,
         "init": init,
-        "corpus_hash": trainer.source.fingerprint,
-        "corpus": trainer.source.describe(),
+        "corpus_hash": source.fingerprint,
+        "corpus": source.describe(),
         "seed": config.seed,
         "tier": config.tier,
         "steps": trainer.step,
         "samples": samples,
-        "tokens": samples * trainer.source.tokens_per_sample,
+        "tokens": samples * source.tokens_per_sample,
         "metrics": {
             **means,
-            "eval_samples": trainer.eval_samples,
+            "eval_samples": held_out.samples,
             "flip_rate": last["flip_rate"],
             "skipped_steps": trainer.optimization.skipped,
         },
-        "notes": notes(config, trainer.source),
+        "notes": notes(config, source),
         "sparsity": legality.total(legality.measure(plain, patterns)),
         "converted": list(names),
         "backend": backend.resolve(here.device),
@@ -244,7 +252,7 @@ def _train(
     }
     if kept:
         checkpoint.write_atomic(directory / LATENT, lambda p: save_file(kept, p))
-    tokenizer = keep_tokenizer(result["corpus"], trainer.source.directory, directory)
+    tokenizer = keep_tokenizer(result["corpus"], source.directory, directory)
     weights = {WEIGHTS: True, AVERAGED: averaged is not None, LATENT: bool(kept)}
     wrote = [*(name for name, is_there in weights.items() if is_there), *tokenizer]
     result["files"] = {name: checkpoint.sha256(directory / name) for name in wrote}

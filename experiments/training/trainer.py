@@ -1,4 +1,4 @@
-"""One trainer for every model and method.
+"""One trainer for every model and method, in pre-training and in fine-tuning.
 
 All that a step (experiments/training/optimization.py) depends on is the saved state and the step's
 number, so a run that is stopped anywhere and started again goes on as if nothing had happened.
@@ -14,12 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from experiments.config.settings import TrainConfig
-from experiments.data.source import Batch, Request, Source
+from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import checkpoint
 from experiments.support.errors import Stop, UserError, deferred_stop
 from experiments.support.progress import Progress, say
@@ -35,54 +34,21 @@ from experiments.training.tracking import MetricsLog
 from methods import Method, refresh
 from models.base import Model
 
-
-def micro_batch_size(
-    train: TrainConfig, micro_batch: int | None, ranks: int, quantizes: bool = False
-) -> int:
-    """Samples per rank and micro-batch.
-
-    Args:
-        quantizes: the method takes its FP8 scales over a micro-batch (`Method.quantizes`), whose
-            size is then `train.fp8_samples`, or the whole batch.
-    Raises:
-        UserError: the ranks or the micro-batch do not divide the batch, from its first size on, or
-            are not what FP8 scales are taken over.
-    """
-    name = "batch_size" if train.ramp_batch is None else "ramp_batch"
-    unit = train.ramp_batch or train.batch_size
-    if unit % ranks:
-        raise UserError(
-            f"train.{name}={unit} cannot be shared by {ranks} processes; choose an "
-            "nproc_per_node that divides it"
-        )
-    size, setting = unit // ranks, "impl.micro_batch"
-    if micro_batch is not None:
-        size = micro_batch
-    elif quantizes and train.fp8_samples is not None:
-        size, setting = train.fp8_samples, "train.fp8_samples"
-    if quantizes and size != (train.fp8_samples or train.batch_size):
-        over, remedy = f"the batch of a step, {train.batch_size}", f"train.fp8_samples={size}"
-        if train.fp8_samples is not None:
-            over, remedy = f"train.fp8_samples={train.fp8_samples}", "impl.micro_batch=null"
-        raise UserError(
-            f"a micro-batch has {size} samples here, but FP8 scales, on which the result depends, "
-            f"are taken over {over}; set {remedy}"
-        )
-    if unit % (size * ranks):
-        raise UserError(
-            f"train.{name}={unit} is no multiple of {setting}={size} x {ranks} "
-            "processes; change one of them"
-        )
-    return size
+# What `Trainer` is told of the model at an evaluation, by name.
+Evaluation = Callable[["Trainer"], dict[str, float]]
 
 
 class Trainer:
     """Trains `model`, converted by `method` and on its device, on the batches of `source`.
 
     Args:
-        identity: hash of the run's config; a checkpoint of another config, or made on other data,
-            is refused.
+        evaluation: the figures of the model as it stands, which is in evaluation mode then; called
+            every `train.eval_every` steps, or after each epoch where `train` has epochs.
+        identity: names the config and the first weights; a checkpoint with another identity, or
+            made on other data, is refused.
+        micro_batch: samples per rank and forward pass.
         config: of the run, for the viewers of its log.
+        group: what the settings of `train` are called in messages.
     """
 
     def __init__(
@@ -90,28 +56,28 @@ class Trainer:
         *,
         model: Model,
         method: Method,
-        source: Source,
+        source: TrainingSource,
+        evaluation: Evaluation,
         train: TrainConfig,
-        seed: int,
         identity: str,
         directory: Path,
         world: World,
+        micro_batch: int,
         compiled: bool = False,
-        micro_batch: int | None = None,
         checkpoint_every: int = 0,
         loggers: tuple[str, ...] = (),
         config: dict[str, Any] | None = None,
         report: Callable[[str], None] = say,
+        group: str = "train",
     ) -> None:
         self.model, self.method, self.source = model, method, source
-        self.train, self.seed = train, seed
-        self.eval_samples = min(train.eval_samples, source.eval_size)
+        self.evaluation, self.train, self.group = evaluation, train, group
         self.identity, self.directory, self.world = identity, directory, world
         self.checkpoint_every, self.report = checkpoint_every, report
         self.loggers, self.config = loggers, config or {}
-        self.micro_batch = micro_batch_size(train, micro_batch, world.size, method.quantizes)
+        self.micro_batch = micro_batch
         self.optimization = Optimization(
-            model, method, train, world.device, compiled=compiled, ranks=world.size
+            model, method, train, world.device, compiled=compiled, ranks=world.size, group=group
         )
         own = _parameters(model) if train.ema else {}
         self.averages = {name: value.clone() for name, value in own.items()}
@@ -121,8 +87,7 @@ class Trainer:
         self.log: MetricsLog | None = None
         # Of the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
-        # Initialisation used the seed itself; dropout differs by rank.
-        torch.manual_seed(int(np.random.SeedSequence([seed, world.rank]).generate_state(1)[0]))
+        self.durations: list[float] = []  # seconds
 
     @property
     def checkpoints(self) -> Path:
@@ -140,20 +105,16 @@ class Trainer:
         self.model.train()
         bar = Progress(self.train.steps, self.step, unit, enabled=main)
         with bar as progress, self._stop() as stop:
-            durations: list[float] = []
             while self.step < self.train.steps:
-                if self.step % self.train.eval_every == 0:
-                    self._log({"step": self.step, **self.evaluate()})
+                if self._evaluation_due():
+                    self._log_evaluation(self.evaluate())
                 start = time.perf_counter()
                 norm = self._train_step(batches)
-                durations.append(time.perf_counter() - start)
-                self.seconds += durations[-1]
-                if self.step % self.train.log_every == 0 or self.step == self.train.steps - 1:
-                    record = self._record(norm, durations)
-                    durations = []
-                    self._log(record)
-                    count = int(seen[self.step + 1] - seen[first])
-                    progress.update(self.step + 1, count, record["loss"])
+                self.durations.append(time.perf_counter() - start)
+                self.seconds += self.durations[-1]
+                loss = self._log_step(norm)
+                if loss is not None:
+                    progress.update(self.step + 1, int(seen[self.step + 1] - seen[first]), loss)
                 self.step += 1
                 every = self.checkpoint_every
                 if every and (stop.kind is not None or self.step % every == 0):
@@ -164,7 +125,7 @@ class Trainer:
 
     def log_last(self, means: dict[str, float]) -> None:
         """The evaluation after the last step, of the weights as the method leaves them."""
-        self._log({"step": self.train.steps, **means})
+        self._log_evaluation(means)
         if self.log is not None:
             self.log.close()
 
@@ -185,30 +146,67 @@ class Trainer:
         if self.log is not None:
             self.log.write(record)
 
-    def _record(self, norm: float, durations: list[float]) -> dict[str, Any]:
-        """Figures of this step; `loss` is the mean over the steps since the last record."""
-        # Every rank takes part in the mean; the main one writes it.
-        loss = self.world.mean(self.loss_sum) / (self.loss_count or math.nan)
+    def _evaluation_due(self) -> bool:
+        """Whether there is an evaluation before this step."""
+        epoch = self.train.epoch_steps
+        if epoch is not None:
+            return self.step > 0 and self.step % epoch == 0
+        return self.step % self.train.eval_every == 0
+
+    def _log_evaluation(self, means: dict[str, float]) -> None:
+        """Record an evaluation; that of an epoch is its only record and has its mean loss."""
+        record: dict[str, Any] = {"step": self.step}
+        if self.train.epoch_steps is not None:
+            total, count = self._take_losses()
+            epoch = self.step // self.train.epoch_steps
+            record |= {"epoch": epoch, "loss": float(total) / count}
+        self._log(record | means)
+
+    def _log_step(self, norm: float) -> float | None:
+        """Record this step if it is due; returns the mean loss so far, where there is one to show.
+
+        Args:
+            norm: of the gradient, before clipping.
+        """
+        if self.train.epoch_steps is not None:
+            return float(self.loss_sum) / (self.loss_count or math.nan)
+        if self.step % self.train.log_every and self.step != self.train.steps - 1:
+            return None
+        seconds = statistics.median(self.durations)
+        total, count = self._take_losses()
+        loss = float(total / count)
+        self._log(
+            {
+                "step": self.step,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": learning_rate(self.train, self.step),
+                "step_seconds": seconds,
+                "skipped_steps": self.optimization.skipped,
+                **self.method.metrics(),
+                **self.model.metrics(),
+            }
+        )
+        return loss
+
+    def _take_losses(self) -> tuple[Tensor, float]:
+        """(sum of the losses of the steps since the last record, their number or nan); what comes
+        next counts from here.
+
+        The sum is a mean over the ranks, in which every rank takes part; the main one writes it.
+        """
+        total, count = self.world.mean(self.loss_sum), self.loss_count or math.nan
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
-        return {
-            "step": self.step,
-            "loss": float(loss),
-            "grad_norm": norm,
-            "learning_rate": learning_rate(self.train, self.step),
-            "step_seconds": statistics.median(durations),
-            "skipped_steps": self.optimization.skipped,
-            **self.method.metrics(),
-            **self.model.metrics(),
-        }
+        self.durations = []
+        return total, count
 
     def _train_step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the norm of the gradient before clipping."""
         before = generators(self.world.device)
-        accumulation = self._micro_batches(self.step)
+        sizes = [len(part) for part in self._micro_batches(self.step)]
+        shares = [size / sum(sizes) for size in sizes]
         try:
-            loss, norm = self.optimization.step(
-                self.step, batches, [1.0 / accumulation] * accumulation
-            )
+            loss, norm = self.optimization.step(self.step, batches, shares)
         except NonFiniteGradient as error:
             self._stop_non_finite(float(self.world.mean(error.loss)), before)
         if self.averages:
@@ -220,46 +218,44 @@ class Trainer:
             self.loss_sum, self.loss_count = self.loss_sum + loss, self.loss_count + 1
         return norm
 
-    def _micro_batches(self, step: int) -> int:
-        return int(self.train.batch_sizes[step]) // (self.micro_batch * self.world.size)
+    def _micro_batches(self, step: int) -> list[range]:
+        """This rank's part of a step, as samples of its batch; a last one may be short."""
+        samples, size = int(self.train.batch_sizes[step]), self.micro_batch
+        firsts = range(self.world.rank * size, samples, self.world.size * size)
+        return [range(first, min(first + size, samples)) for first in firsts]
 
     def _requests(self) -> Iterator[Request]:
-        """This rank's share of every micro-batch from here on: consecutive samples of the step."""
+        """This rank's micro-batches from here on."""
         for step in range(self.step, self.train.steps):
-            for index in range(self._micro_batches(step)):
-                first = (index * self.world.size + self.world.rank) * self.micro_batch
-                yield step, range(first, first + self.micro_batch)
+            for part in self._micro_batches(step):
+                yield step, part
 
     def evaluate(self) -> dict[str, float]:
-        """Means over the fixed held-out samples, equal on all ranks: `val_loss` in nats and what
-        else the source counts; those of the averaged weights as `ema_val_...`."""
+        """The figures of the weights and, as `ema_...`, those of the averaged ones."""
         return self.evaluate_weights() | self.evaluate_averages()
 
+    @torch.no_grad()
     def evaluate_weights(self) -> dict[str, float]:
-        return self._evaluate("val_")
+        """The figures of the weights as they stand."""
+        was_training = self.model.training
+        self.model.eval()
+        means = self.evaluation(self)
+        self.model.train(was_training)
+        return means
 
     def evaluate_averages(self) -> dict[str, float]:
         """With masks and scales of their own; nothing without averaged weights."""
         if not self.averages:
             return {}
         with self.averaged():
-            return self._evaluate("ema_val_")
+            return {f"ema_{name}": value for name, value in self.evaluate_weights().items()}
 
-    @torch.no_grad()
-    def _evaluate(self, prefix: str) -> dict[str, float]:
-        was_training = self.model.training
-        self.model.eval()
-        totals: dict[str, Tensor] = {}
-        count = 0
-        for batch in self.source.eval_batches(self.eval_samples, self.micro_batch):
-            on_device = self.optimization.to_device(batch)
-            with self.optimization.autocast():
-                output, loss = self.model(**on_device)
-            sums, targets = self.source.score(output, loss.float(), on_device)
-            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-            count += targets
-        self.model.train(was_training)
-        return {f"{prefix}{name}": float(value) / count for name, value in totals.items()}
+    def forward(self, batch: Batch) -> tuple[Any, Any, Batch]:
+        """(output, loss or None, the batch on the device) of the model in the training's dtype."""
+        on_device = self.optimization.to_device(batch)
+        with self.optimization.autocast():
+            output, loss = self.model(**on_device)
+        return output, loss, on_device
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -280,8 +276,8 @@ class Trainer:
         self.save(before)
         raise UserError(
             f"the gradient of step {self.step} is not finite (loss {loss:.4g}); the state before "
-            f"it is saved in {self.checkpoints}. Start anew with a lower train.learning_rate"
-            f"{'' if self.train.dtype == 'fp32' else ', or with train.dtype=fp32'}"
+            f"it is saved in {self.checkpoints}. Start anew with a lower {self.group}.learning_rate"
+            f"{'' if self.train.dtype == 'fp32' else f', or with {self.group}.dtype=fp32'}"
         )
 
     # ------------------------------------------------------------------ state
@@ -326,14 +322,16 @@ class Trainer:
         """Load the newest whole checkpoint, if there is one.
 
         Raises:
-            UserError: it belongs to another config or corpus; nothing is changed.
+            UserError: it belongs to another config, other first weights or other data; nothing is
+                changed.
         """
         state = checkpoint.load_latest(self.checkpoints, self.report)
         if state is None:
             return
         if state.get("identity") != self.identity:
             raise UserError(
-                f"{self.checkpoints} belongs to another config; remove it or change `runs`"
+                f"{self.checkpoints} belongs to another config, or to other weights to start "
+                "from; remove it to begin anew"
             )
         if state["data"] != self.source.fingerprint:
             raise UserError(

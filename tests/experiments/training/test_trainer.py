@@ -11,9 +11,9 @@ from common_kernels import check24
 from experiments.config.settings import TrainConfig
 from experiments.support.errors import UserError
 from experiments.training import pretraining
+from experiments.training.optimization import micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog, read_metrics
-from experiments.training.trainer import micro_batch_size
 from methods import sr_ste
 
 

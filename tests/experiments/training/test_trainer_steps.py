@@ -14,7 +14,8 @@ from experiments.support.errors import UserError
 from experiments.training import optimization as module
 from experiments.training import pretraining
 from experiments.training.distributed import World
-from experiments.training.optimization import DTYPES
+from experiments.training.held_out import HeldOut
+from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
@@ -52,16 +53,17 @@ def build(tiny):
         model = GPT(config.model)
         method = Method(config.method_options)
         method.convert(model, dtype=DTYPES[config.train.dtype])
+        source, micro_batch = config.open_source(model), config.impl.micro_batch
         return Trainer(
             model=model,
             method=method,
-            source=config.open_source(model),
+            source=source,
+            evaluation=HeldOut(source, config.train.eval_samples),
             train=config.train,
-            seed=config.seed,
             identity=config.digest(),
             directory=config.directory(),
             world=World(0, 1, torch.device("cpu")),
-            micro_batch=config.impl.micro_batch,
+            micro_batch=micro_batch_size(config.train, micro_batch, 1, method.quantizes),
             checkpoint_every=config.impl.checkpoint_every,
             report=lambda message: None,
         )

@@ -1,0 +1,236 @@
+"""The fine-tuning of one task, from its config to its result."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common_kernels import backend
+from experiments.config.settings import EpochConfig
+from experiments.data.tokenizer import check_vocabulary
+from experiments.finetuning.config import Checkpoint, FinetuneConfig
+from experiments.finetuning.tasks import Problem, TaskMetrics, TaskSource, load_problem
+from experiments.runs.finished import FinishedRun
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import legality
+from experiments.training.distributed import World, world
+from experiments.training.optimization import DTYPES
+from experiments.training.pretraining import process_settings
+from experiments.training.tracking import check_viewers
+from experiments.training.trainer import Trainer
+from methods import Method, dense
+from models.bert import BertLM
+from models.gpt2 import GPT
+from models.heads import Head
+from models.hf import CausalLM
+
+_SHAPE = {"metrics": dict, "pretrained": {"weights_hash": str}}
+
+
+def finished(config: FinetuneConfig) -> dict[str, Any] | None:
+    """The result of this very config on this very data and these weights, if run to the end.
+
+    Raises:
+        UserError: there are no such data, or the result cannot be read.
+    """
+    result = results.read_finished(config.directory(), config.digest(), _SHAPE)
+    if result is None or result["pretrained"]["weights_hash"] != config.weights_hash():
+        return None
+    return result
+
+
+def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """Fine-tune, or do nothing if it is done; returns the content of `result.json`.
+
+    Raises:
+        UserError: before anything is written, if run, data and recipe do not fit together.
+    """
+    directory = config.directory()
+    if (done := finished(config)) is not None:
+        report(f"done already: {directory}")
+        return done
+    with process_settings(config.impl), world(config.impl.device) as here:
+        if here.size > 1:
+            raise UserError("fine-tuning takes one process; start it without torchrun")
+        check_viewers(config.impl.loggers)
+        source, hashes = config.open(), Hashes.of(config)
+        pretrained = open_model(config, source)
+        problem = load_problem(config, source.tokenizer())
+        if Hashes.of(config) != hashes:
+            raise UserError(f"{config.source} or {config.data} was changed while it was read")
+        model, method, train = prepare(config, source, pretrained, problem, here)
+        with checkpoint.exclusive(directory):
+            if (done := finished(config)) is not None:  # by another process, since it was asked
+                report(f"done already: {directory}")
+                return done
+            kind = "dense" if isinstance(method, dense.Method) else "sparse"
+            report(f"{config.task}, {kind}, seed {config.seed} -> {directory}")
+            trainer = make_trainer(config, hashes, problem, model, method, train, here, report)
+            trainer.resume()
+            result = _train(config, trainer, source, hashes, problem)
+            report(f"{config.task}: {metrics_text(result['metrics'])}")
+            return result
+
+
+def metrics_text(metrics: dict[str, float]) -> str:
+    """The metrics of a task in a line, without `score`, which is one of them."""
+    return ", ".join(f"{name} {value:.1f}" for name, value in metrics.items() if name != "score")
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """Hashes of the weights and of the tasks' files (None on the hub) that a fine-tuning reads."""
+
+    weights: str
+    data: str | None
+
+    @classmethod
+    def of(cls, config: FinetuneConfig) -> Hashes:
+        """The hashes of what is there now."""
+        return cls(config.weights_hash(), config.data_hash())
+
+
+def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT | BertLM | CausalLM:
+    """The model that is fine-tuned, on the CPU.
+
+    Raises:
+        UserError: it is no model of text, or is made for shorter sequences.
+    """
+    pretrained = source.model(config.weights)
+    if not isinstance(pretrained, GPT | BertLM | CausalLM):
+        raise UserError(
+            f"run={config.source} holds a {type(pretrained).__name__}; fine-tuning needs a model "
+            "of text: GPT-2 or BERT"
+        )
+    longest = Head(pretrained).block_size
+    trained = source.longest or longest
+    for task, recipe in config.recipes.items():
+        if recipe.max_length > min(longest, trained):
+            what = "takes" if longest <= trained else "was trained on sequences of"
+            longest = min(longest, trained)
+            raise UserError(
+                f"recipe.max_length={recipe.max_length} for {task}, but the model {what} {longest} "
+                f"tokens; set recipe.max_length={longest}"
+            )
+    return pretrained
+
+
+def prepare(
+    config: FinetuneConfig,
+    source: FinishedRun | Checkpoint,
+    pretrained: GPT | BertLM | CausalLM,
+    problem: Problem,
+    here: World,
+) -> tuple[Head, Method, EpochConfig]:
+    """The converted model on its device, its method, and the settings of the training."""
+    recipe = config.recipe
+    splits = (problem.train, *problem.dev.values())
+    vocabulary: Any = getattr(pretrained, "config", pretrained).vocab_size
+    check_vocabulary(max(max(s.ids) for split in splits for s in split), vocabulary)
+    torch.manual_seed(config.seed)
+    model = problem.head(pretrained)
+    model.to(here.device)
+    train = recipe.train(len(problem.train))
+    try:
+        backend.resolve(here.device)
+        dtype, matmul = DTYPES[recipe.dtype], config.impl.matmul
+        method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
+        # Shorter batches run sparse, too; the products are measured for the longest.
+        longest = _micro_batch(config) * recipe.max_length
+        method.accelerate(longest, None if matmul == "auto" else matmul)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+    return model, method, train
+
+
+def _micro_batch(config: FinetuneConfig) -> int:
+    batch = config.recipe.batch_size
+    return min(config.impl.micro_batch or batch, batch)
+
+
+def make_trainer(
+    config: FinetuneConfig,
+    hashes: Hashes,
+    problem: Problem,
+    model: Head,
+    method: Method,
+    train: EpochConfig,
+    here: World,
+    report: Callable[[str], None],
+) -> Trainer:
+    """The trainer of this fine-tuning, at its first step."""
+    length = config.recipe.max_length if config.recipe.padding == "max_length" else None
+    return Trainer(
+        model=model,
+        method=method,
+        source=TaskSource(problem, train, config.seed, config.data, hashes.data, length),
+        evaluation=TaskMetrics(problem, config.impl.micro_batch, length),
+        train=train,
+        identity=f"{config.digest()} {hashes.weights}",
+        directory=config.directory(),
+        world=here,
+        micro_batch=_micro_batch(config),
+        compiled=config.impl.compile,
+        checkpoint_every=config.impl.checkpoint_every,
+        loggers=config.impl.loggers,
+        config=config.as_dict(),
+        report=report,
+        group="recipe",
+    )
+
+
+def _train(
+    config: FinetuneConfig,
+    trainer: Trainer,
+    source: FinishedRun | Checkpoint,
+    hashes: Hashes,
+    problem: Problem,
+) -> dict[str, Any]:
+    """Train and write `result.json`, with the metrics of the finalized model."""
+    started = time.time()
+    model, method, device = trainer.model, trainer.method, trainer.world.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    patterns = {name: method.pattern(name) for name in method.layers}
+    trainer.fit()
+    method.finalize(model)
+    metrics = trainer.evaluate()
+    trainer.log_last(metrics)
+    result = {
+        "config_hash": config.digest(),
+        "config": config.as_dict(),
+        "data_hash": hashes.data,
+        "pretrained": {
+            "method": source.method,
+            "config_hash": source.config_hash,
+            "weights_hash": hashes.weights,
+        },
+        "seed": config.seed,
+        "tier": config.tier,
+        "task": config.task,
+        "mode": config.mode,
+        "tuned": "dense" if isinstance(method, dense.Method) else "sparse",
+        "steps": trainer.step,
+        "skipped_steps": trainer.optimization.skipped,
+        "examples": problem.examples,
+        "sequences": {
+            "train": len(problem.train),
+            **{split: len(own) for split, own in problem.dev.items()},
+        },
+        "metrics": metrics,
+        "sparsity": legality.total(legality.measure(model, patterns)),
+        "converted": list(patterns),
+        "backend": backend.resolve(device),
+        "started": started,
+        "ended": time.time(),
+    }
+    result = results.write_result(trainer.directory, result)
+    shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+    return result
