@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import methods
 from experiments.bench import arms, linear
 from experiments.bench.arms import ARMS, Bench, Converted
-from experiments.bench.memory import parts
+from experiments.bench.sizes import parts
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
 from models.gpt2 import MLP, Block, GPTConfig

@@ -31,9 +31,10 @@ BENCHMARKS = {
     "ops": "every operator beside a copy",
     "linear": "forward and backward of one linear by each method, beside dense ones",
     "block": "the same of a feed-forward block of GPT-2",
-    "train": "a whole optimizer step of GPT-2 and ViT",
+    "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "memory": "what a training step and a linear hold at their peak, and its parts",
 }
+OF_STEPS = ("train", "memory")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +63,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
         command.add_argument("--table", type=Path, help="markdown of the whole record")
         command.add_argument("--revision", help="of the code, where this is no git checkout")
+        command.add_argument("--quick", action="store_true", help="tiny shapes: does it run?")
+        if name in OF_STEPS:
+            globs = "globs on the shapes of rows"
+            command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
         if name != "ops":
             command.add_argument(
                 "--matmul",
@@ -90,7 +95,11 @@ def run(options: argparse.Namespace) -> None:
         device = environment(options.device, None)["device"]
         name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())
         options.out = Path("runs", "bench", f"{name}.json")
-    report = Report(options.benchmark, options.device, options.out, options.only, options.revision)
+    parts = [*options.only, *(getattr(options, "shapes", []))]
+    whole = set(parts) == {"*"}
+    report = Report(
+        options.benchmark, options.device, options.out, options.only, options.revision, whole
+    )
     importlib.import_module(f"experiments.bench.{options.benchmark}").bench(options, report)
     report.finish()
     if options.table:

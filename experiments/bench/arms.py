@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import methods
 from common_kernels import compress_nm, expand_nm, fake_fp8, quantize_fp8, unpack_mask
 from experiments.bench import dense_fp8
+from experiments.bench.report import Report
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
 from methods import s_ste
@@ -23,6 +25,8 @@ from methods.nn.linear import SparseLinear
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SIMULATED = "s_ste, fp8=paper simulated"
+TORCHAO = "dense fp8, torchao"
+ON_UNITS = "hopper"  # the recipe that FP8 units multiply, as every method's option `fp8` names it
 # Of X and W in fprop, of dY, of W in dgrad, of X in wgrad.
 FORMATS = {
     "paper": ("e4m3", "e5m2", "e5m2", "e5m2"),
@@ -42,18 +46,53 @@ class Arm:
     simulated: bool = False
 
 
-ARMS = {
+BF16 = {
     "dense": Arm("dense"),
-    "dense fp8": Arm("dense", fp8="hybrid"),
     "ste": Arm("ste"),
     "semi_sparse": Arm("semi_sparse"),
     "t_sr_ste, no mvue": Arm("t_sr_ste", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
     "t_sr_ste": Arm("t_sr_ste", {"dense_fraction": 0.0, "alpha": 1e-4}),
     "s_ste": Arm("s_ste"),
-    "s_ste, fp8": Arm("s_ste", {"fp8": "hopper"}, fp8="hopper"),
-    SIMULATED: Arm("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
     "slope": Arm("slope"),
 }
+
+
+def takes_fp8(method: str) -> bool:
+    """Whether the config of this method knows FP8 products on FP8 units."""
+    config = methods.module(method).Config
+    if all(f.name != "fp8" for f in dataclasses.fields(config)):
+        return False
+    try:
+        config(fp8=ON_UNITS)
+    except ValueError:
+        return False
+    return True
+
+
+ON_FP8_UNITS = {
+    f"{name}, fp8": Arm(arm.method, {**arm.options, "fp8": ON_UNITS}, fp8=ON_UNITS)
+    for name, arm in BF16.items()
+    if name == arm.method and takes_fp8(name)
+}
+ARMS = {
+    **BF16,
+    "dense fp8": Arm("dense", fp8="hybrid"),
+    TORCHAO: Arm("dense", fp8="hybrid"),
+    **ON_FP8_UNITS,
+    SIMULATED: Arm("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
+}
+
+
+def chosen(report: Report, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are asked for and can be measured here; the report says what cannot."""
+    found = report.chosen(names)
+    if TORCHAO in found:
+        try:
+            import torchao.float8  # noqa: F401
+        except ImportError as error:
+            found.remove(TORCHAO)
+            report.leave_out(f"{TORCHAO}: {error}; pip install torchao")
+    return found
 
 
 @dataclass
@@ -101,12 +140,17 @@ def convert(
     tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`.
     """
     arm = ARMS[name]
-    # No measurement of flips: it waits for the GPU, and a training does it now and then.
-    method = methods.build(arm.method, include=include, measure_every=0, **arm.options)
+    # The same linears in all arms. No measurement of flips: it waits for the GPU, and a training
+    # does it now and then.
+    options = {"include": include, "exclude": (), "measure_every": 0, **arm.options}
+    method = methods.build(arm.method, **options)
     method.convert(model, dtype)
-    if arm is ARMS["dense fp8"]:
+    if name == "dense fp8":
         dense_fp8.convert(method.layers.values())
         return Converted(model, method, "scaled_mm", {})
+    if name == TORCHAO:
+        dense_fp8.convert_by_torchao(model, set(method.layers))
+        return Converted(model, method, "torchao", {})
     if arm.method == "dense":
         return Converted(model, method, "dense", {})
     dense = matmul == "dense" or arm.simulated
@@ -218,44 +262,50 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
     x [T, in], dy [T, out]; the gradient is that of `layer.weight`, or of SLoPe's values.
     fp8: a key of FORMATS, or none.
     """
+    x, dy32, (forward, backward) = x.detach().float(), dy.float(), weights(layer)
+    seen, sample = dy32, sampled(layer, dy)
+    of_forward = of_backward = x
     if fp8:
-        return expected_fp8(layer, x.detach(), dy, fp8)
-    x32, dy32 = x.detach().float(), dy.float()
-    if isinstance(layer, CompressedLinear):
-        values, pattern = layer.values.detach(), layer.pattern
-        forward = layer.effective_weight().float()
-        kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
-        backward = expand_nm(kept, layer.row_mask, *pattern).float()
-        dw = compress_nm(dy32.t() @ x32, layer.row_mask, *pattern)
-        return {"fprop": x32 @ forward.t(), "dgrad": dy32 @ backward, "wgrad": dw}
-    if isinstance(layer, SparseLinear):
-        weight = layer.effective_weight().float()
-        sample = sample_tokens(dy, layer.key, layer.mvue).float() if layer.mvue else dy32
-    else:
-        weight, sample = layer.weight.detach().float(), dy32
-    return {"fprop": x32 @ weight.t(), "dgrad": dy32 @ weight, "wgrad": sample.t() @ x32}
-
-
-def expected_fp8(layer: nn.Linear, x: Tensor, dy: Tensor, recipe: str) -> dict[str, Tensor]:
-    forward, gradient, dgrad, wgrad = FORMATS[recipe]
-    x, dy32 = x.float(), dy.float()
-    sample = dy_seen = fake_fp8(dy32, gradient)
-    if not isinstance(layer, s_ste.Linear):
-        weight = layer.weight.detach().float()
-    else:
-        weight = layer.projected()
-        if layer.mvue and recipe == "hopper":  # half of dY's scale serves the sample
+        fprop, gradient, dgrad, wgrad = FORMATS[fp8]
+        forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
+        of_forward, of_backward = fake_fp8(x, fprop), fake_fp8(x, wgrad)
+        seen = fake_fp8(dy32, gradient)
+        if sample is None:
+            sample = seen
+        elif fp8 == ON_UNITS:  # half of dY's scale serves the sample
             codes, scale = quantize_fp8(dy32, gradient)
             top, scale = torch.finfo(codes.dtype).max, scale / 2
-            scaled = sample_tokens(dy32, layer.key, layer.mvue) * scale
-            sample = scaled.clamp(-top, top).to(codes.dtype).float() / scale
-        elif layer.mvue:
-            sample = fake_fp8(sample_tokens(dy, layer.key, layer.mvue).float(), gradient)
-    return {
-        "fprop": fake_fp8(x, forward) @ fake_fp8(weight, forward).t(),
-        "dgrad": dy_seen @ fake_fp8(weight, dgrad),
-        "wgrad": sample.t() @ fake_fp8(x, wgrad),
-    }
+            exact = sampled(layer, dy32)
+            assert exact is not None
+            sample = (exact * scale).clamp(-top, top).to(codes.dtype).float() / scale
+        else:
+            sample = fake_fp8(sample, gradient)
+    dw = (dy32 if sample is None else sample).t() @ of_backward
+    if isinstance(layer, CompressedLinear):
+        dw = compress_nm(dw, layer.row_mask, *layer.pattern)
+    return {"fprop": of_forward @ forward.t(), "dgrad": seen @ backward, "wgrad": dw}
+
+
+def weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """The weights of fprop and of dgrad, [out, in] in fp32."""
+    if isinstance(layer, CompressedLinear):
+        values, pattern = layer.values.detach(), layer.pattern
+        kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
+        return layer.effective_weight().float(), expand_nm(kept, layer.row_mask, *pattern).float()
+    if isinstance(layer, s_ste.Linear) and layer.fp8:
+        weight = layer.projected()
+    elif isinstance(layer, SparseLinear):
+        weight = layer.effective_weight().float()
+    else:
+        weight = layer.weight.detach().float()
+    return weight, weight
+
+
+def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
+    """The sample of dY that wgrad takes, in fp32; None where it takes the whole."""
+    if not isinstance(layer, SparseLinear) or not layer.mvue:
+        return None
+    return sample_tokens(dy, layer.key, layer.mvue).float()
 
 
 def tolerance(arm: Arm, dtype: torch.dtype, summed: int) -> float:

@@ -18,6 +18,7 @@ from models.gpt2 import MLP, GPTConfig
 
 NAMES = ("dense", "dense fp8", "t_sr_ste", "s_ste", "s_ste, fp8", "slope")
 # Size of GPT-2 and tokens.
+QUICK_SHAPE = ("nano", 64)
 CPU_SHAPE = ("nano", 512)
 GPU_SHAPE = ("774M", 16384)
 BUFFERS = 2
@@ -38,9 +39,9 @@ class Block(nn.Module):
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    size, tokens = GPU_SHAPE if on_gpu else CPU_SHAPE
+    size, tokens = QUICK_SHAPE if options.quick else GPU_SHAPE if on_gpu else CPU_SHAPE
     config = GPTConfig.of_size(size)
-    names = report.chosen(NAMES)
+    names = arms.chosen(report, NAMES)
     matmul = arms.default_matmul(options)
     arguments = (config, tokens, dtype, options.device, matmul)
     with arms.compiling():

@@ -74,3 +74,13 @@ def convert(linears: Iterable[nn.Linear]) -> None:
     """Give `linears` FP8 products, in place."""
     for linear in linears:
         linear.__class__ = Linear
+
+
+def convert_by_torchao(model: nn.Module, names: set[str]) -> None:
+    """Give the linears of these names torchao's FP8 products, in place; they keep their weights.
+
+    Its recipe for training: a scale per tensor that is measured each time, as here.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names)

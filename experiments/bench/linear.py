@@ -24,6 +24,7 @@ from methods.nn.gemms import DENSE
 Shape = tuple[int, int, int]  # tokens, in, out
 Codes = list[tuple[torch.Tensor, torch.Tensor]]  # of a matrix and its transpose, for each buffer
 
+QUICK_SHAPES: tuple[Shape, ...] = ((64, 64, 128),)
 CPU_SHAPES: tuple[Shape, ...] = ((2048, 768, 3072),)
 GPU_SHAPES: tuple[Shape, ...] = (
     (16384, 1280, 5120),  # GPT-2 774M
@@ -47,13 +48,13 @@ LARGEST_ONLY = ("s_ste, fp8",)
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    shapes, names = GPU_SHAPES if on_gpu else CPU_SHAPES, report.chosen(ARMS)
+    names = arms.chosen(report, ARMS)
     matmul = arms.default_matmul(options)
-    for shape in shapes:
+    for shape in shapes(options):
         for name in names:
             gate(name, shape, dtype, options.device, matmul)
         report.note(f"correctness of {shape_name(shape)}: green")
-    for shape in shapes:
+    for shape in shapes(options):
         rates = dense_products(shape, dtype, options)
         of = (shape, dtype, options.device, matmul, BUFFERS)
         built = {name: build(name, *of) for name in names}
@@ -64,6 +65,13 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         del built, dense
     if not on_gpu:
         report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
+
+
+def shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
+    """Those of this device, or the one that is quick."""
+    if options.quick:
+        return QUICK_SHAPES
+    return GPU_SHAPES if options.device.type == "cuda" else CPU_SHAPES
 
 
 def shape_name(shape: Shape) -> str:

@@ -10,20 +10,23 @@ import argparse
 import gc
 
 import torch
-from torch import nn
 
-from experiments.bench import arms, linear, train
-from experiments.bench.arms import Converted
+from experiments.bench import arms, linear
+from experiments.bench.jobs import jobs
 from experiments.bench.report import MIB, Report, Row
+from experiments.bench.sizes import parts
+from experiments.bench.step import held, ready
+from experiments.bench.train import precision
 
+NAMES = ("dense", "s_ste", "t_sr_ste", "slope")
 STEPS = 2
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    names, matmul = report.chosen(train.NAMES), arms.default_matmul(options)
+    names, matmul = report.chosen(NAMES), arms.default_matmul(options)
     on_gpu = options.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    shape = (linear.GPU_SHAPES if on_gpu else linear.CPU_SHAPES)[-1]
+    shape = linear.shapes(options)[-1]
     for name in names:
         gc.collect()
         before = torch.cuda.memory_allocated() if on_gpu else 0
@@ -42,40 +45,19 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             )
         )  # fmt: skip
         del built
-    for label, job in train.jobs(options, report).items():
+    for label, job in jobs(options, report).items():
         for name in names:
-            step = train.ready(name, job, options.device, matmul)
-            peak = train.peak(step)
+            with job.around():
+                step = ready(name, job, options.device, matmul)
+                memory = held(step)
             sizes = parts(step.converted, step.optimizer)
             figures = {f"{part} MiB": size / MIB for part, size in sizes.items()}
             report.add(
                 Row(
-                    name, train.precision(options.device), label, step.converted.used,
-                    figures={**figures, **peak},
+                    name, precision(options.device), label, step.converted.used,
+                    figures={**figures, **memory},
                 )
             )  # fmt: skip
             step.close()
     if not on_gpu:
         report.leave_out("without a GPU: the peak")
-
-
-def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Bytes of what stays: parameters (their gradients take the same), the state of the optimizer,
-    and in the converted layers masks, packed operands and dense ones."""
-    sizes = {"weights": sum(p.nbytes for p in converted.model.parameters())}
-    if optimizer is not None:
-        state = [t for s in optimizer.state.values() for t in s.values()]
-        sizes["optimizer"] = sum(t.nbytes for t in state if isinstance(t, torch.Tensor))
-    for kind in ("masks", "packed", "operands"):
-        sizes[kind] = sum(size(layer, kind) for layer in converted.layers.values())
-    return sizes
-
-
-def size(layer: nn.Module, kind: str) -> int:
-    """Bytes of the buffers of this kind."""
-    total = 0
-    for name, buffer in layer.named_buffers():
-        is_mask = buffer.dtype in (torch.bool, torch.uint8)
-        found = "masks" if is_mask else "packed" if name.startswith("packed") else "operands"
-        total += buffer.nbytes if found == kind else 0
-    return total

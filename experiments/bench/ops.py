@@ -30,7 +30,8 @@ from experiments.support.errors import UserError
 LAYERS = 12
 SHAPES = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
 
-GPU_SHAPE = (8192, 8192)  # 128 MiB in bf16
+QUICK_SHAPES = ((16, 32), (8, 32))
+GPU_SHAPE, QUICK_SHAPE = (8192, 8192), (64, 128)  # the first is 128 MiB in bf16
 GPU_BUFFERS = 2
 
 Arguments = tuple[Any, ...]
@@ -303,9 +304,9 @@ def check(name: str, op: Op, w: Tensor) -> None:
 # --- CPU -----------------------------------------------------------------------------------------
 
 
-def weights(layers: int) -> list[Tensor]:
+def weights(layers: int, quick: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = SHAPES * layers
+    shapes = (QUICK_SHAPES if quick else SHAPES) * layers
     return [torch.empty(shape).normal_(std=0.02, generator=generator) for shape in shapes]
 
 
@@ -313,14 +314,19 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
     """Gate, then memory, then time."""
     torch.set_num_threads(options.threads)
     names = report.chosen(name for name, op in OPS.items() if not op.gpu_only)
+    quick = options.quick
     for name in names:
-        for w in weights(layers=1):
+        for w in weights(1, quick):
             check(name, OPS[name], w)
     report.note("correctness: green")
-    memory = {name: in_fresh_process(peak_memory, name, options.threads) for name in names}
+    memory = {}
+    for name in () if quick else names:
+        grown = in_fresh_process(peak_memory, name, options.threads)
+        memory[name] = {"peak memory / weights": grown}
     # One matrix, for the allocator recycles what the size of one weight is: only a fresh block of
     # this size costs the same page faults each time, for clone() and operator alike.
-    w = torch.cat([w.view(-1, SHAPES[0][1]) for w in weights(LAYERS)])
+    layers = weights(1 if quick else LAYERS, quick)
+    w = torch.cat([w.view(-1, layers[0].shape[1]) for w in layers])
     for name in names:
         op = OPS[name]
         arguments = op.prepare(w)
@@ -339,7 +345,7 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
                 peers={"clone": times["clone"].ms},
                 limit_ms=times["clone"].ms * moved / (2 * w.nbytes),
                 bytes=moved,
-                figures={"clones": clones, "peak memory / weights": memory[name]},
+                figures={"clones": clones, **memory.get(name, {})},
                 target="" if op.limit is None else f"at most {op.limit:g} clones",
                 met=None if op.limit is None else clones <= op.limit,
             )
@@ -377,10 +383,11 @@ def shape_name(w: Tensor) -> str:
 # --- GPU -----------------------------------------------------------------------------------------
 
 
-def matrices(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def matrices(dtype: torch.dtype, device: torch.device, quick: bool = False) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
+    shape = QUICK_SHAPE if quick else GPU_SHAPE
     return [
-        torch.empty(GPU_SHAPE, device=device).normal_(std=0.02, generator=generator).to(dtype)
+        torch.empty(shape, device=device).normal_(std=0.02, generator=generator).to(dtype)
         for _ in range(GPU_BUFFERS)
     ]
 
@@ -390,14 +397,14 @@ def on_gpu(options: argparse.Namespace, report: Report) -> None:
     ops = [name for name in names if name in OPS]
     chosen = [name for name in names if name in packers.PACKERS]
     for dtype in (torch.bfloat16, torch.float32):
-        w = matrices(dtype, options.device)[0]
+        w = matrices(dtype, options.device, options.quick)[0]
         for name in ops:
             check(name, OPS[name], w)
         for name in chosen:
             packers.check(name, w)
     report.note("correctness: green")
     for dtype in (torch.bfloat16, torch.float32):
-        inputs = matrices(dtype, options.device)
+        inputs = matrices(dtype, options.device, options.quick)
         for name in ops:
             time_op(name, inputs, options, report)
         packed = [packers.Inputs(w) for w in inputs] if chosen else []

@@ -10,6 +10,7 @@ row takes the place of an older one with the same name, dtype, shape and backend
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
@@ -25,7 +26,7 @@ import rich.markup
 import rich.table
 import torch
 
-from experiments.bench.timing import Time, load_text
+from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
 from experiments.support.checkpoint import write_atomic, write_json
 from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state
@@ -63,7 +64,7 @@ class Row:
 def flat(row: Row) -> dict[str, Any]:
     """The row as it stands in a record: times beside the rest, `share` of the limit added."""
     fields = asdict(row)
-    time = fields.pop("time") or dict.fromkeys(("ms", "p20", "p80", "clock", "mhz", "watts"))
+    time = fields.pop("time") or dict.fromkeys(f.name for f in dataclasses.fields(Time))
     share = row.limit_ms / row.time.ms if row.time and row.limit_ms is not None else None
     return {**{key: fields.pop(key) for key in KEY}, **time, **fields, "share": share}
 
@@ -101,8 +102,12 @@ class Report:
         out: Path,
         only: Sequence[str] = ("*",),
         revision: str | None = None,
+        whole: bool | None = None,
     ) -> None:
+        """whole: all rows are measured, so that none of an earlier run stays; None: if `only` says
+        so."""
         self.benchmark, self.out, self.only = benchmark, out, only
+        self.whole = tuple(only) == ("*",) if whole is None else whole
         self.environment = environment(device, revision)
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
@@ -159,7 +164,7 @@ class Report:
 
     def finish(self) -> None:
         """Print the table. A whole run leaves no row of an earlier one."""
-        self.save(self.earlier if tuple(self.only) != ("*",) else [])
+        self.save([] if self.whole else self.earlier)
         print_table(self.benchmark, self.rows)
         for text in self.left_out:
             self.note(f"left out: {text}")
@@ -273,6 +278,15 @@ def loads(rows: list[dict[str, Any]]) -> list[str]:
     if known:
         text = load_text((row["mhz"] for row in known), (row["watts"] for row in known))
         lines.append(text[0].upper() + text[1:] + ".")
+    warmed = [row for row in known if row.get("settled") is not None]
+    if warmed:
+        seconds = sorted(row["warm_s"] for row in warmed)
+        restless = sum(not row["settled"] for row in warmed)
+        lines.append(
+            f"Blocks of whole steps: warm for {seconds[0]:.0f} to {seconds[-1]:.0f} s, until "
+            f"{TURNS} turns took the same time to {SETTLED:.0%}"
+            + (f" (not so within {SETTLE_LIMIT_S:.0f} s: {restless} rows)." if restless else ".")
+        )
     if len(known) < len(timed):
         lines.append(f"In bursts, after idle time: {len(timed) - len(known)} of {len(rows)} rows.")
     return lines

@@ -23,6 +23,11 @@ GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution o
 SUSTAINED_S = 2.0  # so long the calls of a comparison run on a GPU before they are timed
 ENOUGH, LIMIT_S = 3, 2.5  # so many samples on a GPU at least, and no more after so many seconds
 
+BLOCK_MS, BLOCK_STEPS = 300.0, 3  # a sample of whole steps takes so long, of so many steps at least
+# A GPU has settled when so many turns differ by this share of their time at most; whether it has or
+# not, no more turns are spent on it after so many seconds.
+TURNS, SETTLED, SETTLE_LIMIT_S = 3, 0.01, 30.0
+
 
 @dataclass(frozen=True)
 class Time:
@@ -31,6 +36,8 @@ class Time:
 
     mhz, watts: SM clock and power of the GPU while the first call of the comparison ran, medians;
         None if nothing reads them.
+    warm_s: how long the calls of the comparison had run before what is timed. settled: whether
+        their time stood still by then, where that was waited for (`in_turns`).
     """
 
     ms: float
@@ -39,11 +46,17 @@ class Time:
     clock: str
     mhz: float | None = None
     watts: float | None = None
+    warm_s: float | None = None
+    settled: bool | None = None
 
 
-def quantiles(samples: list[float], clock: str = "host", *load: float) -> Time:
+def quantiles(
+    samples: list[float], clock: str = "host", load: tuple[float, float] | None = None, **warm: Any
+) -> Time:
+    """The `Time` of samples; load: (mhz, watts). warm: `warm_s` and `settled`."""
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    return Time(statistics.median(samples), fifths[0], fifths[-1], clock, *load)
+    mhz, watts = load or (None, None)
+    return Time(statistics.median(samples), fifths[0], fifths[-1], clock, mhz, watts, **warm)
 
 
 def read_load() -> tuple[float, float] | None:
@@ -60,28 +73,36 @@ def in_turns(
     repeats: int,
     buffers: int = 1,
     graphs: bool = True,
+    steps: bool = False,
 ) -> dict[str, Time]:
     """Times of `calls`, taken in turns, so that clocks and temperature are the same for all.
 
     Args:
         repeats: samples of each call, after what warms up: a turn, on a GPU SUSTAINED_S of turns.
             On a GPU long calls get fewer.
+        steps: the calls are whole steps of training. On a GPU a sample is then a block of them
+            (BLOCK_MS), as a training loop runs one after the other; what warms up goes on until the
+            GPU's clock has settled (TURNS), and the number of samples is the one asked for.
         buffers: numbers below it go to the calls in rotation. Together the buffers should be
             larger than the last cache.
         graphs: capture the calls in CUDA graphs where that works; no matter on a CPU.
     """
     if device.type == "cpu":
         clocks = {name: (host_clock(call, buffers), "host") for name, call in calls.items()}
-        sustained, limit = 0.0, math.inf
+        sustained, limit, settles = 0.0, math.inf, False
     else:
-        clocks = gpu_clocks(calls, buffers, graphs)
-        sustained, limit = SUSTAINED_S, LIMIT_S
+        clocks = gpu_clocks(calls, buffers, graphs, steps)
+        sustained, limit, settles = SUSTAINED_S, math.inf if steps else LIMIT_S, steps
     start = time.perf_counter()
+    turns: list[float] = []
     while True:
-        for milliseconds, _ in clocks.values():
-            milliseconds(None)
-        if time.perf_counter() - start >= sustained:
+        turns.append(sum(milliseconds(None) for milliseconds, _ in clocks.values()))
+        warm_s = time.perf_counter() - start
+        if warm_s >= sustained and (not settles or settled(turns) or warm_s >= SETTLE_LIMIT_S):
             break
+    warm: dict[str, Any] = {}
+    if device.type != "cpu":
+        warm = {"warm_s": warm_s, "settled": settled(turns) if settles else None}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     loads: list[tuple[float, float]] = []
 
@@ -96,8 +117,17 @@ def in_turns(
             break
         for number, (name, (milliseconds, _)) in enumerate(clocks.items()):
             samples[name].append(milliseconds(None if number else read))
-    load = [statistics.median(column) for column in zip(*loads, strict=True)]
-    return {name: quantiles(samples[name], clocks[name][1], *load) for name in calls}
+    load = None
+    if loads:
+        mhz, watts = zip(*loads, strict=True)
+        load = statistics.median(mhz), statistics.median(watts)
+    return {name: quantiles(samples[name], clocks[name][1], load, **warm) for name in calls}
+
+
+def settled(turns: list[float]) -> bool:
+    """Whether the last TURNS turns took the same time, as those of a settled GPU do."""
+    last = turns[-TURNS:]
+    return len(last) == TURNS and max(last) <= (1 + SETTLED) * min(last)
 
 
 Clock = Callable[[Callable[[], None] | None], float]
@@ -120,7 +150,7 @@ def host_clock(call: Call, buffers: int) -> Clock:
 
 
 def gpu_clocks(
-    calls: Mapping[str, Call], buffers: int, graphs: bool
+    calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
 ) -> dict[str, tuple[Clock, str]]:
     """For each call a clock and its kind. What a clock is given is called while the GPU works.
 
@@ -133,19 +163,21 @@ def gpu_clocks(
     clocks, pool = {}, None
     for name, call in calls.items():
         pool = pool or (torch.cuda.graph_pool_handle() if graphs else None)
-        clocks[name] = gpu_clock(call, buffers, stream, pool)
+        clocks[name] = gpu_clock(call, buffers, stream, pool, steps)
         if clocks[name][1] == "events":
             pool = None  # a capture that failed may still hold it
     return clocks
 
 
-def gpu_clock(call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any) -> tuple[Clock, str]:
+def gpu_clock(
+    call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any, steps: bool = False
+) -> tuple[Clock, str]:
     """As `gpu_clocks`, for one call; without a pool it is not captured."""
     with torch.cuda.stream(stream):
         for i in range(buffers):  # compiles, plans and allocates
             call(i)
         estimate = elapsed_ms(lambda: call(0))
-        count = buffers * max(1, min(32, round(GRAPH_MS / max(estimate, 1e-3) / buffers)))
+        count = calls_in_a_sample(estimate, buffers, steps)
         capture = pool is not None and not waits(call)
         graph = captured(call, count, buffers, stream, pool) if capture else None
 
@@ -160,6 +192,13 @@ def gpu_clock(call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any) ->
             return elapsed_ms(start, meanwhile) / count
 
     return milliseconds, "graph" if graph else "events"
+
+
+def calls_in_a_sample(estimate: float, buffers: int, steps: bool) -> int:
+    """How many calls, of `estimate` milliseconds each, a sample on a GPU has."""
+    long = BLOCK_MS if steps else GRAPH_MS
+    least, most = (BLOCK_STEPS, 256) if steps else (1, 32)
+    return buffers * max(least, min(most, round(long / max(estimate, 1e-3) / buffers)))
 
 
 def load_text(mhz: Iterable[float | None], watts: Iterable[float | None]) -> str:

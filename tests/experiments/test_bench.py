@@ -100,7 +100,7 @@ def test_what_a_gpu_runs_runs_here_as_well(small, monkeypatch, tmp_path):
     """On the CPU, without a compiler; what only a GPU has is left out with its reason."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     collected = Report("ops", CPU, tmp_path / "record.json")
-    ops.on_gpu(argparse.Namespace(device=CPU, repeats=2), collected)
+    ops.on_gpu(argparse.Namespace(device=CPU, repeats=2, quick=False), collected)
     names = [(row["name"], row["dtype"]) for row in collected.rows]
     everything = [*ops.OPS, *packers.PACKERS]
     assert names == [(n, dtype) for dtype in ("bfloat16", "float32") for n in everything]
@@ -146,7 +146,7 @@ def test_on_a_gpu_a_comparison_begins_under_load(monkeypatch):
     now, seen = 0.0, []
     loads = iter([(1500.0, 690.0), (1400.0, 700.0), (1450.0, 650.0), (1.0, 1.0)])
 
-    def gpu_clocks(calls, buffers, graphs):
+    def gpu_clocks(calls, buffers, graphs, steps):
         def clock(name, ms):
             def milliseconds(meanwhile):
                 nonlocal now
@@ -168,12 +168,28 @@ def test_on_a_gpu_a_comparison_begins_under_load(monkeypatch):
     assert (
         seen == [("dense", False), ("sparse", False)] * 2 + [("dense", True), ("sparse", False)] * 3
     )
-    assert times["sparse"] == Time(400.0, 400.0, 400.0, "graph", 1450.0, 690.0)
+    assert times["sparse"] == Time(400.0, 400.0, 400.0, "graph", 1450.0, 690.0, warm_s=2.0)
     seen.clear()
     monkeypatch.setattr(timing, "read_load", lambda: None)
     times = in_turns({"dense": 1500.0}, cuda, repeats=7)
     assert len(seen) == 2 + timing.ENOUGH  # 4.5 s: no fourth sample begins after 2.5 s
     assert times["dense"].mhz is None
+    seen.clear()
+    times = in_turns({"step": 1500.0}, cuda, repeats=7, steps=True)
+    assert len(seen) == timing.TURNS + 7 and times["step"].settled
+    assert times["step"].warm_s == 1.5 * timing.TURNS
+
+
+def test_a_gpu_has_settled_when_turns_take_the_same_time():
+    assert not timing.settled([100.0, 100.0])
+    assert timing.settled([90.0, 100.0, 100.5, 101.0])
+    assert not timing.settled([100.0, 100.5, 101.1])
+
+
+def test_a_sample_of_steps_is_a_block_of_them():
+    assert timing.calls_in_a_sample(180.0, 1, True) == timing.BLOCK_STEPS
+    assert timing.calls_in_a_sample(60.0, 1, True) == 5
+    assert timing.calls_in_a_sample(180.0, 2, False) == 2
 
 
 def test_clock_and_power_are_not_read_without_a_gpu():
@@ -315,6 +331,12 @@ def test_the_table_says_under_which_load(tmp_path):
     )
     assert report.loads([new, old]) == [line, "In bursts, after idle time: 1 of 2 rows."]
     assert report.loads([host]) == []
+    step = Time(2.0, 1.5, 2.5, "events", 1450.0, 690.0, warm_s=12.0, settled=True)
+    rows = [report.flat(Row("a", "b", "c", "d", t)) for t in (step, replace(step, settled=False))]
+    assert report.loads(rows)[1] == (
+        "Blocks of whole steps: warm for 12 to 12 s, until 3 turns took the same time to 1% (not "
+        "so within 30 s: 1 rows)."
+    )
 
 
 # --- bad input -----------------------------------------------------------------------------------

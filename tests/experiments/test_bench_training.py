@@ -1,6 +1,9 @@
 """The benchmarks of linears, blocks and training steps: what they compare, and their gates."""
 
+import importlib.util
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import methods
-from experiments.bench import arms, block, dense_fp8, linear, memory, train
+from experiments.bench import arms, block, dense_fp8, goals, jobs, linear, sizes, train
+from experiments.bench import step as steps
 from experiments.bench.__main__ import main
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import Time, in_turns
@@ -16,13 +20,14 @@ from experiments.support.errors import UserError
 
 CPU = torch.device("cpu")
 SHAPE = (64, 16, 32)  # tokens, in, out; FP8 products take multiples of 16
+HERE = [name for name in ARMS if name != arms.TORCHAO or importlib.util.find_spec("torchao")]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(linear, "CPU_SHAPES", (SHAPE,))
     monkeypatch.setattr(block, "CPU_SHAPE", ("nano", 16))
-    monkeypatch.setattr(train, "CPU_JOBS", {"tiny": train.gpt2("nano", 2, 8)})
+    monkeypatch.setattr(jobs, "CPU_JOBS", {"tiny": jobs.gpt2("nano", 2, 8)})
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -39,7 +44,7 @@ def run(benchmark, tmp_path, *arguments):
 
 def test_linear_has_every_arm_with_its_parts(tmp_path):
     rows = run("linear", tmp_path)
-    assert list(rows) == list(ARMS)
+    assert list(rows) == HERE
     for name, row in rows.items():
         assert (row["shape"], row["dtype"]) == ("64 x 16 -> 32", "float32")
         assert row["peers"].keys() == {"dense"} and row["flops"] == 6 * 64 * 16 * 32
@@ -86,8 +91,97 @@ def test_block_and_train(tmp_path):
     rows = run("train", tmp_path, "--only", "dense", "t_sr_ste")
     assert list(rows) == ["dense", "t_sr_ste"]
     assert rows["dense"]["figures"]["tokens/s"] == pytest.approx(16e3 / rows["dense"]["ms"])
-    assert rows["t_sr_ste"]["figures"].keys() == {"tokens/s", "step, masks chosen ms"}
+    of_all = {"tokens/s", "trained MiB", "held MiB", "trained over dense", "held over dense"}
+    of_all |= {"first step s"}
+    assert rows["dense"]["figures"].keys() == of_all
+    searching = {"step, masks chosen ms", "step with its share of that ms"}
+    assert rows["t_sr_ste"]["figures"].keys() == of_all | searching
     assert rows["t_sr_ste"]["peers"] == {"dense": rows["dense"]["ms"]}
+
+
+def test_dense_stands_in_every_comparison():
+    together = list(train.comparisons(list(jobs.NAMES)))
+    assert all(group[0] == "dense" and len(group) <= train.TOGETHER for group in together)
+    assert {name for group in together for name in group} == set(jobs.NAMES)
+    for group in together:
+        if any(ARMS[name].fp8 for name in group):
+            assert group[1:3] == ["dense fp8", arms.TORCHAO]
+    assert list(train.comparisons(["slope"])) == [["dense", "slope"]]
+    assert list(train.comparisons(["dense"])) == [["dense"]]
+    assert list(train.comparisons(["dense fp8"])) == [["dense", "dense fp8"]]
+
+
+def test_a_row_that_is_asked_for_alone_has_its_dense_peer(tmp_path):
+    rows = run("train", tmp_path, "--only", "slope", "--shapes", "t*")
+    assert list(rows) == ["slope"] and rows["slope"]["peers"].keys() == {"dense"}
+    assert 0.5 < rows["slope"]["figures"]["trained over dense"] < 1
+    assert main(["train", "--device", "cpu", "--shapes", "huge"]) == 1
+
+
+def test_quick_runs_all_linears_and_a_stack(tmp_path):
+    out = tmp_path / "cpu.json"
+    asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    assert main(["train", "--quick", "--device", "cpu", *asked]) == 0
+    rows = json.loads(out.read_text())["benchmarks"]["train"]["rows"]
+    assert [row["shape"] for row in rows] == list(jobs.QUICK_JOBS)
+
+
+@pytest.mark.parametrize("job", [*jobs.QUICK_JOBS.values(), *jobs.GPU_JOBS.values()])
+def test_a_job_says_how_wide_the_linears_are_that_it_converts(job):
+    if job.needs == "timm":
+        pytest.importorskip("timm")
+    with torch.device("meta"):
+        model, _, blocks = job.build()
+    converted = methods.build("dense", include=job.include).matching_linears(model)
+    assert {(m.in_features, m.out_features) for m in converted.values()} == set(job.linears)
+    assert all(any(m is block for m in model.modules()) for block in blocks[:-1])
+
+
+def test_replayed_steps_and_launched_ones_take_turns(monkeypatch):
+    """Without a GPU a replay is a call: the gradients lie where the capture left them."""
+    step = steps.Step("t_sr_ste", jobs.gpt2("nano", 2, 8), CPU, "dense")
+
+    captured = []
+
+    def graph_of(part, _):
+        def replay():
+            if replay is captured[0]:  # the backward pass: a replay writes, where a call adds
+                step.optimizer.zero_grad(set_to_none=False)
+            part()
+
+        captured.append(replay)
+        part()
+        return replay
+
+    monkeypatch.setattr(steps, "graph_of", graph_of)
+    step.ordinary(0)
+    replayed = step.capture(None)
+    before = step.parameters[-1].detach().clone()
+    for call in (replayed, replayed, step.ordinary, step.searching, replayed, step.searching):
+        call(0)
+        assert all(p.grad is None for p in step.parameters)
+    assert not torch.equal(before, step.parameters[-1])
+
+
+def test_goals_are_judged_by_what_was_measured_together():
+    figures = {"step with its share of that ms": 100.0, "launched over graphs": 1.02}
+    judged = goals.judge(goals.WIDE, "t_sr_ste", figures, 99.0, {"dense": 128.0})
+    assert judged == (
+        "1.27 x as fast as dense (1.28); launched at most 1.03 x graphs (1.02)", True
+    )  # fmt: skip
+    assert goals.judge(goals.WIDE, "ste", {}, 1.0, {"dense": 1.0}) == ("", None)
+    peers = {"dense": 160.0, arms.TORCHAO: 110.0}
+    words, met = goals.judge(goals.WIDE, "s_ste, fp8", {}, 100.0, peers)
+    assert not met and f"1.20 x as fast as {arms.TORCHAO} (1.10)" in words
+    memory = {"peak over dense": 0.68, "held over dense": 0.63}
+    words, met = goals.judge(goals.WIDE, "slope", memory, 1.0, {"dense": 2.0})
+    assert not met and "held over dense at most 0.62 (0.63)" in words
+    # 511,000 tokens of 124 million parameters in a second
+    assert goals.share_of_peak(6 * 124e6 * 511e3, 1000) == pytest.approx(48.1, abs=0.1)
+    shapes = {shape for shape, _ in [*goals.FASTER, *goals.MEMORY]}
+    assert shapes <= jobs.GPU_JOBS.keys()
+    names = {name for _, name in goals.FASTER} - {"t_sr_ste, fp8"}  # where the method has it
+    assert names <= ARMS.keys()
 
 
 @pytest.mark.parametrize("benchmark", ["linear", "block", "train"])
@@ -112,7 +206,7 @@ def test_memory_counts_the_parts():
     built = linear.build("t_sr_ste", SHAPE, torch.float32, CPU, "dense", 1)
     weight = 4 * 16 * 32
     keys_and_phase = 2 * 8
-    assert memory.parts(built.converted) == {
+    assert sizes.parts(built.converted) == {
         "weights": weight,
         "masks": 16 * 32 + 1,  # a byte a weight, and whether the layer is dense
         "packed": 0,
@@ -123,7 +217,7 @@ def test_memory_counts_the_parts():
     built.forward_backward(0)
     optimizer.step()
     step_number = 4
-    assert memory.parts(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
+    assert sizes.parts(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
 
 
 def test_memory_runs(tmp_path):
@@ -147,7 +241,7 @@ def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("key", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", HERE)
 def test_the_gate_sees_each_product(name, key, monkeypatch):
     """One that is off by a percent, with FP8, too: what that rounds is part of what is expected."""
     expected, off = arms.expected, 1.01
@@ -175,7 +269,7 @@ def test_packed_products_pass_the_gate_and_are_named(name, used, monkeypatch):
     shape = (64, 64, 128)
     built = linear.build(name, shape, torch.bfloat16, CPU, "cusparselt", 1)
     assert built.converted.used == used
-    assert memory.parts(built.converted)["packed"] > 0
+    assert sizes.parts(built.converted)["packed"] > 0
     linear.gate(name, shape, torch.bfloat16, CPU, "cusparselt")
 
 
@@ -191,11 +285,12 @@ def test_the_gate_sees_gradients_that_compilation_changes():
 @pytest.mark.parametrize("name", ["t_sr_ste", arms.SIMULATED])
 def test_blocks_share_one_compilation(name):
     """A graph for the blocks and one for the loss, whatever the method keeps in a layer."""
-    step = train.Step(name, train.gpt2("nano", 2, 8), CPU, "dense")
+    step = steps.Step(name, jobs.gpt2("nano", 2, 8), CPU, "dense")
     torch.compiler.reset()
     counters.clear()
-    train.compile_checked(step, "aot_eager")
+    step.compile("aot_eager")
     step.ordinary(0)
+    steps.check_compiled(step)
     step.searching(0)
     assert counters["stats"]["unique_graphs"] == 2
     step.close()
@@ -203,7 +298,7 @@ def test_blocks_share_one_compilation(name):
 
 def test_the_gate_sees_one_wrong_gradient_of_one_block(monkeypatch):
     """A matrix whose gradient is lost when compiled: a small part of the model's whole gradient."""
-    step = train.Step("s_ste, fp8", train.gpt2("nano", 2, 8), CPU, "dense")
+    step = steps.Step("s_ste, fp8", jobs.gpt2("nano", 2, 8), CPU, "dense")
     block = step.blocks[0]
 
     def compiled(x):
@@ -213,14 +308,19 @@ def test_the_gate_sees_one_wrong_gradient_of_one_block(monkeypatch):
         finally:
             weight.requires_grad_()
 
-    monkeypatch.setattr(step, "compile", lambda _: None)
-    train.compile_checked(step)  # the same code is the same to the bit
-    monkeypatch.setattr(step, "compile", lambda _: setattr(block, "_compiled_call_impl", compiled))
+    steps.check_compiled(step)  # the same code is the same to the bit
+    block._compiled_call_impl = compiled
     with pytest.raises(UserError, match="a gradient only compiled or only uncompiled"):
-        train.compile_checked(step)
+        steps.check_compiled(step)
 
 
-# --- the dense FP8 peer --------------------------------------------------------------------------
+def test_fp8_is_found_in_the_config_of_a_method():
+    assert arms.takes_fp8("s_ste") and not arms.takes_fp8("dense")
+    for name, arm in arms.ON_FP8_UNITS.items():
+        assert name == f"{arm.method}, fp8" and arm.options["fp8"] == arm.fp8 == arms.ON_UNITS
+
+
+# --- the dense FP8 peers -------------------------------------------------------------------------
 
 
 def test_dense_fp8_is_exact_where_eight_bits_suffice():
@@ -251,3 +351,26 @@ def test_dense_fp8_quantises_a_matrix_and_its_transpose():
     # Half a unit in the last of three places, and the step of the smallest numbers.
     error = (codes.float() * inverse - x).abs()
     assert (error <= x.abs() * 2**-4 + inverse * 2**-10).all()
+
+
+def test_torchao_is_a_peer_where_it_is_installed(tmp_path, monkeypatch):
+    """With what stands for it: the linears that it is given are those of the arm."""
+
+    def convert(model, *, module_filter_fn):
+        names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+        dense_fp8.convert(model.get_submodule(n) for n in names if module_filter_fn(None, n))
+
+    module = types.ModuleType("torchao.float8")
+    module.convert_to_float8_training = convert
+    package = types.ModuleType("torchao")
+    package.float8 = module
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)
+    rows = run("train", tmp_path, "--only", "dense fp8*")
+    assert rows[arms.TORCHAO]["backend"] == "torchao"
+    assert rows[arms.TORCHAO]["peers"].keys() == {"dense", "dense fp8", arms.TORCHAO}
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.delitem(sys.modules, "torchao.float8")
+    run("train", tmp_path, "--only", "dense fp8*")
+    record = json.loads((tmp_path / "cpu.json").read_text())["benchmarks"]["train"]
+    assert any(text.startswith(f"{arms.TORCHAO}: ") for text in record["left_out"])

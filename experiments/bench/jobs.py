@@ -1,0 +1,188 @@
+"""The models and batches whose training steps are measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.bench import arms, sam
+from experiments.bench.report import Report
+from experiments.support.errors import UserError
+from methods.nn.conversion import PRESETS
+from models.gpt2 import GPT, Block, GPTConfig
+
+SPARSE = ("ste", "semi_sparse", "t_sr_ste", "s_ste", "slope")
+NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS)
+MLP, ALL = ("*mlp.*",), PRESETS["all"]
+Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and its batch.
+
+    build: the model, a function that computes its loss on one batch, always the same, and the
+        modules that are compiled; called in the context of the device. tokens: that a linear sees.
+    items, unit: of throughput. linears: [(in, out), ...] of those that are converted, by `include`.
+    names: of the arms. around: a context for all that is done with it. needs: a package.
+    """
+
+    build: Callable[[], Built]
+    tokens: int
+    items: int
+    unit: str
+    linears: tuple[tuple[int, int], ...]
+    names: tuple[str, ...] = NAMES
+    include: tuple[str, ...] = MLP
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    needs: str = "torch"
+
+
+class Head(nn.Module):
+    """Hidden states [B, T, C] and targets [B, T] to the loss. A module, to be compiled as one."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.linear = model.lm_head
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(hidden).flatten(0, 1), target.flatten())
+
+
+class Stack(nn.Module):
+    """Blocks of GPT-2 one after the other, [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+def square(y: Tensor) -> Tensor:
+    """A loss of hidden states or features: the mean of their squares."""
+    return y.float().square().mean()
+
+
+def widths_of(config: GPTConfig, every: bool) -> tuple[tuple[int, int], ...]:
+    """(in, out) of the linears of a block, or of those of its MLP."""
+    c, f = config.n_embd, config.ffn_width
+    return ((c, f), (f, c), *(((c, 3 * c), (c, c)) if every else ()))
+
+
+def gpt2(size: str, batch: int, length: int) -> Job:
+    config = GPTConfig.of_size(size)
+
+    def build() -> Built:
+        model = GPT(config)
+        ids = torch.randint(config.vocab_size, (2, batch, length))
+        head = Head(model)
+        blocks: list[nn.Module] = [*model.transformer.h, head]
+        return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
+
+    return Job(build, batch * length, batch * length, "tokens", widths_of(config, False))
+
+
+def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: int) -> Job:
+    config = GPTConfig(layers, heads, widths[0], vocab_size=1, n_inner=widths[1])
+
+    def build() -> Built:
+        model = Stack(config)
+        x = torch.randn(batch, length, config.n_embd)
+        return model, lambda: square(model(x)), list(model.h)
+
+    return Job(build, batch * length, batch * length, "tokens", widths_of(config, False))
+
+
+def all_linears(job: Job, config: GPTConfig) -> Job:
+    """The same with all linears of the blocks converted; the head stays dense."""
+    return replace(job, linears=widths_of(config, True), include=ALL)
+
+
+def vit(name: str, batch: int, width: int, patches: int) -> Job:
+    def build() -> Built:
+        import timm
+
+        model: Any = timm.create_model(name)
+        size = model.default_cfg["input_size"]
+        images, classes = torch.randn(batch, *size), torch.randint(1000, (batch,))
+        return model, lambda: F.cross_entropy(model(images), classes), list(model.blocks)
+
+    widths = (width, 4 * width)
+    linears = (widths, widths[::-1])
+    return Job(build, batch * (patches + 1), batch, "images", linears, needs="timm")
+
+
+def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) -> Job:
+    """SAM's image encoder; changed: arguments of the model in place of timm's."""
+
+    def build() -> Built:
+        model: Any = sam.encoder(name, img_size=size, **changed)
+        images = torch.randn(batch, 3, size, size)
+        return model, lambda: square(model(images)), list(model.blocks)
+
+    def attention() -> AbstractContextManager[Any]:
+        """The only fused kernel that gives the gradient of a bias; torch may prefer others."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+    tokens, widths = batch * (size // 16) ** 2, (width, 4 * width)
+    linears = (widths, widths[::-1])
+    return Job(build, tokens, batch, "images", linears, around=attention, needs="timm")
+
+
+_WIDE = GPTConfig(6, 32, 4096, vocab_size=1, n_inner=14336)
+_774M, _124M = gpt2("774M", 16, 1024), gpt2("124M", 32, 1024)  # half a step of the driver's
+_STACK = stack(6, 32, (4096, 14336), 8, 1024)
+STACK = "6 blocks 4096 -> 14336, 8 x 1024"
+
+QUICK_JOBS = {
+    "GPT-2 nano, 2 x 32": gpt2("nano", 2, 32),
+    "GPT-2 nano, 2 x 32, all linears": all_linears(gpt2("nano", 2, 32), GPTConfig.of_size("nano")),
+    "2 blocks 64 -> 128, 2 x 32": stack(2, 2, (64, 128), 2, 32),
+}
+CPU_JOBS = {"GPT-2 nano, 4 x 128": gpt2("nano", 4, 128)}
+GPU_JOBS = {
+    "GPT-2 774M, 16 x 1024": _774M,
+    "GPT-2 774M, 16 x 1024, all linears": all_linears(_774M, GPTConfig.of_size("774M")),
+    "GPT-2 124M, 32 x 1024": replace(_124M, names=(*NAMES, arms.SIMULATED)),
+    "GPT-2 124M, 32 x 1024, all linears": all_linears(_124M, GPTConfig.of_size("124M")),
+    STACK: _STACK,
+    f"{STACK}, all linears": all_linears(_STACK, _WIDE),
+    "ViT-L/16, 64 images": vit("vit_large_patch16_224", 64, 1024, 196),
+    "SAM ViT-L encoder, 4 images": sam_encoder("samvit_large_patch16", 4, 1024, 1024),
+}
+
+
+def jobs(options: argparse.Namespace, report: Report) -> dict[str, Job]:
+    """Those that are asked for, that this device is for and whose packages are there."""
+    if options.quick:
+        found = QUICK_JOBS
+    elif options.device.type == "cpu":
+        report.leave_out(f"without a GPU: {'; '.join(GPU_JOBS)}; compiled, in bf16")
+        found = CPU_JOBS
+    else:
+        found = GPU_JOBS
+    asked = {s: j for s, j in found.items() if any(fnmatchcase(s, g) for g in options.shapes)}
+    if not asked:
+        globs = " ".join(options.shapes)
+        raise UserError(f"--shapes {globs} matches none of: {'; '.join(found)}")
+    for shape, job in list(asked.items()):
+        try:
+            __import__(job.needs)
+        except ImportError as error:
+            report.leave_out(f"{shape}: {error}")
+            del asked[shape]
+    return asked

@@ -1,0 +1,39 @@
+"""Bytes of what a model under a method holds from step to step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from experiments.bench.arms import Converted
+
+
+def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Bytes of what stays: parameters (their gradients take the same), the state of the optimizer,
+    and in the converted layers masks, packed operands and dense ones."""
+    sizes = {"weights": sum(p.nbytes for p in converted.model.parameters())}
+    if optimizer is not None:
+        state = [t for s in optimizer.state.values() for t in s.values()]
+        sizes["optimizer"] = sum(t.nbytes for t in state if isinstance(t, torch.Tensor))
+    for kind in ("masks", "packed", "operands"):
+        sizes[kind] = sum(size(layer, kind) for layer in converted.layers.values())
+    return sizes
+
+
+def trained_and_held(
+    converted: Converted, optimizer: torch.optim.Optimizer
+) -> tuple[int, int]:
+    """Bytes of weights, gradients and the state of the optimizer alone, and of all that stays."""
+    sizes = parts(converted, optimizer)
+    trained = 2 * sizes["weights"] + sizes["optimizer"]
+    return trained, trained + sum(sizes[kind] for kind in ("masks", "packed", "operands"))
+
+
+def size(layer: nn.Module, kind: str) -> int:
+    """Bytes of the buffers of this kind."""
+    total = 0
+    for name, buffer in layer.named_buffers():
+        is_mask = buffer.dtype in (torch.bool, torch.uint8)
+        found = "masks" if is_mask else "packed" if name.startswith("packed") else "operands"
+        total += buffer.nbytes if found == kind else 0
+    return total

@@ -1,0 +1,236 @@
+"""A whole optimizer step of a model under a method, launched or replayed from CUDA graphs.
+
+In the trainer's order: hooks, forward, backward, clipping, hooks, fused AdamW, gradients to zero,
+hooks; on a GPU under bf16 autocast with fp32 weights, the blocks and the loss compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.bench import arms, sizes
+from experiments.bench.arms import Converted
+from experiments.bench.jobs import Job
+from experiments.bench.report import MIB
+
+WARM_UP = 2
+
+
+@dataclass
+class BlockCall:
+    """A call of a block: its arguments, and the gradient of its output."""
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    gradient: Tensor | None = None
+
+    def run(self, step: Step, forward: Callable[..., Tensor]) -> list[Tensor | None]:
+        """The output of `forward`, and the gradients of arguments and parameters."""
+        floats = [torch.is_tensor(a) and a.is_floating_point() for a in self.args]
+        args = [
+            a.detach().requires_grad_() if f else a for a, f in zip(self.args, floats, strict=True)
+        ]
+        self.block.zero_grad()
+        with step.autocast():
+            output = forward(*args, **self.options)
+        output.backward(self.gradient)
+        inputs = [a.grad for a, f in zip(args, floats, strict=True) if f]
+        return [output.detach(), *inputs, *(p.grad for p in self.block.parameters())]
+
+
+class Step:
+    """A model under a method with its optimizer, at one step after another.
+
+    first_s: seconds from nothing to the end of the first step, compilation included.
+    """
+
+    first_s = 0.0
+
+    def __init__(self, name: str, job: Job, device: torch.device, matmul: str) -> None:
+        torch.manual_seed(0)
+        self.device, self.name = device, name
+        self.others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        with device:
+            self.model, self.forward, self.blocks = job.build()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.converted: Converted = arms.convert(
+            name, self.model, job.include, dtype, job.tokens, matmul
+        )
+        self.parameters = list(self.model.parameters())
+        method = self.converted.method
+        self.optimizer = method.optimizer(self.parameters, lr=1e-4, weight_decay=0.1, fused=True)
+        self.numbers = itertools.count()
+
+    def compile(self, backend: str = "inductor") -> None:
+        """The blocks, one by one: they share their code, so one compilation serves them all."""
+        for block in self.blocks:
+            block.compile(fullgraph=True, backend=backend)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of the first micro-batch of step 0."""
+        self.optimizer.zero_grad()
+        self.converted.before(0)
+        self.loss().backward()
+        return [p.grad for p in self.parameters]
+
+    def recorded(self) -> list[BlockCall]:
+        """What each block, uncompiled, is given in the first micro-batch of step 0, forward and
+        backward."""
+        calls: list[BlockCall] = []
+        compiled = [block._compiled_call_impl for block in self.blocks]
+
+        def record(block: nn.Module, args: Any, options: Any, output: Tensor) -> None:
+            calls.append(call := BlockCall(block, args, options))
+            output.register_hook(lambda gradient: setattr(call, "gradient", gradient))
+
+        hooks = [b.register_forward_hook(record, with_kwargs=True) for b in self.blocks]
+        for block in self.blocks:
+            block._compiled_call_impl = None
+        self.gradients()
+        for block, hook, call in zip(self.blocks, hooks, compiled, strict=True):
+            hook.remove()
+            block._compiled_call_impl = call
+        return calls
+
+    def loss(self) -> Tensor:
+        with self.autocast():
+            return self.forward()
+
+    def autocast(self) -> Any:
+        on_gpu = self.device.type == "cuda"
+        return torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
+
+    def run(self, number: int) -> None:
+        method = self.converted.method
+        self.converted.before(number)
+        self.loss().backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        method.on_gradients(number, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        method.on_step_end(number)
+
+    def ordinary(self, _: int) -> None:
+        """The next step that chooses no masks, if there are such."""
+        period = self.converted.searching + 1
+        number = next(n for n in self.numbers if period == 1 or (n + 1) % period)
+        self.run(number)
+
+    def searching(self, _: int) -> None:
+        self.run(self.converted.searching)
+
+    def capture(self, pool: Any) -> Callable[[int], None]:
+        """An ordinary step of which all but the optimizer and clipping is replayed from graphs.
+
+        pool: of memory for what no graph keeps beyond its replay; the graphs may share it.
+        UserError if the gradients of a replay are not those of the step itself.
+        """
+        method = self.converted.method
+        want = [None if g is None else g.clone() for g in self.gradients()]
+        # Sums whose order is left to chance differ in a last bit, and that grows (check_compiled).
+        noise = arms.deviation(self.name, self.gradients(), want)
+        self.optimizer.zero_grad()
+        backward = graph_of(lambda: self.loss().backward(), pool)
+        gradients = [p.grad for p in self.parameters]  # where every replay writes them
+        decay = graph_of(lambda: method.on_gradients(0, self.optimizer), pool)
+        end = graph_of(lambda: method.on_step_end(0), pool)
+        self.converted.before(0)
+        backward()
+        arms.check_same(self.name, gradients, want, noise)
+        self.optimizer.zero_grad()
+
+        def step(_: int) -> None:
+            self.converted.before(0)
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            decay()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            end()
+            method._remember(None)  # a replay does not tell the method that the step has ended
+
+        return step
+
+    def close(self) -> None:
+        """Free what a compiled model of 774M would keep from the next one."""
+        del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
+        gc.collect()
+        torch.compiler.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:
+    """What replays `part` from a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool):
+        part()
+    return graph.replay
+
+
+def ready(name: str, job: Job, device: torch.device, matmul: str) -> Step:
+    """A step, on a GPU compiled, checked and warm."""
+    start = time.perf_counter()
+    step = Step(name, job, device, matmul)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        step.compile()
+    with arms.compiling() if on_gpu else nullcontext():
+        step.ordinary(0)
+    if on_gpu:
+        torch.cuda.synchronize()
+    step.first_s = time.perf_counter() - start
+    if on_gpu:
+        check_compiled(step)
+    for _ in range(WARM_UP):
+        step.ordinary(0)
+    return step
+
+
+def check_compiled(step: Step) -> None:
+    """UserError if a block, given what it is given in a step, has other gradients compiled than
+    uncompiled.
+
+    Block by block and matrix by matrix, because a last bit grows on its way through a model: it
+    flips codes of FP8, and these flip what MVUE keeps. With FP8 in all linears of GPT-2 a last bit
+    in the input of each block moves the gradients by 0.19 after 2 blocks, by 0.28 after 12 and 0.30
+    after 36 (emulated, width 256), as far as FP8 itself moves them from those of bf16; a last bit
+    of each tensor within a block moves those of its matrices by 0.09 to 0.19.
+    """
+    calls = step.recorded()
+    with arms.compiling():
+        for call in calls:
+            want, got = (call.run(step, run) for run in (call.block.forward, call.block))
+            vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
+            others = [[i] for i in range(len(want)) if i not in vectors]
+            for group in (vectors, *others):
+                arms.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
+
+
+def held(step: Step) -> dict[str, float]:
+    """Memory as figures: weights, gradients and the state of the optimizer alone (`trained`), with
+    masks and packed operands (`held`), and on a GPU the peak of what torch allocated for this step,
+    beside what was there before it was built, over steps of each kind."""
+    trained, everything = sizes.trained_and_held(step.converted, step.optimizer)
+    figures = {"trained MiB": trained / MIB, "held MiB": everything / MIB}
+    if step.device.type == "cpu":
+        return figures
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step.ordinary(0)
+    if step.converted.searching:
+        step.searching(0)
+    return {"peak MiB": (torch.cuda.max_memory_allocated() - step.others) / MIB, **figures}
