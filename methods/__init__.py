@@ -18,8 +18,9 @@ from typing import Any
 from . import released
 from .nn.base import Method, Report
 from .nn.linear import refresh
+from .nn.optimizer import FusedAdamW
 
-__all__ = ["Method", "Report", "available", "build", "module", "refresh"]
+__all__ = ["FusedAdamW", "Method", "Report", "available", "build", "module", "refresh"]
 
 
 def available() -> list[str]:

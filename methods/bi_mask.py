@@ -33,7 +33,8 @@ from common_kernels import nm_mask, philox4x32
 
 from . import sr_ste
 from .nn.keys import layer_seed
-from .nn.linear import MaskedLinear
+from .nn.linear import MaskedLinear, SparseLinear
+from .nn.optimizer import StepWork
 
 MOST = 10_000  # permutations, all held at once; the authors take 100
 
@@ -100,6 +101,10 @@ def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
 class Method(sr_ste.Method):
     Config = Config
     Linear = Linear
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        """The operand of dgrad is another one."""
+        return None
 
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from common_kernels import mvue24, quantize_fp8, soft_threshold24
+from common_kernels.adamw import Rule
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.prepare import empty_blob, prune_pack24_
 from common_kernels.prepare.fp8 import project_quantize24_
@@ -33,6 +34,7 @@ from .nn import base
 from .nn.fp8_gemms import FP8, Fp8Formats, fp8_linear
 from .nn.gemms import DENSE, Products, fprop, under_autocast
 from .nn.linear import SparseLinear
+from .nn.optimizer import StepWork
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
@@ -259,6 +261,15 @@ class Method(base.Method):
             for layer in self.layers.values():
                 assert isinstance(layer, Linear)
                 layer.sample_dgrad_operand()
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        config = self.config
+        if config.fp8 != "off" or config.gamma or config.mvue_weight:
+            return None
+        if config.beta == "mse_dynamic":  # the scale is a sum over the weight
+            return None
+        assert isinstance(layer, Linear)
+        return StepWork(layer=layer, rule=Rule(source="soft"), scale=layer.scale)
 
     def finetuning(self, total_steps: int) -> base.Config:
         """The weights are projected on, with the scale of training, in full precision and without

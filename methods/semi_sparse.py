@@ -48,6 +48,8 @@ from common_kernels import nm_mask, transposable_mask24
 from .nn import base
 from .nn.conversion import some_names, weight_of
 from .nn.gemms import DENSE, Products
+from .nn.linear import SparseLinear
+from .nn.optimizer import StepWork
 from .nn.phases import SwitchedLinear, SwitchedMethod
 from .nn.transposable import TransposableLinear
 
@@ -167,6 +169,10 @@ class Method(SwitchedMethod):
 
     def dense_at(self, step: int) -> bool:
         return step >= self.dense_start
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        chooses = self._chooses(step)
+        return layer.step_work(0.0, chooses) if isinstance(layer, TransposableLinear) else None
 
     @property
     def ends_dense(self) -> bool:

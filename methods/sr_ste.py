@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from common_kernels import masked_decay_
+from common_kernels.adamw import Rule
 
 from .nn import base
-from .nn.linear import MaskedLinear
+from .nn.linear import MaskedLinear, SparseLinear
+from .nn.optimizer import StepWork
 
 # On the weights alpha is multiplied by the learning rate alone, and 2e-4 does nothing: of GPT-2's
 # pruned weights it takes 0.5 % in 300,000 steps at 1.5e-4. With 1 a pruned weight loses 1.5e-4 of
@@ -64,15 +66,34 @@ class Method(base.Method):
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-        alpha = self.config.alpha
-        for layer in self.layers.values():
+        super().on_gradients(step, optimizer)
+        alpha = self.alpha(step)
+        if not alpha:
+            return
+        for name, layer in self.layers.items():
             assert isinstance(layer, MaskedLinear)
             if self.config.decay_on == "weights":
                 # Before the optimizer's own step, as AdamW applies its weight decay.
                 shrink = 1.0 - learning_rate_of(optimizer, layer.weight) * alpha
                 layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
-            elif layer.weight.grad is not None:
+            elif name not in self._works and layer.weight.grad is not None:
                 masked_decay_(layer.weight.grad, layer.weight, layer.mask, alpha)
+
+    def alpha(self, step: int) -> float:
+        """The decay factor in optimizer step `step`."""
+        return self.config.alpha
+
+    def decay_of_gradient(self, step: int) -> float:
+        """The same, 0 where the decay acts on the weights."""
+        return self.alpha(step) if self.config.decay_on == "gradients" else 0.0
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        assert isinstance(layer, MaskedLinear)
+        return StepWork(
+            layer=layer,
+            rule=Rule(alpha=self.decay_of_gradient(step), choose="rows"),
+            mask=layer.mask,
+        )
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> float:

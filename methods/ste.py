@@ -11,8 +11,11 @@ optimizer step. The model ends 2:4 sparse. The baseline "hard threshold" of S-ST
 
 from __future__ import annotations
 
+from common_kernels.adamw import Rule
+
 from .nn import base
-from .nn.linear import MaskedLinear
+from .nn.linear import MaskedLinear, SparseLinear
+from .nn.optimizer import StepWork
 
 
 class Config(base.Config):
@@ -22,3 +25,7 @@ class Config(base.Config):
 class Method(base.Method):
     Config = Config
     Linear = MaskedLinear
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        assert isinstance(layer, MaskedLinear)
+        return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)

@@ -35,6 +35,8 @@ from common_kernels.masks import ALGORITHMS
 from . import sr_ste
 from .nn import base
 from .nn.gemms import Products
+from .nn.linear import SparseLinear
+from .nn.optimizer import StepWork
 from .nn.phases import SwitchedMethod
 from .nn.transposable import TransposableLinear
 
@@ -115,6 +117,9 @@ class Method(SwitchedMethod, sr_ste.Method):
     def ends_dense(self) -> bool:
         return bool(self.config.total_steps) and self.dense_at(self.config.total_steps - 1)
 
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if not self.dense_at(step):
-            super().on_gradients(step, optimizer)
+    def alpha(self, step: int) -> float:
+        return 0.0 if self.dense_at(step) else super().alpha(step)
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        assert isinstance(layer, Linear)
+        return layer.step_work(self.decay_of_gradient(step), self._chooses(step))

@@ -7,6 +7,7 @@ them.
     phases          layers and methods that are dense for a part of the training
     transposable    the layer whose mask is 2:4 along both dims
     compressed      the layer that stores its weight as the kept values, and low-rank adapters
+    optimizer       AdamW that does a step's work on the sparse weights in its own pass
     slorb           the low-rank term of AST
     gemms           the three products of a layer, dense or 2:4; fp8_gemms: in FP8
     distillation    methods whose loss has a dense teacher

@@ -39,6 +39,7 @@ from .conversion import Report, weight_of
 from .gemms import Products, choose_products
 from .keys import layer_seed
 from .linear import SparseLinear
+from .optimizer import FusedAdamW, StepWork
 from .order import CallOrder
 
 
@@ -107,6 +108,7 @@ class Method:
         self.flips_per_refresh = 0.0
         self._masks_before: list[Tensor] | None = None
         self._order = CallOrder()
+        self._works: dict[str, StepWork] = {}  # that the optimizer has taken over, by layer
 
     # ------------------------------------------------------------------ conversion
 
@@ -295,18 +297,31 @@ class Method:
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         """After unscaling and clipping, before `optimizer.step()`.
 
-        `optimizer` is only needed by options that depend on the learning rate.
+        `optimizer` is needed by options that depend on the learning rate, and by one that does the
+        work of a step itself, `FusedAdamW`.
         """
+        self._works.clear()
+        if isinstance(optimizer, FusedAdamW):
+            works = {n: self.step_work(layer, step) for n, layer in self.sparse_layers.items()}
+            self._works = optimizer.take({n: work for n, work in works.items() if work})
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        """All that `on_gradients` and `on_step_end` do with the weight of `layer` in this step, for
+        an optimizer that can do it in one pass; None: only they can."""
+        return None
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         """After `optimizer.step()`: masks that are due and all derived operands."""
         self._order.check_begun(self._trained(), step)
         due = self._chooses(step)
-        for layer in self.sparse_layers.values():
+        for name, layer in self.sparse_layers.items():
+            if name in self._works and self._works[name].done:
+                continue
             if due:
                 layer.refresh_mask()
             layer.refresh()
+        self._works.clear()
         if self._masks_before is not None:
             changed = sum(
                 float(flip_rate(old, new)) * new.numel()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common_kernels import transposable_mask24
+from common_kernels import adamw, transposable_mask24
 from common_kernels.prepare import empty_blob, pack_both24_
 
 from .gemms import Products
+from .optimizer import StepWork
 from .phases import SwitchedLinear
 
 
@@ -33,3 +34,17 @@ class TransposableLinear(SwitchedLinear):
         pack_both24_(packed, self.packed_transposed, self.weight.detach(), self.mask)
         if self.operand is not None:
             self.operand.copy_(self.effective_weight())
+
+    def step_work(self, alpha: float, chooses: bool) -> StepWork | None:
+        """All that a step does with the weight, for `Method.step_work`.
+
+        Args:
+            alpha: of the masked decay. chooses: whether a mask is due.
+        """
+        if self.config.algorithm not in adamw.CHOICES:
+            return None
+        choose, source = self.config.algorithm if chooses else None, "mask"
+        if self.is_dense:
+            source = "whole"
+        rule = adamw.Rule(alpha=alpha, choose=choose, source=source)
+        return StepWork(layer=self, rule=rule, mask=self.mask)

@@ -7,6 +7,7 @@ defaults.
 import copy
 import io
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -155,6 +156,23 @@ def assert_same_step(loss, gradients, expected, run):
         sampled = name.endswith(".weight") and getattr(layer, "mvue", None)
         bound = 2**-3 if sampled else 2**-12
         assert (gradient - wanted).norm() <= bound * wanted.norm() + 1e-7, name
+
+
+@every_method
+def test_a_step_in_one_pass_changes_no_bit(name, options):
+    """`FusedAdamW` with the hooks, beside torch's and the same hooks, over refreshes and phases."""
+    runs = [Run(name, options) for _ in range(2)]
+    if any(run.method.needs_adamw and name != "step" for run in runs):
+        return  # an update rule of its own
+    makers = methods.FusedAdamW, partial(torch.optim.AdamW, fused=True)
+    for run, make in zip(runs, makers, strict=True):
+        run.optimizer = make(run.model.param_groups(0.1), lr=1e-2)
+    for step in range(4):
+        assert runs[0].step(step) == runs[1].step(step)
+        for of_model in (nn.Module.named_parameters, nn.Module.named_buffers):
+            for (n, a), (_, b) in zip(*(of_model(r.model) for r in runs), strict=True):
+                assert torch.equal(a, b), n
+    assert runs[0].method.metrics() == runs[1].method.metrics()
 
 
 @every_method

@@ -1,0 +1,158 @@
+"""AdamW that does a method's work on the sparse weights in the pass that updates them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
+
+from .linear import SparseLinear
+
+
+@dataclass(eq=False, kw_only=True)
+class StepWork:
+    """What a step does with the weight of `layer` beside AdamW's update.
+
+    mask, scale: those of the layer that `rule` reads or writes. done: the layer's weight, mask and
+        operands are those after the step.
+    """
+
+    layer: SparseLinear
+    rule: Rule
+    mask: Tensor | None = None
+    scale: Tensor | None = None
+    done: bool = False
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` that reads and writes each sparse weight once a step.
+
+    For a loop that calls a method's hooks it takes the place of `torch.optim.AdamW`:
+    `on_gradients(step, optimizer)` then leaves to it what it can do with the update, that is masked
+    decay, a mask that is due and the operands, and `on_step_end` does the rest. Weights that no
+    method speaks for, or that are not plain fp32 matrices, are updated as torch does it. Its state
+    is that of `torch.optim.AdamW`: a state dict of either loads into the other.
+
+    A GradScaler is served as by torch's fused optimizers. `grad_scale`, if set, divides the
+    gradients, which stay as they are. Nothing in `step` waits for the device.
+    """
+
+    _works: Mapping[str, StepWork] = {}  # by name; the method's dict, which may empty it
+    _by_weight: Mapping[Tensor, StepWork] = {}  # of the step that runs
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, fused=True)
+
+    def take(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
+        """Those of `works`, by name, that the next step will do: what is left in this dict then.
+
+        Those that were taken before are forgotten.
+        """
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        layers = Counter(work.layer.weight for work in works.values())
+        taken = {
+            name: work
+            for name, work in works.items()
+            if layers[work.layer.weight] == 1 and _can_do(work, groups.get(work.layer.weight))
+        }
+        self._works = taken
+        return taken
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights, and do the work that was taken."""
+        self._by_weight = {work.layer.weight: work for work in self._works.values()}
+        try:
+            return super().step(closure)
+        finally:
+            self._works, self._by_weight = {}, {}
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        """torch's, which makes the state and lists what `step` updates next; of that the weights
+        with work are updated here, and struck out."""
+        has_complex = super()._init_group(group, *lists)
+        params = lists[0]
+        mine = [i for i, p in enumerate(params) if p in self._by_weight]
+        if mine:
+            self._update(group, [self._by_weight[params[i]] for i in mine])
+            for entries in filter(None, lists):  # one is of amsgrad and stays empty
+                for i in reversed(mine):
+                    del entries[i]
+        return has_complex
+
+    def _update(self, group: dict[str, Any], works: list[StepWork]) -> None:
+        launches: dict[tuple[torch.device, Rule], list[StepWork]] = {}
+        for work in works:
+            launches.setdefault((work.layer.weight.device, work.rule), []).append(work)
+        for (device, rule), together in launches.items():
+            adamw24_(
+                [_tensors(work, self.state[work.layer.weight]) for work in together],
+                Rates(
+                    lr=_on(device, group["lr"]),
+                    betas=(float(group["betas"][0]), float(group["betas"][1])),
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                ),
+                rule,
+                # A GradScaler sets them, as attributes, for one step.
+                grad_scale=_on(device, vars(self).get("grad_scale")),
+                found_inf=_on(device, vars(self).get("found_inf")),
+            )
+            for work in together:
+                work.done = True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of this class or of `torch.optim.AdamW`."""
+        own = {"fused": True, "foreach": None}
+        groups = [{**group, **own} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
+    weight = work.layer.weight
+    return (
+        group is not None
+        and not group["amsgrad"]
+        and not group["maximize"]
+        and type(weight) is nn.Parameter  # no DTensor, which is sharded
+        and weight.dtype == torch.float32
+        and weight.grad is not None
+    )
+
+
+def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
+    layer = work.layer
+    assert layer.weight.grad is not None
+    return Weight24(
+        weight=layer.weight,
+        grad=layer.weight.grad,
+        exp_avg=state["exp_avg"],
+        exp_avg_sq=state["exp_avg_sq"],
+        step=state["step"],
+        mask=work.mask,
+        scale=work.scale,
+        dense=layer.operand,
+        packed=layer.packed,
+        transposed=layer.packed_transposed,
+    )
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A number as it is, also one in a tensor on the CPU; a tensor on `device`."""
+    if not isinstance(value, Tensor) or value.device == device:
+        return value
+    return float(value) if value.device.type == "cpu" else value.to(device, non_blocking=True)

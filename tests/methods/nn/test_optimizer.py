@@ -1,0 +1,287 @@
+"""`FusedAdamW` beside `torch.optim.AdamW`: what it takes over, and that the step is the same.
+
+That no bit changes on a CPU, for every method, refresh and phase, is in test_contract.py.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import methods
+from common_kernels import nm_mask, transposable_mask24
+from methods.nn.gemms import Products
+
+T_SR_STE = {"alpha": 0.1, "mvue": "off", "total_steps": 8, "refresh_every": 2}
+TAKEN = [
+    ("ste", {}),
+    ("sr_ste", {"alpha": 0.1}),
+    ("sr_ste", {"alpha": 0.1, "decay_on": "weights"}),
+    ("t_sr_ste", T_SR_STE | {"dense_fraction": 0.5}),
+    ("semi_sparse", {"algorithm": "exact"}),
+    ("semi_sparse", {}),
+    ("s_ste", {"mvue": "off"}),
+]
+LEFT = [
+    ("bi_mask", {}),
+    ("gmp", {"total_steps": 8}),
+    ("s_ste", {"fp8": "paper"}),
+    ("s_ste", {"gamma": 0.1}),
+    ("s_ste", {"beta": "mse_dynamic"}),
+    ("s_ste", {"mvue_weight": True}),
+    ("semi_sparse", {"mode": "activation"}),
+    ("t_sr_ste", T_SR_STE | {"algorithm": "two_approx"}),
+]
+
+
+class Run:
+    """Two sparse linears and a dense one, with gradients that follow from the step."""
+
+    def __init__(self, name, options, make=methods.FusedAdamW, packed=False, **settings):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8))
+        self.method = methods.build(name, include=["0", "1"], measure_every=0, **options)
+        self.method.convert(self.model, dtype=torch.bfloat16)
+        if packed:
+            for layer in self.method.sparse_layers.values():
+                products = layer.sparse_products()
+                layer.accelerate(Products(fprop=products.fprop, dgrad=products.dgrad))
+        self.optimizer = make(self.model.parameters(), lr=1e-2, **settings)
+
+    def gradients(self, step):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+    def step(self, step):
+        self.method.on_step_begin(step)
+        self.gradients(step)
+        self.method.on_gradients(step, self.optimizer)
+        self.optimizer.step()
+        self.method.on_step_end(step)
+
+    def tensors(self):
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def state(self):
+        parts = self.model, self.method, self.optimizer
+        torch.save([part.state_dict() for part in parts], buffer := io.BytesIO())
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+    def load(self, state):
+        for part, saved in zip((self.model, self.method, self.optimizer), state, strict=True):
+            part.load_state_dict(saved)
+
+
+def fused(params, **settings):
+    return torch.optim.AdamW(params, fused=True, **settings)
+
+
+def assert_equal(one, other):
+    tensors = other.tensors()
+    assert one.tensors().keys() == tensors.keys()
+    for name, tensor in one.tensors().items():
+        assert torch.equal(bits(tensor), bits(tensors[name])), name
+
+
+def bits(tensor):
+    """The metadata of a blob are no numbers: some are NaN."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("name", "options"), TAKEN, ids=str)
+def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeypatch):
+    """The kernels, over refreshes and a phase: masks and operands are exactly those of the weights
+    that there are; from equal states a step leaves the weights of torch's to rounding."""
+    run, other = Run(name, options, packed=packed), Run(name, options, fused, packed=packed)
+    for step in (3, 4, 5):
+        run.method.on_step_begin(step)  # in step 4 of 8 t_sr_ste turns dense
+        other.load(run.state())
+        run.gradients(step)
+        run.method.on_gradients(step, run.optimizer)
+        assert run.method._works.keys() == {"0", "1"}
+        with monkeypatch.context() as patch:
+            patch.setenv("SPARSE24_BACKEND", "triton")
+            run.optimizer.step()
+        with monkeypatch.context() as patch:
+            for layer in run.method.sparse_layers.values():
+                patch.setattr(layer, "refresh", lambda: pytest.fail("derived again"))
+                patch.setattr(layer, "refresh_mask", lambda: pytest.fail("chosen again"))
+            run.method.on_step_end(step)
+        other.step(step)
+        for (n, a), (_, b) in zip(
+            run.model.named_parameters(), other.model.named_parameters(), strict=True
+        ):
+            # A first step moves an entry by lr; a few roundings of that, and of the entry.
+            assert ((a - b).abs() <= 8 * 2**-24 * (b.abs() + 10 * 1e-2)).all(), n
+        derived = copy.deepcopy(run.model)
+        for layer in derived[:2]:
+            if run.method._chooses(step):
+                layer.refresh_mask()
+            layer.refresh()
+        for (n, a), (_, b) in zip(run.model.named_buffers(), derived.named_buffers(), strict=True):
+            assert torch.equal(bits(a), bits(b)), n
+
+
+@pytest.mark.parametrize(("name", "options"), LEFT, ids=str)
+def test_leaves_other_work_to_the_hooks(name, options):
+    run = Run(name, options)
+    run.method.on_step_begin(0)
+    run.gradients(0)
+    run.method.on_gradients(0, run.optimizer)
+    assert not run.method._works
+
+
+@pytest.mark.parametrize(("name", "options"), TAKEN[2:4], ids=str)
+def test_resumes_bit_for_bit(name, options):
+    whole = Run(name, options, packed=True)
+    states = []
+    for step in range(6):
+        states.append(whole.state())
+        whole.step(step)
+    for start in (2, 3, 5):
+        resumed = Run(name, options, packed=True)
+        resumed.load(states[start])
+        for step in range(start, 6):
+            resumed.step(step)
+        assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, fused], ids=["foreach", "fused"])
+def test_state_dicts_of_torchs_adamw_load_and_are_loaded(make):
+    one, other = Run("sr_ste", {}), Run("sr_ste", {}, make)
+    other.step(0)
+    one.load(other.state())
+    assert all(group["fused"] for group in one.optimizer.param_groups)
+    reference = Run("sr_ste", {}, fused)
+    reference.load(other.state())
+    reference.optimizer.param_groups[0].update(fused=True, foreach=False)
+    for run in (one, reference):
+        run.step(1)
+    assert_equal(one, reference)
+    other.load(one.state())
+    assert (
+        other.optimizer.state_dict()["state"].keys() == one.optimizer.state_dict()["state"].keys()
+    )
+    other.step(2), one.step(2)
+    assert_equal(other, one)  # it goes on with torch's fused kernel, as the state says
+
+
+@pytest.mark.parametrize("hook", [True, False], ids=["", "hook-left-out"])
+def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due(hook):
+    """Of the weights as they were, as the hooks do. A loop need not wait for the device to learn
+    whether to call `on_gradients`."""
+    runs = [Run("t_sr_ste", T_SR_STE, make) for make in (methods.FusedAdamW, fused)]
+    for run in runs:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        run.step(0)
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.method.on_step_begin(1)
+        run.gradients(1)
+        run.model[0].weight.grad[3, 5] = torch.inf
+        scaler.scale(torch.ones(()))  # makes the scale
+        scaler.unscale_(run.optimizer)
+        if hook and run is runs[0]:
+            run.method.on_gradients(1, run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.method.on_step_end(1)
+        assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), before, strict=True))
+        assert run.optimizer.state[run.model[0].weight]["step"] == 1
+        assert "found_inf" not in vars(run.optimizer)
+        mask = transposable_mask24(run.model[0].weight.detach())
+        assert torch.equal(run.model[0].mask, mask)
+    assert_equal(*runs)
+
+
+def test_a_scaler_that_unscales_in_the_step():
+    """Decay follows the division by the scale."""
+    runs = [Run("sr_ste", {"alpha": 0.1}) for _ in range(2)]
+    for run, scale in zip(runs, (1.0, 2.0**10), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(torch.ones(()))
+        run.method.on_step_begin(0)
+        run.gradients(0)
+        for parameter in run.model.parameters():
+            parameter.grad *= scale
+        run.method.on_gradients(0, run.optimizer)
+        scaler.step(run.optimizer)
+        run.method.on_step_end(0)
+    assert_equal(*runs)
+
+
+def test_clipping_by_a_scale_of_the_gradients():
+    """grad_scale = norm / largest norm, without a pass over the gradients: powers of two, exact."""
+    runs = [Run("sr_ste", {"alpha": 0.1}) for _ in range(2)]
+    for run, scaled in zip(runs, (True, False), strict=True):
+        run.method.on_step_begin(0)
+        run.gradients(0)
+        if scaled:
+            run.optimizer.grad_scale = torch.tensor(4.0)
+        else:
+            for parameter in run.model.parameters():
+                parameter.grad /= 4
+        run.method.on_gradients(0, run.optimizer)
+        run.optimizer.step()
+        run.method.on_step_end(0)
+    assert_equal(*runs)
+
+
+def test_rates_of_a_group_and_in_tensors():
+    run, other = (Run("ste", {}, make) for make in (methods.FusedAdamW, fused))
+    for each in (run, other):
+        (group,) = each.optimizer.param_groups
+        group.update(lr=torch.tensor(0.03), betas=(0.5, 0.75), weight_decay=0.5, eps=1e-3)
+        each.step(0)
+    assert_equal(run, other)
+
+
+def test_hooks_do_what_the_optimizer_did_not_come_to():
+    """A loop that leaves `optimizer.step` out, then one that does not pass it on; other weights."""
+    run, other = Run("sr_ste", {"alpha": 0.1}), Run("sr_ste", {"alpha": 0.1}, fused)
+    run.method.on_step_begin(0)
+    run.gradients(0)
+    run.method.on_gradients(0, run.optimizer)
+    with torch.no_grad():
+        run.model[0].weight.add_(torch.randn(128, 64))
+    run.method.on_step_end(0)
+    assert torch.equal(run.model[0].mask, nm_mask(run.model[0].weight.detach()))
+
+    other.load(run.state())
+    for each in (run, other):
+        each.method.on_step_begin(1)
+        each.gradients(1)
+        each.method.on_gradients(1)
+        each.optimizer.step()
+        each.method.on_step_end(1)
+    assert_equal(run, other)
+
+    run.gradients(2)
+    run.model[0].weight.grad = None
+    run.optimizer.param_groups[0]["params"] = list(run.model[0].parameters())
+    run.method.on_gradients(2, run.optimizer)
+    assert not run.method._works
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_other_forms_of_adamw_are_torchs(option):
+    run, other = (Run("ste", {}, make) for make in (methods.FusedAdamW, fused))
+    for each in (run, other):
+        each.optimizer.param_groups[0][option] = True
+        each.step(0)
+    assert_equal(run, other)
+
+
+def test_weights_that_two_layers_share_are_left_to_the_hooks():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    method = methods.build("sr_ste", include=["*"], alpha=0.1)
+    method.convert(model)
+    model[1].weight = model[0].weight
+    optimizer = methods.FusedAdamW(model.parameters())
+    model[0].weight.grad = torch.ones(8, 8)
+    method.on_gradients(0, optimizer)
+    assert not method._works
