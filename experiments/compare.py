@@ -60,7 +60,7 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
         curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points)
         for quantity in dict.fromkeys(point.quantity for point in points)
     }
-    if panels:  # else all diverged at once
+    if panels:  # there are none if every run diverged at once
         write_atomic(stem.with_suffix(".png"), lambda p: curves.figure(panels, curves.SPREAD, p))
     say(f"written: {stem}.md, .csv, -runs.csv, -curves.csv, .png")
 

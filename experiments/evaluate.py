@@ -102,7 +102,7 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
     report(f"WEIGHTS: {_described(config)}")
     report(legality.text(rows, dense=config.kind == "dense"))
     with checkpoint.exclusive(config.directory()):
-        done = finished(config)  # by another process, since it was asked above
+        done = finished(config)  # another process may have finished it meanwhile
         if done is not None:
             return done
         model.to(here.device).eval()

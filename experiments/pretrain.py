@@ -29,7 +29,7 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
     models: dict[str, dict[str, list[str]]] = {}
     for result in done:
         config = result["config"]
-        if config["method"]["name"] != "dense":  # which converts none
+        if config["method"]["name"] != "dense":  # dense converts none
             models.setdefault(config["model"]["name"], {})[config["method"]["name"]] = result[
                 "converted"
             ]

@@ -1,1 +1,1 @@
-"""Plain modules: no model here knows a training method."""
+"""GPT-2, BERT, ViT, DINO and an encoder-decoder as plain modules; none knows a training method."""

@@ -1,4 +1,4 @@
-"""What a trainer asks of a model, with a default for each."""
+"""The base class of models: the hooks that a trainer calls, with a default for each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Model(nn.Module):
         return param_groups(self.named_parameters(), weight_decay)
 
     def on_step_begin(self, step: int) -> None:
-        """Before the first micro-batch of optimizer step `step`."""
+        """Called before the first micro-batch of optimizer step `step`."""
 
     def on_gradients(self, step: int) -> None:
-        """After unscaling and clipping, before `optimizer.step()`."""
+        """Called after unscaling and clipping, before `optimizer.step()`."""
 
     def on_step_end(self, step: int) -> None:
-        """After `optimizer.step()`."""
+        """Called after `optimizer.step()`."""
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the model's own for the log."""
+        """The model's own entries of the training log, by name."""
         return {}

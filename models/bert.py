@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2019, arXiv 1810.04805), and the form that Cramming gave it (Geiping and
+"""BERT (Devlin et al., 2019, arXiv 1810.04805), and Cramming's variant of it (Geiping and
 Goldstein, 2023, arXiv 2212.14034).
 
 Shapes: B sequences, T tokens, C = n_embd channels, H = n_head heads, V = vocab_size, N predicted
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import BertForMaskedLM, BertForPreTraining
 
 TOKEN_TYPES = 2
-EPS = 1e-12  # of the layer norms
+EPS = 1e-12  # epsilon of the layer norms
 
 _CRAMMING: dict[str, Any] = {
     "block_size": 128,
@@ -50,7 +50,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Shape and form of a BERT. `vocab_size` 30528 is BERT's 30522 rounded up to a multiple of 64.
+    """Shape and variant of a BERT. `vocab_size` 30528 is BERT's 30522 rounded up to a multiple of
+    64.
 
     n_inner: outputs of a feed-forward network's first linear; None = 4 * n_embd. With `glu` half of
         them are the gates, so that the second linear takes n_inner / 2.
@@ -97,7 +98,8 @@ class BertConfig:
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> BertConfig:
-        """`base`, `large`, `cramming`, or `nano` for the CPU; `overrides` are fields."""
+        """The config of a named size: `base`, `large`, `cramming`, or `nano` for the CPU;
+        `overrides` are fields."""
         if size not in SIZES:
             raise ValueError(f"unknown BERT size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
@@ -123,7 +125,8 @@ class SinusoidalPositions(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token ids [B, T], their types [B, T] -> normed sum of three embeddings [B, T, C]."""
+    """Layer-normalised sum of token, type and position embeddings: ids [B, T], types [B, T] -> [B,
+    T, C]."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -230,7 +233,7 @@ class Pooler(nn.Module):
 
 
 class Bert(nn.Module):
-    """The trunk. `pooler` is None unless the config says `next_sentence`."""
+    """BERT without its heads. `pooler` is None unless the config has `next_sentence`."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -264,7 +267,7 @@ class Bert(nn.Module):
 
 
 class Transform(nn.Module):
-    """What comes before the decoder, [..., C] -> [..., C]."""
+    """The linear layer, activation and norm before the decoder, [..., C] -> [..., C]."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -276,7 +279,7 @@ class Transform(nn.Module):
 
 
 class Predictions(nn.Module):
-    """Hidden states [..., C] -> logits [..., V]."""
+    """The head for masked words: hidden states [..., C] -> logits [..., V]."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -377,7 +380,7 @@ _DECODER = "predictions.decoder.weight"
 
 
 def _their_names(name: str) -> list[str]:
-    """What transformers calls one of our tensors: three names for the fused projection, one else.
+    """The names in transformers of one of our tensors: three for the fused projection, else one.
 
     Its decoder's bias has a second name there, which is left out.
     """
@@ -409,7 +412,7 @@ def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
         for name, value in required.items()
         if getattr(hf, name) != value
     ]
-    if getattr(hf, "position_embedding_type", "absolute") != "absolute":  # of older releases
+    if getattr(hf, "position_embedding_type", "absolute") != "absolute":  # in older releases
         problems.append(f"position_embedding_type={hf.position_embedding_type!r}")
     if "cls.predictions.transform.dense.weight" not in theirs:
         problems.append(f"{type(hf_model).__name__} has no head for masked language modelling")
@@ -435,7 +438,7 @@ def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
 
 @torch.no_grad()
 def to_hf(model: BertLM) -> BertForMaskedLM | BertForPreTraining:
-    """transformers' model with a copy of our weights, in their dtype: `BertForPreTraining` where
+    """The transformers model with a copy of our weights, in their dtype: `BertForPreTraining` if
     there is a classifier of sentence pairs, else `BertForMaskedLM`.
 
     Raises:

@@ -27,9 +27,9 @@ from models.vit import ViT, ViTConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DinoConfig:
-    """Crops, head, loss and schedules; the defaults are those of the authors' code for ImageNet,
-    but for the teacher's temperature: that code keeps it at 0.04, and its authors document the rise
-    to 0.07 over the first 30 epochs as an improvement.
+    """Crops, head, loss and schedules of a self-distillation. The defaults are those of the
+    authors' code for ImageNet, except the teacher's temperature: that code keeps it at 0.04, and
+    its authors document the rise to 0.07 over the first 30 epochs as an improvement.
 
     local_crops: beside the two global ones, which have the model's image size; `local_size` is
         theirs in pixels a side. global_scale, local_scale: share of the image's area in a crop.
@@ -106,7 +106,7 @@ class DinoConfig:
         return 1.0 - remaining * (1.0 - self.momentum)
 
     def frozen_at(self, step: int) -> bool:
-        """Whether the prototypes stay as they are in optimizer step `step`."""
+        """True if the prototypes are not trained in optimizer step `step`."""
         return step < round(self.frozen_fraction * self.total_steps)
 
 
@@ -162,7 +162,7 @@ class Head(nn.Module):
 
 
 class Network(nn.Module):
-    """Backbone and head: what student and teacher both are."""
+    """Backbone and head, as student and teacher both have them."""
 
     def __init__(self, backbone: ViT, head: Head) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: Tensor | float) -> 
 
 
 class DINO(Model):
-    """Student and teacher of one ViT.
+    """Student and teacher of one ViT; the loss is that of `dino_loss` between them.
 
     All that a step depends on is set by the hooks that a trainer calls around its own work:
 
@@ -227,10 +227,10 @@ class DINO(Model):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False).eval()
         self.register_buffer("centre", torch.zeros(config.prototypes))
         self.register_buffer("teacher_temperature", torch.tensor(config.teacher_temperature_at(0)))
-        # Of the current step: the teacher's outputs [K], its entropy, the loss, the batch.
+        # Sums over the current step: the teacher's outputs [K], its entropy, the loss, images.
         sums = torch.zeros(config.prototypes + 3)
         self.register_buffer("sums", sums, persistent=False)
-        # Means of the step before: entropy of the teacher, loss.
+        # Means over the last step: entropy of the teacher, loss.
         self.register_buffer("figures", torch.zeros(2), persistent=False)
 
     def train(self, mode: bool = True) -> DINO:
@@ -256,13 +256,13 @@ class DINO(Model):
         return student, loss
 
     def backbone(self) -> ViT:
-        """The teacher's ViT, which is what training is for."""
+        """The teacher's ViT, which is the result of the training."""
         return self.teacher.backbone
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups of the student, as the released code of DINO has them: biases and norms
-        are not decayed; all else is, the class token and position embeddings too. `lr_scale` is a
-        group's share of the learning rate."""
+        """Optimizer groups of the student, as in DINO's released code: biases and norms are not
+        decayed; all else is, class token and position embeddings included. `lr_scale` is the factor
+        of a group's learning rate."""
         named: dict[float, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.student.named_parameters():
             named.setdefault(self._rate(name), []).append((name, parameter))
@@ -273,7 +273,7 @@ class DINO(Model):
         ]
 
     def _rate(self, name: str) -> float:
-        """Share of the learning rate of a parameter of the student (DINOv2)."""
+        """The factor of a student parameter's learning rate (DINOv2)."""
         trunk = re.match(r"backbone\.vit\.(blocks\.(\d+)|cls_token|pos_embed|patch_embed)", name)
         if not trunk:  # the last norm and the head
             return 1.0
@@ -286,20 +286,21 @@ class DINO(Model):
 
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:
-        """Before the first micro-batch. At step 0 the teacher becomes the student: a sparse method
-        may have given its layers another state, random masks say."""
+        """Set the teacher's temperature for the step. At step 0 the teacher becomes a copy of
+        the student, since a sparse method may have given its layers another state (random masks,
+        say)."""
         if step == 0:
             self.teacher.load_state_dict(self.student.state_dict())
         self.teacher_temperature.fill_(self.config.teacher_temperature_at(step))
 
     def on_gradients(self, step: int) -> None:
-        """Before the optimizer: prototypes that are frozen get no gradient."""
+        """Drop the gradients of the prototypes while they are frozen."""
         if self.config.frozen_at(step):
             self.student.head.last_layer.weight.grad = None
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
-        """After the optimizer: the teacher's weights and the centre."""
+        """Update the teacher's weights and the centre."""
         if dist.is_initialized():
             dist.all_reduce(self.sums)
         means = self.sums[:-1] / self.sums[-1]

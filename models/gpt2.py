@@ -72,7 +72,8 @@ class GPTConfig:
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> GPTConfig:
-        """The published size (or `nano`, for the CPU); `overrides` are fields of this class."""
+        """The config of a published size (or `nano`, for the CPU); `overrides` are fields of this
+        class."""
         if size not in SIZES:
             raise ValueError(f"unknown GPT-2 size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
@@ -196,7 +197,8 @@ _GELU_FROM_HF = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
 def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layout of one side turned into the layout of the other; the names are the same."""
+    """The tensors with those of `Conv1D` layers transposed, which converts between transformers'
+    layout and ours; the names are the same."""
     return {k: v.t().contiguous() if k.endswith(_CONV1D) else v for k, v in state.items()}
 
 

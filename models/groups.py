@@ -1,4 +1,4 @@
-"""Optimizer groups of a model's parameters."""
+"""Sorts a model's parameters into optimizer groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 def param_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, spared: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Two groups of those that are trained: matrices and embeddings are decayed, biases and norms
-    are not, nor what is named in `spared`."""
+    """Two groups of the trainable parameters: matrices and embeddings with weight decay; biases,
+    norms and the names in `spared` without."""
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in named:
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Heads for fine-tuning: a class or a number for a text, a span of a text.
+"""Heads for fine-tuning: one classifies a text or gives it a number, one finds a span in it.
 
 Shapes: B sequences, T tokens, C channels. Sequences are padded on the right; `attention_mask`
 [B, T] is 1 at their tokens and 0 at the padding, and without it nothing is padding.
@@ -23,7 +23,7 @@ from models.hf import CausalLM
 
 
 class Head(Model):
-    """The trunk of `pretrained` and what both heads need of it.
+    """Base class of the heads: the trunk of the pretrained model, and its last hidden states.
 
     `block_size` is the longest sequence it takes, `width` its number of channels.
     """
@@ -42,6 +42,7 @@ class Head(Model):
 
     @property
     def trunk(self) -> Any:
+        """The pretrained model without its own head."""
         return getattr(self, self.trunk_name)
 
     def hidden(
@@ -60,14 +61,14 @@ class Head(Model):
 
 @torch.no_grad()
 def _fresh(module: nn.Module) -> nn.Module:
-    """Weights from N(0, 0.02) by torch's generator, zero biases."""
+    """`module` with new weights from N(0, 0.02) by torch's generator and zero biases."""
     for parameter in module.parameters():
         parameter.normal_(std=0.02) if parameter.dim() == 2 else parameter.zero_()
     return module
 
 
 class Classifier(Head):
-    """One of `n_labels` classes for each sequence, or a number if `n_labels` is 1.
+    """Classifies each sequence into `n_labels` classes; with `n_labels` 1 it predicts a number.
 
     BERT sees a sequence through its first token, [CLS], and a tanh pooler, a fresh one if it was
     pre-trained without; causal models see it through its last token, the only one that has seen all
@@ -122,8 +123,8 @@ class Classifier(Head):
 
 
 class SpanPredictor(Head):
-    """First and last token of the answer in each sequence: BERT's way with SQuAD (Devlin et al.,
-    arXiv 1810.04805, section 4.2)."""
+    """Predicts the first and last token of the answer in each sequence, as BERT does for SQuAD
+    (Devlin et al., arXiv 1810.04805, section 4.2)."""
 
     def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
         super().__init__(pretrained)

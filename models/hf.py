@@ -1,4 +1,5 @@
-"""Causal language models of transformers (GPT-2, OPT, LLaMA, Mistral) as the trainer takes them.
+"""Adapts causal language models of transformers (GPT-2, OPT, LLaMA, Mistral) to this project's
+trainer.
 
 Shapes: B sequences, T tokens, V = vocab_size.
 
@@ -151,7 +152,7 @@ class ForTrainer(nn.Module):
 
 
 def _unshare(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    """Tied tensors as copies of their own: safetensors takes no two names for one storage."""
+    """Give tied tensors copies of their own: safetensors takes no two names for one storage."""
     seen: set[int] = set()
     for name, tensor in state.items():
         if tensor.data_ptr() in seen:
@@ -161,7 +162,7 @@ def _unshare(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata:
 
 @contextmanager
 def _one_line(folder: str | Path) -> Iterator[None]:
-    """Errors of transformers while it reads `folder` as a ValueError in one line."""
+    """Raise errors of transformers while it reads `folder` as a `ValueError` in one line."""
     from safetensors import SafetensorError
 
     try:

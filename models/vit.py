@@ -92,12 +92,13 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
-        """Rows that an image of `image_size` gives to a linear layer: patches and class token."""
+        """Tokens of an image of `image_size`: patches and class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> ViTConfig:
-        """tiny, small, base (DeiT's), large, or `nano` for the CPU; `overrides` are fields."""
+        """The config of a named size: tiny, small, base (DeiT's), large, or `nano` for the CPU;
+        `overrides` are fields."""
         if size not in SIZES:
             raise ValueError(f"unknown ViT size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
@@ -134,7 +135,7 @@ class ViT(Model):
                 block.drop_path1, block.drop_path2 = (DropPath(config.drop_path) for _ in range(2))
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [B, 3, S, S] -> features [B, C], what the head gets."""
+        """The features [B, C] that go into the head, from images [B, 3, S, S]."""
         return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -192,7 +193,7 @@ def from_timm(model: VisionTransformer) -> ViT:
 
 
 def _check_same(theirs: nn.Module, ours: nn.Module) -> None:
-    """A ValueError unless both have the same modules, settings and tensors."""
+    """Raise a `ValueError` unless both have the same modules, settings and tensors."""
     # `repr` shows activations, epsilons and rates of dropout, which no tensor tells.
     for line, plain in zip(repr(theirs).splitlines(), repr(ours).splitlines(), strict=False):
         if line != plain:

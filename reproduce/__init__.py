@@ -1,1 +1,1 @@
-"""Turns runs into "paper vs ours" tables; holds no training code."""
+"""Turns finished runs into tables beside the papers' values; holds no training code."""

@@ -1,4 +1,4 @@
-"""The tables' command line: `python -m reproduce quickstart`, `... table2 [paper=..] [tier=..]`.
+"""The command line of tables, blocks, claims and the report: `python -m reproduce --help`.
 
 Trains what is missing and writes `runs/tables/<name>-<tier>` as .md, .csv, -runs.csv and .png.
 Exit status: 0 if every cell of the tier exists, 1 if not, 2 for arguments that mean nothing.
@@ -37,19 +37,20 @@ python -m reproduce --list
 
 
 class UsageError(UserError):
-    """Arguments that ask for nothing that exists."""
+    """An error in the arguments: they ask for something that does not exist."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The tables and the tier that the command line asks for."""
 
     tables: list[Table]
     tier: str
 
 
 def parse(arguments: list[str], tables: list[Table]) -> Request:
-    """Raises UsageError, in one line, for what does not exist."""
+    """The tables and the tier that the arguments name. Raises `UsageError`, in one line, if there
+    are none."""
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if not chosen:
@@ -76,7 +77,8 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
 
 
 def make(table: Table, tier: str, runs: Path) -> bool:
-    """Run what is missing, write and print the table; whether every cell of the tier exists."""
+    """Run what a table misses, then write and print it; True if every cell of the tier
+    has a value."""
     if tier not in table.tiers or table.tiers[tier].unavailable:
         reason = table.tiers[tier].unavailable if tier in table.tiers else "it has no such tier"
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
@@ -129,7 +131,7 @@ def make(table: Table, tier: str, runs: Path) -> bool:
 
 
 def run(arguments: list[str], runs: Path) -> bool:
-    """`run BLOCK [minutes=N] [per_gpu=N]`; whether all runs of the block are done.
+    """Run a block, `run BLOCK [minutes=N] [per_gpu=N]`; True if all its runs are done.
 
     Raises:
         UsageError: arguments that mean nothing.
@@ -158,7 +160,7 @@ def run(arguments: list[str], runs: Path) -> bool:
 
 
 def write_page(options: list[str], runs: Path) -> None:
-    """`report [figure=FILE]`.
+    """Write the report page, `report`, or its main figure, `report figure=FILE`.
 
     Raises:
         UsageError: arguments that mean nothing.
@@ -175,7 +177,8 @@ def write_page(options: list[str], runs: Path) -> None:
 
 
 def attempt(table: Table, tier: str, runs: Path) -> bool:
-    """`make`; what stops it stops no other table."""
+    """`make`, with a `UserError` printed as one line, so that the next table is made all
+    the same."""
     try:
         return make(table, tier, runs)
     except UserError as error:
@@ -184,7 +187,7 @@ def attempt(table: Table, tier: str, runs: Path) -> bool:
 
 
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
-    """The command line with `arguments`; returns the exit status."""
+    """Run the command line with these arguments and return the exit status."""
     raise_on_sigterm()
     try:
         if not arguments or arguments in (["--help"], ["-h"]):

@@ -1,4 +1,4 @@
-"""One cell of a speed or memory table, measured on the device that is there.
+"""Measures one cell of a speed or memory table on the device at hand.
 
 A driver like those of `experiments`: `load`, `run`, `finished`; speed.py has what is timed. The
 result is known by its config and the device, and is kept.
@@ -29,7 +29,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is measured, beside a dense model of the same shape.
+    """Settings of one measurement; everything is measured beside a dense model of the same shape.
 
     what: `linear` (batch * length tokens, width -> inner); `gpt2` (a feed-forward network and a
         whole block); `decoder` (a layer of a language model, with `ranks` of adapters at
@@ -92,12 +92,12 @@ class Config:
         return self.inner or 4 * self.width
 
     def shrunk(self) -> Config:
-        """The same with its widths divided."""
+        """This config with its widths divided by `shrink`."""
         inner = None if self.inner is None else self.inner // self.shrink
         return dataclasses.replace(self, width=self.width // self.shrink, inner=inner, shrink=1)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the figures depend on, and the device they are measured on."""
+        """Everything that the figures depend on, the device included, as plain values."""
         fields = dataclasses.asdict(self)
         for name in ("tier", "runs"):
             del fields[name]
@@ -118,7 +118,7 @@ def device_name(device: torch.device) -> str:
 
 
 def load(overrides: list[str]) -> Config:
-    """The config of `key=value` overrides, written as hydra's.
+    """The config of `key=value` overrides in hydra's syntax.
 
     Raises:
         UserError: a key or value that does not exist.

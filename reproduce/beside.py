@@ -1,4 +1,5 @@
-"""What the measured speed tables say of the papers' statements: `python -m reproduce.beside`.
+"""Writes the table that compares measured speeds with the papers' statements: `python -m
+reproduce.beside`.
 
 Writes the table between the marks in README.md from the CSVs of `measured/h200`; nothing of it is
 written by hand.
@@ -16,15 +17,15 @@ from experiments.support.checkpoint import write_atomic
 HERE = Path(__file__).parent
 MEASURED, README = HERE / "measured" / "h200", HERE / "README.md"
 BEGIN, END = "<!-- beside: written by python -m reproduce.beside -->\n", "<!-- end -->\n"
-EQUAL = 0.01  # of two speeds, beside the noise of the timing
+EQUAL = 0.01  # relative difference up to which two speeds are equal: the noise of timing
 
 Cell = tuple[str, str, str]  # table, row, column
 
 
 @dataclass(frozen=True)
 class Gain:
-    """That something is faster or smaller than dense. paper: where its value stands, if not in the
-    row of ours."""
+    """The statement that something is faster or smaller than dense. paper: the cell of the paper's
+    value, where it is not in the row of ours."""
 
     text: str
     cell: Cell
@@ -32,6 +33,7 @@ class Gain:
     smaller: bool = False
 
     def line(self) -> list[str]:
+        """The cells of the statement's line: text, the paper's value, ours, verdict."""
         paper, ours = read(self.paper or self.cell, "paper"), read(self.cell, "mean")
         if paper is None or ours is None:
             return [self.text, number(paper), number(ours), "not measured"]
@@ -43,12 +45,13 @@ class Gain:
 
 @dataclass(frozen=True)
 class Order:
-    """That the first is faster than the second."""
+    """The statement that the first of two is faster than the second."""
 
     text: str
     cells: tuple[Cell, Cell]
 
     def line(self) -> list[str]:
+        """The cells of the statement's line: text, the paper's values, ours, verdict."""
         paper, ours = ([read(cell, kind) for cell in self.cells] for kind in ("paper", "mean"))
         texts = [self.text, *(" / ".join(map(number, values)) for values in (paper, ours))]
         first, second = ours
@@ -64,7 +67,8 @@ def number(value: float | None) -> str:
 
 
 def read(cell: Cell, kind: str) -> float | None:
-    """The `paper`'s or the `mean` of our value in a measured table; None if it is not there."""
+    """The value in a cell of a measured table, `paper` or `mean` (ours); None if it is
+    not there."""
     table, method, column = cell
     path = MEASURED / f"{table}-full.csv"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Blocks of many small runs, from which claims are judged: `reproduce/blocks/<name>.yaml`.
+"""Blocks of many small runs, by which claims are judged: `reproduce/blocks/<name>.yaml`.
 
 A block trains the same small model under many arms (methods and their options), each with the same
 seeds, so that arms can be compared seed by seed. It may go on from models of another block: then
@@ -27,7 +27,7 @@ from reproduce.spec import TRAINING
 
 BLOCKS = Path(__file__).parent / "blocks"
 EVIDENCE = Path(__file__).parent / "evidence"
-POINTS = 100  # of a kept training curve
+POINTS = 100  # most points of a kept training curve
 RECORD = {
     "block": str,
     "arm": str,
@@ -41,7 +41,8 @@ RECORD = {
 
 @dataclass(frozen=True)
 class Source:
-    """What a block goes on from: the finished run of an arm of another block with the same seed."""
+    """The source of a block's first weights: the finished run, with the same seed, of an arm of
+    another block."""
 
     block: Block
     arm: str
@@ -52,7 +53,7 @@ class Source:
             raise ValueError(f"source.arm={self.arm}; block {self.block.name} has {known}")
 
     def run(self, seed: int, runs: Path) -> BlockRun:
-        """The run that this seed starts from."""
+        """The run whose weights the runs of this seed start from."""
         one = replace(self.block, arms={self.arm: self.block.arms[self.arm]}, seeds=[seed])
         run = next(one.runs(runs))
         run.job.label = f"{self.block.name}: {run.job}"
@@ -61,9 +62,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Block:
-    """title: what is trained. overrides: hydra overrides of all arms. arms: label -> its own
-    overrides, the most important first. seeds: of every arm. source: where the first weights come
-    from, if they are not random."""
+    """Many runs of one small model: every arm with every seed. title: what is trained. overrides:
+    hydra overrides of all arms. arms: own overrides of each arm by label, the most important first.
+    seeds: those of every arm. source: where the first weights come from; None = random."""
 
     name: str
     title: str
@@ -89,7 +90,7 @@ class Block:
                 raise ValueError(f"block {start.name}, its source, has no seeds {others}")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
-        """All runs, seed by seed: every stop leaves whole seeds."""
+        """All runs, seed by seed, so that a stop in between leaves complete seeds."""
         for seed in self.seeds:
             source = None if self.source is None else self.source.run(seed, runs)
             start = None if source is None else source.job
@@ -116,12 +117,13 @@ class BlockRun:
     source: BlockRun | None = None
 
     def file(self, folder: Path) -> Path:
-        """Where its record is kept below a folder of evidence."""
+        """The path of its record below a folder of evidence."""
         return folder / self.block / f"{_file_name(self.arm)}-seed{self.seed}.json"
 
     @property
     def setup(self) -> dict[str, Any]:
-        """What was asked for, without a path of this machine, as its record has it."""
+        """The entries of its record that say how it was asked for, without paths of this
+        machine."""
         if self.source is None:
             return {"overrides": self.job.overrides}
         start = self.source
@@ -130,7 +132,7 @@ class BlockRun:
 
     @cached_property
     def config(self) -> Any:
-        """Its config, whether its source is finished or not.
+        """Its config. The source need not be finished.
 
         Raises:
             UserError: its overrides do not fit together.
@@ -141,7 +143,7 @@ class BlockRun:
             return self.job.compose(self.source.config.directory())
 
     def digest(self) -> str:
-        """The hash that its config is known by; that of a source takes the place of its weights.
+        """The hash of its config; the hash of a source takes the place of its weights.
 
         Raises:
             UserError: its overrides do not fit together.
@@ -154,14 +156,14 @@ class BlockRun:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """An error of the config names the run."""
+        """Add the run's name to an error of its config."""
         try:
             yield
         except UserError as error:
             raise UserError(f"block {self.block}, {self.job}: {error}") from error
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
-        """The kept figures of this very config, from the first folder that has them."""
+        """Its kept record, from the first folder with one of this very config; None without."""
         for folder in folders:
             path = self.file(folder)
             if path.is_file():
@@ -198,8 +200,8 @@ class BlockRun:
 
 @cache
 def _of_an_arm(driver: str, overrides: tuple[str, ...]) -> RunConfig:
-    """The config of these overrides with seed 0 and random first weights: composing takes some
-    50 ms, and what is asked of the kept records needs the hash of every arm and seed."""
+    """The config of these overrides with seed 0 and random first weights. It is cached: composing
+    takes some 50 ms, and reading the records needs the hash of every arm and seed."""
     config: RunConfig = Job("", driver, [*overrides, "seed=0"], Path()).config
     return config
 
@@ -209,7 +211,7 @@ def _file_name(arm: str) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The figures that `BlockRun.keep` wrote.
+    """The content of a record, as `BlockRun.keep` wrote it.
 
     Raises:
         UserError: the file is damaged.
@@ -224,8 +226,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def curves(log: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """By quantity, [step, value] of the log of a run: every evaluation, and at most `POINTS` of
-    what is logged in training (the loss there is a mean over the steps since the last record)."""
+    """The curves of a run's log by quantity, as [step, value]: every evaluation, and at most
+    `POINTS` points of what is logged in training (its loss is a mean over the steps since the last
+    log entry)."""
     found: dict[str, list[list[float]]] = {}
     for name in ("val_loss", "loss", "flip_rate", "grad_norm"):
         points = [[r["step"], float(f"{r[name]:.6g}")] for r in log if r.get(name) is not None]
@@ -257,7 +260,7 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
 
 
 def _content(name: str, folder: Path) -> dict[str, Any]:
-    """The name of a block and the keys of its file."""
+    """The content of a block's file, with its name."""
     import yaml
 
     path = folder / f"{name}.yaml"

@@ -1,4 +1,4 @@
-"""The cells of a table: what finished runs measured, and what the paper says."""
+"""The cells of a table: measured values over seeds, and the papers' values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Numbers = dict[str, float | int | str | None]
 
 @dataclass(frozen=True)
 class Cell:
-    """What is printed, and the figures behind it by name."""
+    """One printed cell: its text, and the numbers behind it by name."""
 
     text: str
     numbers: Numbers = field(default_factory=dict)
 
 
 def value(run: Run, path: str, measures: dict[str, Measure]) -> float | None:
-    """The quantity that a column's `value` names; None if this run does not have it."""
+    """The quantity of a run that a column's `value` names; None if this run does not have it."""
     if "," in path:
         several = [value(run, part.strip(), measures) for part in path.split(",")]
         known = [figure for figure in several if figure is not None]
@@ -61,7 +61,7 @@ def _walk(found: Any, path: str, run: Run) -> float | None:
 
 
 def offered(table: Table, tier: str, path: str) -> bool:
-    """Whether the tier makes the measurements that a column's `value` names."""
+    """True if the tier makes the measurements that a column's `value` names."""
     if "," in path:
         return all(offered(table, tier, part.strip()) for part in path.split(","))
     name, _, rest = path.partition(".")
@@ -78,7 +78,7 @@ def offered(table: Table, tier: str, path: str) -> bool:
 def ours(
     table: Table, tier: str, column: Column, runs: list[Run], baseline: list[Run], unit: str = ""
 ) -> Cell:
-    """What the runs of one row say, over the seeds; `baseline` are those of the first row.
+    """The cell of one row's runs, over the seeds; `baseline` are the runs of the first row.
 
     unit: printed behind the numbers, as `in_unit` has it.
     """
@@ -135,7 +135,7 @@ def _ends_dense(run: Run) -> bool:
 def _values(
     column: Column, path: str, runs: list[Run], measures: dict[str, Measure]
 ) -> dict[int, float]:
-    """seed -> value, of the runs that measured it."""
+    """The column's value of each run that has it, by seed."""
     found = {run.place.seed: value(run, path, measures) for run in runs}
     return {seed: column.scale * v for seed, v in found.items() if v is not None}
 
@@ -143,8 +143,9 @@ def _values(
 def paper(
     table: Table, tier: str, variant: Variant, row: Row, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
-    """The published value, and our difference to it in the full tier: the paper's setting. The
-    smoke tier trains and times something else, beside which no published value is shown.
+    """(cell of the published value, cell of our difference to it). The difference is taken in the
+    full tier alone, which has the paper's setting; the smoke tier trains and times something else,
+    so it shows no published value.
 
     Speed is not compared like that: it was measured on another device.
     """
@@ -164,7 +165,7 @@ def paper(
 
 
 def published_cell(table: Table, variant: Variant, row: Row, column: Column) -> Published | None:
-    """What the paper has there, if that is confirmed."""
+    """The paper's value, if it is confirmed."""
     name = published_name(table, variant, row, column)
     if name is None or table.paper is None or table.published_table is None:
         return None
@@ -174,8 +175,8 @@ def published_cell(table: Table, variant: Variant, row: Row, column: Column) -> 
 def published_name(
     table: Table, variant: Variant, row: Row, column: Column
 ) -> tuple[str, str] | None:
-    """(row, column) of a cell in `published.json`, whether it is there or not; None if the spec
-    names none."""
+    """(row, column) of a cell in `published.json`, which need not be there; None if the spec names
+    none."""
     names = {"row": row.published, "variant": variant.published, "column": column.published}
     templates = row.cells.get(column.label)
     if templates is None:

@@ -1,4 +1,5 @@
-"""Verdicts on the papers' claims, computed from the kept runs of the blocks by `claims.yaml`.
+"""Judges the papers' claims of quality by the kept runs of the blocks, with the rules of
+`claims.yaml`.
 
 The rules stand in claims.yaml, which is older than the runs that they judge. speed_claims.py judges
 what is said of time and memory, verdicts.py tells all of it.
@@ -26,7 +27,8 @@ NOT_TESTED = "not tested"
 
 @dataclass(frozen=True)
 class Margin:
-    """share: of the gap between the arms `lower` and `upper`, that counts as no difference."""
+    """The margin within which two arms count as equal: a `share` of the gap between the arms
+    `lower` and `upper`."""
 
     share: float
     lower: str
@@ -35,7 +37,8 @@ class Margin:
 
 @dataclass(frozen=True)
 class Contrast:
-    """`arm` compared with `against` in `block`, by `metric`, a dotted path into a record.
+    """A comparison of two arms of a block, `arm` and `against`, by `metric`, a dotted path into a
+    record.
 
     margin_of: block whose gap gives the margin of `equal`, where it is not its own."""
 
@@ -53,9 +56,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Speed:
-    """What is measured of time or memory: a column of `table` (reproduce/measured), as factors of
-    dense, in all rows whose labels end with `rows`. kind: see claims.yaml. than: the end of labels
-    of rows that these should be faster than. less: it is memory, of which less is a gain."""
+    """A statement on time or memory: a column of `table` (in reproduce/measured) as factors of
+    dense, over all rows whose labels end with `rows`. kind: see claims.yaml. than: the end of
+    the labels of the rows that these should be faster than. less: it is memory, where less is
+    better."""
 
     table: str
     column: str
@@ -71,7 +75,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim, judged by contrasts of runs or by what is measured of time and memory.
+    """One claim, judged by contrasts of runs or by measurements of time and memory.
 
     number: what the paper gives. decides: what the contrasts need explained. settles: what would
     decide it, where it is not confirmed.
@@ -89,8 +93,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Released:
-    """A defect of released code: `arm` has it and `against` has not. What it changes is told, and
-    not judged: no paper claims anything of it."""
+    """A defect of released code that `arm` has and `against` has not. Its effect is shown but not
+    judged, since no paper claims anything about it."""
 
     block: str
     arm: str
@@ -101,8 +105,8 @@ class Released:
 
 @dataclass(frozen=True)
 class Claims:
-    """All claims with the rules that they share. seeds: the least number that a test needs. noise:
-    share of a single measurement of speed that stands for its interval."""
+    """All claims with the rules that they share. seeds: the least number of seeds for a test.
+    noise: the share of a single speed measurement that stands for its interval."""
 
     margin: Margin
     level: float
@@ -117,7 +121,7 @@ class Claims:
 
     @property
     def blocks(self) -> set[str]:
-        """The blocks whose runs something is judged or told by."""
+        """Names of the blocks that claims are judged by, or defects of released code shown by."""
         contrasts = [c for claim in self.claims for c in claim.contrasts]
         margins = {c.margin_of for c in contrasts if c.margin_of is not None}
         return margins | {c.block for c in contrasts} | {r.block for r in self.released}
@@ -125,9 +129,9 @@ class Claims:
 
 @dataclass(frozen=True)
 class Judged:
-    """A contrast with what came out: the mean paired difference, its 95 % interval, the number of
-    seeds, the margin (of `equal`), Holm's p-values for what is expected and for its contrary.
-    why: it was not tested."""
+    """A contrast with its result: mean paired difference, its 95 % interval, the number of seeds,
+    the margin (if `equal` is expected), and Holm's p-values for what is expected and for the
+    contrary. why: the reason why it was not tested."""
 
     contrast: Contrast
     n: int
@@ -141,7 +145,7 @@ class Judged:
 
 
 def read_claims(path: Path = FILE) -> Claims:
-    """The claims and rules of a file.
+    """The claims and rules in a file.
 
     Raises:
         UserError: a key that does not exist, or a value of the wrong kind.
@@ -155,7 +159,7 @@ def read_claims(path: Path = FILE) -> Claims:
 
 
 def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:
-    """arm - against at every seed that both have."""
+    """The differences of `metric`, arm minus against, at every seed that both have."""
     return list(_paired(values, block, arm, against, metric).values())
 
 
@@ -166,12 +170,12 @@ def _paired(values: Values, block: str, arm: str, against: str, metric: str) -> 
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
-    """The contrasts of a claim with their verdicts."""
+    """The contrasts of a claim with their verdicts, Holm's correction made over all of them."""
     return _with_verdicts([_compared(claims, c, values) for c in claim.contrasts], claims.level)
 
 
 def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
-    """A contrast by itself, without a verdict; one that cannot be tested says why."""
+    """A contrast tested by itself, still without a verdict; `why` tells if it cannot be tested."""
     c, rule = contrast, claims.margin
     by_seed = _paired(values, c.block, c.arm, c.against, c.metric)
     paired, margin = list(by_seed.values()), None
@@ -186,12 +190,12 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
             return Judged(contrast, len(paired), why=f"no margin: {why}")
         paired = [d for s, d in by_seed.items() if s in gaps]
         margin = rule.share * abs(mean(gap))
-        # Seed by seed: as the difference has an error, so has the gap.
+        # Seed by seed, because the gap has an error as the difference has.
         ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
         expected = equivalence_p_value(paired, ends)
         above = p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
         below = p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
-        contrary = min(1.0, 2 * min(above, below))  # it may lie beyond either end
+        contrary = min(1.0, 2 * min(above, below))  # the difference may lie beyond either end
     else:
         both = p_value(paired)
         as_expected = (mean(paired) < 0) == (c.expect == "lower")
@@ -201,8 +205,8 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
 
 
 def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: list[float]) -> str:
-    """Why pairs cannot be tested, or nothing. One without a number is not left out: the others
-    would be those that went well."""
+    """The reason why pairs cannot be tested, or "". A pair without a finite number is not left out:
+    the rest would be the runs that went well."""
     if len(paired) < claims.seeds:
         return f"{len(paired)} of {claims.seeds} seeds of {arm} and {against}"
     if not all(map(math.isfinite, paired)):
@@ -211,7 +215,8 @@ def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: lis
 
 
 def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
-    """Why a gap gives no margin, or nothing. Of one that may be none a share means nothing."""
+    """The reason why a gap gives no margin, or "". A share of a gap that may be zero
+    means nothing."""
     rule = claims.margin
     if why := _untestable(claims, rule.upper, rule.lower, metric, gap):
         return why
@@ -220,7 +225,7 @@ def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
 
 
 def _on_other_data(values: Values, c: Contrast) -> str:
-    """At which seeds the runs had unequal data, in words, or nothing."""
+    """The reason that at some seeds the two runs had different data, or ""."""
     first, second = values[c.block, c.arm], values[c.block, c.against]
     common = sorted(first.keys() & second.keys())
     unequal = [s for s in common if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
@@ -244,7 +249,7 @@ def _with_verdicts(found: list[Judged], level: float) -> list[Judged]:
 
 
 def verdict(verdicts: Sequence[str]) -> str:
-    """Of a claim from those of its parts: refuted if one is, confirmed if all are."""
+    """The verdict on a claim from those on its parts: refuted if one is, confirmed if all are."""
     if REFUTED in verdicts:
         return REFUTED
     if not verdicts or NOT_TESTED in verdicts:

@@ -1,4 +1,5 @@
-"""Every table and figure of the papers, from `coverage.yaml`: which have a spec, which do not.
+"""Lists every table and figure of the papers, from `coverage.yaml`, with a spec or the reason why
+there is none.
 
 Needs neither torch nor the drivers: `python -m reproduce --list` answers at once.
 """
@@ -17,7 +18,7 @@ FILE = Path(__file__).with_name("coverage.yaml")
 
 @dataclass(frozen=True)
 class Item:
-    """One table or figure. reason: why there is no spec, if so."""
+    """One table or figure of a paper. reason: why it has no spec, if so."""
 
     paper: str
     number: str
@@ -31,7 +32,8 @@ class Item:
 
 
 def items(path: Path = FILE) -> dict[str, list[Item]]:
-    """By the papers' names, in the papers' order; the names as given to `paper=`."""
+    """The tables and figures by the papers' titles, in the papers' order; each has the paper's name
+    as in `paper=`."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -46,8 +48,8 @@ def items(path: Path = FILE) -> dict[str, list[Item]]:
 
 
 def state(table: Table, tier: str, runs: Path) -> str:
-    """What the last call made of a tier, as it was written down: to look at the runs themselves
-    would take composing every config of every table."""
+    """How many runs of a tier were done when it was last made, from the file that `make` wrote:
+    looking at the runs themselves would compose every config of every table."""
     try:
         made = json.loads(stem(table, tier, runs).with_suffix(".json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,7 +58,7 @@ def state(table: Table, tier: str, runs: Path) -> str:
 
 
 def record(jobs: int, done: int) -> dict[str, Any]:
-    """The content of that file."""
+    """The content of the file that `state` reads."""
     return {"jobs": jobs, "done": done}
 
 
@@ -66,7 +68,7 @@ def stem(table: Table, tier: str, runs: Path) -> Path:
 
 
 def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> list[str]:
-    """What `--list` prints."""
+    """The lines that `--list` prints."""
     told = []
     own = [table for table in tables if table.paper is None]
     for table in own:

@@ -1,4 +1,4 @@
-"""Loss against mu, the ratio of flip rates, for the decay factors of claim 2: CSV and figure.
+"""Draws loss against mu, the ratio of flip rates, for the decay factors of claim 2: CSV and figure.
 
 mu is the flip rate with the factor over that of a dense run, both in the last quarter of the
 warm-up (experiments.find_decay). The dense rate is known from the pilot alone, evidence/
@@ -28,8 +28,8 @@ LINES = ("dense", "half")
 
 @dataclass(frozen=True)
 class Factor:
-    """A decay factor. mu_from: `pilot` or `records`; mu_records: what the records say of it, too.
-    val_loss: mean over n seeds with its standard deviation."""
+    """One decay factor. mu_from: where mu comes from, `pilot` or `records`; mu_records: mu by the
+    records, in either case. val_loss: mean over n seeds, with its standard deviation std."""
 
     arm: str
     alpha: float
@@ -43,7 +43,7 @@ class Factor:
 
 
 def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
-    """By mu; empty if there are no records of the arms."""
+    """The decay factors in ascending order of mu; empty without records of the arms."""
     arms = {a: r for (b, a), r in values.items() if b == BLOCK and (a == ARM or PREFIX in a)}
     if ARM not in arms:
         return []
@@ -69,7 +69,7 @@ def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
 
 
 def _search(pilot: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The pilot's search with the learning rate of the record."""
+    """The pilot's search that has the learning rate of the record."""
     rate = _option(record, "train.learning_rate")
     searches = json.loads(pilot.read_text(encoding="utf-8"))["searches"].values()
     wanted = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": rate}
@@ -87,7 +87,7 @@ def _flips(record: dict[str, Any], window: list[int]) -> float:
 
 
 def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
-    """`<stem>.csv` and `.png`; whether there is anything to show."""
+    """Write `<stem>.csv` and `<stem>.png`; True if there was anything to show."""
     found = factors(values, pilot)
     if not found:
         return False

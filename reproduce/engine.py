@@ -1,4 +1,4 @@
-"""Runs the jobs of a table in order, what is finished not again, and collects what came out."""
+"""Runs the jobs of a table that are not finished, in order, and collects the results."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ class Run:
 
 
 def run_job(job: Job, report: Report) -> Any:
+    """Run a job by its driver and return the result."""
     return job.module.run(job.config, report)
 
 
 def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
-    """Run what is not finished, in order. A failure is reported in one line and the rest go on."""
+    """Run the jobs that are not finished, in order. A failure is reported in one line, and the rest
+    go on."""
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     if waiting and needs_gpu(job.config for _, job in waiting):
@@ -75,22 +77,23 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
 
 
 def needs_gpu(configs: Iterable[Any]) -> bool:
-    """Whether configs, None of what has none yet, are for a GPU that is not here: a tier is for one
-    kind of device."""
+    """True if a config is for a GPU and there is none here. None stands for a job whose source is
+    not finished."""
     impls = [getattr(config, "impl", None) for config in configs]
     wanted = any(impl is not None and impl.device == "cuda" for impl in impls)
     return wanted and not torch.cuda.is_available()
 
 
 def report_lines(message: str, report: Report) -> None:
-    """What a driver says, indented, without its tables: the run's own files have them."""
+    """Report a driver's message, indented and without its tables, which are in the run's
+    own files."""
     for line in message.splitlines():
         if line.strip() and not line.startswith("|"):
             report(f"  {line}")
 
 
 def finished(plan: Plan) -> list[Run]:
-    """What was run to the end, place by place."""
+    """The finished runs of a plan, in the order of the table's places."""
     runs = []
     for place, (job, measures) in plan.places.items():
         result = job.result()
@@ -105,7 +108,7 @@ def finished(plan: Plan) -> list[Run]:
 
 
 def clock(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss` from an hour on."""
+    """Seconds as `m:ss`, or `h:mm:ss` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""The figure of a table: curves of its trainings, or its values beside the paper's.
+"""Draws the figure of a table: training curves, or its values beside the paper's.
 
 The data of a figure stands beside it as CSV.
 """
@@ -32,8 +32,8 @@ class Value:
 
 
 def draw(table: Table, tier: str, runs: list[Run], rendered: Rendered, path: Path) -> bool:
-    """Write `path` (.png) and its data beside it (-curves.csv or -values.csv), unless they show
-    these runs; whether there is a figure."""
+    """Write the figure to `path` (.png) and its data beside it (-curves.csv or -values.csv), unless
+    they show these runs already; True if the table has a figure."""
     figure, title = table.figure, f"{table.title} ({tier})"
     data: list[Point] | list[Value]
     if figure.kind == "curves":
@@ -54,14 +54,14 @@ def draw(table: Table, tier: str, runs: list[Run], rendered: Rendered, path: Pat
 
 
 def curves(runs: list[Run], quantities: Iterable[str]) -> list[Point]:
-    """The curves of all panels."""
+    """The points of the curves of all panels."""
     labels = [", ".join(filter(None, [run.place.variant, run.place.row])) for run in runs]
     logs = [(label, run.log, run.result) for label, run in zip(labels, runs, strict=True)]
     return points(logs, quantities)
 
 
 def values(table: Table, rendered: Rendered) -> list[Value]:
-    """What the figure's columns say, row by row, in the paper and here."""
+    """The values of the figure's columns, row by row, the paper's and ours."""
     wanted = table.figure.columns or [c.label for c in table.columns if c.published]
     found = []
     for quantity in wanted:
@@ -96,7 +96,7 @@ def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], pa
     panels = {names.get(quantity, quantity): partial(panel, quantity) for quantity in quantities}
     labels = 0 if figure.kind == "curves" else len({entry.method for entry in data})
     told = f"\n{SPREAD}" if figure.kind == "curves" else ""
-    # So wide that no label covers another.
+    # Wide enough that no label covers another.
     draw_figure(panels, title + told, path, width=max(3.6, 0.17 * labels))
 
 

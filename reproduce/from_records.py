@@ -1,4 +1,4 @@
-"""Tiers that show what a block has measured: its records in the place of runs of the table."""
+"""Fills the tiers that show a block: its records take the place of the table's own runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from reproduce.spec import Table
 
 @dataclass(frozen=True)
 class Collected:
-    """What the records of a block say of a table.
+    """A table of a block's tier with its runs. table: with the seeds of the block. runs: the
+    records of its rows, as runs. missing: the seeds without a record, by arm. warnings: lines on
+    records that do not count.
 
     table: with the seeds of the block. runs: the records of its rows, as runs. missing: the seeds
     of its arms that have none. warnings: lines on records that do not count.
@@ -30,7 +32,7 @@ class Collected:
 def collect(
     table: Table, tier: str, runs: Path, committed: Path = EVIDENCE, blocks: Path = BLOCKS
 ) -> Collected:
-    """What the kept records of the tier's block say of the table.
+    """The table with the records of the tier's block as its runs.
 
     Raises:
         UserError: there is no such block or arm, or a record is damaged.
@@ -61,7 +63,7 @@ def collect(
 
 
 def _log(curves: dict[str, list[list[float]]]) -> list[dict[str, float]]:
-    """Kept curves as records of a `metrics.jsonl`."""
+    """The kept curves in the form of the entries of a `metrics.jsonl`."""
     steps: dict[float, dict[str, float]] = {}
     for name, points in curves.items():
         for step, value in points:

@@ -1,4 +1,4 @@
-"""From a table to what has to be run for it: trainings or benchmarks, then measurements on them.
+"""Plans what a table needs: trainings or benchmarks, then measurements of them.
 
 A job is known by its config alone, so tables, variants and rows share runs, and a second call does
 what is missing. What starts from a finished run, or measures one, has no config before that run is
@@ -40,12 +40,12 @@ class Job:
 
     @cached_property
     def module(self) -> Any:
-        """`load`, `run` and `finished` of the driver."""
+        """The driver's module, which has `load`, `run` and `finished`."""
         inside = "reproduce.bench" if self.driver == BENCH else f"experiments.{self.driver}"
         return importlib.import_module(inside)
 
     def compose(self, source: Path | None) -> Any:
-        """The config, given the directory of the source's run."""
+        """The config, with the directory of the source's run filled in."""
         given = [] if source is None else [f"{self.source_key}={quoted(source)}"]
         return self.module.load([*self.overrides, f"runs={quoted(self.runs)}", *given])
 
@@ -60,8 +60,8 @@ class Job:
         return self._config
 
     def result(self) -> dict[str, Any] | None:
-        """The content of its `result.json`, if it was run to the end. One that cannot be read, or
-        whose data are gone, is as none: running the job says what is wrong."""
+        """The content of its `result.json`, or None if it is not finished. Also None if that cannot
+        be read or its data is gone; running the job then says what is wrong."""
         try:
             return None if self.config is None else self.module.finished(self.config)
         except UserError:
@@ -70,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a table a training stands: variant and row by their labels."""
+    """A training's place in a table: the labels of variant and row, and the seed."""
 
     variant: str
     row: str
@@ -82,7 +82,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs in the order in which they run, and which of them each place of the table needs.
+    """All jobs of a table in the order in which they run, and the jobs that each place needs.
 
     places: the training or benchmark, and the measurements by `<measure>` or `<measure>.<task>`.
     """
@@ -92,7 +92,7 @@ class Plan:
 
 
 def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan:
-    """The jobs of a table: variant by variant, row by row, seed by seed.
+    """The plan of a table's tier: variant by variant, row by row, seed by seed.
 
     extra: further overrides of every training.
 
@@ -137,7 +137,7 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
 
 
 def needs_inputs(table: Table, tier: str) -> bool:
-    """Whether the tier measures on what reproduce/smoke_tasks.py makes."""
+    """True if the tier measures on files that reproduce/smoke_tasks.py writes."""
     measures = table.tiers[tier].measure.values()
     return any("{inputs}" in override for measure in measures for override in measure.overrides)
 
@@ -150,7 +150,8 @@ def _training(chosen: Tier, tier: str, variant: Variant, row: Row) -> list[str]:
 
 
 def _check(table: Table, tier: str, job: Job) -> None:
-    """That the overrides of a job fit together, as far as that can be known before its source."""
+    """Raise a `UserError` if the overrides of a job do not fit together, as far as can be known
+    without its source."""
     try:
         if job.source is None:
             assert job.config is not None

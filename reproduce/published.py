@@ -1,4 +1,4 @@
-"""The papers' own values, from `published.json`."""
+"""Looks up the papers' own values in `published.json`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FILE = Path(__file__).with_name("published.json")
 
 @dataclass(frozen=True)
 class Published:
-    """One confirmed cell. value: None where the source shows that there is none (out of memory,
-    say). evidence: `primary`, or `second-hand` (somebody's notes, or read off a plot). confidence:
-    `high` or `medium`. doubt: why the value itself, though printed like that, is hard to believe.
-    """
+    """A published value that was confirmed. value: None if the source says that there is none
+    (out of memory, say). evidence: `primary`, or `second-hand` (from somebody's notes or read
+    off a plot). confidence: `high` or `medium`. doubt: why the printed value is hard to believe,
+    if so."""
 
     value: float | None
     unit: str
@@ -26,7 +26,7 @@ class Published:
     doubt: str = ""
 
     def text(self, spec: str) -> str:
-        """As printed; `spec` is a Python format."""
+        """The value as printed; `spec` is a Python format."""
         labels = [self.evidence] * (self.evidence != "primary") + ["doubtful"] * bool(self.doubt)
         label = f" ({', '.join(labels)})" if labels else ""
         if self.value is None:
@@ -35,7 +35,7 @@ class Published:
 
     @property
     def reservation(self) -> str:
-        """Why to read it with care, and where it was read; empty if there is nothing to say."""
+        """The reason to read it with care, and its source; "" if there is none."""
         if self.doubt:
             return f"as printed in {self.source}, but {self.doubt}"
         if (self.evidence, self.confidence) == ("primary", "high"):
@@ -45,7 +45,7 @@ class Published:
 
 
 def in_unit(number: str, unit: str) -> str:
-    """A printed number with its unit: `1.5x`, `3.0 ms`, `2`."""
+    """A formatted number with its unit: `1.5x`, `3.0 ms`, `2`."""
     return f"{number}{'' if unit in ('', 'x') else ' '}{unit}"
 
 
@@ -67,5 +67,5 @@ def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
 
 
 def look_up(work: str, table: str, row: str, column: str, path: Path = FILE) -> Published | None:
-    """The value of one cell; None if nobody confirmed it."""
+    """The published value of one cell; None if nobody confirmed it."""
     return _cells(path).get((work, table, row, column))

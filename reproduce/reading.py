@@ -32,7 +32,8 @@ def read_table(path: Path) -> Table:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The keys of a file, and those that it has not from the table it is `based_on`, if any."""
+    """The content of a spec file; keys that it lacks come from the table that it is `based_on`, if
+    any."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -49,12 +50,12 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def read_tables(folder: Path = TABLES) -> list[Table]:
-    """All tables of a folder, by name."""
+    """All tables in a folder, sorted by name."""
     return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
 
 
 def build(kind: Any, given: Any, where: str) -> Any:
-    """`given`, plain values, as a value of the type `kind`.
+    """The plain value `given` converted to the type `kind`, dataclasses included.
 
     Raises:
         ValueError: it is none; the message says where.

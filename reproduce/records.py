@@ -1,4 +1,4 @@
-"""Kept records of the blocks' runs: which of them count, and why others do not.
+"""Decides which kept records of the blocks' runs count.
 
 A record counts while a block has a run of its arm and seed whose config has the record's hash. One
 that was made with another default, another override or another start is of another experiment: it

@@ -1,4 +1,4 @@
-"""From finished runs to a table: Markdown and terminal for people, CSV with all digits."""
+"""Renders finished runs as a table: Markdown and terminal for people, CSV with all digits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from reproduce.engine import Run
 from reproduce.scale import of_records
 from reproduce.spec import BENCH, Column, Row, Table, Variant
 
-ABSENT = ("not measured", "not in this tier")  # of a whole column
+ABSENT = ("not measured", "not in this tier")  # cells for which a whole column is left out
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A table as text. `header` are the lines above it, `cells` its rows of printed cells; `units`
-    are those of the table's columns, which need not be columns of the text."""
+    """A rendered table. header: the lines above it. cells: its rows of printed cells. units: by the
+    table's columns, which need not be columns of the rendered text."""
 
     title: str
     header: list[str]
@@ -56,7 +56,7 @@ class Rendered:
 
 
 def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
-    """The table of a tier from the runs that there are; what is missing says so.
+    """The table of a tier from the finished runs; cells that are missing say so.
 
     A paper's table has one line per metric, variant and method, ours beside the published value; a
     table of our own has one line per variant and method, the metrics side by side.
@@ -200,7 +200,7 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
 
 
 def _load(runs: list[Run]) -> list[str]:
-    """How a GPU stood while it was measured."""
+    """A line on the GPU's clock and power during the measurements; [] on a CPU."""
     if runs[0].result["config"]["sustained_s"] is None:
         return []
     metrics = [run.result["metrics"] for run in runs]
@@ -209,7 +209,7 @@ def _load(runs: list[Run]) -> list[str]:
 
 
 def _unit(table: Table, variants: list[Variant], rows: list[Row], column: Column) -> str:
-    """That of the column's published values, in which ours are printed too."""
+    """The unit of a column: its own, or that of its published values."""
     if column.unit:
         return column.unit
     cells = (published_cell(table, variant, row, column) for variant in variants for row in rows)
@@ -217,8 +217,8 @@ def _unit(table: Table, variants: list[Variant], rows: list[Row], column: Column
 
 
 def _reservations(table: Table, tier: str) -> list[str]:
-    """Of the published values that are not read off the paper itself, or hard to believe: which,
-    from where and why."""
+    """Lines on the published values that are second-hand or hard to believe: which, from where and
+    why."""
     found: dict[str, list[str]] = {}
     for variant in table.variants_of(tier):
         for row in table.rows_of(tier):

@@ -36,7 +36,8 @@ SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, of runs on images
 
 @dataclass
 class Worker:
-    """A training in a process. runs: those that it is the training of; log: what it printed."""
+    """A process that trains. runs: the runs that it makes, all of one config; log: the file with
+    its output."""
 
     runs: list[BlockRun]
     process: subprocess.Popen[bytes]
@@ -55,7 +56,7 @@ def run_block(
     report: Callable[[str], None] = print,
     committed: Path = EVIDENCE,
 ) -> bool:
-    """Run what has no record yet, seed by seed; whether all runs have one in the end.
+    """Run what has no record yet, seed by seed; True if all runs have a record in the end.
 
     Args:
         minutes: budget; None = until all is done. per_gpu: runs at a time on each GPU, or on the
@@ -69,7 +70,7 @@ def run_block(
     everything = list(block.runs(runs))
     waiting = _missing(everything, committed, kept)
     sources = {first.source for first, *_ in waiting if first.source is not None}
-    ahead = {first for first, *_ in waiting if first in sources}  # what starts there has to wait
+    ahead = {first for first, *_ in waiting if first in sources}  # runs that start there wait
     total = sum(map(len, waiting))
     gpus = visible_gpus() or [None]
     places = gpus * per_gpu
@@ -126,7 +127,7 @@ def run_block(
                 )
     finally:
         _stop(list(working.values()))
-        for worker in working.values():  # one may have come to its end
+        for worker in working.values():  # a stopped one may have finished
             done += sum(_ended(run, committed, kept) for run in worker.runs)
     if left_over := total - done - failed:
         report(f"{left_over} runs are left; start the same command again to go on")
@@ -134,8 +135,8 @@ def run_block(
 
 
 def _missing(everything: list[BlockRun], committed: Path, kept: Path) -> list[list[BlockRun]]:
-    """The trainings that are left, in their order, each with the runs that it makes: arms of the
-    same config share one. A source whose weights are not there comes before what starts from it."""
+    """The trainings to do, in order, each with the runs that it makes: arms of the same config
+    share one. A source whose weights are missing comes before what starts from it."""
     trainings: dict[str, list[BlockRun]] = {}
     for run in everything:
         if run.record(committed, kept) is None and run.keep(kept) is None:
@@ -146,23 +147,23 @@ def _missing(everything: list[BlockRun], committed: Path, kept: Path) -> list[li
 
 
 def _ended(run: BlockRun, committed: Path, kept: Path) -> bool:
-    """Whether a run is there with its weights. Its figures are kept unless they were before, of a
-    source that was made again."""
+    """True if a run is finished and its weights are here. Its record is kept, unless there is one
+    already (of a source that was made again)."""
     if run.job.result() is None:
         return False
     return (run.record(committed, kept) or run.keep(kept)) is not None
 
 
 def visible_gpus() -> list[str | None]:
-    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them. CUDA itself
-    is left alone: it would take memory on each of them."""
+    """Names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. CUDA is not
+    initialised: it would take memory on each of them."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     count = torch.cuda.device_count()
     return [*names[:count]] if names[0] else [str(number) for number in range(count)]
 
 
 def command(run: BlockRun, runs: Path) -> list[str]:
-    """The command line of a run."""
+    """The command line that makes a run, in words."""
     module = f"experiments.{run.job.driver}"
     init = [] if run.source is None else [f"init={quoted(run.source.config.directory())}"]
     return [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}", *init]
@@ -183,14 +184,15 @@ def _start(training: list[BlockRun], gpu: str | None, runs: Path, places: int) -
             stdout=file,
             stderr=file,
             env=environment,
-            # Else Ctrl-C reached it too, and SIGTERM after it would end it before it has saved.
+            # Otherwise Ctrl-C would reach the run, too, and SIGTERM, its second signal, would end
+            # it before it has saved.
             start_new_session=True,
         )
     return Worker(training, process, log, time.monotonic())
 
 
 def _stop(workers: list[Worker]) -> None:
-    """End what still runs; a run ends its step and saves."""
+    """Terminate the processes that still run; each ends its step and saves a checkpoint."""
     for worker in workers:
         worker.process.terminate()
     deadline = time.monotonic() + PATIENCE
@@ -211,7 +213,7 @@ def _figures(record: dict[str, Any]) -> str:
 
 
 def _reason(worker: Worker) -> str:
-    """Why a process failed, in a line."""
+    """The reason why a process failed, in one line."""
     status = worker.process.returncode
     if status < 0:
         return f"it was ended by {signal.Signals(-status).name}; see {worker.log}"

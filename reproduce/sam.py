@@ -34,6 +34,7 @@ class Arm:
         self.bytes = 0
 
     def step(self, _: int = 0) -> None:
+        """Forward and backward of one batch, with the method's hooks."""
         self.clear()
         self.converted.before(0)
         self.model(self.images).backward(self.gradient)
@@ -45,7 +46,7 @@ class Arm:
         self.model.zero_grad()
 
     def compile(self, **how: Any) -> None:
-        """Compile the blocks, which share their code; UserError if gradients come out otherwise.
+        """Compile the blocks, which share their code. Raises a `UserError` if gradients change.
 
         how: arguments of torch.compile; none = as `COMPILED` says.
         """
@@ -59,10 +60,12 @@ class Arm:
         self.clear()
 
     def gradients(self) -> list[Tensor | None]:
+        """The gradients of the images and of all parameters."""
         return [self.images.grad, *(p.grad for p in self.model.parameters())]
 
     def peak(self, others: int) -> int:
-        """Bytes that torch allocated for a step at its peak, beside those that others hold."""
+        """Peak bytes that torch allocated during a step, without the `others` bytes that other
+        models hold."""
         torch.cuda.reset_peak_memory_stats()
         self.step()
         self.clear()

@@ -1,5 +1,5 @@
-"""What the records of a block can tell: the gap to half the width, what a method closes of it, and
-the scale of the runs."""
+"""Measures what a block's records can tell: the gap to half the width, the part of it that a method
+loses, and the scale of the runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ENOUGH = 5.0  # half the width should cost so many paired deviations, before arm
 
 @dataclass(frozen=True)
 class GapClosed:
-    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy, 0 as dense and 1 as half the
-    width, with Fieller's interval over the n seeds that the three have in common."""
+    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 as good as dense, 1 as
+    bad as half the width. With Fieller's interval over the n seeds that all three have."""
 
     value: float
     low: float
@@ -29,8 +29,9 @@ class GapClosed:
 
 @dataclass(frozen=True)
 class HalfWidthGap:
-    """What half the width costs in a block, and how many times the standard deviation of that
-    paired difference it is; the median of the deviations of the other arms beside `lower`."""
+    """The cost of half the width in a block: `gap`, its standard deviation over seeds `std`, and
+    `ratio` of the two; `other_std`, the median standard deviation of the other arms' differences to
+    `lower`, and the ratio to it."""
 
     block: str
     metric: str
@@ -48,7 +49,7 @@ class HalfWidthGap:
 def gap_closed(
     values: Values, block: str, arm: str, metric: str, margin: Margin, seeds: int
 ) -> GapClosed | None:
-    """Of an arm; None without `seeds` finite triples, and for the dense arm, whose g is 0."""
+    """g of an arm; None with fewer than `seeds` finite triples, and for the dense arm itself."""
     lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, arm))
     common = lower.keys() & upper.keys() & own.keys()
     if arm == margin.lower or len(common) < seeds:
@@ -64,7 +65,7 @@ def gap_closed(
 
 
 def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> HalfWidthGap | None:
-    """Of a block; None with fewer than two pairs."""
+    """The gap of a block; None with fewer than two pairs."""
     paired = differences(values, block, margin.upper, margin.lower, metric)
     if len(paired) < 2 or not all(map(math.isfinite, paired)):
         return None
@@ -91,8 +92,8 @@ def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> H
 
 
 def of_records(records: Iterable[dict[str, Any]]) -> str:
-    """Model, length of training, data and seeds of runs, in words, and at which seeds they do not
-    start from the same weights: a source that was trained again has others. Nothing of none."""
+    """Model, length of training, data and seeds of runs, in words, and the seeds at which they
+    started from different weights (a source that was trained again); "" without runs."""
     found: dict[str, dict[str, None]] = {}
     seeds: set[int] = set()
     starts: dict[tuple[str, int], set[str]] = {}

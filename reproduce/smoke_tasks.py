@@ -1,4 +1,5 @@
-"""What the smoke tiers are measured on, made from the source of the Python standard library.
+"""Writes the files that the smoke tiers are measured on, from the source of the Python standard
+library.
 
 Files in the formats of GLUE, SQuAD, WikiText and lm-eval, so that the real loaders read them, with
 questions that a tiny model can learn on a CPU. They are not those benchmarks, and no number on them
@@ -33,7 +34,7 @@ CODE = re.compile(r"(if|for|return|self\.|def|\w+ =) ?.*[:)\]]$")
 
 
 def write(folder: Path) -> Path:
-    """Make `folder` unless it is there; returns it."""
+    """Write the files into `folder`, unless it is there, and return it."""
     if folder.exists():
         return folder
     building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
@@ -59,7 +60,7 @@ def write(folder: Path) -> Path:
 
 
 def _modules(names: Any) -> Iterator[list[str]]:
-    """The lines of those that this version of Python has, without the indentation."""
+    """Yields the lines, without indentation, of each module that this version of Python has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for name in names:
         path = root / f"{name}.py"
@@ -69,7 +70,7 @@ def _modules(names: Any) -> Iterator[list[str]]:
 
 
 def _kinds(modules: list[list[str]], size: int) -> Iterator[list[str]]:
-    """Comment (0) or code (1), as many of each."""
+    """Yields [line, label] for equally many comments (0) and lines of code (1)."""
     lines = [line for module in modules for line in module if len(line) > 12]
     comments = [COMMENT.sub("", line) for line in lines if COMMENT.match(line)]
     code = [line for line in lines if CODE.match(line)]
@@ -82,7 +83,8 @@ def _kinds(modules: list[list[str]], size: int) -> Iterator[list[str]]:
 
 
 def _followers(modules: list[list[str]], size: int) -> Iterator[list[str]]:
-    """The next line, or one from elsewhere in the same module."""
+    """Yields [number, line, second line, label]: the second line is the next one, or one from
+    elsewhere in the module."""
     generator = random.Random(1)
     for number in range(size):
         module = generator.choice(modules)
@@ -93,7 +95,8 @@ def _followers(modules: list[list[str]], size: int) -> Iterator[list[str]]:
 
 
 def _questions(modules: list[list[str]], size: int) -> dict[str, Any]:
-    """SQuAD 1.1 in its own form: a few lines of code, and the name of the function in them."""
+    """Questions in the format of SQuAD 1.1: a few lines of code, and the name of the function in
+    them."""
     found = []
     for module in modules:
         for at, line in enumerate(module):
@@ -121,7 +124,8 @@ def _questions(modules: list[list[str]], size: int) -> dict[str, Any]:
 
 
 def _lm_eval(folder: Path, final: Path, modules: list[list[str]], size: int) -> None:
-    """A multiple-choice task of lm-eval with its own data; `final` is where the folder will be."""
+    """Write a multiple-choice task of lm-eval with its data; `final` is where the folder
+    will be."""
     generator, documents = random.Random(3), []
     for number in range(size):
         module = generator.choice(modules)

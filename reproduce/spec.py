@@ -1,4 +1,4 @@
-"""What a table is: the dataclasses into which `reproduce/tables/<name>.yaml` is read.
+"""The dataclasses of a table, into which `reproduce/tables/<name>.yaml` is read.
 
 A table has rows (methods), may have variants (sizes, tasks, patterns) and has tiers (budgets). For
 every variant, row and seed of a tier there is one training, or one benchmark, and then the tier's
@@ -34,7 +34,7 @@ class Measure:
 
 @dataclass
 class Variant:
-    """One of several things that all rows are done for: a size, say.
+    """One of several settings that all rows are run in, a model size for example.
 
     key: takes the place of `{variant}` in overrides. rows: labels of those that it has; all if
         empty. published: its name in `published.json`.
@@ -77,7 +77,7 @@ class Tier:
 
 @dataclass
 class Row:
-    """One method.
+    """One row of a table: a method with its options.
 
     tiers: further overrides by tier. measure: further overrides of a measurement, by its name.
     published: the row's name in `published.json`. cells: where a column's published value is, as
@@ -103,7 +103,7 @@ class Row:
 
 @dataclass
 class Column:
-    """One quantity of a run.
+    """One column of a table: a quantity of a run.
 
     value: dotted path into `result.json`, `tail.<name>` for the mean of that entry of
         `metrics.jsonl` over the last tenth of the steps, or `<measure>.<metric>` and
@@ -128,13 +128,15 @@ class Column:
     tiers: dict[str, str] = field(default_factory=dict)
 
     def value_in(self, tier: str) -> str | None:
+        """The column's `value` in a tier."""
         return self.tiers.get(tier, self.value)
 
 
 @dataclass
 class Figure:
-    """kind: `curves` (loss and flip rate against the step), `bars` or `lines` (the values of
-    `columns`, paper beside ours, row by row; `lines` for rows that are ordered), `none`.
+    """The figure of a table. kind: `curves` (loss and flip rate against the step), `bars` or
+    `lines` (the values of `columns`, the paper's beside ours, row by row; `lines` for ordered
+    rows), `none`.
 
     columns: labels; empty = those with a published name. quantities: panels of `curves`.
     """
@@ -146,8 +148,8 @@ class Figure:
 
 @dataclass
 class Table:
-    """A table; its first row is the dense baseline, unless it is of benchmarks, which measure
-    their baseline themselves.
+    """A table of a paper or of this project. Its first row is the dense baseline, except for
+    benchmarks, which measure their baseline themselves.
 
     paper, number: whose table it is, None for our own; `figure 7` is given as `figure7`, an
         appendix table as `B2`. driver: what a row is run by. published_table: its name in
@@ -221,14 +223,16 @@ class Table:
 
     @property
     def command(self) -> str:
-        """The word that asks for it: `table<number>`, `figure<number>` or its own name."""
+        """The word of the command line that asks for it: `table<number>`, `figure<number>` or its
+        own name."""
         if self.number is None:
             return self.name
         return self.number if self.number.startswith("figure") else f"table{self.number}"
 
     @property
     def arms(self) -> dict[str, str]:
-        """Row -> `<block>/<arm>` that trains the same on a small model, of the tier of a block."""
+        """The arm that trains the same on a small model, as `<block>/<arm>`, by row; of tiers that
+        show a block."""
         shown = [
             (tier.block, self.rows_of(name)) for name, tier in self.tiers.items() if tier.block
         ]
@@ -240,7 +244,7 @@ class Table:
         }
 
     def rows_of(self, tier: str) -> list[Row]:
-        """Those that the tier has, stages included."""
+        """The rows of a tier, stages included."""
         if self.tiers[tier].block:
             return [row for row in self.rows if row.arm or row.not_run]
         chosen = self.tiers[tier].rows
@@ -248,14 +252,14 @@ class Table:
         return [row for row in own if not chosen or row.label in chosen]
 
     def trainings(self, tier: str) -> Iterator[tuple[Variant, Row, int]]:
-        """What is trained or benchmarked: variant, row and seed."""
+        """Yields (variant, row, seed) of each training or benchmark of a tier."""
         for variant in self.variants_of(tier):
             for row in self.rows_of(tier):
                 if not row.not_run and (not variant.rows or row.label in variant.rows):
                     yield from ((variant, row, seed) for seed in self.tiers[tier].seeds)
 
     def variants_of(self, tier: str) -> list[Variant]:
-        """Those that the tier has; a single nameless one for a table without."""
+        """The variants of a tier; a single nameless one for a table without variants."""
         return self.tiers[tier].variants or self.variants or [Variant("")]
 
 

@@ -1,4 +1,4 @@
-"""What the cells of speed and memory tables are measured on.
+"""Measures the cells of speed and memory tables.
 
 Models and clocks are those of `experiments.bench`: dense and sparse in turns, on a GPU under a
 sustained load, after the sparse products have agreed with plain formulas on the same shapes. Every
@@ -33,7 +33,8 @@ Told = Callable[[str], None]
 
 
 def of_linear(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Forward and backward of one linear. `prune_ms`: choosing masks and packing alone."""
+    """Speed of one linear, forward and backward. `prune_ms`: time to choose masks and
+    pack alone."""
     shape = (config.tokens, config.width, config.ffn)
     gate(config, (config.width, config.ffn))
     of = (shape, config.dtype, config.on, matmul(config), BUFFERS)
@@ -53,7 +54,7 @@ MICRO_STEPS = 64  # in an iteration of the authors' logs
 
 
 def of_gpt2(config: Config, _: Told) -> tuple[Metrics, str]:
-    """A feed-forward network and a block, trained and at inference.
+    """Speed of a feed-forward network and of a block, in training and at inference.
 
     `<part>_speedup` is that of forward and backward alone, as in FST's logs, where masks are chosen
     and weights packed in the first iteration only; `<part>_step_speedup` has the hooks of a step
@@ -90,7 +91,7 @@ def of_gpt2(config: Config, _: Told) -> tuple[Metrics, str]:
 
 
 def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
-    """A decoder layer: speed of training and inference, and what they hold, over dense.
+    """Speed and memory of a decoder layer over dense, in training and at inference.
 
     Memory is that of what stays: weights, gradients, the moments of AdamW in fp32, masks, packed
     and dense operands; at inference the weights as they are stored. Activations are not in it.
@@ -126,8 +127,8 @@ def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
 
 
 def of_sam(config: Config, report: Told) -> tuple[Metrics, str]:
-    """Forward and backward of SAM's encoder with the hooks of a step; on a GPU compiled and in a
-    CUDA graph, `launched` neither."""
+    """Speed of SAM's encoder: forward and backward with the hooks of a step. On a GPU it is
+    compiled and in a CUDA graph; figures named `launched` are without both."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     on_gpu = config.on.type == "cuda"
@@ -188,7 +189,7 @@ MEASURES = {"linear": of_linear, "gpt2": of_gpt2, "decoder": of_decoder, "sam": 
 
 
 class Named(nn.ModuleDict):
-    """Modules one after the other under names that globs can match."""
+    """Modules called one after the other, under names that a method's globs can match."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__(modules)
@@ -200,7 +201,7 @@ class Named(nn.ModuleDict):
 
 
 class Hidden(nn.Module):
-    """A transformers model without embeddings: hidden states to hidden states."""
+    """A transformers model without its embeddings: hidden states [B, T, C] -> [B, T, C]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -211,11 +212,13 @@ class Hidden(nn.Module):
 
 
 def gpt2(config: Config) -> Callable[[], nn.Module]:
+    """A function that builds one GPT-2 block of the config's shape."""
     shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
     return lambda: Block(shape)
 
 
 def llama(config: Config) -> Callable[[], nn.Module]:
+    """A function that builds one LLaMA layer of the config's shape."""
     try:
         from transformers import LlamaConfig, LlamaModel
     except ImportError as error:
@@ -236,7 +239,8 @@ def matmul(config: Config) -> str:
 
 
 def gate(config: Config, widths: tuple[int, int], tokens: int | None = None) -> None:
-    """UserError if the products of a linear of these widths are wrong under the method."""
+    """Raise a `UserError` if the products of a linear of these widths are wrong under the
+    method."""
     shape = (tokens or config.tokens, *widths)
     linear.gate(config.method, shape, config.dtype, config.on, matmul(config))
 
@@ -280,13 +284,13 @@ def bench(
 
 
 def ends_dense(config: Config) -> bool:
-    """Whether the method, FST, leaves a dense model: inference is then that of a dense one."""
+    """True for FST, which leaves a dense model: its inference is that of a dense one."""
     return config.method == "t_sr_ste"
 
 
 def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict[str, Call]:
-    """Training of the dense model and of the sparse one, whole and in parts, and a forward pass of
-    the dense model (`dense inference`) and of those in `inference`, in evaluation mode."""
+    """The calls to time: training steps of both models, whole and in parts, and forward passes in
+    evaluation mode of the dense model (`dense inference`) and of the models in `inference`."""
 
     def forward(arm: Bench) -> Call:
         arm.converted.before(0)
@@ -308,7 +312,8 @@ def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict
 
 
 def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
-    """Those of `to_compare`, and of a whole sparse `step` with its share of the mask search."""
+    """The times of the calls of `to_compare`, and `step`: a whole sparse step with its share of the
+    mask search."""
     times = {name: time.ms for name, time in found.items()}
     search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
     times["step"] = times["whole"] + max(0.0, search) / sparse.converted.method.mask_period
@@ -316,7 +321,7 @@ def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
 
 
 def clock_and_power(times: dict[str, Time]) -> Metrics:
-    """Clock and power of the GPU during a comparison."""
+    """SM clock in MHz and power in W of the GPU during a comparison."""
     first = next(iter(times.values()))
     return {"sm_mhz": first.mhz, "watts": first.watts}
 
@@ -326,7 +331,8 @@ def allocated(device: torch.device) -> int:
 
 
 def training_bytes(arm: Bench) -> int:
-    """Weights, gradients, two moments in fp32, and what the converted layers keep beside them."""
+    """Bytes that stay during training: weights, gradients, two fp32 moments, and what the converted
+    layers keep."""
     trained = [p for p in arm.converted.model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     moments = 2 * 4 * sum(p.numel() for p in trained)
@@ -334,7 +340,7 @@ def training_bytes(arm: Bench) -> int:
 
 
 def stored_bytes(arm: Bench) -> int:
-    """Of the model after training: its parameters, and the row masks of SLoPe's layers."""
+    """Bytes of the model after training: its parameters, and the row masks of SLoPe's layers."""
     model = arm.converted.model
     masks = [b for name, b in model.named_buffers() if name.endswith(("row_mask", "left_mask"))]
     return sum(t.nbytes for t in [*model.parameters(), *masks])

@@ -1,4 +1,5 @@
-"""Verdicts on what the papers say of time and memory, from `measured/h200`, by `claims.yaml`.
+"""Judges what the papers say of time and memory, by the tables in `measured/h200` and
+`claims.yaml`.
 
 A verdict holds on the device of the measurement, which is not the paper's.
 """
@@ -31,8 +32,8 @@ NO_INTERVAL = (math.nan, math.nan)
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a measured table: the paper's factor and ours, the mean of n repeats, with its
-    interval."""
+    """One row of a measured table: the paper's factor and ours, which is the mean of n repeats,
+    with its interval."""
 
     label: str
     paper: float | None
@@ -44,8 +45,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """A statement with its verdict. device, code: what it was measured on and of which revision.
-    why: it was not tested."""
+    """A statement with its verdict. device, code: the device and the revision that it was measured
+    with. why: the reason why it was not tested."""
 
     speed: Speed
     verdict: str
@@ -56,7 +57,7 @@ class Measured:
 
 
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
-    """A statement judged by what `folder` holds.
+    """The verdict on a statement by the measured tables in `folder`.
 
     Raises:
         UserError: the measured table has no such column or rows.
@@ -101,7 +102,8 @@ def _faster(
     paper: dict[str, float],
     ours: dict[str, dict[int, float]],
 ) -> tuple[list[Line], str]:
-    """The rows as factors of those that end with `than`, and why they were not tested, if so."""
+    """(the rows as factors of the rows that end with `than`, the reason why they were not tested or
+    "")."""
     lines, logs = [], []
     for label in labels:
         other = label.removesuffix(speed.rows) + speed.than
@@ -141,7 +143,8 @@ def _papers(folder: Path, speed: Speed) -> dict[str, float]:
 
 
 def _repeats(folder: Path, speed: Speed) -> dict[str, dict[int, float]]:
-    """Row -> seed -> factor: of every run, if they were kept beside the table, else of the one."""
+    """Our factors by row and seed: those of every run if they were kept beside the table, else the
+    mean alone."""
     runs = _file(folder, speed, "-runs.csv")
     found: dict[str, dict[int, float]] = {}
     if not runs.is_file():
@@ -161,13 +164,13 @@ def _table(speed: Speed) -> Table:
 
 
 def _command(speed: Speed) -> str:
-    """What measures it."""
+    """The command that makes the measurement."""
     table = _table(speed)
     return f"python -m reproduce {table.command} paper={table.paper} tier=full"
 
 
 def _fact(folder: Path, speed: Speed, name: str) -> str:
-    """What the header of the table says of the device or the code."""
+    """A line of the table's header by its name, Device or Code."""
     text = _file(folder, speed, ".md").read_text(encoding="utf-8")
     start = f"- {name}: "
     lines = (line for line in text.splitlines() if line.startswith(start))

@@ -1,4 +1,4 @@
-"""The claims with their verdicts as text and files: `python -m reproduce claims`.
+"""Prints and writes the claims with their verdicts: `python -m reproduce claims`.
 
 Writes `runs/report/claims.json`, all of it, and `claims.csv`, a line for each contrast, each
 measured row and each defect of released code; beside them the loss against mu of claim 2
@@ -38,7 +38,8 @@ Found = dict[str, Any]
 
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
-    """All claims with their verdicts and what they follow from, and what the blocks can tell."""
+    """All claims with their verdicts and evidence, and what the blocks can tell, as plain
+    values."""
     metrics = _metrics(claims)
     return {
         "rules": {
@@ -58,7 +59,7 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
 
 
 def _metrics(claims: Claims) -> dict[str, str]:
-    """Block -> by what its arms are compared in the first place: a loss or an accuracy."""
+    """The metric that the arms of each block are chiefly compared by, a loss or an accuracy."""
     found: dict[str, str] = {}
     for contrast in (contrast for claim in claims.claims for contrast in claim.contrasts):
         found.setdefault(contrast.block, contrast.metric)
@@ -84,7 +85,7 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Foun
 
 
 def _at(claim: Claim, values: Values, speeds: list[Found]) -> str:
-    """Where the verdict holds: on a device, or at the scale of the runs that were compared."""
+    """The device, or the scale of the compared runs, for which the verdict holds."""
     if claim.measured:
         devices = dict.fromkeys(speed["device"] for speed in speeds if speed["device"])
         return f"on this device: {'; '.join(devices)}" if devices else ""
@@ -107,7 +108,8 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Found:
 
 
 def _released(released: Released, values: Values) -> Found:
-    """Without a verdict two seeds are enough. A run that diverged is told of, not left out."""
+    """The effect of a defect of released code, without a verdict; two seeds are enough. A run that
+    diverged is named, not left out."""
     r = released
     paired = differences(values, r.block, r.arm, r.against, r.metric)
     finite = all(map(math.isfinite, paired))
@@ -135,7 +137,7 @@ def _speed(measured: Measured) -> Found:
 
 
 def lines(found: Found) -> list[str]:
-    """For a terminal."""
+    """The lines that are printed on a terminal."""
     text = []
     for claim in found["claims"]:
         text.append(f"{claim['id']}. [{claim['verdict']}] {claim['paper']}: {claim['says']}")
@@ -187,7 +189,7 @@ def _contrast_lines(c: Found) -> list[str]:
 
 
 def _measured_lines(m: Found) -> list[str]:
-    """A statement in one line, and the rows that speak against it."""
+    """A statement on speed in one line, then the rows that speak against it."""
     than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
     name = f"   {m['column']} ({m['table']}, {m['kind']}){than}"
     if not m["lines"]:
@@ -219,7 +221,7 @@ def _row(line: Found) -> str:
 
 
 def _gain_left(line: Found) -> float:
-    """Ours as a share of the paper's, the least first."""
+    """Our factor as a share of the paper's; rows are sorted by it, the least first."""
     return line["ours"] / line["paper"] if line["paper"] else line["ours"]
 
 
@@ -248,7 +250,7 @@ def _gap_line(gap: Found) -> str:
 
 
 def table(found: Found) -> list[Found]:
-    """A line for each contrast, each measured row and each defect."""
+    """The rows of claims.csv: one for each contrast, each measured row and each defect."""
     rows = []
     for claim in found["claims"]:
         of = {"claim": claim["id"], "paper": claim["paper"], "claim_verdict": claim["verdict"]}

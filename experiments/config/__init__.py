@@ -1,1 +1,1 @@
-"""From the command line to one frozen, typed configuration of a run."""
+"""Turns the command line into one frozen, typed configuration of a run."""

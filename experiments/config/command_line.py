@@ -12,7 +12,7 @@ from experiments.support.errors import UserError
 
 WIDTH = 79
 CONF = Path(__file__).parents[1] / "conf"
-_COLUMN = 30  # where the descriptions of options begin
+_COLUMN = 30  # the column in which the descriptions of options begin
 _LAST = """\
 `GROUP=CHOICE --help` shows the options of that choice. hydra's own flags: -m
 sweeps over `key=1,2`, --cfg job prints the config, --hydra-help lists more."""
@@ -91,7 +91,7 @@ def help_text(
     if own:
         said = comments(CONF / f"{config_name}.yaml")
         parts.append("\n".join(["options:", *_options(own, "", said)]))
-    # One without values, such as experiment, last.
+    # Groups without values of their own, such as experiment, come last.
     for group in groups or sorted(choices, key=[*values, *choices].index):
         files = sorted((CONF / group).glob("*.yaml"))
         names = " ".join(file.stem for file in files if not file.stem.startswith("_"))

@@ -134,7 +134,7 @@ class HFConfig:
         def has(part: str) -> bool:
             return any(part in name for name in names)
 
-        # Which of its forms a checkpoint is shows in the heads that it has.
+        # The heads among a checkpoint's tensors tell which class of transformers it belongs to.
         choices: dict[str | None, tuple[str, Callable[[Any], GPT | BertLM | ViT]]] = {
             "gpt2": ("GPT2LMHeadModel", gpt2.from_hf),
             "bert": (
@@ -221,7 +221,7 @@ def runs_below(directory: Path) -> list[str]:
             result = json.loads(path.read_text(encoding="utf-8"))
             method, seed = result["config"]["method"]["name"], result["seed"]
             loss = result["metrics"]["val_loss"]
-        except (OSError, ValueError, KeyError, TypeError):  # of an evaluation, say, or damaged
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, or of an evaluation
             continue
         inside = path.parent.relative_to(directory)
         told = "not finite" if loss is None else f"{loss:.4f}"

@@ -48,7 +48,7 @@ from models.vit import ViT, ViTConfig
 
 ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
 
-# What a model's `name` stands for: its shape, the kind of data it takes, and where to find some.
+# By the first part of a model's `name`: its config class, that of its data, and which data fit.
 FAMILIES: dict[str, tuple[type, type, str]] = {
     "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
     "bert": (BertConfig, MLMConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),

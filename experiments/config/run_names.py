@@ -15,8 +15,8 @@ from typing import Any
 
 from experiments.config.command_line import CONF, named, plain
 
-LONGEST = 60  # characters of a tag, but for the "_more" at its end
-_WORD = 24  # of one part of it
+LONGEST = 60  # characters of a tag, without the "_more" at its end
+_WORD = 24  # characters of one word of a tag
 _SHORT = {"learning_rate": "lr", "batch_size": "batch"}
 
 

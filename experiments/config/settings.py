@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-# More is a slip of the pen: the sizes of the batches alone would fill the memory.
+# Larger values are typing errors: the list of batch sizes alone would fill the memory.
 _LARGEST = {"steps": 10**8, "batch_size": 10**8, "ramp_micro_steps": 10**8}
 _THREADS = 1024
-_HIGHEST = 1e6  # a rate; beyond, its product with a decay factor may overflow fp32
+_HIGHEST = 1e6  # of a learning rate: above it, the product with a decay factor may overflow fp32
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
 DTYPES = ("fp32", "bf16", "fp16")

@@ -23,7 +23,7 @@ from experiments.support.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# What the tables hold: AST's Table 2 and SLoPe's Table 3, by their plain `acc`.
+# The tasks of AST's Table 2 and of SLoPe's Table 3, which give their plain `acc`.
 TASK_SETS = {
     "ast": (
         *("boolq", "rte", "hellaswag", "winogrande"),
@@ -76,7 +76,7 @@ def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Without lm-eval's own tags, which name functions."""
+        """A YAML loader that ignores lm-eval's own tags, which name functions."""
 
     Loader.add_multi_constructor("", lambda *_: None)
     for task in _files(folder):
@@ -157,17 +157,17 @@ def evaluate(
             num_fewshot=num_fewshot,
             limit=limit,
             task_manager=manager,
-            bootstrap_iters=1000,  # of metrics whose error has no closed form
+            bootstrap_iters=1000,  # for metrics whose standard error has no closed form
             log_samples=False,
             random_seed=seed,
             numpy_random_seed=seed,
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    except (ConnectionError, FileNotFoundError) as error:  # of datasets and the hub's client
+    except (ConnectionError, FileNotFoundError) as error:  # raised by datasets and the hub's client
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the data of {', '.join(tasks)} could not be had: {reason}") from error
-    assert found is not None  # it is None on other ranks than 0 alone
+    assert found is not None  # None only on ranks other than 0
     return {name: _summary(found, name) for name in found["results"]}
 
 

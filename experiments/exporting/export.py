@@ -71,7 +71,7 @@ def export(
             raise UserError(f"{folder} exists and {holds}; give another, to=FOLDER")
         model = run.model(weights)
         patterns = {name: run.pattern(name) for name in run.converted}
-        rows = legality.measure(model, patterns)  # of the N:M weights, before anything is merged
+        rows = legality.measure(model, patterns)  # before merging, which ends the N:M pattern
         merged = merge_low_rank(model)
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Names of this run alone, which is locked: what is there was left by a killed process.

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What is drawn for a crop, uniform in [0, 1).
+# Columns of the random numbers of a crop, each uniform in [0, 1).
 _AREA, _RATIO, _LEFT, _TOP, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST = range(8)
 _BLUR, _SIGMA, _SOLARIZE, _DRAWS = range(8, 12)
-_RATIOS = (3 / 4, 4 / 3)  # of width to height, torchvision's
-_JITTERED = 0.8  # of the crops
-_SIGMAS = (0.1, 2.0)  # of the blur, in pixels
+_RATIOS = (3 / 4, 4 / 3)  # least and largest aspect ratio, width to height, as torchvision's
+_JITTERED = 0.8  # share of the crops whose brightness and contrast change
+_SIGMAS = (0.1, 2.0)  # least and largest sigma of the blur, in pixels
 
 
 def uniform(count: int, views: int, *key: int) -> Tensor:
@@ -74,7 +74,7 @@ class GreyCrops:
         [-1, 1]^2."""
         draw = draws.unbind(-1)
         area = _between(draw[_AREA], self.scale)
-        # Of the ratios, those at which a crop of this area is no larger than the image.
+        # The aspect ratios at which a crop of this area fits into the image.
         least, most = (math.log(ratio) for ratio in _RATIOS)
         low, high = area.log().clamp(min=least), (-area.log()).clamp(max=most)
         ratio = (low + draw[_RATIO] * (high - low)).exp()
@@ -96,7 +96,7 @@ def blurred(x: Tensor, sigma: Tensor) -> Tensor:
     """x [..., S, S] convolved with a Gaussian of `sigma` [...] pixels, renormalised at the borders;
     sigma 0 leaves x as it is."""
     at = torch.arange(x.shape[-1], device=x.device, dtype=x.dtype)
-    # Of 0.02 pixels the next one has the weight exp(-1250) = 0.
+    # With sigma = 0.02 pixels the neighbours' weight, exp(-1250), is 0.
     exponents = (at[:, None] - at).square() / (-2 * sigma.clamp(min=0.02).square()[..., None, None])
     weights = exponents.softmax(-1)
     return weights @ x @ weights.mT

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
-HELD_OUT = 400  # of the digits
+HELD_OUT = 400  # digits for validation
 SPLITS = ("train", "val")
-# Of files, whatever their names say; others of Pillow's readers start programs (EPS: Ghostscript).
+# Pillow's readers that are used, whatever a file's name; some others start programs (EPS:
+# Ghostscript).
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 MAX_NAMES = 1000  # classes that are told by name
 
@@ -432,7 +433,7 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
     return Images(Path(hub_id), classes, splits, _joined(wanted, digests))
 
 
-# What Pillow's readers of `FORMATS` raise at files that end early or hold nonsense.
+# Errors that Pillow's readers of `FORMATS` raise for truncated or malformed files.
 _CORRUPT = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from experiments.images.dataset import Arrays, ImageConfig, Images
 
-_DRAWS = 3  # of a training image: down, to the right, mirrored
-_PAIR_DRAWS = 4  # of two that are mixed: mixup or cutmix, the share, the middle of the cut
-_IMAGES, _PAIRS = 1, 2  # in the key of the draws; the order of the images has those of 0
+_DRAWS = 3  # random numbers of a training image: shift down, shift right, mirroring
+_PAIR_DRAWS = 4  # of a mixed pair: mixup or cutmix, share, row and column of the cut's centre
+_IMAGES, _PAIRS = 1, 2  # a part of a random key: the purpose; 0 is the order of the images
 
 
 def hold(images: Images, config: ImageConfig, device: torch.device | str) -> dict[str, GreyImages]:
@@ -85,7 +85,7 @@ def mixed(
         (which < 0.5) if config.mixup and config.cutmix else np.full(len(which), not config.mixup)
     )
     alpha = np.where(cuts, config.cutmix, config.mixup)
-    share = betaincinv(alpha, alpha, rank)  # of an image in what comes out in its place
+    share = betaincinv(alpha, alpha, rank)  # the share of the first image in the mixture
     reach = (size * np.sqrt(1 - share)).astype(np.int64) // 2
     middles = (size * np.stack(middle)).astype(np.int64)
     low, high = (np.clip(middles + way, 0, size) for way in (-reach, reach))

@@ -129,7 +129,7 @@ class MultiCrops:
         self.local = crop_transform(data, dino, "local")
         self.large = grey_crops(data, dino, "first", "second")
         self.small = grey_crops(data, dino, *["local"] * dino.local_crops)
-        # Of the student, which sees all crops.
+        # Rows of the student, which sees all crops.
         local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
         self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Transform = Callable[[Image], Tensor]
 
 
-_AUGMENT, _MIX = range(2)  # what is drawn, in the key of the draw
+_AUGMENT, _MIX = range(2)  # a part of a random key: the purpose of the numbers
 _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
 
 

@@ -20,7 +20,7 @@ from experiments.support.errors import UserError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_NAMED = 100  # of the corrupt images
+_MOST_NAMED = 100  # corrupt images that are listed by name
 
 
 @lru_cache(maxsize=4)

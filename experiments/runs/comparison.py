@@ -21,9 +21,9 @@ from experiments.support.results import FILE, number
 from experiments.training.tracking import read_metrics
 
 METRIC = "metrics.val_loss"
-QUANTITIES = ("val_loss", "loss", "flip_rate")  # of the curves
+QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
 _SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}  # see lacks
-# No part of what was computed (experiments/config/run.py), or of every run its own.
+# Keys that do not make an arm: they change no result, or differ from seed to seed.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
 
 
@@ -122,7 +122,7 @@ def arms(runs: Iterable[Run]) -> list[Arm]:
 def flat(result: dict[str, Any]) -> dict[str, str]:
     """A run's config without seed and paths, flattened to dotted keys with values as typed on the
     command line, plus the hash of its data as `corpus`."""
-    config = json.loads(json.dumps(result["config"]))  # of a run just made it has tuples
+    config = json.loads(json.dumps(result["config"]))  # in memory it has tuples, in a file lists
     values: dict[str, str] = {}
 
     def add(prefix: str, value: Any) -> None:

@@ -52,7 +52,7 @@ def points(
         last = {"step": result["steps"], "val_loss": result["metrics"].get("val_loss")}
         own = {
             (quantity, label, record["step"]): record[quantity]
-            for record in [*log, last]  # the last stands in the log, too, of a run of today
+            for record in [*log, last]  # newer runs have the last one in their log, too
             for quantity in order
             if record["step"] > 0 and record.get(quantity) is not None
         }

@@ -158,7 +158,7 @@ class FinishedRun:
                 )
             with torch.no_grad():
                 for name in masters:
-                    # A low-rank term stands for what the mask removes, and that is there again.
+                    # A low-rank term replaces what the mask removes; dense weights still have that.
                     _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
                     model.get_parameter(name).copy_(self.latent[name])
         return model
@@ -202,7 +202,7 @@ class FinishedRun:
             raise UserError(
                 f"mode=sparse, but {self.directory} ends with dense weights; use mode=auto or dense"
             )
-        # By their names: the globs of training may match linears of a new head.
+        # Names instead of the training's globs, which may match linears of a new head.
         common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
         if mode == "dense" or trained.ends_dense:
             method: methods.Method = dense.Method(dense.Config(**common))

@@ -73,7 +73,7 @@ def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both
     distance, spread = mean(differences) - center, std(differences) / math.sqrt(n)
     without_spread = math.copysign(math.inf, distance) if distance else 0.0
     t = distance / spread if spread else without_spread
-    # Both tails by themselves: 1 - below would leave nothing of a p-value under 1e-16.
+    # Each tail is computed by itself: 1 - below would round p-values under 1e-16 to 0.
     below, above = float(stdtr(n - 1, t)), float(stdtr(n - 1, -t))
     return {"below": below, "above": above, "both": 2 * min(below, above)}[side]
 

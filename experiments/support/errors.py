@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# What the system says when there is no more room: on the disk, of a quota, for one file.
+# Error numbers for no more room: disk full, quota exceeded, file too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

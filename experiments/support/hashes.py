@@ -11,8 +11,8 @@ from pathlib import Path
 
 from experiments.support.checkpoint import sha256
 
-LIMIT = 256 * 2**20  # bytes in all, up to which every one of them counts
-SAMPLED, END = 512, 2**16  # of more: so many files, and so many bytes at either end of each
+LIMIT = 256 * 2**20  # bytes; a data set up to this size is hashed whole
+SAMPLED, END = 512, 2**16  # of a larger one: number of files, bytes at either end of each
 _SETTLED = 2 * 10**9  # nanoseconds; a later write within a clock's tick would not show
 
 

@@ -47,7 +47,7 @@ def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
 
     try:
         return datasets.load_dataset(hub_id, config, revision=revision)
-    except (OSError, ValueError) as error:  # what its own errors derive from, offline ones too
+    except (OSError, ValueError) as error:  # bases of its errors, offline or not
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "

@@ -20,7 +20,7 @@ def total(device: torch.device) -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(machine, int(_CONTAINER.read_text()))
-    except (OSError, ValueError):  # it is no container, or one without a limit
+    except (OSError, ValueError):  # not in a container, or in one without a limit
         return machine
 
 

@@ -20,7 +20,7 @@ from experiments.support.errors import UserError
 SCHEMA = 1
 FILE = "result.json"
 
-# What those who go on from a training read of its result (checkpoint.lacks).
+# Entries of a training's result that fine-tuning, evaluation and export need (checkpoint.lacks).
 TRAINING: dict[str, Any] = {
     "config_hash": str,
     "config": {"model": {"name": str}, "data": {"source": str}, "method": {"name": str}},

@@ -1,4 +1,4 @@
-"""The blocks on the page: differences, the table of arms, curves, commands and files."""
+"""The page's sections on blocks: differences, the table of arms, curves, commands and files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from reproduce.report.links import Links
 from reproduce.runner import command
 from reproduce.spec import TIERS, Table
 
-LOSSES = ("val_loss", "loss")  # the first that a block has
-FROM = 0.15  # of the steps: before, all curves fall from the same height
-Found = dict[str, Any]  # of reproduce/verdicts.py
+LOSSES = ("val_loss", "loss")  # the first one that a block has is drawn
+FROM = 0.15  # share of the steps left out: all curves fall from the same height there
+Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
 def differences(shown: Shown, arms: Iterable[str], share: float) -> Markup:
-    """The forest of some arms of a block."""
+    """The figure of differences to the baseline for some arms of a block."""
     rows = [shown.rows[arm] for arm in arms]
     return forest(rows, shown.baseline, shown.yardstick, shown.gap, share, shown.quantity)
 
 
 def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | None:
-    """What each arm closes of the gap in every block that it is in; None of a single block."""
+    """The table of what each arm loses of the gap in every block that has it; None if no arm is in
+    two blocks."""
     known = [s for s in blocks if math.isfinite(s.gap) and not s.block.name.startswith("pilot")]
     shared = {arm: [s for s in known if arm in s.arms] for s in known for arm in s.arms}
     rows = [
@@ -54,6 +55,7 @@ def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | 
 
 
 def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, links: Links) -> Markup:
+    """The section on one block."""
     name, block = shown.block.name, shown.block
     kind = "pilot" if name.startswith("pilot") else f"block {name}"
     done = sum(map(len, shown.arms.values()))
@@ -86,7 +88,7 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
 
 
 def _gap(gap: Found) -> str:
-    """What half the width costs, beside how far two runs of a seed part by chance."""
+    """A sentence on what half the width costs, in standard deviations of that difference."""
     met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
     return (
         f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])}, "
@@ -123,7 +125,7 @@ def _heads(shown: Shown) -> list[str]:
 
 
 def _cells(shown: Shown, arm: str, evidence: Evidence, margin: Margin, found: Found) -> list[Any]:
-    """What there is of an arm, under `_heads`."""
+    """The cells of an arm's row, in the order of `_heads`."""
     name = shown.block.name
     if arm not in shown.rows:
         return [*["-"] * 3, "not run", "mini", "-", "-", "-"]
@@ -146,8 +148,8 @@ def _cells(shown: Shown, arm: str, evidence: Evidence, margin: Margin, found: Fo
 def of_table(
     table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, found: Found
 ) -> Markup | None:
-    """The rows of a paper's table that arms of a block stand for, beside the paper's values; None
-    if no such arm was run."""
+    """The rows of a paper's table that have an arm in a block, with the paper's values; None if no
+    such arm was run."""
     places = {label: tuple(place.split("/")) for label, place in table.arms.items()}
     known = {block: blocks[block] for block, _ in places.values() if block in blocks}
     if len(known) != 1:
@@ -171,8 +173,8 @@ def of_table(
 
 
 def _published(table: Table) -> tuple[str, dict[str, str]]:
-    """The first column of which the paper's values are known, and these by row, of the size that
-    is nearest to a small model."""
+    """(label, values by row) of the table's first column with published values, for the size
+    nearest to a small model."""
     variant = table.variants_of(TIERS[0])[0]
     for column in table.columns:
         cells = {row.label: published_cell(table, variant, row, column) for row in table.rows}
@@ -197,7 +199,7 @@ def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> s
 
 
 def _curves(shown: Shown) -> Markup:
-    """A small figure for each arm: what it loses to the baseline in training, and its flip rate."""
+    """A small figure for each arm: its training loss minus the baseline's, and its flip rate."""
     last = max(k.record["steps"] for seeds in shown.arms.values() for k in seeds.values())
     first = FROM * last
     small = Scale(first, last, 40, 206)
@@ -231,7 +233,7 @@ def _curves(shown: Shown) -> Markup:
 
 
 def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
-    """Dense and half the width in absolute terms, and where the leading methods lie."""
+    """The figure of losses in absolute terms: dense, half the width and the leading methods."""
     names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
     lines = [(f"arm-{n % 8}", shown.curve(arm, quantity)) for n, arm in enumerate(names)]
     lines += [
@@ -268,8 +270,8 @@ def _notes(shown: Shown) -> Markup:
 
 
 def _again(shown: Shown) -> Markup:
-    """The command of every arm."""
-    runs = Path("runs")  # where the drivers put them by themselves
+    """The list of every arm's command."""
+    runs = Path("runs")  # the drivers' default
     rows = []
     for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
         words = ["python", *command(run, runs)[1:]]
@@ -313,7 +315,7 @@ def device(kept: Kept) -> str:
 
 
 def revision(kept: Kept) -> str:
-    """Of the code that made a record; + if it was changed since."""
+    """The short git revision that made a record; + if it had uncommitted changes."""
     environment = kept.record["environment"]
     short = (environment["git_revision"] or "unknown")[:7]
     return short + ("+" if environment["git_dirty"] else "")

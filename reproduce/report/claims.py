@@ -1,4 +1,4 @@
-"""The claims with their verdicts, as the first thing on the page."""
+"""The page's first section: the claims with their verdicts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reproduce.speed_claims import SHOWN
 
 PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Arms = set[tuple[str, str]]  # block and arm
-Found = dict[str, Any]  # of reproduce/verdicts.py
+Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
 def section(found: Found, arms: Arms, links: Links) -> Markup:
-    """arms: those that have a place on the page."""
+    """The section on the claims. arms: those that have a place on the page to link to."""
     counts = Counter(claim["verdict"] for claim in found["claims"])
     rules = found["rules"]
     share = rules["margin"]
@@ -118,7 +118,7 @@ def _measured(claim: Found, measured: Found, links: Links) -> Markup:
 
 
 def verdicts(found: Found) -> Verdicts:
-    """Of the rows of measured tables, by table, column and row."""
+    """The verdicts on rows of measured tables, by (table, column, row)."""
     return {
         (measured["table"], measured["column"], line["label"]): line["verdict"]
         for claim in found["claims"]
@@ -129,7 +129,7 @@ def verdicts(found: Found) -> Verdicts:
 
 
 def of_arm(found: Found, block: str, arm: str) -> Markup:
-    """The verdicts on contrasts whose first arm this is, together for each claim."""
+    """The verdicts on contrasts whose first arm is this one, grouped by claim."""
     told = []
     for claim in found["claims"]:
         own = [c for c in claim["contrasts"] if (c["block"], c["arm"]) == (block, arm)]

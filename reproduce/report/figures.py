@@ -1,4 +1,5 @@
-"""Figures as SVG: they take their colours from figures.css, and so follow the reader's scheme."""
+"""Draws figures as SVG; their colours come from figures.css, so they follow the reader's colour
+scheme."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from experiments.runs.curves import Point
 from reproduce.report.html import MINUS, Markup, tag, text
 
 STYLE = Path(__file__).with_name("figures.css")
-_numbers = count(1)  # of ids on a page
+_numbers = count(1)  # for ids that are unique on a page
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Places on an axis: `low` to `high` at `start` to `end`."""
+    """Maps values from `low` to `high` to places on an axis from `start` to `end`."""
 
     low: float
     high: float
@@ -33,7 +34,7 @@ class Scale:
         return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round values within."""
+        """Round values within the scale."""
         if self.log:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
             return [10.0**power for power in powers]
@@ -45,7 +46,7 @@ class Scale:
 
 
 def svg(title: str, description: str, width: float, height: float, *content: Any) -> Markup:
-    """A figure that a screen reader reads as its title and description."""
+    """An SVG figure with a title and a description for screen readers."""
     own = next(_numbers)
     names = f"figure-{own}-title", f"figure-{own}-text"
     return tag(
@@ -61,7 +62,7 @@ def svg(title: str, description: str, width: float, height: float, *content: Any
 
 
 def standalone(figure: Markup) -> str:
-    """A figure as a file of its own."""
+    """A figure as an SVG file of its own, with its styles."""
     style = STYLE.read_text(encoding="utf-8").replace(":root", "svg")
     start = '<svg xmlns="http://www.w3.org/2000/svg" width="640" '
     inside = figure.replace("<svg ", start, 1)
@@ -77,7 +78,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 
 def short(value: float) -> str:
-    """A tick's label."""
+    """The label of a tick."""
     return f"{value:,.4f}".rstrip("0").rstrip(".").replace("-", MINUS) if value else "0"
 
 
@@ -87,15 +88,15 @@ def short(value: float) -> str:
 def forest(
     rows: Sequence[Row], baseline: str, yardstick: str, gap: float, share: float, quantity: str
 ) -> Markup:
-    """Differences to the baseline with their intervals, from below to above; the yardstick's is the
-    unit of the upper axis, and within `share` of it an arm counts as equal."""
+    """Differences to the baseline with their intervals, sorted; the upper axis counts them in units
+    of the yardstick's difference, and a band of `share` marks what counts as equal."""
     ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
     left = 14 + 7.4 * max(len(r.label) for r in [*ordered, *rows])
     name, right, top, pitch = left - 8, left + 250, 44, 22
     bottom = top + pitch * (len(ordered) + 1)
     ends = [v for r in ordered for v in (r.difference, r.low, r.high) if math.isfinite(v)]
     known = math.isfinite(gap) and gap != 0
-    if known:  # what is far away is an arrow, so that the others can be told apart
+    if known:  # far values become arrows, so that the others can be told apart
         ends = [v for v in ends if abs(v) <= 3 * abs(gap)] + [gap, 0.0]
     low, high = min([*ends, 0.0]), max([*ends, 0.0])
     room = (high - low or 1.0) * 0.06
@@ -146,7 +147,7 @@ def _estimate(row: Row, x: Scale, y: float, name: float, is_yardstick: bool) -> 
         parts += [line(end, y - 4, end, y + 4, "interval") for end in (low, high)]
         kind = "mark"
     else:
-        kind = "mark hollow"  # of one seed nothing follows
+        kind = "mark hollow"  # one seed has no interval
     at = x(row.difference)
     if is_yardstick:
         parts.append(tag("rect", x=at - 4, y=y - 4, width=8, height=8, class_=kind))
@@ -174,8 +175,8 @@ def curves(
     x: Scale,
     named: bool = False,
 ) -> Markup:
-    """Means over seeds with a band of their standard deviation. lines: a class of figures.css and
-    the points of each; what leaves the axes is not drawn. named: with the names of the lines."""
+    """Means over seeds with a band of ± standard deviation. lines: (class in figures.css, points)
+    of each; what leaves the axes is not drawn. named: write the lines' names at their ends."""
     width, height = x.end + (100 if named else 8), y.start + 18
     parts = [line(x.start, y(tick), x.end, y(tick), "grid") for tick in y.ticks(3)]
     parts += [label(x.start - 4, y(t) + 4, _tick(t, y), "tick", "end") for t in y.ticks(3)]
@@ -211,7 +212,7 @@ def curves(
 
 
 def _names(ends: list[tuple[float, str, str]], right: float, bottom: float) -> list[Markup]:
-    """The names of curves beside their ends, from above to below, none over another."""
+    """The names of curves at their ends, moved apart so that none covers another."""
     pitch, parts = 14, []
     lowest = bottom - pitch * (len(ends) - 1)
     place = min(ends[0][0], lowest) if ends else 0.0
@@ -241,7 +242,7 @@ def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
 
 
 def span(values: Sequence[float], room: float = 0.05) -> tuple[float, float]:
-    """The least and the greatest with some room around them."""
+    """(least, greatest) of the values, with some room around them."""
     low, high = min(values), max(values)
     more = (high - low or abs(high) or 1.0) * room
     return low - more, high + more
@@ -298,7 +299,7 @@ SHAPES: dict[str, Callable[[], Markup]] = {
 
 
 def badge(verdict: str) -> Markup:
-    """A verdict as its words beside a shape of its own: told without colour, too."""
+    """A verdict in words with a shape of its own, so that it can be told without colour."""
     kind = verdict.replace(" ", "-")
     if verdict not in SHAPES:
         return tag("span", verdict)

@@ -1,4 +1,4 @@
-"""What the page shows of the blocks: records, rows, curves, and what is missing of them."""
+"""Gathers what the page shows of the blocks: records, rows, curves, and what is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reproduce.records import Evidence, Kept
 @dataclass(frozen=True)
 class Shown:
     """A block with its records. metric: what its arms are compared by, a dotted path into a record;
-    baseline, yardstick: the arms between which the gap lies; arms: those that have records."""
+    baseline, yardstick: the arms whose difference is the gap; arms: those with records."""
 
     block: Block
     metric: str
@@ -39,7 +39,7 @@ class Shown:
 
     @cached_property
     def rows(self) -> dict[str, comparison.Row]:
-        """Mean and spread of each arm, and its difference to the baseline seed by seed."""
+        """The row of each arm: mean and spread, and the difference to the baseline seed by seed."""
         arms = [
             comparison.Arm(
                 name, {}, {s: comparison.Run(k.path, k.record) for s, k in seeds.items()}
@@ -57,7 +57,7 @@ class Shown:
 
     @cached_property
     def gap(self) -> float:
-        """Mean difference of the yardstick to the baseline; nan if one of them is not there."""
+        """Mean difference of the yardstick to the baseline; nan if one of them is missing."""
         values = {
             (self.block.name, arm): {seed: kept.record for seed, kept in seeds.items()}
             for arm, seeds in self.arms.items()
@@ -67,7 +67,7 @@ class Shown:
 
     @cached_property
     def leading(self) -> list[str]:
-        """The first arm of every method, and all dense ones: those that a first look needs."""
+        """The arms for a first look: the first arm of every method, and all dense ones."""
         methods = {arm: _method(own) for arm, own in self.block.arms.items()}
         first = {method: arm for arm, method in reversed(methods.items())}
         return [
@@ -78,7 +78,7 @@ class Shown:
 
     @property
     def missing(self) -> dict[str, list[int]]:
-        """By arm, the seeds that have no record."""
+        """The seeds without a record, by arm."""
         found = {
             arm: [s for s in self.block.seeds if s not in self.arms.get(arm, {})]
             for arm in self.block.arms
@@ -87,12 +87,13 @@ class Shown:
 
     @property
     def diverged(self) -> list[Kept]:
-        """Records without a finite number."""
+        """The records whose metric is not finite."""
         every = [kept for seeds in self.arms.values() for kept in seeds.values()]
         return [k for k in every if not math.isfinite(number(k.record, self.metric))]
 
     def curve(self, arm: str, quantity: str, minus: str | None = None) -> list[Point]:
-        """Over the seeds; of `minus`, what the arm has more than that one at the same seeds."""
+        """A quantity's curve, averaged over an arm's seeds; with `minus`, the difference to that
+        arm at the same seeds."""
         found: dict[int, list[float]] = {}
         for seed, kept in self.arms.get(arm, {}).items():
             other: dict[int, float] | None = None
@@ -134,14 +135,15 @@ def shown_blocks(claims: Claims, evidence: Evidence, folder: Path = BLOCKS) -> l
 
 
 def _baseline(block: Block, claims: Claims) -> str:
-    """The arm that the others are compared with: of the margin, or the first dense one."""
+    """The arm that the others are compared with: the margin's `lower`, or else the first
+    dense one."""
     dense = [arm for arm, own in block.arms.items() if _method(own) == "dense"]
     return next(iter([arm for arm in dense if arm == claims.margin.lower] + dense), "")
 
 
 def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
-    """Of one's own runs those that were begun and have no result: what tells of them, and the last
-    that they said. One that was made again, for others to start from, has its record elsewhere."""
+    """(file, its last line) of one's own runs that were begun and have no result. A run that was
+    made again, for others to start from, has its record elsewhere and is left out."""
     found = []
     kept = runs / "evidence"
     ended = {
@@ -162,15 +164,15 @@ def _last_line(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Own:
-    """One's own finished trainings, as `experiments.compare` shows them, by their folder: a row for
-    each arm, with its results. trouble: why some cannot be shown."""
+    """One's own finished trainings by folder, in rows as `experiments.compare` shows them, each
+    with its results. trouble: why some folders cannot be shown."""
 
     rows: dict[Path, list[tuple[comparison.Row, list[Path]]]]
     trouble: list[str]
 
 
 def own_runs(runs: Path) -> Own:
-    """What is below `runs`."""
+    """The finished trainings below `runs`."""
     own = Own({}, [])
     for folder in sorted(path for path in runs.glob("*") if path.is_dir()):
         if not any(folder.glob("*/*/result.json")):

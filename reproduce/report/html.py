@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text: what is no element is escaped, every tag is closed."""
+"""Builds HTML and SVG as text: plain text is escaped, and every tag is closed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MINUS = "\N{MINUS SIGN}"
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """A string that is HTML already and is not escaped again."""
 
 
 def text(*children: Any) -> Markup:
-    """The children one after the other: elements, what is escaped, and lists of both; None is
-    nothing."""
+    """The children joined: elements as they are, plain text escaped, lists likewise; None is left
+    out."""
     parts = []
     for child in children:
         if isinstance(child, Markup):
@@ -30,7 +30,8 @@ def text(*children: Any) -> Markup:
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """An element. `class_` is class, `stroke_width` stroke-width; None and False are left out."""
+    """An element. The attribute `class_` is class, `stroke_width` stroke-width; None and False are
+    left out."""
     given = []
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
@@ -50,7 +51,7 @@ def slug(*words: object) -> str:
 def table(
     caption: Any, heads: Iterable[Any], rows: Iterable[Iterable[Any]], words: Iterable[int] = (0,)
 ) -> Markup:
-    """A table in a container of its own, in which it scrolls sideways where the page is narrow.
+    """A table in a container that scrolls sideways where the page is narrow.
 
     The first cell of a row is its head. words: numbers of the columns that hold words; the others
     are set to the right.
@@ -72,13 +73,13 @@ def table(
         tag("thead", tag("tr", heading)),
         tag("tbody", body),
     )
-    # It can be scrolled with the keyboard only if it can be reached.
+    # tabindex: the keyboard scrolls only what it can focus.
     name = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, str) else "table"
     return tag("div", content, class_="scroll", tabindex=0, role="group", aria_label=name)
 
 
 def _long(cell: Any) -> str | None:
-    """The class of a cell whose words need more than one line."""
+    """The class of a cell whose text needs more than one line, or None."""
     return "long" if len(re.sub(r"<[^>]*>", "", text(cell))) > 34 else None
 
 
@@ -87,16 +88,16 @@ def details(summary: Any, *children: Any, **attributes: Any) -> Markup:
 
 
 def command(line: str) -> Markup:
-    """A command that can be copied."""
+    """A block with a command to copy."""
     return tag("pre", tag("code", line), class_="command", tabindex=0)
 
 
 def unbroken(words: str) -> str:
-    """The words with spaces at which no line ends."""
+    """The words joined by no-break spaces."""
     return words.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def listed(items: Iterable[Any]) -> Markup:
-    """The items with commas between them."""
+    """The items separated by commas."""
     parts = [text(item) for item in items]
     return Markup(", ".join(parts))

@@ -1,4 +1,4 @@
-"""Links from the page to the files that its numbers come from."""
+"""Makes links from the page to the files that its numbers come from."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Links:
-    """page: the folder that the page is written to."""
+    """Makes links relative to `page`, the folder that the page is written to."""
 
     page: Path
 
     def to(self, path: Path, words: str | None = None) -> Markup:
-        """A link to a file, by its place in the repository."""
+        """A link to a file; its text is the path in the repository, unless `words` are given."""
         href = PurePath(os.path.relpath(path.resolve(), self.page.resolve())).as_posix()
         return tag("a", words or name(path), href=href, data_source=True)
 
 
 def name(path: Path) -> str:
-    """A path as the repository has it."""
+    """A path relative to the repository, if it lies in it."""
     resolved = path.resolve()
     return (resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else path).as_posix()

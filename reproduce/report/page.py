@@ -1,4 +1,4 @@
-"""Puts the page together: `runs/report/index.html`, and its main figure as a file of its own."""
+"""Assembles the report page, `runs/report/index.html`, and its main figure as a file of its own."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
 
 
 def build(runs: Path, folder: Path) -> str:
-    """The page as it is written to `folder`."""
+    """The HTML of the page, for the folder that it is written to."""
     links = Links(folder)
     rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
     found = verdicts.content(rules, evidence.values)
@@ -129,7 +129,7 @@ def build(runs: Path, folder: Path) -> str:
 
 
 def main_figure(rules: Claims, evidence: Evidence) -> Markup:
-    """The leading methods of the main block, against dense."""
+    """The figure of the leading methods of the main block, as differences to dense."""
     block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
     return blocks.differences(block, block.leading, rules.margin.share)
 

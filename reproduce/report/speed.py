@@ -1,4 +1,4 @@
-"""Figures of measured speed and memory, each labelled with what was timed."""
+"""The page's section on measured speed and memory, each figure labelled with what was timed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ MEANS = {
 }
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
 SHORT = 8  # rows of a figure that is open at first
-Found = dict[str, Any]  # of reproduce/verdicts.py
+Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
 def section(found: Found, links: Links) -> Markup:
+    """The section on speed and memory."""
     kinds = [tag("li", tag("strong", kind), f": {meaning}") for kind, meaning in MEANS.items()]
     drawn = [
         _measured(measured, claim["id"], links)
@@ -66,7 +67,7 @@ def _kind(kind: str) -> Markup:
 
 
 def _record(path: Path, links: Links) -> Markup:
-    """The rows of a record of experiments.bench that have the dense model for a peer."""
+    """The rows of a record of experiments.bench that were timed beside a dense model."""
     record = json.loads(path.read_text(encoding="utf-8"))
     parts = []
     for name, kind in OF_BENCH.items():

@@ -1,4 +1,5 @@
-"""The papers' tables on the page: as they were made here, or with the papers' values alone."""
+"""The page's section on the papers' tables: as they were made here, or with the papers' values
+alone."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from reproduce.spec import Table
 
 MEASURED = Path(__file__).parents[1] / "measured"
 Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdict
-NOTHING = ("-", "extra row of ours")  # a paper says there
+NOTHING = ("-", "extra row of ours")  # cells in which the paper has no value
 ArmsOf = Callable[[Table], Markup | None]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A table as render.py made it. path: the file it is in; None if nothing was run for it."""
+    """A rendered table. path: its file; None if nothing was run for it."""
 
     tier: str
     path: Path | None
@@ -33,15 +34,15 @@ class Made:
     cells: list[list[str]]
 
     def fact(self, name: str) -> str:
-        """What the header says of the device or the code; nothing if it does not."""
+        """A line of the header by its name, Device or Code; "" if there is none."""
         start = f"{name}: "
         told = (line for line in self.header if line.startswith(start))
         return next(told, start).removeprefix(start).rstrip(".")
 
 
 def found(table: Table, runs: Path) -> list[Made]:
-    """All tiers of a table that were made, the committed ones first; else its largest, not run,
-    with the lines of which the paper says something."""
+    """All tiers of a table that were made, the committed ones first; if there are none, the largest
+    tier with the paper's values alone."""
     paths = [*sorted(MEASURED.glob(f"*/{table.name}-*.md"))]
     paths += [path for tier in table.tiers if (path := _own(table, tier, runs)).is_file()]
     if paths:
@@ -62,7 +63,7 @@ def _own(table: Table, tier: str, runs: Path) -> Path:
 
 
 def read(path: Path) -> Made:
-    """What `Rendered.markdown` wrote.
+    """The table in a file that `Rendered.markdown` wrote.
 
     Raises:
         UserError: the file holds no table.
@@ -78,7 +79,7 @@ def read(path: Path) -> Made:
 def section(
     tables: list[Table], runs: Path, verdicts: Verdicts, arms: ArmsOf, links: Links
 ) -> Markup:
-    """Every table and figure of the papers, and those of this project's own.
+    """The section on every table and figure of the papers and this project's own tables.
 
     arms: draws the rows of a table that arms of a block stand for.
     """
@@ -162,5 +163,5 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
 
 
 def revisions(told: str) -> str:
-    """The short names of the revisions that a header names."""
+    """The short git revisions that a header names."""
     return ", ".join(name[:7] for name in re.findall(r"revision ([0-9a-f]{7,})", told)) or "-"
