@@ -20,7 +20,11 @@ def main(config: RunConfig) -> None:
         raise UserError(f"data={config.data.name} are images: only text is prepared")
     directory = prepare(config.data)
     splits = read_manifest(config.data)["splits"].items()
-    sizes = [f"{r['documents']:,} documents, {r['tokens']:,} {name} tokens" for name, r in splits]
+    sizes = [
+        f"{r['documents']:,} documents, {r['tokens']:,} {name} tokens"
+        + (f" in {len(r['shards'])} files" if "shards" in r else "")
+        for name, r in splits
+    ]
     say(f"{directory}: {'; '.join(sizes)}")
 
 

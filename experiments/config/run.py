@@ -38,6 +38,7 @@ from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support import memory
 from experiments.support.errors import UserError
+from experiments.support.identity import identity_of
 from experiments.support.names import check_name, check_seed
 from methods.nn import base, distillation
 from models.base import Model
@@ -178,7 +179,7 @@ class RunConfig:
                 return ImageSource(self.data, self.model, self.seed, batch, workers, device)
             return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers, device)
         shape: Any = model if isinstance(self.model, HFConfig) else self.model
-        corpus = load_tokens(self.data, self.seed)
+        corpus = load_tokens(self.data, self.seed, self.train.samples_before)
         if isinstance(self.data, MLMConfig):
             return MaskedText(corpus, self.data, shape)
         check_fits(corpus, shape.vocab_size, shape.block_size)
@@ -227,19 +228,6 @@ class _Top:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-
-
-def identity_of(config: Any) -> dict[str, Any]:
-    """The fields of a config dataclass that make the result, as plain values.
-
-    A field that was added when runs had already been made carries `metadata={"added": True}`. It
-    counts only where it differs from its default, so those runs keep their hashes.
-    """
-    values = dataclasses.asdict(config)
-    for field in dataclasses.fields(config):
-        if field.metadata.get("added") and getattr(config, field.name) == field.default:
-            del values[field.name]
-    return values
 
 
 def digest(value: dict[str, Any]) -> str:

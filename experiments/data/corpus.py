@@ -6,7 +6,7 @@ Shapes: B sequences of T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +19,17 @@ from torch import Tensor
 from experiments.data.corpus_source import EMBEDDED
 from experiments.data.manifest import (
     SPLITS,
-    TOKEN,
     TRAINED,
     DataConfig,
-    check_file,
+    check_files,
     fingerprint,
     load_encoding,
     read_manifest,
+    token_type,
 )
+from experiments.data.order import Order, Part
 from experiments.data.prepare import prepare
+from experiments.data.shards import TokenFiles
 from experiments.data.tokenizer import HFTokenizer
 from experiments.support.errors import UserError
 
@@ -39,12 +41,14 @@ CALIBRATION = 2**40  # the step of calibration samples: training does not get th
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, memory-mapped. `seed` chooses the training windows and nothing else."""
+    """A prepared corpus, or a mixture, memory-mapped. `seed` chooses the training windows and
+    nothing else. order: of the training windows; None = drawn with replacement."""
 
     directory: Path
     manifest: dict[str, Any]
-    tokens: dict[str, np.ndarray]  # split -> [tokens] uint16
+    tokens: Mapping[str, np.ndarray | TokenFiles]  # split -> [tokens] uint16 or uint32
     seed: int
+    order: Order | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +67,8 @@ class Corpus:
     def batch(
         self, split: str, step: int, sequences: slice | Sequence[int], block: int
     ) -> dict[str, Tensor]:
-        """Windows of `block` tokens, uniform over the split, drawn with replacement.
+        """Windows of `block` tokens, uniform over the split, drawn with replacement, or in training
+        as `order` says (not those for calibration, which belong to no step).
 
         `sequences` are indices into the global batch of this optimizer step. A window's position is
         a pure function of (seed, split, step, index): ranks, micro-batches and a resumed run that
@@ -74,6 +79,8 @@ class Corpus:
         if isinstance(sequences, slice):
             sequences = range(sequences.start or 0, sequences.stop, sequences.step or 1)
         indices = np.asarray(sequences, dtype=np.int64)
+        if self.order is not None and split == "train" and step < self.order.steps:
+            return self.windows(split, self.order.starts(step, indices, block), block)
         positions = len(self.tokens[split]) - block
         words = np.random.Philox(
             key=np.array([self.seed, SPLITS.index(split)], dtype=np.uint64),
@@ -81,6 +88,12 @@ class Corpus:
         ).random_raw(int(indices.max()) + 1)
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
         return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
+
+    def describe(self, block: int) -> dict[str, Any]:
+        """The manifest, and in epochs how often a training goes through each part."""
+        if self.order is None:
+            return self.manifest
+        return {**self.manifest, "epochs": self.order.epochs(block)}
 
     def eval_size(self, block: int) -> int:
         """Windows of `block` tokens in the validation split."""
@@ -116,28 +129,44 @@ class Corpus:
         return {"input": windows[:, :-1].contiguous(), "target": windows[:, 1:].contiguous()}
 
 
-def load_tokens(config: DataConfig, seed: int) -> Corpus:
-    """Memory-map the corpus of `config` after checking it against its manifest.
+def load_tokens(config: DataConfig, seed: int, before: np.ndarray | None = None) -> Corpus:
+    """Memory-map the corpus of `config`, or all parts of a mixture one after the other, after
+    checking the files against their manifests (`check_files`).
 
-    Sizes and hashes are checked: the whole file up to 256 MiB, the first and the last MiB of a
-    larger one. The embedded corpus is prepared when it is not there yet (some seconds; processes
-    that start at once may do so in parallel, and one of them wins).
+    The embedded corpus is prepared when it is not there yet (some seconds; processes that start at
+    once may do so in parallel, and one of them wins).
+
+    Args:
+        before: [steps + 1] samples before each step and in the end, of a training in epochs.
     """
     if seed < 0:
         raise UserError(f"seed={seed} must not be negative")
-    directory = config.directory
-    if config.source == EMBEDDED and not directory.exists():
-        prepare(config)
+    for corpus in config.corpora:
+        if corpus.source == EMBEDDED and not corpus.directory.exists():
+            prepare(corpus)
     manifest = read_manifest(config)
-    for split in SPLITS:
-        check_file(config, manifest["splits"][split])
-    if manifest["tokenizer"].get("file") is not None:
-        check_file(config, manifest["tokenizer"])
-    tokens: dict[str, np.ndarray] = {
-        split: np.memmap(directory / manifest["splits"][split]["file"], dtype=TOKEN, mode="r")
-        for split in SPLITS
+    files: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    parts: list[Part] = []
+    weights = config.weights or (1.0,)
+    for corpus, weight in zip(config.corpora, weights, strict=True):
+        own = read_manifest(corpus)
+        check_files(corpus, own)
+        dtype = token_type(own["tokenizer"]["vocab_size"])
+        for split in SPLITS:
+            record = own["splits"][split]
+            files[split] += [
+                np.memmap(corpus.directory / shard["file"], dtype=dtype, mode="r")
+                for shard in record.get("shards", [record])
+            ]
+        first = sum(part.tokens for part in parts)
+        parts.append(Part(corpus.name, first, sum(map(len, files["train"])) - first, weight))
+    tokens = {
+        s: arrays[0] if len(arrays) == 1 else TokenFiles(arrays) for s, arrays in files.items()
     }
-    return Corpus(directory, manifest, tokens, seed)
+    order = None
+    if before is not None and config.order == "epochs":
+        order = Order(seed, parts, before)
+    return Corpus(config.directory, manifest, tokens, seed, order)
 
 
 def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
@@ -156,4 +185,10 @@ def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
                 f"the {split} split of {corpus.directory} has {len(corpus.tokens[split])} tokens, "
                 f"a window needs {block_size + 1}: use a larger corpus or a smaller "
                 "model.block_size"
+            )
+    for part in corpus.order.parts if corpus.order is not None else ():
+        if not part.windows(block_size):
+            raise UserError(
+                f"{part.name} has {part.tokens} tokens for training, a window needs "
+                f"{block_size + 1}: leave it out of the mixture"
             )

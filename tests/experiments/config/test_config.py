@@ -12,9 +12,10 @@ import experiments
 import methods
 from experiments.config.compose import composed
 from experiments.config.driver import exit_with_one_line
-from experiments.config.run import ImplConfig, TrainConfig, identity_of, load
+from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.support import memory
 from experiments.support.errors import UserError
+from experiments.support.identity import identity_of
 from experiments.training import pretraining
 from experiments.training.optimization import Optimization
 

@@ -240,7 +240,7 @@ def test_check_fits(corpus):
             "tokenizer=words is neither gpt2, bpe nor wordpiece, nor a folder",
         ),
         ({"tokenizer": "gpt2", "vocab_size": 2048}, "vocab_size=2048, but GPT-2's"),
-        ({"tokenizer": "bpe", "vocab_size": 65537}, "65537 does not fit into uint16"),
+        ({"tokenizer": "bpe", "vocab_size": 2**32 + 1}, "4294967297 does not fit into uint32"),
     ],
 )
 def test_impossible_configs_are_refused(options, message):

@@ -1,0 +1,19 @@
+"""What a config is known by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """The fields of a config dataclass that make the result, as plain values.
+
+    A field that was added when runs had already been made carries `metadata={"added": True}`. It
+    counts only where it differs from its default, so those runs keep their hashes.
+    """
+    values = dataclasses.asdict(config)
+    for field in dataclasses.fields(config):
+        if field.metadata.get("added") and getattr(config, field.name) == field.default:
+            del values[field.name]
+    return values
