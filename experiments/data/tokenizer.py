@@ -229,10 +229,15 @@ def _local(folder: str) -> Path:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """`pretrained_tokenizer` as an `HFTokenizer`.
+    """`pretrained_tokenizer` as an `HFTokenizer`, or the one trained on the prepared corpus in this
+    folder.
 
     What ends a document is its end-of-text token, or [SEP] where there is none.
     """
+    prepared, file = Path(folder, "manifest.json"), Path(folder, "tokenizer.json")
+    if prepared.is_file() and file.is_file():
+        record = json.loads(prepared.read_text(encoding="utf-8"))["tokenizer"]
+        return HFTokenizer(file.read_text(encoding="utf-8"), record["end_of_text"])
     tokenizer: Any = pretrained_tokenizer(folder)
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if not tokenizer.is_fast or end is None:

@@ -239,15 +239,7 @@ def parts(tmp_path_factory, hub_cache):
     root = tmp_path_factory.mktemp("parts")
     own = DataConfig("own", str(words(root, "own", 0)), str(root), "bpe", 300)
     prepare(own)
-    tokenizer = root / "tokenizer"
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(str(own.directory / "tokenizer.json")),
-        eos_token="<|endoftext|>",
-    )
-    fast.save_pretrained(tokenizer)
+    tokenizer = own.directory
     for name, seed, options in (("left", 1, {}), ("right", 2, {"shard_tokens": 100})):
         source = str(words(root, name, seed))
         prepare(DataConfig(name, source, str(root), str(tokenizer), **options))
@@ -258,7 +250,7 @@ def parts(tmp_path_factory, hub_cache):
 
 def mixture(root, names=("left", "right"), weights=(0.75, 0.25), tokenizer=None):
     return DataConfig(
-        "mix", "mixture", str(root), tokenizer or str(root / "tokenizer"), 300,
+        "mix", "mixture", str(root), tokenizer or str(root / "own-v300"), 300,
         order="epochs", parts=names, weights=weights,
     )  # fmt: skip
 
@@ -337,7 +329,7 @@ def test_a_training_on_a_mixture_is_resumed_in_its_order(parts, overrides, tmp_p
     """Interrupted within an epoch of one part, it ends as one that was not."""
     data = [
         "data=mixture", "data.parts=[left,right]", "data.weights=[0.75,0.25]",
-        f"data.root={parts}", f"data.tokenizer={parts / 'tokenizer'}", "train.eval_every=12",
+        f"data.root={parts}", f"data.tokenizer={parts / 'own-v300'}", "train.eval_every=12",
     ]  # fmt: skip
     options = [o for o in overrides if not o.startswith("data.")]
     results = []
