@@ -1,11 +1,13 @@
 """What README.md and the pages of docs/ say holds: links, paths, commands, snippets, figures."""
 
 import ast
+import copy
 import importlib.util
 import re
 import shlex
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import mkdocs.commands.build
 import mkdocs.config
@@ -14,8 +16,10 @@ import torch
 from hydra import compose, initialize_config_module
 
 import methods
-from common_kernels import nm_mask
+from common_kernels import nm_mask, register_cpu_operators
 from experiments.bench.__main__ import parser as bench_parser
+from experiments.exporting import semi_structured
+from experiments.runs.finished import FinishedRun
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce.__main__ import parse
@@ -174,9 +178,9 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    names = ("README.md", "docs/own_loop.md", "docs/methods.md")
+    names = ("README.md", "docs/own_loop.md", "docs/methods.md", "docs/evaluation.md")
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
-    assert found == dict(zip((ROOT / name for name in names), (2, 8, 2), strict=True))
+    assert found == dict(zip((ROOT / name for name in names), (2, 8, 2, 1), strict=True))
 
 
 def test_the_snippets_on_methods_run():
@@ -241,6 +245,41 @@ def test_a_matrix_is_packed_and_multiplied_as_shown():
     want = x.float() @ pruned.float().t() + 1
     assert (names["y"].float() - want).abs().max() <= 2**-8 * want.abs().max()
     assert torch.equal(names["weight"].to_dense(), pruned)
+
+
+def test_a_finished_model_is_packed_and_run_as_shown(monkeypatch):
+    """On the CPU by stand-ins for torch's operators, in a layout that these take."""
+    operators = register_cpu_operators()
+    names = {"run": "runs/x", "device": "cpu", "tokens": batch()["input"]}
+    model = tiny()
+    for layer in (model.transformer.h[0].mlp.c_fc, model.transformer.h[0].mlp.c_proj):
+        layer.weight.data *= nm_mask(layer.weight)
+    dense = copy.deepcopy(model).bfloat16()
+    opened = SimpleNamespace(model=lambda: model)
+    monkeypatch.setattr(FinishedRun, "open", lambda run: opened if run == "runs/x" else None)
+    monkeypatch.setattr(semi_structured, "semi_structured_layout", lambda *_: "cutlass_sm80")
+    (code,) = blocks(ROOT / "docs" / "evaluation.md", "python")
+    exec(code, names)
+    assert names["names"] == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+    with torch.no_grad():
+        want, _ = dense(names["tokens"])
+    # Two sums of bf16 products in different orders, behind a norm: some units of 2^-8.
+    torch.testing.assert_close(names["logits"].float(), want.float(), rtol=2**-6, atol=2**-6)
+    del operators
+
+
+def test_what_a_sparse_forward_product_saves_is_that_of_the_record():
+    lines = re.findall(
+        r"^  \| (\d+ x \d+ -> \d+) \| (\S+) \| (\S+) \|$",
+        text(ROOT / "docs" / "evaluation.md"),
+        re.M,
+    )
+    assert len(lines) == 4
+    for shape, dense, ste in lines:
+        for name, figure in (("dense", dense), ("ste", ste)):
+            assert f"products ms {figure};" in rows("linear")[name, shape][10], (shape, name)
+    memory = rows("memory")["s_ste", "linear 8192 x 8192 -> 28672"]
+    assert "weights MiB 448;" in memory[4] and "packed MiB 252;" in memory[4]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/own_loop.md"])
