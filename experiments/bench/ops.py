@@ -1,7 +1,8 @@
 """Every operator beside a copy of what it reads: `python -m experiments.bench ops`.
 
 On a CPU over the weights of GPT-2 124M in fp32, with memory; on a GPU over matrices that no cache
-holds, in bf16 and fp32, beside plain formulations, eager and compiled, and with the packers.
+holds, in bf16 and fp32, beside plain formulations, eager and compiled, with the packers and with
+the optimizer step in one pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import common_kernels as ck
 from common_kernels import backend
-from experiments.bench import packers
+from experiments.bench import packers, passes
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
 from experiments.support.errors import UserError
@@ -351,7 +352,7 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
             )
         )  # fmt: skip
     left_out = [name for name, op in OPS.items() if op.gpu_only]
-    report.leave_out(f"without a GPU: {'; '.join([*left_out, *packers.PACKERS])}")
+    report.leave_out(f"without a GPU: {'; '.join([*left_out, *packers.PACKERS, *passes.PASSES])}")
 
 
 def peak_memory(name: str, threads: int) -> float:
@@ -393,15 +394,18 @@ def matrices(dtype: torch.dtype, device: torch.device, quick: bool = False) -> l
 
 
 def on_gpu(options: argparse.Namespace, report: Report) -> None:
-    names = report.chosen([*OPS, *packers.PACKERS])
+    names = report.chosen([*OPS, *packers.PACKERS, *passes.PASSES])
     ops = [name for name in names if name in OPS]
     chosen = [name for name in names if name in packers.PACKERS]
+    steps = [name for name in names if name in passes.PASSES]
     for dtype in (torch.bfloat16, torch.float32):
         w = matrices(dtype, options.device, options.quick)[0]
         for name in ops:
             check(name, OPS[name], w)
         for name in chosen:
             packers.check(name, w)
+    for name in steps:
+        passes.check(name, w)
     report.note("correctness: green")
     for dtype in (torch.bfloat16, torch.float32):
         inputs = matrices(dtype, options.device, options.quick)
@@ -412,6 +416,17 @@ def on_gpu(options: argparse.Namespace, report: Report) -> None:
             calls = packers.calls(name, packed, report)
             moved, used = packers.PACKERS[name].moved, backend.resolve(options.device)
             report.add(beside_copy(name, used, calls, moved, 1 / packers.FLOORS, inputs, options))
+    for name in steps:  # of fp32 weights
+        report.add(time_pass(name, inputs, options))
+
+
+def time_pass(name: str, inputs: list[Tensor], options: argparse.Namespace) -> Row:
+    step, used = passes.PASSES[name], backend.resolve(options.device)
+    calls = passes.calls(name, [passes.inputs(w, name) for w in inputs])
+    row = beside_copy(name, used, calls, lambda _: step.moved, step.share, inputs, options)
+    row.figures["bytes a weight"] = step.moved
+    row.figures["bytes a weight, separate passes"] = step.moved_apart
+    return row
 
 
 def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report: Report) -> None:

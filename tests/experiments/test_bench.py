@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.bench import ops, packers, report, timing
+from experiments.bench import ops, packers, passes, report, timing
 from experiments.bench.__main__ import main
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
@@ -47,7 +47,8 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     here = {name for name, op in ops.OPS.items() if not op.gpu_only}
     assert rows.keys() == here
     (left_out,) = benchmark["left_out"]
-    assert all(name in left_out for name in (ops.OPS.keys() - here) | packers.PACKERS.keys())
+    on_gpus = (ops.OPS.keys() - here) | packers.PACKERS.keys() | passes.PASSES.keys()
+    assert all(name in left_out for name in on_gpus)
     for name, row in rows.items():
         assert (row["dtype"], row["shape"], row["clock"]) == ("float32", "48 x 32", "host")
         assert row["backend"] == "cpu"
@@ -103,13 +104,19 @@ def test_what_a_gpu_runs_runs_here_as_well(small, monkeypatch, tmp_path):
     ops.on_gpu(argparse.Namespace(device=CPU, repeats=2, quick=False), collected)
     names = [(row["name"], row["dtype"]) for row in collected.rows]
     everything = [*ops.OPS, *packers.PACKERS]
-    assert names == [(n, dtype) for dtype in ("bfloat16", "float32") for n in everything]
+    steps = [(name, "float32") for name in passes.PASSES]
+    assert names == [(n, t) for t in ("bfloat16", "float32") for n in everything] + steps
     assert {"clone", "compiled", "eager"} == collected.rows[0]["peers"].keys()
     assert any("_cslt_compress beside pack, magnitude" in text for text in collected.left_out)
     targets = {row["name"]: row["target"] for row in collected.rows}
     assert targets["nm_mask"] == "at least 80% of the limit"
     assert targets["transposable_mask24"] == "at least 50% of the limit"
     assert targets["pack both ways, exact search"] == "at least 71% of the limit"  # 1 / 1.4
+    last = collected.rows[-5]  # its weight, gradient, moments and mask, in and out, two operands
+    assert last["name"] == "step, decay, pack both ways"
+    assert last["figures"]["bytes a weight"] == 28 + 1 + 2 * 1.125
+    assert last["figures"]["bytes a weight, separate passes"] == 13 + 28 + 5 + 2 * 1.125
+    assert last["peers"].keys() == {"clone", "separate passes"}
 
 
 def test_a_packer_that_writes_other_bytes_is_named(small, monkeypatch):
@@ -123,6 +130,23 @@ def test_a_packer_that_writes_other_bytes_is_named(small, monkeypatch):
     monkeypatch.setitem(packers.PACKERS, name, replace(packer, run=wrong))
     with pytest.raises(UserError, match=f"{name} writes other bytes"):
         packers.check(name, torch.randn(64, 64))
+
+
+@pytest.mark.parametrize("name", passes.PASSES)
+def test_a_step_in_one_pass_that_goes_wrong_is_named(name, monkeypatch):
+    """Kernels, beside operators of their own; then with a mask that is not the weight's."""
+    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    passes.check(name, w)
+    right = passes.one_pass
+
+    def wrong(name, given, backend=None):
+        right(name, given, backend)
+        given.packed.view(torch.uint8)[0, 0] ^= 1
+
+    monkeypatch.setattr(passes, "one_pass", wrong)
+    with pytest.raises(UserError, match=f"{name} disagrees with separate passes"):
+        passes.check(name, w)
 
 
 # --- clocks --------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""A weight's optimizer step in one pass beside separate passes: a part of `ops` on a GPU.
+
+The floor: weight, moments, gradient and, where it is read, the mask read once; weight, moments,
+a new mask and the packed operands written once. What separate passes move is counted likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from common_kernels import masked_decay_, nm_mask, transposable_mask24
+from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
+from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_
+from experiments.bench.timing import Call
+from experiments.support.errors import UserError
+
+RATES = Rates(lr=1e-5, weight_decay=0.1)
+ALPHA = 1e-6  # small: the separate passes add to one gradient again and again
+UPDATE = 16 + 12  # weight, gradient and two moments read, all but the gradient written
+PACKED = 1.125  # values and positions, an entry of a 16-bit type
+
+
+@dataclass(frozen=True)
+class Pass:
+    """rule: of the pass. both: whether it packs for dgrad, too. share: of a copy's bandwidth, to be
+    reached."""
+
+    rule: Rule
+    both: bool
+    share: float = 0.8
+
+    @property
+    def moved(self) -> float:
+        """Bytes a weight."""
+        reads_mask = self.rule.alpha or not (self.rule.choose or self.rule.source == "soft")
+        return UPDATE + bool(reads_mask) + bool(self.rule.choose) + PACKED * (1 + self.both)
+
+    @property
+    def moved_apart(self) -> float:
+        """Bytes a weight of decay, update, choice of the mask, its copy, and packing."""
+        decay = 13 if self.rule.alpha else 0
+        choice = 4 + 1 + 2 if self.rule.choose else 0
+        packing = 4 + (self.rule.source == "mask") + PACKED * (1 + self.both)
+        return UPDATE + decay + choice + packing
+
+
+PASSES = {
+    "step, decay, pack both ways": Pass(Rule(alpha=ALPHA), both=True),
+    "step, decay, exact search, pack both ways": Pass(
+        Rule(alpha=ALPHA, choose="exact"), both=True, share=0.5
+    ),
+    "step, greedy search, pack both ways": Pass(Rule(choose="greedy"), both=True, share=0.5),
+    "step, decay, mask by rows, pack": Pass(Rule(alpha=ALPHA, choose="rows"), both=False),
+    "step, soft threshold and scale, pack": Pass(Rule(source="soft"), both=False),
+}
+
+
+def inputs(w: Tensor, name: str) -> Weight24:
+    """The state of a step of `w` [64 a, 64 b] in fp32."""
+    return Weight24(
+        weight=w.clone(),
+        grad=w.flip(0),
+        exp_avg=w.flip(1),
+        exp_avg_sq=w.square(),
+        step=torch.tensor(10.0, device=w.device),
+        mask=transposable_mask24(w),
+        scale=torch.tensor(1.5, device=w.device),
+        packed=empty_blob(w.shape, torch.bfloat16, w.device),
+        transposed=(
+            empty_blob(w.shape[::-1], torch.bfloat16, w.device) if PASSES[name].both else None
+        ),
+    )
+
+
+def one_pass(name: str, given: Weight24, backend: str | None = None) -> None:
+    adamw24_([given], RATES, PASSES[name].rule, backend=backend)
+
+
+def apart(name: str, given: Weight24) -> None:
+    """The same step by operators of their own."""
+    rule, weight, mask = PASSES[name].rule, given.weight, given.mask
+    assert mask is not None and given.packed is not None
+    if rule.alpha:
+        masked_decay_(given.grad, weight, mask, rule.alpha)
+    adamw(
+        [weight], [given.grad], [given.exp_avg], [given.exp_avg_sq], [], [given.step],
+        fused=True, amsgrad=False, maximize=False, lr=RATES.lr, eps=RATES.eps,
+        beta1=RATES.betas[0], beta2=RATES.betas[1], weight_decay=RATES.weight_decay,
+    )  # fmt: skip
+    if rule.choose == "rows":
+        mask.copy_(nm_mask(weight))
+    elif rule.choose:
+        mask.copy_(transposable_mask24(weight, rule.choose))
+    if given.transposed is not None:
+        pack_both24_(given.packed, given.transposed, weight, mask)
+    elif rule.source == "soft":
+        prune_pack24_(given.packed, weight, "soft", scale=given.scale)
+    else:
+        prune_pack24_(given.packed, weight, "mask", mask)
+
+
+def check(name: str, w: Tensor) -> None:
+    """UserError unless one pass leaves the weights of separate ones to rounding, and the mask and
+    operands of what it leaves to the bit."""
+    got, want = inputs(w, name), inputs(w, name)
+    one_pass(name, got)
+    apart(name, want)
+    tensors = [(got.weight, want.weight), (got.exp_avg, want.exp_avg)]
+    close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in tensors)
+    derived = inputs(got.weight, name)
+    assert got.mask is not None and derived.mask is not None
+    derived.mask.copy_(got.mask)
+    skip = torch.ones((), device=w.device)  # then it derives alone
+    adamw24_([derived], RATES, PASSES[name].rule, found_inf=skip, backend="cpu")
+    pairs = [(got.mask, derived.mask), (got.packed, derived.packed)]
+    pairs.append((got.transposed, derived.transposed))
+    same = all(torch.equal(bits(a), bits(b)) for a, b in pairs if a is not None and b is not None)
+    if not (close and same):
+        raise UserError(
+            f"{name} disagrees with separate passes on shape {tuple(w.shape)}: no time is "
+            "reported; run `pytest tests/common_kernels/test_adamw.py`"
+        )
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.flatten().view(torch.uint8)
+
+
+def calls(name: str, given: list[Weight24]) -> dict[str, Call]:
+    def on_buffer(run: Callable[[str, Weight24], None], i: int) -> None:
+        run(name, given[i])
+
+    return {name: partial(on_buffer, one_pass), "separate passes": partial(on_buffer, apart)}
