@@ -332,6 +332,18 @@ def test_the_configuration_reference_is_up_to_date():
     assert text(module.PAGE) == module.page()
 
 
+def test_two_paths_through_the_code_are_short_and_lead_through_what_they_name():
+    page = text(ROOT / "docs" / "architecture.md")
+    for heading in ("From a yaml to a kernel", "From a spec to a table"):
+        part = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        items = re.findall(r"^\d\. `(\S+)`: (.*?)(?=^\d\. |\Z)", part, re.S | re.M)
+        assert 5 < len(items) <= 8
+        for name, told in items:
+            content = text(ROOT / name)
+            for word in re.findall(r"`(\w+)`", told):
+                assert re.search(rf"\b{word}\b", content), (name, word)
+
+
 @cache
 def messages():
     """The texts in the source, with `…` for what is put in."""
