@@ -208,7 +208,9 @@ class ImplConfig:
 
     device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
     (`Method.accelerate`). micro_batch: samples per rank and forward pass; null = all of a step, or
-    with FP8 `train.fp8_samples`.
+    with FP8 `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and
+    packed weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it
+    serves, or `separate`.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
     workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.
@@ -219,6 +221,7 @@ class ImplConfig:
     micro_batch: int | None = None
     backend: str = "auto"
     matmul: str = "auto"
+    optimizer: str = "separate"
     checkpoint_every: int = 50
     threads: int = 0
     workers: int = 0
@@ -230,6 +233,7 @@ class ImplConfig:
             "device": ("auto", "cpu", "cuda"),
             "backend": ("auto", "cpu", "triton"),
             "matmul": ("auto", "cusparselt", "dense"),
+            "optimizer": ("separate", "fused"),
         }.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

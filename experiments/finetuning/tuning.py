@@ -178,6 +178,7 @@ def make_trainer(
         world=here,
         micro_batch=_micro_batch(config),
         compiled=config.impl.compile,
+        fused=config.impl.optimizer == "fused",
         checkpoint_every=config.impl.checkpoint_every,
         loggers=config.impl.loggers,
         config=config.as_dict(),

@@ -20,7 +20,7 @@ from experiments.data.source import Batch
 from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.training.schedules import learning_rate, weight_decay
-from methods import Method
+from methods import FusedAdamW, Method
 from models.base import Model
 
 # A run whose scaler has skipped this many steps in a row will not recover.
@@ -81,16 +81,22 @@ def micro_batch_size(
     return size
 
 
-def make_optimizer(method: Method, model: Model, train: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    method: Method, model: Model, train: TrainConfig, fused: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer that `train` names, over the groups that the model makes of its parameters.
 
+    Args:
+        fused: where it is AdamW, one that does the method's work on the weights in its own pass.
     Raises:
         UserError: the method has AdamW's rule or a form of it, and another one is asked for.
     """
     groups = model.param_groups(train.weight_decay)
     if train.optimizer == "adamw":
-        options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "fused": True}
-        return method.optimizer(groups, lr=train.learning_rate, **options)
+        options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas}
+        if fused and not method.needs_adamw:
+            return FusedAdamW(groups, eps=train.eps, **options)
+        return method.optimizer(groups, eps=train.eps, fused=True, **options)
     if method.needs_adamw:
         raise UserError(
             f"train.optimizer={train.optimizer}, but the update rule of this method is a form of "
@@ -119,7 +125,7 @@ class Optimization:
     The model's own hooks are called in the order of the method's and before them.
 
     Args:
-        ranks: processes that share each step's samples.
+        fused: see `make_optimizer`. ranks: processes that share each step's samples.
         group: what the settings of `train` are called in messages.
     """
 
@@ -131,6 +137,7 @@ class Optimization:
         device: torch.device,
         *,
         compiled: bool = False,
+        fused: bool = False,
         ranks: int = 1,
         group: str = "train",
     ) -> None:
@@ -142,7 +149,7 @@ class Optimization:
             device,
             "choose a smaller model",
         )
-        self.optimizer = make_optimizer(method, model, train)
+        self.optimizer = make_optimizer(method, model, train, fused)
         # By position: loading a checkpoint makes new groups.
         decayed = model.param_groups(1.0)
         self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]

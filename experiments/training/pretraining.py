@@ -112,6 +112,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 directory=directory,
                 world=here,
                 compiled=config.impl.compile,
+                fused=config.impl.optimizer == "fused",
                 micro_batch=_micro_batch_size(config, method, here),
                 checkpoint_every=config.impl.checkpoint_every,
                 loggers=config.impl.loggers,

@@ -46,7 +46,7 @@ class Trainer:
             every `train.eval_every` steps, or after each epoch where `train` has epochs.
         identity: names the config and the first weights; a checkpoint with another identity, or
             made on other data, is refused.
-        micro_batch: samples per rank and forward pass.
+        micro_batch: samples per rank and forward pass. compiled, fused: see `Optimization`.
         config: of the run, for the viewers of its log.
         group: what the settings of `train` are called in messages.
     """
@@ -64,6 +64,7 @@ class Trainer:
         world: World,
         micro_batch: int,
         compiled: bool = False,
+        fused: bool = False,
         checkpoint_every: int = 0,
         loggers: tuple[str, ...] = (),
         config: dict[str, Any] | None = None,
@@ -77,7 +78,14 @@ class Trainer:
         self.loggers, self.config = loggers, config or {}
         self.micro_batch = micro_batch
         self.optimization = Optimization(
-            model, method, train, world.device, compiled=compiled, ranks=world.size, group=group
+            model,
+            method,
+            train,
+            world.device,
+            compiled=compiled,
+            fused=fused,
+            ranks=world.size,
+            group=group,
         )
         own = _parameters(model) if train.ema else {}
         self.averages = {name: value.clone() for name, value in own.items()}

@@ -19,7 +19,7 @@ from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
-from methods import s_ste, sr_ste, ste
+from methods import FusedAdamW, s_ste, sr_ste, ste, t_sr_ste
 from models.base import Model
 from models.gpt2 import GPT
 
@@ -64,6 +64,7 @@ def build(tiny):
             directory=config.directory(),
             world=World(0, 1, torch.device("cpu")),
             micro_batch=micro_batch_size(config.train, micro_batch, 1, method.quantizes),
+            fused=config.impl.optimizer == "fused",
             checkpoint_every=config.impl.checkpoint_every,
             report=lambda message: None,
         )
@@ -310,6 +311,21 @@ def test_figures_between_two_measurements_go_on(build, tmp_path, kind):
     (shown,) = [r for r in records(whole) if r["step"] == 6]
     assert shown["flip_rate"] > 0
     assert records(resumed) == records(whole)
+
+
+def test_steps_in_one_pass_are_the_same_and_go_on(build, tmp_path):
+    """Over choices of masks, a skipped step, the switch to the dense phase and an interruption."""
+    options = {"kind": t_sr_ste.Method, "nan": (2,)}
+    overrides = "method.refresh_every=3", "method.dense_fraction=0.5", "train.dtype=fp16"
+    separate = build(*overrides, f"runs={tmp_path / 'separate'}", **options)
+    separate.fit()
+    overrides = (*overrides, "impl.optimizer=fused")
+    fused, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8, **options)
+    assert type(fused.optimization.optimizer) is FusedAdamW
+    assert separate.optimization.skipped == 1
+    assert records(separate) == records(fused) == records(resumed)
+    for a, *others in zip(*(t.model.parameters() for t in (separate, fused, resumed)), strict=True):
+        assert all(torch.equal(a, b) for b in others)
 
 
 def test_time_and_skipped_steps_add_up(build):
