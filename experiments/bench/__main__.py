@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.bench.compare import compare
 from experiments.bench.report import (
     Report,
     draw_roofline,
@@ -40,11 +41,10 @@ OF_STEPS = ("train", "memory")
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        options.command(options)
+        return int(options.command(options) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,8 +77,14 @@ def parser() -> argparse.ArgumentParser:
     probe = commands.add_parser("probe", help="what this GPU and cuSPARSELt do with 2:4")
     probe.add_argument("--out", type=Path, default=Path("runs/bench/probe.json"))
     probe.set_defaults(command=run_probe)
-    report = commands.add_parser("report", help="RECORD.md and RECORD_roofline.png of a record")
+    report = commands.add_parser(
+        "report",
+        help="RECORD.md and RECORD_roofline.png of a record, or one record beside a newer one",
+    )
     report.add_argument("record", type=Path)
+    newer = "compare with this one; exit status 1 if a row became slower by more than 3 %%"
+    report.add_argument("newer", type=Path, nargs="?", help=newer)
+    report.add_argument("--table", type=Path, help="markdown of the comparison")
     report.set_defaults(command=run_report)
     return parser
 
@@ -116,12 +122,15 @@ def run_probe(options: argparse.Namespace) -> None:
     print(f"written to {options.out}")
 
 
-def run_report(options: argparse.Namespace) -> None:
+def run_report(options: argparse.Namespace) -> int:
+    if options.newer:
+        return int(not compare(options.record, options.newer, options.table))
     record, path = read_record(options.record), options.record
     table, figure = path.with_suffix(".md"), path.with_name(f"{path.stem}_roofline.png")
     write_table(record, table)
     draw_roofline(record, figure)
     print(f"written to {table} and {figure}")
+    return 0
 
 
 if __name__ == "__main__":

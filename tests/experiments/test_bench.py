@@ -363,6 +363,50 @@ def test_the_table_says_under_which_load(tmp_path):
     )
 
 
+def test_an_old_record_stands_beside_a_new_one(tmp_path, capsys):
+    """Judged by what is as fast as its peer of the same run; a row that has none by its time."""
+
+    def step(name, ms, dense, backend="cusparselt fprop dgrad", **figures):
+        time = Time(ms, ms, ms, "events")
+        return Row(name, "bf16", "774M", backend, time, {"dense": dense}, figures=figures)
+
+    graphs, over = "step in CUDA graphs ms", "in graphs, times as fast as dense"
+    files = []
+    for name, rows in {
+        "old": [
+            step("dense", 100.0, 100.0, "dense", **{graphs: 99.0}),
+            step("slope", 90.0, 100.0, "cusparselt Y dX", **{graphs: 90.0}),
+            step("s_ste", 90.0, 100.0, "dense"),
+        ],
+        "new": [
+            step("dense", 110.0, 110.0, "dense", **{graphs: 99.0, over: 1.0}),
+            step("slope", 103.0, 110.0, **{graphs: 90.0, over: 1.05}),
+            step("s_ste", 88.0, 110.0),
+            step("ste", 88.0, 110.0),
+        ],
+    }.items():
+        collected = Report("train", CPU, tmp_path / f"{name}.json")
+        for r in rows:
+            collected.add(r)
+        files.append(str(tmp_path / f"{name}.json"))
+    table = tmp_path / "beside.md"
+    assert main(["report", *files, "--table", str(table)]) == 1
+    lines = [line.split(" | ") for line in table.read_text().splitlines() if "train" in line]
+    found = {line[1]: (line[6], line[8], line[9], line[10].strip(" |")) for line in lines[:-1]}
+    assert found == {
+        "dense": ("1.10", "", "", ""),
+        "dense, in graphs": ("1.00", "1.00", "1.00", ""),
+        "slope": ("1.14", "1.11", "1.07", "slower by 4%"),
+        "slope, in graphs": ("1.00", "1.10", "1.05", "slower by 5%"),
+        "s_ste": ("0.98", "1.11", "1.25", "faster by 12%"),
+    }
+    summary = "5 rows in both; slower by more than 3%: 2 (train slope, 774M; train slope, in "
+    assert summary in capsys.readouterr().out
+    assert main(["report", files[0], files[0]]) == 0
+    (tmp_path / "other.json").write_text('{"device": "Abacus", "benchmarks": {}}')
+    assert main(["report", files[0], str(tmp_path / "other.json")]) == 1
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
