@@ -34,8 +34,9 @@ BENCHMARKS = {
     "block": "the same of a feed-forward block of GPT-2",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "memory": "what a training step and a linear hold at their peak, and its parts",
+    "profile": "kernel time of a step by kind: products, sampling, packing, attention, ...",
 }
-OF_STEPS = ("train", "memory")
+OF_STEPS = ("train", "memory", "profile")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
         if name in OF_STEPS:
             globs = "globs on the shapes of rows"
             command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
+            fused = "with methods.FusedAdamW in the place of torch's fused AdamW"
+            command.add_argument("--fused", action="store_true", help=fused)
         if name != "ops":
             command.add_argument(
                 "--matmul",

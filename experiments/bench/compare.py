@@ -1,8 +1,9 @@
 """Two records of a device side by side: `python -m experiments.bench report OLD NEW`.
 
 Two runs meet a GPU in another state, and rows of older records were measured after idle time: so
-what is judged is how many times as fast as its peer of the same run (dense, or a copy) a row is. The row `dense`
-is the yardstick itself and not judged; another that has no peer is judged by its time.
+what is judged is how many times as fast as its peer of the same run (dense, or a copy) a row is.
+The row `dense` is the yardstick itself and not judged; another without a peer is judged by its
+time.
 """
 
 from __future__ import annotations

@@ -48,13 +48,13 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     for label, job in jobs(options, report).items():
         for name in names:
             with job.around():
-                step = ready(name, job, options.device, matmul)
+                step = ready(name, job, options.device, matmul, options.fused)
                 memory = held(step)
             sizes = parts(step.converted, step.optimizer)
             figures = {f"{part} MiB": size / MIB for part, size in sizes.items()}
             report.add(
                 Row(
-                    name, precision(options.device), label, step.converted.used,
+                    name, precision(options.device), label, step.used,
                     figures={**figures, **memory},
                 )
             )  # fmt: skip

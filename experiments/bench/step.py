@@ -1,7 +1,7 @@
 """A whole optimizer step of a model under a method, launched or replayed from CUDA graphs.
 
-In the trainer's order: hooks, forward, backward, clipping, hooks, fused AdamW, gradients to zero,
-hooks; on a GPU under bf16 autocast with fp32 weights, the blocks and the loss compiled.
+Hooks, forward, backward, clipping, hooks, AdamW, hooks, as the trainer has them; on a GPU under
+bf16 autocast with fp32 weights, the blocks and the loss compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import methods
 from experiments.bench import arms, sizes
 from experiments.bench.arms import Converted
 from experiments.bench.jobs import Job
@@ -51,12 +52,16 @@ class BlockCall:
 class Step:
     """A model under a method with its optimizer, at one step after another.
 
+    fused: with `methods.FusedAdamW`, else with the method's own optimizer, torch's fused AdamW for
+        most.
     first_s: seconds from nothing to the end of the first step, compilation included.
     """
 
     first_s = 0.0
 
-    def __init__(self, name: str, job: Job, device: torch.device, matmul: str) -> None:
+    def __init__(
+        self, name: str, job: Job, device: torch.device, matmul: str, fused: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.device, self.name = device, name
         self.others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -68,7 +73,13 @@ class Step:
         )
         self.parameters = list(self.model.parameters())
         method = self.converted.method
-        self.optimizer = method.optimizer(self.parameters, lr=1e-4, weight_decay=0.1, fused=True)
+        options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+        options["capturable"] = device.type == "cuda"
+        if fused:
+            self.optimizer: torch.optim.Optimizer = methods.FusedAdamW(self.parameters, **options)
+        else:
+            self.optimizer = method.optimizer(self.parameters, fused=True, **options)
+        self.used = f"{self.converted.used}; FusedAdamW" if fused else self.converted.used
         self.numbers = itertools.count()
 
     def compile(self, backend: str = "inductor") -> None:
@@ -111,13 +122,17 @@ class Step:
         return torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
 
     def run(self, number: int) -> None:
-        method = self.converted.method
         self.converted.before(number)
         self.loss().backward()
+        self.update(number)
+        self.optimizer.zero_grad()
+
+    def update(self, number: int) -> None:
+        """All that follows the backward pass of step `number`, but to drop the gradients."""
+        method = self.converted.method
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         method.on_gradients(number, self.optimizer)
         self.optimizer.step()
-        self.optimizer.zero_grad()
         method.on_step_end(number)
 
     def ordinary(self, _: int) -> None:
@@ -130,36 +145,30 @@ class Step:
         self.run(self.converted.searching)
 
     def capture(self, pool: Any) -> Callable[[int], None]:
-        """An ordinary step of which all but the optimizer and clipping is replayed from graphs.
+        """An ordinary step of which all but the hooks that begin it is replayed from two graphs.
 
         pool: of memory for what no graph keeps beyond its replay; the graphs may share it.
         UserError if the gradients of a replay are not those of the step itself.
         """
-        method = self.converted.method
         want = [None if g is None else g.clone() for g in self.gradients()]
         # Sums whose order is left to chance differ in a last bit, and that grows (check_compiled).
         noise = arms.deviation(self.name, self.gradients(), want)
         self.optimizer.zero_grad()
         backward = graph_of(lambda: self.loss().backward(), pool)
         gradients = [p.grad for p in self.parameters]  # where every replay writes them
-        decay = graph_of(lambda: method.on_gradients(0, self.optimizer), pool)
-        end = graph_of(lambda: method.on_step_end(0), pool)
+        rest = graph_of(lambda: self.update(0), pool)
         self.converted.before(0)
         backward()
         arms.check_same(self.name, gradients, want, noise)
         self.optimizer.zero_grad()
 
         def step(_: int) -> None:
+            assert gradients  # and their memory, while there is this step
             self.converted.before(0)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.grad = gradient
             backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            decay()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            end()
-            method._remember(None)  # a replay does not tell the method that the step has ended
+            rest()
+            # A replay does not tell the method that the step has ended.
+            self.converted.method._remember(None)
 
         return step
 
@@ -181,10 +190,12 @@ def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:
     return graph.replay
 
 
-def ready(name: str, job: Job, device: torch.device, matmul: str) -> Step:
+def ready(
+    name: str, job: Job, device: torch.device, matmul: str, fused: bool = False
+) -> Step:
     """A step, on a GPU compiled, checked and warm."""
     start = time.perf_counter()
-    step = Step(name, job, device, matmul)
+    step = Step(name, job, device, matmul, fused)
     on_gpu = device.type == "cuda"
     if on_gpu:
         step.compile()

@@ -98,7 +98,7 @@ def compared(
     memory: dict[str, dict[str, float]] = {}
     calls: dict[str, Call] = {}
     for name in names:
-        steps[name] = step = ready(name, job, options.device, matmul)
+        steps[name] = step = ready(name, job, options.device, matmul, options.fused)
         memory[name] = held(step)
         report.note(f"{shape}, {name}: {'compiled and ' if on_gpu else ''}warm")
         calls[name] = step.ordinary
@@ -127,7 +127,7 @@ def compared(
         judged = goals.judge(shape, name, found, times[name].ms, peers)
         rows.append(
             Row(
-                name, precision(options.device), shape, step.converted.used, times[name],
+                name, precision(options.device), shape, step.used, times[name],
                 peers=peers, figures=found, target=judged[0], met=judged[1],
             )
         )  # fmt: skip

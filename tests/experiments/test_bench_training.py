@@ -118,6 +118,11 @@ def test_a_row_that_is_asked_for_alone_has_its_dense_peer(tmp_path):
     assert main(["train", "--device", "cpu", "--shapes", "huge"]) == 1
 
 
+def test_the_fused_optimizer_is_named(tmp_path):
+    rows = run("train", tmp_path, "--only", "t_sr_ste", "--fused")
+    assert rows["t_sr_ste"]["backend"] == "dense; FusedAdamW"
+
+
 def test_quick_runs_all_linears_and_a_stack(tmp_path):
     out = tmp_path / "cpu.json"
     asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
@@ -137,30 +142,25 @@ def test_a_job_says_how_wide_the_linears_are_that_it_converts(job):
     assert all(any(m is block for m in model.modules()) for block in blocks[:-1])
 
 
-def test_replayed_steps_and_launched_ones_take_turns(monkeypatch):
-    """Without a GPU a replay is a call: the gradients lie where the capture left them."""
-    step = steps.Step("t_sr_ste", jobs.gpt2("nano", 2, 8), CPU, "dense")
+@pytest.mark.parametrize("fused", [False, True])
+def test_replayed_steps_and_launched_ones_take_turns(fused, monkeypatch):
+    """Without a GPU a replay is a call. Twice the same steps, with replays among them."""
 
-    captured = []
+    def trained(replays):
+        step = steps.Step("t_sr_ste", jobs.gpt2("nano", 2, 8), CPU, "dense", fused)
+        step.ordinary(0)
+        monkeypatch.setattr(steps, "graph_of", lambda part, _: part)
+        monkeypatch.setattr(step, "gradients", lambda: [None] * len(step.parameters))
+        replay = step.capture(None)
+        for call in (replay, replay, step.ordinary, step.searching, replay, step.searching):
+            call = call if replays or call is not replay else lambda _: step.run(0)
+            call(0)
+            step.optimizer.zero_grad()
+        return step.parameters
 
-    def graph_of(part, _):
-        def replay():
-            if replay is captured[0]:  # the backward pass: a replay writes, where a call adds
-                step.optimizer.zero_grad(set_to_none=False)
-            part()
-
-        captured.append(replay)
-        part()
-        return replay
-
-    monkeypatch.setattr(steps, "graph_of", graph_of)
-    step.ordinary(0)
-    replayed = step.capture(None)
-    before = step.parameters[-1].detach().clone()
-    for call in (replayed, replayed, step.ordinary, step.searching, replayed, step.searching):
-        call(0)
-        assert all(p.grad is None for p in step.parameters)
-    assert not torch.equal(before, step.parameters[-1])
+    monkeypatch.setattr(arms, "check_same", lambda *_: None)
+    for replayed, launched in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(replayed, launched)
 
 
 def test_goals_are_judged_by_what_was_measured_together():
