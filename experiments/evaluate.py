@@ -18,7 +18,6 @@ Numbers are those of fp32 unless `dtype` says otherwise. `result.json` goes into
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +54,9 @@ BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_ba
 
 def finished(config: EvaluateConfig) -> dict[str, Any] | None:
     """The stored result of this config and these weights, or None."""
-    try:
-        result = json.loads((config.directory() / results.FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # a damaged one is written anew
-        return None
-    expected = {
-        "schema": results.SCHEMA,
-        "config_hash": config.digest(),
-        "files": config.files,
-    }
-    if checkpoint.lacks(result, {"metrics": dict, "sparsity": dict, "weights": str}) is not None:
-        return None
-    return result if expected == {key: result.get(key) for key in expected} else None
+    shape = {"metrics": dict, "sparsity": dict, "weights": str, "files": dict}
+    result = results.read_finished(config.directory(), config.digest(), shape)
+    return result if result is not None and result["files"] == config.files else None
 
 
 def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from experiments.data.tokenizer import ALL_FILES
 from experiments.data.tokenizer import FILES as TOKENIZERS
 from experiments.support import hub
-from experiments.support.checkpoint import lacks, sha256
+from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
 from experiments.support.results import FILE as RESULT
-from experiments.support.results import TRAINING
+from experiments.support.results import read_training
 from methods.nn import compressed, slorb
 from models import bert, gpt2, vit
 from models.bert import BertLM
@@ -38,7 +38,6 @@ from models.vit import ViT
 # In the directory of a finished run: plain weights as the method ends, those of the averaged copy,
 # and what the method's layers held before they became plain.
 WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
-MOST_LISTED = 50  # finished runs
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 
 
@@ -183,57 +182,11 @@ def _checkpoint(directory: Path) -> HFConfig | None:
     return None if _model_type(directory) is None else HFConfig(str(directory))
 
 
-def read_result(directory: Path) -> dict[str, Any]:
-    """The `result.json` of the finished run in `directory`.
-
-    Raises:
-        UserError: there is none, or it is damaged, or that of something else than a training.
-    """
-    path = directory / RESULT
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if below := runs_below(directory):
-            raise UserError(
-                f"{directory} holds no finished run itself, but {len(below)} below; give the path "
-                "of one of them:",
-                below[:MOST_LISTED] + ["..."] * (len(below) > MOST_LISTED),
-            ) from error
-        raise UserError(
-            f"{directory} holds no finished run ({RESULT} is missing); run it to its end first"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); run it again") from error
-    parts = result.get("config") if isinstance(result, dict) and "config_hash" in result else None
-    if not isinstance(parts, dict) or not {"model", "data", "method"} <= parts.keys():
-        raise UserError(f"{path} is not the result of a training, whose config it lacks")
-    if (found := lacks(result, TRAINING)) is not None:
-        raise UserError(f"{path} is damaged (no {found} in it); remove it and run again")
-    return result
-
-
-def runs_below(directory: Path) -> list[str]:
-    """One line for each finished training below a folder: relative path, method, seed and loss."""
-    lines = []
-    depths = ("*", "*/*", "*/*/*")
-    for path in sorted(path for depth in depths for path in directory.glob(f"{depth}/{RESULT}")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            method, seed = result["config"]["method"]["name"], result["seed"]
-            loss = result["metrics"]["val_loss"]
-        except (OSError, ValueError, KeyError, TypeError):  # damaged, or of an evaluation
-            continue
-        inside = path.parent.relative_to(directory)
-        told = "not finite" if loss is None else f"{loss:.4f}"
-        lines.append(f"{inside}  {method}, seed {seed}, val_loss {told}")
-    return lines
-
-
 def source_hash(directory: Path) -> str:
     """Hash of what `init=directory` stands for: the config of a finished run, or the weights of a
     checkpoint of transformers."""
     hf = _checkpoint(directory)
-    return read_result(directory)["config_hash"] if hf is None else hf.fingerprint
+    return read_training(directory)["config_hash"] if hf is None else hf.fingerprint
 
 
 def weight_files(directory: Path, weights: str) -> dict[str, str]:
@@ -245,7 +198,7 @@ def weight_files(directory: Path, weights: str) -> dict[str, str]:
     """
     names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
     if _checkpoint(directory) is None:
-        check_files(directory, read_result(directory), *names)
+        check_files(directory, read_training(directory), *names)
     return {name: file_hash(directory / name) for name in names if (directory / name).is_file()}
 
 
@@ -304,7 +257,7 @@ def _of_run(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     """The weights of a finished run by name; where they have low-rank terms, `model` gets
     parameters for them."""
     path = directory / WEIGHTS
-    check_files(directory, read_result(directory), WEIGHTS)
+    check_files(directory, read_training(directory), WEIGHTS)
     try:
         state = load_file(path)
     except SafetensorError as error:

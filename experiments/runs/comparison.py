@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.command_line import plain
-from experiments.config.initial import read_result
 from experiments.runs.curves import Point, points
 from experiments.runs.stats import mean, paired_interval, std
-from experiments.support.checkpoint import lacks
 from experiments.support.errors import UserError
-from experiments.support.results import FILE, number
+from experiments.support.results import FILE, NoResult, check, number, read_training
 from experiments.training.tracking import read_metrics
 
 METRIC = "metrics.val_loss"
@@ -75,14 +73,19 @@ def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
     """
     asked = list(paths)
     directories = dict.fromkeys(run.resolve() for path in asked for run in _runs_at(path))
-    finished = [run for run in directories if (run / FILE).is_file()]
-    if not finished:
+    runs, unfinished = [], []
+    for directory in map(_shown, directories):
+        try:
+            result = read_training(directory)
+            check(directory, result, _SHAPE)
+            runs.append(Run(directory, result))
+        except NoResult as reason:
+            if reason.why not in ("missing", "unfinished"):
+                raise
+            unfinished.append(directory)
+    if not runs:
         raise UserError(f"no finished run at {', '.join(map(str, asked)) or 'no path'}")
-    runs = [Run(_shown(run), read_result(run)) for run in finished]
-    for run in runs:
-        if (key := lacks(run.result, _SHAPE)) is not None:
-            raise UserError(f"{run.directory / FILE} is damaged (no {key} in it); run it again")
-    return runs, [_shown(run) for run in directories if run not in finished]
+    return runs, unfinished
 
 
 def _runs_at(path: Path) -> list[Path]:

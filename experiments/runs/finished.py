@@ -14,13 +14,13 @@ from torch import nn
 
 import methods
 from experiments.config.compose import typed
-from experiments.config.initial import LATENT, check_files, load_weights, read_result
+from experiments.config.initial import LATENT, check_files, load_weights
 from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
 from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
 from experiments.support.checkpoint import lacks
 from experiments.support.errors import UserError
-from experiments.support.results import FILE
+from experiments.support.results import FILE, read_training
 from methods import dense, one_shot
 from methods.nn import compressed, slorb
 from models.bert import BertConfig
@@ -45,7 +45,7 @@ class FinishedRun:
     @classmethod
     def open(cls, directory: str | Path) -> FinishedRun:
         """The finished run in `directory`. Raises a `UserError` if there is none."""
-        return cls(Path(directory), read_result(Path(directory)))
+        return cls(Path(directory), read_training(Path(directory)))
 
     @property
     def config(self) -> dict[str, Any]:

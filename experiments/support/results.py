@@ -9,6 +9,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from experiments.support.errors import UserError
 SCHEMA = 1
 FILE = "result.json"
 
+MOST_LISTED = 50  # finished runs
 # Entries of a training's result that fine-tuning, evaluation and export need (checkpoint.lacks).
 TRAINING: dict[str, Any] = {
     "config_hash": str,
@@ -35,32 +37,113 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_finished(
-    directory: Path, config_hash: str, shape: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The `result.json` in `directory` if it has this config hash and today's schema, else None.
+class NoResult(UserError):
+    """There is no result to use; says why in one line.
+
+    why: `missing`, `unfinished` (begun, not ended), `other` (of another config, schema or kind of
+    run) or `damaged`.
+    """
+
+    def __init__(self, why: str, message: str, choices: Sequence[str] = ()) -> None:
+        super().__init__(message, choices)
+        self.why = why
+
+
+def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None) -> dict[str, Any]:
+    """The `result.json` in `directory`, of the config with this hash if one is given.
 
     shape: what it must hold (`checkpoint.lacks`).
 
     Raises:
-        UserError: it cannot be read, or lacks something.
+        NoResult: there is none, or it is of something else or damaged.
     """
     path = directory / FILE
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it and run again") from error
-    found = lacks(result, {"schema": int, "config_hash": str})
-    if found is None:
-        if (result["schema"], result["config_hash"]) != (SCHEMA, config_hash):
-            return None
-        found = lacks(result, shape)
-    if found is not None:
-        what = f"no {found}" if found else "no result"
-        raise UserError(f"{path} is damaged ({what} in it); remove it and run again")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        begun = any((directory / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+        found = "it was begun and has not ended" if begun else f"{FILE} is missing"
+        raise NoResult(
+            "unfinished" if begun else "missing",
+            f"{directory} holds no finished run ({found}); run it to its end first",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(directory, str(error)) from error
+    check(directory, result, {"schema": int, "config_hash": str})
+    if result["schema"] != SCHEMA or config_hash not in (None, result["config_hash"]):
+        raise NoResult("other", f"{path} is of another config or version; remove it and run again")
+    check(directory, result, shape)
     return result
+
+
+def check(directory: Path, result: Any, shape: dict[str, Any]) -> None:
+    """A `NoResult` if the content of the `result.json` in `directory` lacks something of `shape`
+    (`checkpoint.lacks`)."""
+    if (found := lacks(result, shape)) is not None:
+        raise _damaged(directory, f"no {found or 'result'} in it")
+
+
+def _damaged(directory: Path, how: str) -> NoResult:
+    return NoResult("damaged", f"{directory / FILE} is damaged ({how}); remove it and run again")
+
+
+def read_finished(
+    directory: Path, config_hash: str, shape: dict[str, Any]
+) -> dict[str, Any] | None:
+    """`read` for a run that is to be made: None if it is still to do.
+
+    Raises:
+        NoResult: the result is damaged.
+    """
+    try:
+        return read(directory, shape, config_hash)
+    except NoResult as reason:
+        if reason.why == "damaged":
+            raise
+        return None
+
+
+def read_training(directory: Path) -> dict[str, Any]:
+    """`read` for what goes on from a training, or lies beside one.
+
+    Raises:
+        NoResult: there is none (finished ones below are listed), it is of something else than a
+            training, or damaged.
+    """
+    try:
+        result = read(directory, {"config": dict})
+    except NoResult as reason:
+        if reason.why == "missing" and (below := runs_below(directory)):
+            raise NoResult(
+                "missing",
+                f"{directory} holds no finished run itself, but {len(below)} below; give the path "
+                "of one of them:",
+                below[:MOST_LISTED] + ["..."] * (len(below) > MOST_LISTED),
+            ) from reason
+        raise
+    if not {"model", "data", "method"} <= result["config"].keys():
+        path = directory / FILE
+        raise NoResult("other", f"{path} is not the result of a training, whose config it lacks")
+    check(directory, result, TRAINING)
+    return result
+
+
+def runs_below(directory: Path) -> list[str]:
+    """One line for each finished training below a folder: relative path, method, seed and loss."""
+    shape = {"config": {"method": {"name": str}}, "seed": int, "metrics": dict}
+    lines = []
+    for path in sorted(p for depth in ("*", "*/*", "*/*/*") for p in directory.glob(depth)):
+        try:
+            result = read(path, shape)
+        except NoResult:  # an evaluation, say
+            continue
+        if "val_loss" not in result["metrics"]:
+            continue
+        loss = result["metrics"]["val_loss"]
+        told = "not finite" if loss is None else f"{loss:.4f}"
+        name, inside = result["config"]["method"]["name"], path.relative_to(directory)
+        lines.append(f"{inside}  {name}, seed {result['seed']}, val_loss {told}")
+    return lines
 
 
 def number(record: Any, path: str) -> float:

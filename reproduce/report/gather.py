@@ -175,7 +175,7 @@ def own_runs(runs: Path) -> Own:
     """The finished trainings below `runs`."""
     own = Own({}, [])
     for folder in sorted(path for path in runs.glob("*") if path.is_dir()):
-        if not any(folder.glob("*/*/result.json")):
+        if not any(folder.glob(f"*/*/{FILE}")):
             continue
         try:
             finished, _ = comparison.find([folder])

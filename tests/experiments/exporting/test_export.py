@@ -91,8 +91,8 @@ def write_run(directory, family, model, data):
         for layer in chosen.values():
             layer.weight *= nm_mask(layer.weight)
     pretraining.save_model(model, directory / "model.safetensors")
-    result = {"config_hash": "0123456789abcdef", "config": config, "seed": 3, "tier": "smoke",
-              "converted": list(chosen)}  # fmt: skip
+    result = {"schema": 1, "config_hash": "0123456789abcdef", "config": config, "seed": 3,
+              "tier": "smoke", "converted": list(chosen)}  # fmt: skip
     if family != "vit":
         corpus = FinishedRun(directory, result).data
         result["corpus"] = read_manifest(corpus)

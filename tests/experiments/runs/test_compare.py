@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from experiments import compare
-from experiments.config.initial import runs_below
 from experiments.runs import comparison, curves
 from experiments.runs.comparison import arms, choose, differing, find, markdown, of_sweep, table
 from experiments.runs.stats import paired_interval
 from experiments.support.errors import UserError
+from experiments.support.results import runs_below
 
 LOSSES = {
     "dense": [3.10, 3.14, 3.08],
@@ -50,6 +50,7 @@ def write(tmp_path, monkeypatch):
         (directory / "config.json").write_text(json.dumps(config))
         if finished:
             result = {
+                "schema": 1,
                 "config_hash": "0",
                 "seed": seed,
                 "config": config,

@@ -149,7 +149,7 @@ def test_no_finished_run(tmp_path, finished):
     with pytest.raises(UserError, match="holds no finished run"):
         FinishedRun.open(tmp_path)
     (tmp_path / "result.json").write_text("{")
-    with pytest.raises(UserError, match=r"result\.json is not JSON"):
+    with pytest.raises(UserError, match=r"result\.json is damaged \(Expecting .*\); remove it"):
         FinishedRun.open(tmp_path)
     whole = {"name": "x", "source": "x"}
     config = {"model": whole, "data": whole, "method": whole}
@@ -159,10 +159,12 @@ def test_no_finished_run(tmp_path, finished):
         ({"config": config | {"model": []}, "converted": []}, r"no config\.model in it"),
         ({"config": config | {"method": {}}, "converted": []}, r"no config\.method\.name in it"),
     ):
-        (tmp_path / "result.json").write_text(json.dumps({"config_hash": "0", **wrong}))
+        wrong |= {"schema": 1, "config_hash": "0"}
+        (tmp_path / "result.json").write_text(json.dumps(wrong))
         with pytest.raises(UserError, match=rf"result\.json is damaged \({message}\)"):
             FinishedRun.open(tmp_path)
-    (tmp_path / "result.json").write_text("[]")
+    other = {"schema": 1, "config_hash": "0", "config": {"model": whole}}
+    (tmp_path / "result.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match=r"result\.json is not the result of a training"):
         FinishedRun.open(tmp_path)
     run = finished("method=dense")
