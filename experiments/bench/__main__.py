@@ -34,6 +34,7 @@ BENCHMARKS = {
     "block": "the same of a feed-forward block of GPT-2",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "memory": "what a training step and a linear hold at their peak, and its parts",
+    "driver": "the real command, with data, logging and evaluation, beside a bare loop",
     "profile": "kernel time of a step by kind: products, sampling, packing, attention, ...",
 }
 OF_STEPS = ("train", "memory", "profile")
@@ -70,7 +71,10 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
             fused = "with methods.FusedAdamW in the place of torch's fused AdamW"
             command.add_argument("--fused", action="store_true", help=fused)
-        if name != "ops":
+        if name == "driver":
+            overrides = "of `experiments.pretrain`; default: GPT-2 124M on a GPU"
+            command.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
+        elif name != "ops":
             command.add_argument(
                 "--matmul",
                 choices=("dense", "cusparselt", "auto"),

@@ -1,0 +1,213 @@
+"""The real command beside a bare loop: `python -m experiments.bench driver [OVERRIDES]`.
+
+`python -m experiments.pretrain` runs in a process of its own with these hydra overrides and each
+method in turn. Its time is that between two records of `metrics.jsonl`, as somebody who watches the
+file sees them: data, logging and evaluation are in it. The bare loop has the same model, method and
+optimizer and one batch, which is always the same; it is timed before the command and after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from experiments.bench import arms, goals
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import Time, in_turns, quantiles
+from experiments.config.run import RunConfig, load
+from experiments.support.errors import UserError
+from experiments.training.optimization import DTYPES, make_optimizer, micro_batch_size
+from experiments.training.tracking import read_metrics
+
+NAMES = ("dense", "t_sr_ste", "s_ste", "slope")
+APART = 0.03  # the command's step over the bare loop's, at most
+POLL_S = 0.002
+COMMAND = (sys.executable, "-m", "experiments.pretrain")
+
+SHORT = ["train.warmup_steps=2", "train.log_every=5", "impl.checkpoint_every=0"]
+QUICK = [
+    *SHORT, "train.steps=40", "train.batch_size=4", "train.eval_every=15", "train.eval_samples=4",
+    "model.n_layer=1",
+]  # fmt: skip
+CPU = [*SHORT, "train.steps=60", "train.eval_every=20", "train.eval_samples=16"]
+# GPT-2 124M on 64 x 1024 tokens a step, evaluated as often for its steps as a long training.
+GPU = [
+    "model=gpt2_124m", "train=gpt2", "train.dtype=bf16", "train.steps=240", "train.batch_size=64",
+    "train.warmup_steps=20", "train.log_every=10", "train.eval_every=120", "train.eval_samples=64",
+    "impl=gpu", "impl.micro_batch=32", "impl.compile=true", "impl.checkpoint_every=0",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a run: seconds from its start to its first record, and (step, seconds) of
+    each record of a loss."""
+
+    first_s: float
+    records: list[tuple[int, float]]
+
+    def of_a_step(self) -> Time:
+        """Milliseconds of a step, data, logging and evaluation counted in, after the first quarter
+        of the records, in which it compiles and warms up; percentiles are between records."""
+        counted = self.records[max(1, len(self.records) // 4) :]
+        if len(counted) < 3:
+            raise UserError(
+                f"{len(self.records)} records are too few to time a step; set train.steps to eight "
+                "times train.log_every at least"
+            )
+        (first, start), (last, end) = counted[0], counted[-1]
+        between = [1e3 * (t - s) / (n - m) for (m, s), (n, t) in itertools.pairwise(counted)]
+        spread = quantiles(between)
+        return Time(1e3 * (end - start) / (last - first), spread.p20, spread.p80, "host")
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
+    on_gpu = options.device.type == "cuda"
+    given = options.overrides or (QUICK if options.quick else GPU if on_gpu else CPU)
+    for name in report.chosen(NAMES):
+        chosen = arms.ARMS[name].options  # as in `train`, so that no phase is another
+        method = [f"method={name}", *(f"method.{key}={value}" for key, value in chosen.items())]
+        with tempfile.TemporaryDirectory() as runs:
+            here = [f"impl.device={options.device.type}", f"runs='{runs}'"]
+            here += [] if on_gpu else [f"impl.threads={options.threads}"]
+            overrides = [*given, *method, *here]
+            config = load(overrides)
+            loop = bare_loop(config, options)
+            report.note(f"{name}: bare loop {loop.time.ms:.4g} ms")
+            watched = watch(overrides, config.directory())
+            step = watched.of_a_step()
+            again = bare_loop(config, options)
+            records = [r for r in read_metrics(config.directory() / "metrics.jsonl") if "loss" in r]
+        bare = (loop.time.ms + again.time.ms) / 2
+        share = goals.share_of_peak(loop.flops, step.ms)
+        within = step.ms <= (1 + APART) * bare
+        report.note(f"{name}: the command {step.ms:.4g} ms, {step.ms / bare - 1:+.1%}")
+        report.add(
+            Row(
+                name, config.train.dtype, loop.shape, loop.used, step,
+                peers={"bare loop": bare},
+                figures={
+                    f"{loop.unit}/s": 1e3 * loop.items / step.ms,
+                    "beside the bare loop %": 100 * (step.ms / bare - 1),
+                    "bare loop, before ms": loop.time.ms,
+                    "bare loop, after ms": again.time.ms,
+                    "step alone ms": 1e3 * median(r["step_seconds"] for r in records[1:]),
+                    **({goals.SHARE: share} if on_gpu else {}),
+                    "first record s": watched.first_s,
+                },
+                target=f"at most {APART:.0%} beside the bare loop" if on_gpu else "",
+                met=within if on_gpu else None,
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A bare loop that was timed. flops: of a step, by 6 a parameter and token. items, unit: that a
+    step trains on. used: what ran its products."""
+
+    time: Time
+    flops: float
+    items: int
+    unit: str
+    shape: str
+    used: str
+
+
+def bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
+    """Time the steps of a plain loop, without data, logging and evaluation; what it held is free
+    again afterwards, for the command is to have the GPU for itself."""
+    try:
+        return _bare_loop(config, options)
+    finally:
+        gc.collect()
+        torch.compiler.reset()
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
+    device, train = options.device, config.train
+    torch.manual_seed(config.seed)
+    model = config.build_model().to(device)
+    weights = sum(p.numel() for p in model.parameters())
+    method = config.build_method()
+    dtype = DTYPES[train.dtype]
+    method.convert(model, dtype=dtype)
+    source = config.open_source(model)
+    size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
+    sparse = method.accelerate(size * source.tokens_per_sample, config.impl.matmul)
+    used = {arms.used_by(products) for products in sparse.values()} or {"dense"}
+    optimizer = make_optimizer(method, model, train, config.impl.optimizer == "fused")
+    parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
+    batches = [
+        {key: value.to(device) for key, value in batch.items()}
+        for batch in source.batches((0, part) for part in parts)
+    ]
+    run: Any = torch.compile(model) if config.impl.compile else model
+    numbers = itertools.cycle(range(train.steps))
+
+    def step(_: int) -> None:
+        number = next(numbers)
+        method.on_step_begin(number)
+        for batch in batches:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                loss = method.loss(run, batch) / len(batches)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+        method.on_gradients(number, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(number)
+
+    timed = in_turns({"step": step}, device, options.repeats, graphs=False, steps=True)["step"]
+    tokens = train.batch_size * source.tokens_per_sample
+    by_tokens = source.unit == "tokens"
+    shape = f"{config.model_name} on {config.data.name}, {len(parts)} x {size} samples"
+    return Loop(
+        timed, 6.0 * weights * tokens, tokens if by_tokens else train.batch_size, source.unit,
+        shape, "; ".join(sorted(used)),
+    )  # fmt: skip
+
+
+def watch(overrides: list[str], directory: Path) -> Watched:
+    """Run the command to its end, and note when its records appear.
+
+    UserError if it fails, with the last line that it said.
+    """
+    command = [*COMMAND, *overrides]
+    path, lines, losses = directory / "metrics.jsonl", 0, []
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            running = True
+            while running:
+                running = process.poll() is None
+                whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+                now = time.perf_counter() - start
+                new = [json.loads(line) for line in whole[lines:]]
+                losses += [(record["step"], now) for record in new if "loss" in record]
+                lines = len(whole)
+                time.sleep(POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        if process.returncode:
+            last = said.read().strip().splitlines()[-1:]
+            raise UserError(f"{shlex.join(command[1:])} failed: {''.join(last)}")
+    return Watched(losses[0][1], losses)

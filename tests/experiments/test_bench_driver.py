@@ -1,0 +1,52 @@
+"""The benchmark of the real command."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from experiments.bench import driver
+from experiments.bench.__main__ import main
+from experiments.bench.driver import Watched
+from experiments.support.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
+    """Of a run of twelve steps with a record of each, evaluated three times."""
+    out = tmp_path / "cpu.json"
+    asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    assert main(["driver", *overrides, "--device", "cpu", *asked]) == 0
+    (row,) = json.loads(out.read_text())["benchmarks"]["driver"]["rows"]
+    assert (row["name"], row["dtype"]) == ("t_sr_ste", "fp32")
+    assert row["shape"] == "gpt2 on words, 1 x 4 samples" and row["backend"] == "dense"
+    figures, bare = row["figures"], row["peers"]["bare loop"]
+    assert figures["tokens/s"] == pytest.approx(1e3 * 4 * 16 / row["ms"])
+    assert figures["beside the bare loop %"] == pytest.approx(100 * (row["ms"] / bare - 1))
+    loops = [figures[f"bare loop, {when} ms"] for when in ("before", "after")]
+    assert bare == pytest.approx(sum(loops) / 2)
+    assert figures["step alone ms"] > 0 and figures["first record s"] > 0
+    assert not (tmp_path / "runs").exists()  # the run itself is not kept
+
+
+def test_a_step_is_the_time_between_records_of_what_has_warmed_up():
+    seen = [(0, 30.0), (10, 40.0), (20, 41.0), (30, 42.0), (40, 43.2), (50, 44.2), (60, 45.2)]
+    step = Watched(30.0, seen).of_a_step()
+    assert step.ms == pytest.approx(1e3 * 5.2 / 50)
+    assert step.p20 == pytest.approx(100) and step.p80 == pytest.approx(104)
+    with pytest.raises(UserError, match="3 records are too few to time a step"):
+        Watched(30.0, seen[:3]).of_a_step()
+
+
+def test_a_command_that_fails_is_one_line(monkeypatch, tmp_path):
+    code = "import sys; print('working'); sys.exit('error: train.dtype=' + sys.argv[1])"
+    monkeypatch.setattr(driver, "COMMAND", (sys.executable, "-c", code))
+    with pytest.raises(UserError, match=r"fp8 failed: error: train.dtype=fp8$"):
+        driver.watch(["fp8"], tmp_path)
