@@ -21,7 +21,7 @@ from common_kernels.masks import (
 )
 from common_kernels.matmul import matmul24
 from common_kernels.mvue import mvue24
-from common_kernels.pack import Packed24, convert24, from_blob, pack24, unpack24
+from common_kernels.pack import Packed24, convert24, pack24, unpack24
 from common_kernels.pack.bitmask import (
     from_bitmask24,
     swizzle_mask,
@@ -45,7 +45,6 @@ __all__ = [
     "fake_fp8",
     "flip_rate",
     "from_bitmask24",
-    "from_blob",
     "from_semi_structured",
     "geglu",
     "lowrank_addmm",

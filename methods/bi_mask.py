@@ -34,6 +34,7 @@ from common_kernels import nm_mask, philox4x32
 from . import sr_ste
 from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear, SparseLinear
+from .nn.operands import Dense
 from .nn.optimizer import StepWork
 
 MOST = 10_000  # permutations, all held at once; the authors take 100
@@ -87,8 +88,8 @@ class Linear(MaskedLinear):
         kept = torch.where(nm_mask(permuted, dim=0), permuted, 0.0)
         self.operand_dgrad.index_copy_(0, self.permutation, kept.to(self.operand_dgrad.dtype))
 
-    def dgrad_operand(self) -> Tensor:
-        return self.operand_dgrad
+    def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        return super().operands(dtype)[0], Dense(self.operand_dgrad.to(dtype))
 
 
 def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:

@@ -27,13 +27,15 @@ from torch import Tensor
 from common_kernels import mvue24, quantize_fp8, soft_threshold24
 from common_kernels.adamw import Rule
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.prepare import empty_blob, prune_pack24_
-from common_kernels.prepare.fp8 import project_quantize24_
+from common_kernels.fp8.operands import project_quantize24_
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import pack24_
 
 from .nn import base
 from .nn.fp8_gemms import FP8, Fp8Formats, fp8_linear
-from .nn.gemms import DENSE, Products, fprop, under_autocast
+from .nn.gemms import DENSE, Products, under_autocast
 from .nn.linear import SparseLinear
+from .nn.operands import Dense, Fp8
 from .nn.optimizer import StepWork
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
@@ -87,15 +89,16 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
 
 
 class Linear(SparseLinear):
-    """State beyond the base class: `scale` (beta, fp32, saved); with FP8 or `mvue_weight` the
-    operands of the products, derived and not saved: `operand_fprop` and `operand_dgrad`
-    [out, in], in FP8 the codes with `code_scales` (fp32 [2]). On FP8 units the codes lie in
-    `packed` and `packed_transposed`."""
+    """State beyond the base class: `scale` (beta, fp32, saved). Derived and not saved: with
+    `mvue_weight` `operand_dgrad` [out, in]; with FP8 the codes of both operands, `codes` and
+    `codes_dgrad` [out, in], and their `code_scales` (fp32 [2]). On FP8 units `codes_dgrad` is
+    [in, out], and `packed` takes the place of `codes` where fprop runs sparse."""
 
     config: Config
     scale: Tensor
-    operand_fprop: Tensor | None
     operand_dgrad: Tensor | None
+    codes: Tensor | None
+    codes_dgrad: Tensor | None
     code_scales: Tensor
 
     @property
@@ -112,23 +115,26 @@ class Linear(SparseLinear):
         weight = self.weight.detach()
         projected = soft_threshold24(weight, config.gamma)
         self.register_buffer("scale", projection_scale(weight, projected, config.beta))
-        for operand in ("operand_fprop", "operand_dgrad"):
+        for operand in ("operand_dgrad", "codes", "codes_dgrad"):
             self.register_buffer(operand, None, persistent=False)
-        self._hold_operands()
-
-    def _hold_operands(self) -> None:
-        """Those of products that are not on FP8 units."""
+        if config.mvue_weight and not self.fp8:
+            self.operand_dgrad = torch.empty_like(weight, dtype=self.dtype)
         if self.fp8:
-            forward, dgrad = FORMATS[self.fp8.fprop], FORMATS[self.fp8.dgrad]
-            self.operand_fprop = torch.empty_like(self.weight, dtype=forward)
-            self.operand_dgrad = torch.empty_like(self.weight, dtype=dgrad)
-            self._hold_scales()
-        elif self.config.mvue_weight and self.operand_dgrad is None:
-            self.operand_dgrad = torch.empty_like(self.weight, dtype=self.dtype)
+            self._hold_codes()
 
-    def _hold_scales(self) -> None:
-        ones = torch.ones(2, device=self.weight.device)
-        self.register_buffer("code_scales", ones, persistent=False)
+    def _hold_codes(self) -> None:
+        """Room for what the FP8 products take."""
+        assert self.fp8
+        (rows, columns), device, products = self.weight.shape, self.weight.device, self.products
+        fprop, dgrad = FORMATS[self.fp8.fprop], FORMATS[self.fp8.dgrad]
+        self.packed = self.codes = None
+        if products.fprop:
+            self.packed = Packed24.empty((rows, columns), fprop, device).buffer
+        else:
+            self.codes = torch.empty(rows, columns, dtype=fprop, device=device)
+        shape = (columns, rows) if products.fp8 else (rows, columns)
+        self.codes_dgrad = torch.empty(shape, dtype=dgrad, device=device)
+        self.register_buffer("code_scales", torch.ones(2, device=device), persistent=False)
 
     def projected(self) -> Tensor:
         """beta * S(W) in fp32."""
@@ -142,18 +148,42 @@ class Linear(SparseLinear):
             weight = self.weight.detach()
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
+        if self.products.fp8:
+            self._pack_codes()
+            return
         super().refresh()
-        if self.fp8 and not self.products.fp8:
+        if self.fp8:
             projected = self.projected()
-            self._quantize(0, self.operand_fprop, projected, self.fp8.fprop)
-            self._quantize(1, self.operand_dgrad, projected, self.fp8.dgrad)
+            self._quantize(0, self.codes, projected, self.fp8.fprop)
+            self._quantize(1, self.codes_dgrad, projected, self.fp8.dgrad)
         elif self.operand_dgrad is not None:
             self.operand_dgrad.copy_(self.sparse_weight)
 
-    def _quantize(self, place: int, operand: Tensor | None, weight: Tensor, fmt: str) -> None:
-        assert operand is not None
+    def pack(self) -> None:
+        fprop, _ = self.packed_operands()
+        assert fprop is not None
+        weight, dense = self.weight.detach(), self.operand
+        if self.config.gamma:
+            pack24_(fprop.matrix, self.effective_weight(), "magnitude", dense=dense)
+        else:
+            pack24_(fprop.matrix, weight, "soft", scale=self.scale, dense=dense)
+
+    def _pack_codes(self) -> None:
+        assert self.fp8 and self.codes_dgrad is not None
+        packed, shape = self.packed, (self.out_features, self.in_features)
+        project_quantize24_(
+            None if packed is None else Packed24((packed,), shape, FORMATS[self.fp8.fprop]),
+            self.codes,
+            self.codes_dgrad,
+            self.code_scales,
+            self.weight.detach(),
+            self.scale,
+        )
+
+    def _quantize(self, place: int, held: Tensor | None, weight: Tensor, fmt: str) -> None:
+        assert held is not None
         codes, scale = quantize_fp8(weight, fmt)
-        operand.copy_(codes)
+        held.copy_(codes)
         self.code_scales[place].copy_(scale)
 
     def sparse_products(self) -> Products:
@@ -165,49 +195,13 @@ class Linear(SparseLinear):
         return replace(sparse, fp8=True)
 
     def allocate(self) -> None:
-        if not self.products.fp8:
-            if self.fp8:
-                self.packed = self.packed_transposed = None
-            self._hold_operands()
-            super().allocate()
-            return
-        assert self.fp8
-        self.operand = self.operand_fprop = self.operand_dgrad = None
-        (rows, columns), device = self.weight.shape, self.weight.device
-        forward, dgrad = FORMATS[self.fp8.fprop], FORMATS[self.fp8.dgrad]
-        if self.products.fprop:
-            codes = empty_blob(self.weight.shape, forward, device)
-        else:
-            codes = torch.empty(rows, columns, dtype=forward, device=device)
-        transposed = torch.empty(columns, rows, dtype=dgrad, device=device)
-        self.packed, self.packed_transposed = codes, transposed
-        self._hold_scales()
-        self.refresh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        if not self.fp8:
-            return super().forward(x)
-        x = under_autocast(x)
-        if not self.training and not torch.is_grad_enabled():
-            return fprop(x, self.sparse_weight.to(x.dtype), self.bias, DENSE)
+        if self.fp8:
+            self._hold_codes()
         if self.products.fp8:
-            forward, backward = self.packed, self.packed_transposed
+            self.operand = None
+            self.refresh()
         else:
-            forward, backward = self.operand_fprop, self.operand_dgrad
-        assert forward is not None and backward is not None
-        return fp8_linear(
-            x,
-            self.weight,
-            forward,
-            backward,
-            self.code_scales,
-            self.bias,
-            self.key.clone(),
-            self.mvue,
-            self.fp8,
-            self.products,
-        )
+            super().allocate()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)
@@ -215,35 +209,39 @@ class Linear(SparseLinear):
             self.allocate()
         return self
 
-    def pack(self) -> None:
-        assert self.packed is not None
-        if self.products.fp8:
-            assert self.packed_transposed is not None
-            project_quantize24_(
-                self.packed if self.products.fprop else None,
-                None if self.products.fprop else self.packed,
-                self.packed_transposed,
-                self.code_scales,
-                self.weight.detach(),
-                self.scale,
-            )
-        elif self.config.gamma:
-            prune_pack24_(self.packed, self.effective_weight(), "magnitude", dense=self.operand)
-        else:
-            weight = self.weight.detach()
-            prune_pack24_(self.packed, weight, "soft", scale=self.scale, dense=self.operand)
+    def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        if not self.fp8:
+            fprop, dgrad = super().operands(dtype)
+            own = self.operand_dgrad
+            return fprop, dgrad if own is None else Dense(own.to(dtype))
+        scale, scale_dgrad = self.code_scales.unbind()
+        on_units, shape = self.products.fp8, None
+        codes, codes_dgrad = self.codes, self.codes_dgrad
+        if codes is None:
+            codes, shape = self.packed, (self.out_features, self.in_features)
+        assert codes is not None and codes_dgrad is not None
+        return Fp8(codes, scale, on_units, shape), Fp8(codes_dgrad, scale_dgrad, on_units)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; in evaluation without FP8."""
+        if not self.fp8:
+            return super().forward(x)
+        x = under_autocast(x)
+        if not self.training and not torch.is_grad_enabled():
+            return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
+        operands, wgrad = self.operands(x.dtype), self.products.wgrad
+        return fp8_linear(
+            x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, self.fp8, wgrad
+        )
 
     def sample_dgrad_operand(self) -> None:
         """Draw the weight of dgrad anew. Micro-batches share it: it belongs to the step."""
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
-            self._quantize(1, self.operand_dgrad, sample, self.fp8.dgrad)
+            self._quantize(1, self.codes_dgrad, sample, self.fp8.dgrad)
             return
         assert self.operand_dgrad is not None
         self.operand_dgrad.copy_(sample)
-
-    def dgrad_operand(self) -> Tensor | None:
-        return self.operand_dgrad
 
 
 class Method(base.Method):

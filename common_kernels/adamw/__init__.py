@@ -2,7 +2,7 @@
 the mask and the operands of the products in one pass, for all weights of a shape in one launch.
 
 Each part is that of an operator of its own: `masked_decay_`, torch's fused AdamW, `nm_mask` or
-`transposable_mask24`, `prune_pack24_` or `pack_both24_`. Masks and operands are, to the bit, what
+`transposable_mask24`, `pack24_` or `pack_both24_`. Masks and operands are, to the bit, what
 those give of the weights that this one leaves, and these are AdamW's to the rounding of a few
 operations in fp32.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.adamw import cpu
-from common_kernels.prepare import blob_shape
+from common_kernels.pack import Packed24
 
 CHOICES = ("rows", "exact", "greedy")
 SOURCES = ("whole", "mask", "soft")
@@ -34,7 +34,7 @@ class Weight24:
     mask: bool [rows, columns]; read for decay and operands, written where one is chosen.
     scale: fp32 []; operands of the soft threshold are multiplied by it.
     dense: [rows, columns], receives the operand as a dense matrix.
-    packed, transposed: contiguous blobs of the operand, and of its transpose, of a 16-bit type.
+    packed, transposed: room for the operand and its transpose, packed, of a 16-bit type.
     """
 
     weight: Tensor
@@ -45,12 +45,13 @@ class Weight24:
     mask: Tensor | None = None
     scale: Tensor | None = None
     dense: Tensor | None = None
-    packed: Tensor | None = None
-    transposed: Tensor | None = None
+    packed: Packed24 | None = None
+    transposed: Packed24 | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """All fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """All fields by name, of packed matrices their bytes."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +140,12 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     if rule.source == "soft" and given.scale is None:
         raise ValueError("source='soft' needs a scale")
-    blobs = (given.packed, weight.shape), (given.transposed, weight.shape[::-1])
-    for blob, (rows, columns) in blobs:
-        if blob is None:
+    for packed, shape in (given.packed, weight.shape), (given.transposed, weight.shape[::-1]):
+        if packed is None:
             continue
         if rule.source == "whole":
             raise ValueError("the whole weight is not 2:4: it has no packed form")
-        if blob.shape != blob_shape(rows, columns, blob.dtype) or not blob.is_contiguous():
-            raise ValueError(
-                f"no contiguous blob of a {(rows, columns)} matrix: {tuple(blob.shape)}"
-            )
+        if packed.shape != shape:
+            raise ValueError(f"there is room for a {packed.shape} matrix, not for {tuple(shape)}")
     if checks.one_device(**given.tensors()) != device:
         raise ValueError(f"weights on {device} and {weight.device}: step each device's apart")

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from common_kernels.decay import cpu as decay
 from common_kernels.masks import nm_mask, transposable_mask24
-from common_kernels.prepare import pack_both24_, prune_pack24_
+from common_kernels.pack.operands import pack24_, pack_both24_
 from common_kernels.soft_threshold import soft_threshold24
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def derive(given: Weight24, rule: Rule) -> None:
     if given.packed is not None and given.transposed is not None:
         pack_both24_(given.packed, given.transposed, pruned, kept)
     elif given.packed is not None:
-        prune_pack24_(given.packed, pruned, "mask", kept)
+        pack24_(given.packed, pruned, "mask", kept)
     elif given.transposed is not None:
-        prune_pack24_(given.transposed, pruned.t().contiguous(), "mask", kept.t().contiguous())
+        pack24_(given.transposed, pruned.t().contiguous(), "mask", kept.t().contiguous())
 
 
 def operand(given: Weight24, rule: Rule) -> Tensor:

@@ -56,7 +56,7 @@ def adamw24_(
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
     written = ("weight", "exp_avg", "exp_avg_sq", "mask", "dense", "packed", "transposed")
-    tensors = [t for w in weights for name in written if (t := getattr(w, name)) is not None]
+    tensors = [t for w in weights for n, t in w.tensors().items() if n in written and t is not None]
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -73,7 +73,7 @@ def fits(given: Weight24) -> bool:
 
 def kind(given: Weight24) -> tuple:
     """What is equal for the weights of one launch."""
-    there = tuple(None if t is None else t.dtype for t in given.tensors().values())
+    there = tuple(None if t is None else t.dtype for t in vars(given).values())
     return tuple(given.weight.shape), there
 
 
@@ -119,9 +119,12 @@ def addresses(given: Weight24) -> tuple[int, ...]:
     """Of what the kernel reads, in its order; of the weight for what is not there."""
     nothing = given.weight.data_ptr()
     out = [nothing if t is None else t.data_ptr() for t in given.tensors().values()]
-    for blob in (given.packed, given.transposed):  # the metadata follow the values
+    for packed in (given.packed, given.transposed):  # the metadata follow the values
         values = given.weight.numel() // 2
-        out.append(nothing if blob is None else blob.data_ptr() + values * blob.element_size())
+        address = nothing
+        if packed is not None:
+            address = packed.buffer.data_ptr() + values * packed.dtype.itemsize
+        out.append(address)
     return tuple(out)
 
 

@@ -7,8 +7,8 @@ Backends, the seam at which a kernel of our own would be added as one more:
     cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the choice of
                  an algorithm are kept (table.py)
 
-cuSPARSELt's operand is one buffer, a `blob` [rows, columns * 9 / 16] (10 / 16 in FP8), as
-`common_kernels.prepare` writes it. On a CPU under Triton's interpreter its products are emulated.
+cuSPARSELt takes layout `cusparselt_sm90`, as `common_kernels.pack.operands` writes it. On a CPU
+under Triton's interpreter its products are emulated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from common_kernels import checks
 from common_kernels.library import custom_op
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import Packed24, convert24, unpack24
-from common_kernels.prepare import columns_of, expand_blob, fill_up
+from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
+from common_kernels.pack.operands import fill_up
 
 BACKENDS = ("dense", "cutlass", "cusparselt")
 
@@ -79,19 +79,14 @@ def matmul24(
 
     Raises RuntimeError if the backend cannot serve, with the reason, ValueError on other shapes.
     """
-    if x.dtype != packed.values.dtype or x.shape[-1] != packed.shape[1]:
-        raise ValueError(
-            f"x {tuple(x.shape)} of {x.dtype} does not fit a sparse {tuple(packed.shape)} of "
-            f"{packed.values.dtype}"
-        )
+    _check_fit(packed, x, x.shape[-1])
     if bias is not None and bias.shape != (packed.shape[0],):
         raise ValueError(f"bias must have shape ({packed.shape[0]},), not {tuple(bias.shape)}")
-    checks.one_device(matrix=packed.values, x=x, bias=bias)
+    checks.one_device(matrix=packed.parts[0], x=x, bias=bias)
     name = chosen(packed, backend)
     x2d = x.detach().reshape(-1, x.shape[-1])
     if name == "cusparselt":
-        blob = convert24(packed, "cusparselt_sm90").blob
-        y = blob_linear(blob, x2d, bias, _out_dtype(x.dtype))
+        y = linear24(convert24(packed, BUFFERED), x2d, bias, _out_dtype(x.dtype))
     elif name == "cutlass":
         y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
     else:
@@ -102,9 +97,9 @@ def matmul24(
 
 def chosen(packed: Packed24, backend: str | None = None) -> str:
     """The backend that matmul24 takes: the one named, if it can serve, else what suits."""
-    device, dtype = packed.values.device, packed.values.dtype
+    device, dtype = packed.parts[0].device, packed.dtype
     if backend is None:
-        native = {"cutlass_sm80": "cutlass", "cusparselt_sm90": "cusparselt"}
+        native = {"cutlass_sm80": "cutlass", BUFFERED: "cusparselt"}
         name = native.get(packed.layout, "dense")
         return "dense" if unavailable(name, device, dtype) else name
     reason = unavailable(backend, device, dtype)
@@ -131,48 +126,60 @@ def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
 # --- the products of training --------------------------------------------------------------------
 
 
-def blob_linear(
-    blob: Tensor, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+def linear24(
+    packed: Packed24, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x [tokens, columns] A^T + bias [rows] -> [tokens, rows], A in cuSPARSELt's form.
+    """x [tokens, columns] A^T + bias [rows] -> [tokens, rows] by cuSPARSELt, A in its layout.
 
-    x is row-major, of the blob's dtype; out_dtype is that, or bf16, fp16 or fp32 for FP8. Tokens
-    are filled up with zero rows to what the library takes.
+    x is row-major, of A's dtype; out_dtype is that, or bf16, fp16 or fp32 for FP8. Tokens are
+    filled up with zero rows to what the library takes.
     """
-    checks.one_device(blob=blob, x=x, bias=bias)
+    buffer, (rows, columns) = packed.buffer, packed.shape
+    _check_fit(packed, x, x.shape[1])
+    checks.one_device(matrix=buffer, x=x, bias=bias)
     tokens = x.shape[0]
     x = fill_up(x, -tokens % _multiple(x)).contiguous()
-    y = _blob_matmul(blob, x, bias, True, True, out_dtype or x.dtype)
+    y = _matmul24(buffer, rows, columns, x, bias, True, True, out_dtype or x.dtype)
     # A copy where rows were filled up: a view could not be changed in place behind a Function.
     return y if len(x) == tokens else y.narrow_copy(0, 0, tokens)
 
 
-def blob_matmul(
-    blob: Tensor, x: Tensor, out_dtype: torch.dtype | None = None, *, transposed: bool = False
+def mm24(
+    packed: Packed24, x: Tensor, out_dtype: torch.dtype | None = None, *, transposed: bool = False
 ) -> Tensor:
-    """A [rows, columns] x [columns, n] -> [rows, n], A in cuSPARSELt's form.
+    """A [rows, columns] x [columns, n] -> [rows, n] by cuSPARSELt, A in its layout.
 
     transposed: x is given as [n, columns], which is the only form that FP8 takes. Columns beyond
     those of x count as zeros of A: x is filled up with rows of zeros.
     """
-    checks.one_device(blob=blob, x=x)
+    buffer, (rows, columns) = packed.buffer, packed.shape
+    checks.one_device(matrix=buffer, x=x)
     if not transposed:
-        rows, columns = x.shape[0], columns_of(blob)
-        if rows > columns:
-            raise ValueError(f"x has {rows} rows, the sparse matrix only {columns} columns")
-        x = fill_up(x, columns - rows)
-    return _blob_matmul(
-        blob, x.contiguous(), None, transposed, False, out_dtype or x.dtype
-    )
+        if x.shape[0] > columns:
+            raise ValueError(f"x has {x.shape[0]} rows, the sparse matrix only {columns} columns")
+        x = fill_up(x, columns - x.shape[0])
+    _check_fit(packed, x, x.shape[1] if transposed else columns)
+    x = x.contiguous()
+    return _matmul24(buffer, rows, columns, x, None, transposed, False, out_dtype or x.dtype)
+
+
+def _check_fit(packed: Packed24, x: Tensor, summed: int) -> None:
+    if x.dtype != packed.dtype or summed != packed.shape[1]:
+        raise ValueError(
+            f"x {tuple(x.shape)} of {x.dtype} does not fit a sparse {tuple(packed.shape)} of "
+            f"{packed.dtype}"
+        )
 
 
 def _multiple(x: Tensor) -> int:
     return 16 // x.element_size()
 
 
-@custom_op("sparse24::blob_matmul", mutates_args=())
-def _blob_matmul(
-    blob: Tensor,
+@custom_op("sparse24::matmul24", mutates_args=())
+def _matmul24(
+    buffer: Tensor,
+    rows: int,
+    columns: int,
     dense: Tensor,
     bias: Tensor | None,
     dense_transposed: bool,
@@ -180,37 +187,35 @@ def _blob_matmul(
     out_dtype: torch.dtype,
 ) -> Tensor:
     problem = Problem(
-        blob.shape[0], columns_of(blob), dense.shape[0 if dense_transposed else 1], blob.dtype,
-        out_dtype, dense_transposed, result_transposed, bias is not None,
+        rows, columns, dense.shape[0 if dense_transposed else 1], dense.dtype, out_dtype,
+        dense_transposed, result_transposed, bias is not None,
     )  # fmt: skip
-    if dense.dtype != blob.dtype or dense.shape != problem.dense_shape:
-        raise ValueError(
-            f"a {dense.dtype} matrix {tuple(dense.shape)} does not fit a sparse {blob.dtype} "
-            f"[{problem.rows}, {problem.columns}]"
-        )
-    reason = unavailable("cusparselt", blob.device, blob.dtype)
-    if reason:
-        raise RuntimeError(f"matmul backend 'cusparselt' cannot serve: {reason}")
-    with torch.autocast(blob.device.type, enabled=False):
-        return _product(blob, dense, bias, problem)
+    return _product(buffer, dense, bias, problem)
 
 
-def _product(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
-    if blob.device.type == "cpu":
-        return _emulate(blob, dense, bias, problem)
+def _product(buffer: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+    if buffer.device.type == "cpu":
+        with torch.autocast("cpu", enabled=False):
+            return _emulate(buffer, dense, bias, problem)
     if not dense.numel():
-        return torch.zeros(problem.result_shape, dtype=problem.out_dtype, device=blob.device)
-    with torch.cuda.device(blob.device):
-        out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=blob.device)
+        return torch.zeros(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
+    with torch.cuda.device(buffer.device):
+        out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
         stream = torch.cuda.current_stream().cuda_stream
-        _plan(problem, blob.device.index, stream).run(blob, dense, out, bias)
+        _plan(problem, buffer.device.index, stream).run(buffer, dense, out, bias)
     return out
 
 
-@_blob_matmul.register_fake
-def _(blob, dense, bias, dense_transposed, result_transposed, out_dtype):
-    shape = (blob.shape[0], dense.shape[0 if dense_transposed else 1])
-    return blob.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
+@_matmul24.register_fake
+def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+    shape = (rows, dense.shape[0 if dense_transposed else 1])
+    return buffer.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
+
+
+def _check_available(device: torch.device, dtype: torch.dtype) -> None:
+    reason = unavailable("cusparselt", device, dtype)
+    if reason:
+        raise RuntimeError(f"matmul backend 'cusparselt' cannot serve: {reason}")
 
 
 def is_faster(problem: Problem, device: torch.device) -> bool:
@@ -229,15 +234,18 @@ def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
     one stream share it: do not replay them at the same time.)"""
     from common_kernels.matmul import table
 
-    algorithm = table.entry(problem, device).algorithm
+    _check_available(torch.device("cuda", device), problem.dtype)
+    with torch.autocast("cuda", enabled=False):
+        algorithm = table.entry(problem, device).algorithm
     if algorithm == table.NONE:
         raise RuntimeError(f"cuSPARSELt has no algorithm that is right for {problem}; run it dense")
     return cusparselt.Plan(problem, algorithm, device)
 
 
-def _emulate(blob: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def _emulate(buffer: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
     """The product in fp32, rounded once."""
-    a = expand_blob(blob).float()
+    _check_available(buffer.device, problem.dtype)
+    a = unpack24(Packed24((buffer,), (problem.rows, problem.columns), problem.dtype)).float()
     b = dense.float().t() if problem.dense_transposed else dense.float()
     product = a @ b
     if bias is not None:

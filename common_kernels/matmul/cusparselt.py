@@ -150,7 +150,7 @@ class Plan:
 
     def run(
         self,
-        blob: torch.Tensor,
+        buffer: torch.Tensor,
         dense: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -162,7 +162,7 @@ class Plan:
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=out.device)
         stream = ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream)
         sparse, other, result, space = (
-            ctypes.c_void_p(t.data_ptr()) for t in (blob, dense, out, workspace)
+            ctypes.c_void_p(t.data_ptr()) for t in (buffer, dense, out, workspace)
         )
         call(
             "cusparseLtMatmul", self.handle, self._plan, ctypes.byref(one), sparse, other,

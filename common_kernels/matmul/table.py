@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.masks import nm_mask
 from common_kernels.matmul.cusparselt import CuSparseLtError, Plan, Problem, version
-from common_kernels.prepare import naive_blob
-from common_kernels.prepare.fp8 import rescale, scaled_linear
+from common_kernels.pack import BUFFERED, pack24
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms, of which those from 36 on are illegal
@@ -113,7 +113,7 @@ class Trial:
         a = random(p.rows, p.columns)
         kept = nm_mask(a)
         self.a = torch.where(kept, a, 0.0).to(p.dtype)
-        self.blob = naive_blob(self.a, kept)
+        self.packed = pack24(self.a, kept, BUFFERED, backend="cpu")
         self.dense = [random(p.dense_shape).to(p.dtype) for _ in range(2)]
         self.bias = random(p.rows).to(p.out_dtype) if p.biased else None
         self.out = torch.empty(p.result_shape, dtype=p.out_dtype, device=where)
@@ -135,7 +135,7 @@ class Trial:
         first = None
         for _ in range(3):
             self.out.fill_(float("nan"))
-            plan.run(self.blob, self.dense[0], self.out, self.bias)
+            plan.run(self.packed.buffer, self.dense[0], self.out, self.bias)
             error = (self.out.float() - self.right).abs().max()
             if not error <= self.margin or not (first is None or torch.equal(first, self.out)):
                 return False
@@ -148,7 +148,7 @@ class Trial:
         one = torch.ones((), device=self.out.device)
 
         def call(i: int) -> None:
-            plan.run(self.blob, self.dense[i], self.out, self.bias)
+            plan.run(self.packed.buffer, self.dense[i], self.out, self.bias)
             if self.problem.dtype.itemsize == 1:
                 rescale(self.out, one, one)
 

@@ -5,7 +5,8 @@ capability 9.0, `bitmask.py` has the formats that store a mask, `interop.py` tor
 `cpu_operators.py` torch's 2:4 operators for the CPU.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,83 +24,90 @@ DTYPES = (
     torch.float8_e5m2,
     torch.int8,
 )
+BUFFERED = "cusparselt_sm90"  # the layout of one buffer, which the products of training take
 
 
 @dataclass(frozen=True, eq=False)
 class Packed24:
-    """A 2:4 matrix of `shape` [rows, columns], compressed along its columns.
+    """A 2:4 matrix of `shape` [rows, columns], compressed along its columns; values of `dtype`.
 
-    values: `[rows, columns / 2]`, two of each group of four in ascending order of columns.
-    meta: their positions, `[rows, ceil(columns / 8) bytes]` in words of the layout's type, in the
-        layout's order (`cpu.py`): `neutral` row by row (uint8), any size and type;
-        `cutlass_sm80` as torch's CUTLASS operators have it (int16, for one-byte types int32);
-        `cutlass_sm90` CUTLASS' for Hopper and one-byte types (uint8); `cusparselt_sm90`
-        cuSPARSELt's for Hopper, one and two-byte types (uint8), right behind the values in memory.
+    parts: (values, meta), or in layout `cusparselt_sm90`, where the one lies right behind the
+        other, (buffer,): the bytes of both, uint8.
 
     A group with fewer than two kept entries has a stored zero in the place of the second; which
     place that is, is the packer's choice (ours: `cpu.choose`), so compare what is unpacked.
     ValueError if the parts do not belong together.
-
-    buffer: the bytes of values and metadata together; layout `cusparselt_sm90` has it and no other.
     """
 
-    values: torch.Tensor
-    meta: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     shape: tuple[int, int]
-    layout: str
-    buffer: torch.Tensor | None = field(default=None, repr=False)
+    dtype: torch.dtype
+    layout: str = BUFFERED
 
     def __post_init__(self) -> None:
-        checks.one_device(values=self.values, meta=self.meta)
-        rows, columns = self.shape
-        word = check_form(self.shape, self.values.dtype, self.layout).word
-        meta_shape = (rows, cpu.row_bytes(columns) // word.itemsize)
-        for name, tensor, shape, dtype in (
-            ("values", self.values, (rows, columns // 2), self.values.dtype),
-            ("meta", self.meta, meta_shape, word),
-        ):
-            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} of a {tuple(self.shape)} matrix in layout {self.layout!r} must be "
-                    f"contiguous {dtype} of shape {shape}, not {tensor.dtype} of "
-                    f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-                )
+        form, (rows, columns) = check_form(self.shape, self.dtype, self.layout), self.shape
+        if self.layout == BUFFERED:
+            (buffer,) = self.parts
+            size = rows * (columns // 2 * self.dtype.itemsize + form.row_bytes(columns))
+            self._check("buffer", buffer, (size,), torch.uint8)
+            return
+        values, meta = self.parts
+        checks.one_device(values=values, meta=meta)
+        self._check("values", values, (rows, columns // 2), self.dtype)
+        self._check("meta", meta, (rows, form.row_bytes(columns) // form.word.itemsize), form.word)
 
-        if (self.layout == "cusparselt_sm90") == (self.buffer is None):
+    def _check(
+        self, name: str, part: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
             raise ValueError(
-                "a matrix has a buffer in layout 'cusparselt_sm90', where values and metadata are "
-                "views of it, and in no other: make it with pack24, convert24 or from_blob"
+                f"{name} of a {tuple(self.shape)} matrix of {self.dtype} in layout {self.layout!r} "
+                f"must be contiguous {dtype} of shape {shape}, not {part.dtype} of "
+                f"{tuple(part.shape)} with strides {part.stride()}"
             )
+
+    @staticmethod
+    def empty(
+        shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> "Packed24":
+        """Room for a matrix in layout `cusparselt_sm90`."""
+        rows, columns = shape
+        check_form((rows, columns), dtype, BUFFERED)
+        size = cpu.buffer_bytes(rows, columns, dtype)
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return Packed24((buffer,), (rows, columns), dtype)
 
     @property
-    def blob(self) -> torch.Tensor:
-        """`[rows, ...]` of values' dtype: values, then metadata, as `torch._cslt_compress` gives.
-
-        A view. ValueError for a layout without a buffer.
-        """
-        if self.buffer is None:
+    def buffer(self) -> torch.Tensor:
+        """The bytes of values and metadata together, flat; ValueError in layouts without one."""
+        if self.layout != BUFFERED:
             raise ValueError(
-                f"layout {self.layout!r} has no blob; convert24(packed, 'cusparselt_sm90') has"
+                f"layout {self.layout!r} has no buffer; convert24(packed, {BUFFERED!r}) has"
             )
+        return self.parts[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`[rows, columns / 2]`, two of each group of four in ascending order of columns."""
+        if self.layout != BUFFERED:
+            return self.parts[0]
         rows, columns = self.shape
-        dtype = self.values.dtype
-        return self.buffer.view(dtype).view(rows, columns // 2 + columns // 8 // dtype.itemsize)
+        end = rows * (columns // 2) * self.dtype.itemsize
+        return self.parts[0][:end].view(self.dtype).view(rows, columns // 2)
 
+    @property
+    def meta(self) -> torch.Tensor:
+        """Their positions in words of the layout's type and in its order (`cpu.py`), `[rows, ...]`.
 
-def from_blob(blob: torch.Tensor, columns: int) -> Packed24:
-    """The matrix [rows, columns] of a blob in cuSPARSELt's order for compute capability 9.0.
-
-    blob: `[rows, columns / 2 + columns / 8 / bytes of a value]`, contiguous, as
-    `torch._cslt_compress` returns it there. Its memory is shared.
-    """
-    check_form((blob.shape[0], columns), blob.dtype, "cusparselt_sm90")
-    shape = (blob.shape[0], columns // 2 + columns // 8 // blob.element_size())
-    if blob.shape != shape or not blob.is_contiguous():
-        raise ValueError(
-            f"the blob of a {(blob.shape[0], columns)} matrix of {blob.dtype} is contiguous, of "
-            f"shape {shape}, not {tuple(blob.shape)} with strides {blob.stride()}"
-        )
-    return _split(blob.view(-1).view(torch.uint8), (blob.shape[0], columns), blob.dtype)
+        `neutral` row by row (uint8), any size and type; `cutlass_sm80` as torch's CUTLASS operators
+        have it (int16, for one-byte types int32); `cutlass_sm90` CUTLASS' for Hopper and one-byte
+        types (uint8); `cusparselt_sm90` cuSPARSELt's for Hopper, one and two-byte types (uint8).
+        """
+        if self.layout != BUFFERED:
+            return self.parts[1]
+        rows, columns = self.shape
+        end, form = rows * (columns // 2) * self.dtype.itemsize, cpu.LAYOUTS[BUFFERED].forms
+        return self.parts[0][end:].view(rows, form[self.dtype.itemsize].row_bytes(columns))
 
 
 def pack24(
@@ -125,8 +133,7 @@ def pack24(
     shape = (x.shape[0], x.shape[1])
     check_form(shape, x.dtype, layout)
     name = backends.resolve(checks.one_device(x=x, mask=mask), backend)
-    buffer = _pack24(x, mask, layout, name)
-    return _split(buffer, shape, x.dtype, layout)
+    return _wrap(_pack24(x, mask, layout, name), shape, x.dtype, layout)
 
 
 def unpack24(packed: Packed24) -> torch.Tensor:
@@ -141,17 +148,16 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
     lies behind them. The same layout gives `packed` itself. Raises ValueError for a shape or type
     that the layout cannot hold.
     """
-    values, shape = packed.values, packed.shape
-    check_form(shape, values.dtype, layout)
+    shape, dtype = packed.shape, packed.dtype
+    check_form(shape, dtype, layout)
     if layout == packed.layout:
         return packed
-    meta = _reorder_meta(
-        meta_bytes(packed), *shape, values.element_size(), packed.layout, layout
-    )
-    if layout == "cusparselt_sm90":
-        buffer = torch.cat([values.view(-1).view(torch.uint8), meta])
-        return _split(buffer, shape, values.dtype)
-    return Packed24(values, _words(meta, shape, values.dtype, layout), shape, layout)
+    values = packed.values
+    meta = _reorder_meta(meta_bytes(packed), *shape, dtype.itemsize, packed.layout, layout)
+    if layout == BUFFERED:
+        meta = torch.cat([values.view(-1).view(torch.uint8), meta])
+        return Packed24((meta,), shape, dtype)
+    return Packed24((values, _words(meta, shape, dtype, layout)), shape, dtype, layout)
 
 
 def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
@@ -186,26 +192,24 @@ def check_mask(mask: torch.Tensor) -> None:
         )
 
 
-def _split(
-    buffer: torch.Tensor,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    layout: str = "cusparselt_sm90",
+def _wrap(
+    buffer: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> Packed24:
-    """The two parts of bytes that hold the values and then the metadata."""
+    """The matrix whose bytes these are: the values and then the metadata."""
+    if layout == BUFFERED:
+        return Packed24((buffer,), shape, dtype)
     rows, columns = shape
-    border = rows * (columns // 2) * dtype.itemsize
-    values = buffer[:border].view(dtype).view(rows, columns // 2)
-    meta = _words(buffer[border:], shape, dtype, layout)
-    return Packed24(values, meta, shape, layout, buffer if layout == "cusparselt_sm90" else None)
+    end = rows * (columns // 2) * dtype.itemsize
+    values = buffer[:end].view(dtype).view(rows, columns // 2)
+    return Packed24((values, _words(buffer[end:], shape, dtype, layout)), shape, dtype, layout)
 
 
 def _words(
     meta: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> torch.Tensor:
     """Metadata bytes, flat, in the layout's words."""
-    word = cpu.LAYOUTS[layout].forms[dtype.itemsize].word
-    return meta.view(word).view(shape[0], cpu.row_bytes(shape[1]) // word.itemsize)
+    form = cpu.LAYOUTS[layout].forms[dtype.itemsize]
+    return meta.view(form.word).view(shape[0], form.row_bytes(shape[1]) // form.word.itemsize)
 
 
 def meta_bytes(packed: Packed24) -> torch.Tensor:
@@ -219,19 +223,17 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
         check_mask(mask)
     # The kernel takes 64 columns at a time, and entries by way of fp32.
     fits = x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
-    if backend == "triton" and layout == "cusparselt_sm90" and fits:
+    if backend == "triton" and layout == BUFFERED and fits:
         from common_kernels.pack import triton
 
-        blob = triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype)
-        return blob.view(-1).view(torch.uint8)
+        return triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype)
     return cpu.pack(x, mask, layout)
 
 
 @_pack24.register_fake
 def _(x, mask, layout, backend):
     rows, columns = x.shape
-    size = rows * (columns // 2) * x.element_size() + rows * cpu.row_bytes(columns)
-    return x.new_empty(size, dtype=torch.uint8)
+    return x.new_empty(cpu.buffer_bytes(rows, columns, x.dtype, layout), dtype=torch.uint8)
 
 
 @custom_op("sparse24::unpack24", mutates_args=())
@@ -254,4 +256,4 @@ def _reorder_meta(
 
 @_reorder_meta.register_fake
 def _(meta, rows, columns, itemsize, source, target):
-    return torch.empty_like(meta)
+    return meta.new_empty(rows * cpu.LAYOUTS[target].forms[itemsize].row_bytes(columns))

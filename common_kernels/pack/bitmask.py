@@ -52,7 +52,7 @@ def to_bitmask24(packed: Packed24) -> dict[str, torch.Tensor]:
         in every group, that of a stored zero included.
     shape: int64 `[2, 1]`.
     """
-    size = packed.values.element_size()
+    size = packed.dtype.itemsize
     nibbles = cpu.gather(meta_bytes(packed), *packed.shape, packed.layout, size)
     return {
         "compressed": packed.values,
@@ -85,4 +85,5 @@ def from_bitmask24(tensors: Mapping[str, torch.Tensor]) -> Packed24:
             f"row {row}; sparse-24-bitmask sets 2 in every group"
         )
     meta = cpu.scatter(cpu.encode(mask), "neutral", values.element_size())
-    return Packed24(values, meta.view(rows, cpu.row_bytes(columns)), (rows, columns), "neutral")
+    meta = meta.view(rows, (columns + 7) // 8)
+    return Packed24((values, meta), (rows, columns), values.dtype, "neutral")

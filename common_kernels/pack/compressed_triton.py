@@ -2,8 +2,8 @@
 """SLoPe's two operands from a weight that is stored compressed, in Triton: one read of the values.
 
 W * A, 2:4 along its rows, is what `values` and `row_mask` hold; (W * A * B)^T is 2:4 along the
-columns of W, B dropping some of the values (arXiv 2405.16325). Both are written in the form of
-cpu.cusparselt_sm90.
+columns of W, B dropping some of the values (arXiv 2405.16325). Both are written in layout
+`cusparselt_sm90`.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import launch
-from common_kernels.pack.triton import blob_like, entries_stored, stack, store_tiles, stored
+from common_kernels.pack.triton import entries_stored, new_buffer, split, stack, store_tiles, stored
 
 
 def pack_both_compressed(
@@ -19,16 +19,16 @@ def pack_both_compressed(
     row_mask: torch.Tensor,
     column_mask: torch.Tensor,
     dtype: torch.dtype,
-    blobs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blobs of W * A and of (W * A * B)^T, W [out, in], both multiples of 64. 16-bit `dtype`.
+    """The buffers of W * A and of (W * A * B)^T, W [out, in], both multiples of 64. 16-bit `dtype`.
 
     Args:
         values: [out, in / 2], the entries of W under A, of any float dtype.
         row_mask: [out, in / 8] uint8, the bits of A: two of each four along a row.
         column_mask: [out, in / 16] uint8, for each value whether B keeps it: at most two of each
             four along a column.
-        blobs: to be written to; new ones if None.
+        buffers: to be written to; new ones if None.
     """
     rows, columns = values.shape[0], 2 * values.shape[1]
     if rows % 64 or columns % 64:
@@ -41,18 +41,15 @@ def pack_both_compressed(
             )
     if dtype.itemsize != 2:
         raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
-    if blobs is None:
-        blobs = tuple(
-            blob_like(*shape, dtype, values.device) for shape in ((rows, columns), (columns, rows))
-        )
-    half = rows * columns // 2
-    parts = [(b.view(-1)[:half], b.view(-1)[half:].view(torch.int32)) for b in blobs]
+    if buffers is None:  # of one size
+        buffers = tuple(new_buffer(rows, columns, dtype, values.device) for _ in range(2))
+    parts = [split(buffer, rows * columns, dtype) for buffer in buffers]
     launch(
         pack_both_compressed_kernel, rows // 64 * (columns // 64), values.device,
         values.contiguous(), row_mask.contiguous(), column_mask.contiguous(),
         *parts[0], *parts[1], rows, columns, num_warps=4,
     )  # fmt: skip
-    return blobs
+    return buffers
 
 
 @triton.jit
@@ -82,7 +79,7 @@ def expanded(one, other, places, keeps_one, keeps_other):
 
 @triton.jit
 def pack_both_compressed_kernel(
-    values, row_mask, column_mask, blob, meta, blob_t, meta_t, rows, columns
+    values, row_mask, column_mask, packed, meta, packed_t, meta_t, rows, columns
 ):
     """64 x 64 entries of W: 16 x 16 tiles, four to a thread."""
     across = columns // 64
@@ -100,7 +97,7 @@ def pack_both_compressed_kernel(
         entries += (row,)
         kept += (row_kept,)
     pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-    store_tiles(blob, meta, pair, nibble, top, left, columns)
+    store_tiles(packed, meta, pair, nibble, top, left, columns)
     pairs, nibbles = (), ()
     for j in tl.static_range(4):
         pair, nibble = entries_stored(
@@ -110,4 +107,4 @@ def pack_both_compressed_kernel(
         pairs += (pair,)
         nibbles += (nibble,)
     pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-    store_tiles(blob_t, meta_t, pair, nibble, left, top, rows)
+    store_tiles(packed_t, meta_t, pair, nibble, left, top, rows)

@@ -86,7 +86,7 @@ def neutral_order(
     Read as words of any length this is TileLang's row-major metadata.
     """
     r, g = grid(rows, columns, device)
-    return 2 * row_bytes(columns) * r + g
+    return -(-columns // 8) * 2 * r + g
 
 
 def cutlass_sm80_order(
@@ -122,7 +122,7 @@ def cusparselt_sm90_order(
     rows: int, columns: int, itemsize: int, device: torch.device | None = None
 ) -> torch.Tensor:
     """The same for cuSPARSELt on compute capability 9.0: blocks of 64 rows by 32 columns (64 for
-    one-byte types), along the columns first.
+    one-byte types), along the columns first, of which the last may be a part.
 
     As read off an H200 with cuSPARSELt 0.8.0 (`python -m experiments.bench probe`); NVIDIA does not
     document it.
@@ -145,36 +145,47 @@ class Form(NamedTuple):
     rows: int  # a multiple of this
     columns: int
     word: torch.dtype
+    block: int  # columns of which the metadata come together, those that are not there included
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of metadata for a row."""
+        return (columns + self.block - 1) // self.block * self.block // 8
 
 
 class Layout(NamedTuple):
     order: Callable[..., torch.Tensor]
     forms: dict[int, Form]  # by the bytes of a value; others have no place
+    missing: int = 0  # the nibble of groups that are not there
 
 
 LAYOUTS = {
-    "neutral": Layout(neutral_order, dict.fromkeys(INTEGERS, Form(1, 4, torch.uint8))),
+    "neutral": Layout(neutral_order, dict.fromkeys(INTEGERS, Form(1, 4, torch.uint8, 8))),
     "cutlass_sm80": Layout(
-        cutlass_sm80_order, {1: Form(16, 128, torch.int32), 2: Form(32, 64, torch.int16)}
+        cutlass_sm80_order, {1: Form(16, 128, torch.int32, 128), 2: Form(32, 64, torch.int16, 64)}
     ),
-    "cutlass_sm90": Layout(cutlass_sm90_order, {1: Form(64, 128, torch.uint8)}),
+    "cutlass_sm90": Layout(cutlass_sm90_order, {1: Form(64, 128, torch.uint8, 128)}),
     "cusparselt_sm90": Layout(
-        cusparselt_sm90_order, {1: Form(64, 64, torch.uint8), 2: Form(64, 32, torch.uint8)}
+        cusparselt_sm90_order,
+        {1: Form(64, 64, torch.uint8, 64), 2: Form(64, 16, torch.uint8, 32)},
+        missing=0b1110,  # as of an empty group
     ),
 }
 
 
-def row_bytes(columns: int) -> int:
-    """Bytes of metadata for a row."""
-    return (columns + 7) // 8
+def buffer_bytes(
+    rows: int, columns: int, dtype: torch.dtype, layout: str = "cusparselt_sm90"
+) -> int:
+    """Bytes of the values and the metadata of a matrix."""
+    form = LAYOUTS[layout].forms[dtype.itemsize]
+    return rows * (columns // 2 * dtype.itemsize + form.row_bytes(columns))
 
 
 def scatter(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
     """Metadata bytes, flat, of nibbles `[rows, columns / 4]`."""
     rows, columns = nibbles.shape[0], 4 * nibbles.shape[1]
-    order = LAYOUTS[layout].order(rows, columns, itemsize, nibbles.device)
-    meta = nibbles.new_zeros(2 * rows * row_bytes(columns))
-    meta[order.flatten()] = nibbles.flatten()
+    order, forms, missing = LAYOUTS[layout]
+    meta = nibbles.new_full((2 * rows * forms[itemsize].row_bytes(columns),), missing)
+    meta[order(rows, columns, itemsize, nibbles.device).flatten()] = nibbles.flatten()
     return meta[::2] | meta[1::2] << 4
 
 
@@ -189,14 +200,3 @@ def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:
     values, nibbles = compress(x, mask)
     meta = scatter(nibbles, layout, x.element_size())
     return torch.cat([values.flatten().view(torch.uint8), meta])
-
-
-def cusparselt_sm90(values: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
-    """The blob of `torch._cslt_compress`: values, then metadata; `[rows, ...]` of values' dtype.
-
-    Rows must be a multiple of 64, the columns that the nibbles are for of 32 (64 for one-byte
-    types); the values may end before them.
-    """
-    meta = scatter(nibbles, "cusparselt_sm90", values.element_size())
-    parts = [values.flatten().view(torch.uint8), meta]
-    return torch.cat(parts).view(values.dtype).view(values.shape[0], -1)

@@ -1,7 +1,7 @@
 """torch's 2:4 operators for the CPU, where torch has none.
 
 With them its `SparseSemiStructuredTensor`, and code that was written for it, runs without a GPU:
-slowly, to be tested. The formats are those of torch's own kernels, with one exception: blobs of
+slowly, to be tested. The formats are those of torch's own kernels, with one exception: matrices of
 cuSPARSELt are in the order of compute capability 9.0, those of `_sparse_semi_structured_tile` with
 use_cutlass=False included (its kernel writes the order of 8.0 wherever it runs). Matrices that a
 layout of ours cannot hold are refused, where torch would pad some of them.
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from common_kernels.masks import transposable_mask24
-from common_kernels.pack import Packed24, from_blob, meta_bytes, pack24, unpack24
+from common_kernels.pack import Packed24, meta_bytes, pack24, unpack24
 from common_kernels.pack.bitmask import swizzle_mask, unswizzle_mask
+from common_kernels.pack.interop import cslt_form, from_cslt
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -62,7 +63,7 @@ def _sparse_semi_structured_tile(
             meta = packed.meta.as_strided((rows, 2, columns // 32), (2, 1, 2 * rows))
             parts += packed.values, meta
         else:
-            parts += packed.blob.flatten(), meta_bytes(packed).view(x.dtype)
+            parts += packed.buffer.view(x.dtype), meta_bytes(packed).view(x.dtype)
     return parts[0], parts[1], parts[2], parts[3], swizzle_mask(mask)
 
 
@@ -125,7 +126,7 @@ def _sparse_semi_structured_linear(
 
 
 def _cslt_compress(input: Tensor) -> Tensor:
-    return pack24(input, input != 0, "cusparselt_sm90").blob.clone()
+    return cslt_form(pack24(input, input != 0, "cusparselt_sm90")).clone()
 
 
 def _cslt_sparse_mm(
@@ -140,7 +141,7 @@ def _cslt_sparse_mm(
     split_k_mode: int = -1,
 ) -> Tensor:
     """bias: one number for each row of the result; alpha: a scale, of one element."""
-    dense = unpack24(from_blob(compressed_A, dense_B.shape[0]))
+    dense = unpack24(from_cslt(compressed_A, dense_B.shape[0]))
     scale = 1.0 if alpha is None else alpha.item()
     added = None if bias is None else wide(bias)
     y = product(dense, dense_B, out_dtype, scale, added)
@@ -152,7 +153,7 @@ def cutlass_dense(values: Tensor, meta: Tensor) -> Tensor:
     rows, columns = values.shape[0], 2 * values.shape[1]
     if meta.ndim == 3:
         meta = meta.as_strided((rows, columns // 16), (columns // 16, 1))
-    return unpack24(Packed24(values, meta, (rows, columns), "cutlass_sm80"))
+    return unpack24(Packed24((values, meta), (rows, columns), values.dtype, "cutlass_sm80"))
 
 
 def product(

@@ -9,7 +9,7 @@ from torch.sparse import (
     SparseSemiStructuredTensorCUTLASS,
 )
 
-from common_kernels.pack import Packed24, from_blob
+from common_kernels.pack import Packed24
 
 CLASSES: dict[str, Any] = {
     "cutlass_sm80": SparseSemiStructuredTensorCUTLASS,
@@ -35,12 +35,12 @@ def to_semi_structured(
             f"{' or '.join(map(repr, CLASSES))}"
         )
     cls = CLASSES[packed.layout]
-    if packed.values.dtype not in cls._DTYPE_SHAPE_CONSTRAINTS:
+    if packed.dtype not in cls._DTYPE_SHAPE_CONSTRAINTS:
         taken = ", ".join(map(str, cls._DTYPE_SHAPE_CONSTRAINTS))
-        raise ValueError(f"{cls.__name__} takes {taken}, not {packed.values.dtype}")
+        raise ValueError(f"{cls.__name__} takes {taken}, not {packed.dtype}")
     if transposed is not None:
-        found = (transposed.shape, transposed.layout, transposed.values.dtype)
-        expected = (packed.shape[::-1], packed.layout, packed.values.dtype)
+        found = (transposed.shape, transposed.layout, transposed.dtype)
+        expected = (packed.shape[::-1], packed.layout, packed.dtype)
         if found != expected:
             raise ValueError(f"transposed must be {expected}, not {found}")
     parts = (*_parts(packed), *(_parts(transposed) if transposed is not None else (None, None)))
@@ -50,8 +50,21 @@ def to_semi_structured(
 def _parts(packed: Packed24) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`packed` and `meta` in torch's words."""
     if packed.layout == "cusparselt_sm90":
-        return packed.blob, None
+        return cslt_form(packed), None
     return packed.values, packed.meta
+
+
+def cslt_form(packed: Packed24) -> torch.Tensor:
+    """The buffer as `torch._cslt_compress` returns it: `[rows, ...]` of the values' dtype."""
+    width = packed.values.shape[1] + packed.meta.shape[1] // packed.dtype.itemsize
+    return packed.buffer.view(packed.dtype).view(packed.shape[0], width)
+
+
+def from_cslt(compressed: torch.Tensor, columns: int) -> Packed24:
+    """The matrix [rows, columns] in such a tensor, on the same memory."""
+    return Packed24(
+        (compressed.view(-1).view(torch.uint8),), (len(compressed), columns), compressed.dtype
+    )
 
 
 def from_semi_structured(tensor: SparseSemiStructuredTensor) -> Packed24:
@@ -79,7 +92,7 @@ def from_semi_structured(tensor: SparseSemiStructuredTensor) -> Packed24:
                 "the order of cuSPARSELt's metadata is known for compute capability 9.0 alone; go "
                 "through tensor.to_dense()"
             )
-        return from_blob(values, columns)
+        return from_cslt(values, columns)
     if values.shape != (rows, columns // 2) or meta is None:
         raise ValueError(
             f"torch stores this {(rows, columns)} matrix of {tensor.dtype} as "
@@ -89,4 +102,4 @@ def from_semi_structured(tensor: SparseSemiStructuredTensor) -> Packed24:
         if meta.stride() != (2, 1, 2 * rows):
             raise ValueError(f"metadata of strides {meta.stride()} is not that of torch's packers")
         meta = meta.as_strided((rows, columns // 16), (columns // 16, 1))
-    return Packed24(values, meta, (rows, columns), "cutlass_sm80")
+    return Packed24((values, meta), (rows, columns), values.dtype, "cutlass_sm80")

@@ -63,9 +63,12 @@ def cutlass_sm90(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 
 def cusparselt_sm90(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Blocks of 64 rows by 32 columns (64 for one-byte types), along the columns first; inside, the
-    binary digits of row and group in another order (read off an H200, cuSPARSELt 0.8.0).
+    """Blocks of 64 rows by 32 columns (64 for one-byte types), along the columns first, the last
+    filled up with empty groups; inside, the binary digits of row and group in another order (read
+    off an H200, cuSPARSELt 0.8.0).
     """
+    missing = -nibbles.shape[1] % (16 // itemsize)
+    nibbles = torch.nn.functional.pad(nibbles, (0, missing), value=0b1110)
     blocks, groups = len(nibbles) // 64, nibbles.shape[1]
     if itemsize == 2:  # rows: block, r5 r4, r3, r2 r1 r0; groups: tile, g2, g1, g0
         digits = nibbles.view(blocks, 4, 2, 8, groups // 8, 2, 2, 2)

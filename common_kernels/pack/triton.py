@@ -17,17 +17,25 @@ from common_kernels.launch import cast, launch, magnitude
 from common_kernels.masks import cpu as masks
 from common_kernels.masks.triton import best_place
 from common_kernels.mvue.triton import sample_stored, uniform
-from common_kernels.pack.cpu import choose
+from common_kernels.pack.cpu import buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
 
 SAMPLED = 16  # groups of each of 64 features in a program of sample_kernel
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 
 
-def blob_like(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Room for values and metadata, in the shape that `torch._cslt_compress` gives."""
-    extra = columns // 8 // dtype.itemsize
-    return torch.empty(rows, columns // 2 + extra, dtype=dtype, device=device)
+def new_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for values and metadata."""
+    size = buffer_bytes(rows, columns, dtype)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def split(
+    buffer: torch.Tensor, entries: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and words of metadata, both flat, in the buffer of a matrix of so many entries."""
+    end = entries // 2 * dtype.itemsize
+    return buffer[:end].view(dtype), buffer[end:].view(torch.int32)
 
 
 def check(
@@ -51,20 +59,19 @@ def pack(
     source: str,
     dtype: torch.dtype,
     scale: torch.Tensor | None = None,
-    blob: torch.Tensor | None = None,
+    buffer: torch.Tensor | None = None,
     dense: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The blob of a row-major matrix [64 a, 64 b], pruned along its rows; written into `blob`.
+    """The buffer of a row-major matrix [64 a, 64 b] in `dtype`, pruned along its rows: a new one if
+    none is given.
 
-    dense: [64 a, 64 b] of blob's dtype, to receive the pruned matrix as it is as well.
+    dense: [64 a, 64 b] of `dtype`, to receive the pruned matrix as it is as well.
     """
     check(x, mask, dtype, (1, 2))
     rows, columns = x.shape
-    if blob is None:
-        blob = blob_like(rows, columns, dtype, x.device)
-    half = rows * columns // 2
-    values = blob.view(-1)[:half]
-    meta = blob.view(-1)[half:].view(torch.int32)
+    if buffer is None:
+        buffer = new_buffer(rows, columns, dtype, x.device)
+    values, meta = split(buffer, x.numel(), dtype)
     # The smallest blocks of the metadata, and warps for them: the fastest on an H200.
     block, warps = (8, 4) if dtype.itemsize == 2 else (16, 8)
     launch(
@@ -74,7 +81,7 @@ def pack(
         SOURCE=SOURCES[source], SCALED=scale is not None, DENSE=dense is not None,
         EIGHT=dtype.itemsize == 1, GROUPS=block, num_warps=warps,
     )  # fmt: skip
-    return blob
+    return buffer
 
 
 @triton.jit
@@ -202,16 +209,15 @@ def pack_both(
     w: torch.Tensor,
     mask: torch.Tensor | None,
     dtype: torch.dtype,
-    blobs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blobs of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
+    """The buffers of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
     or the best, in one read. 16-bit types."""
     check(w, mask, dtype, (2,))
     rows, columns = w.shape
-    if blobs is None:
-        blobs = blob_like(rows, columns, dtype, w.device), blob_like(columns, rows, dtype, w.device)
-    half = rows * columns // 2
-    parts = [(b.view(-1)[:half], b.view(-1)[half:].view(torch.int32)) for b in blobs]
+    if buffers is None:  # of one size
+        buffers = tuple(new_buffer(rows, columns, dtype, w.device) for _ in range(2))
+    parts = [split(buffer, w.numel(), dtype) for buffer in buffers]
     launch(
         pack_both_kernel, rows // 64 * (columns // 64), w.device,
         w, w if mask is None else mask.view(torch.uint8),
@@ -219,7 +225,7 @@ def pack_both(
         *parts[0], *parts[1], rows, columns, SEARCH=mask is None,
         num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
-    return blobs
+    return buffers
 
 
 @functools.cache
@@ -337,7 +343,7 @@ def entries_stored(a0, a1, a2, a3, k):
 def pack_sample(
     dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int = 1
 ) -> torch.Tensor:
-    """The blob of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
+    """The buffer of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
 
     T is a multiple of 16, out of 64; metadata come in whole blocks of 32 tokens. key: int64 [2],
     (seed, offset / stride), on dy's device, the offset a multiple of 4 (as it is where it counts
@@ -348,15 +354,12 @@ def pack_sample(
         raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
     if dtype.itemsize != 2:
         raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
-    width = tokens // 2 + 2 * triton.cdiv(tokens, 32)
-    blob = torch.empty(out, width, dtype=dtype, device=dy.device)
-    half = tokens * out // 2
+    buffer = new_buffer(out, tokens, dtype, dy.device)
     launch(
         sample_kernel, triton.cdiv(tokens, 4 * SAMPLED) * (out // 64), dy.device,
-        dy, key, stride, blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32), tokens, out,
-        GROUPS=SAMPLED,
+        dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out, GROUPS=SAMPLED,
     )  # fmt: skip
-    return blob
+    return buffer
 
 
 @triton.jit

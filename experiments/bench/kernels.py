@@ -34,7 +34,7 @@ PATTERNS = (
     (ELEMENTWISE, r"^triton_"),
     (ATTENTION, r"flash|fmha|sdpa|attention|mem_eff"),
     (PRODUCT24, r"spgemm|sptensorop|sparse.*gemm|gemm.*sparse"),
-    (PRODUCT24, r"^sparse24::blob_matmul|sparse_semi_structured"),
+    (PRODUCT24, r"^sparse24::matmul24|sparse_semi_structured"),
     (OPTIMIZER, r"multi_tensor_apply|adam|lpnorm|_foreach_|linalg_vector_norm"),
     (DENSE, r"gemm|gemv|nvjet|cublas|splitkreduce|cutlass"),
     (DENSE, r"^aten::(mm|addmm|bmm|baddbmm|linear|_scaled_mm|mkldnn_linear)$|^mkl"),

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from common_kernels import nm_mask, transposable_mask24
-from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_, sample_pack24
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from experiments.bench.timing import Call
 from experiments.support.errors import UserError
 
@@ -28,7 +29,7 @@ FLOORS = 1.4  # a packer shall take at most so many times what its bytes take
 
 
 class Inputs:
-    """A matrix w, its transposable mask, a scale, a random key, room for blobs; `pruned` is w under
+    """A matrix w, its transposable mask, a scale, a random key, room to pack; `pruned` is w under
     2:4 along its rows, `pruned_fp8` the same in e4m3."""
 
     def __init__(self, w: Tensor) -> None:
@@ -37,33 +38,33 @@ class Inputs:
         self.key = torch.tensor([77, 1], device=device)
         self.pruned = w * nm_mask(w)
         self.pruned_fp8 = self.pruned.to(FP8)
-        self.blob, self.blob_fp8 = (empty_blob(w.shape, dtype, device) for dtype in (BF16, FP8))
-        self.transposed = empty_blob(w.shape[::-1], BF16, device)
+        self.out, self.out_fp8 = (Packed24.empty(w.shape, dtype, device) for dtype in (BF16, FP8))
+        self.transposed = Packed24.empty(w.shape[::-1], BF16, device)
 
 
 @dataclass(frozen=True)
 class Packer:
-    """run: the blobs of the inputs, by a backend. moved: the floor in bytes per entry, from the
+    """run: the inputs packed by a backend. moved: the floor in bytes per entry, from the
     bytes of an entry. peer: what torch has, for a bf16 matrix."""
 
-    run: Callable[[Inputs, str | None], tuple[Tensor, ...]]
+    run: Callable[[Inputs, str | None], tuple[Packed24, ...]]
     moved: Callable[[float], float]
     peer: tuple[str, Callable[[Inputs], Any]]
 
 
-def one_way(i: Inputs, backend: str | None, source: str, fp8: bool = False) -> tuple[Tensor, ...]:
-    blob = i.blob_fp8 if fp8 else i.blob
+def one_way(i: Inputs, backend: str | None, source: str, fp8: bool = False) -> tuple[Packed24, ...]:
+    out = i.out_fp8 if fp8 else i.out
     mask, scale = i.mask if source == "mask" else None, i.scale if source == "soft" else None
-    prune_pack24_(blob, i.w, source, mask, scale, backend=backend)
-    return (blob,)
+    pack24_(out, i.w, source, mask, scale, backend=backend)
+    return (out,)
 
 
-def two_ways(i: Inputs, backend: str | None, searched: bool) -> tuple[Tensor, ...]:
-    pack_both24_(i.blob, i.transposed, i.w, None if searched else i.mask, backend=backend)
-    return i.blob, i.transposed
+def two_ways(i: Inputs, backend: str | None, searched: bool) -> tuple[Packed24, ...]:
+    pack_both24_(i.out, i.transposed, i.w, None if searched else i.mask, backend=backend)
+    return i.out, i.transposed
 
 
-def sample(i: Inputs, backend: str | None) -> tuple[Tensor, ...]:
+def sample(i: Inputs, backend: str | None) -> tuple[Packed24, ...]:
     return (sample_pack24(i.w, i.key, i.w.numel() // 4, dtype=BF16, backend=backend),)
 
 
@@ -98,17 +99,13 @@ PACKERS = {
 def check(name: str, w: Tensor, backend: str | None = None) -> None:
     """UserError if the packer's bytes are not those of plain PyTorch."""
     inputs = Inputs(w)
-    got = [bits(blob).clone() for blob in PACKERS[name].run(inputs, backend)]
-    want = [bits(blob) for blob in PACKERS[name].run(inputs, "cpu")]
+    got = [packed.buffer.clone() for packed in PACKERS[name].run(inputs, backend)]
+    want = [packed.buffer for packed in PACKERS[name].run(inputs, "cpu")]
     if not all(torch.equal(*pair) for pair in zip(got, want, strict=True)):
         raise UserError(
             f"{name} writes other bytes than plain PyTorch for shape {tuple(w.shape)}, {w.dtype}: "
             "no time is reported; run `pytest tests/common_kernels`"
         )
-
-
-def bits(blob: Tensor) -> Tensor:
-    return blob.flatten().view(torch.uint8)
 
 
 def calls(name: str, inputs: list[Inputs], report: Report) -> dict[str, Call]:

@@ -16,7 +16,8 @@ from torch.optim.adamw import adamw
 
 from common_kernels import masked_decay_, nm_mask, transposable_mask24
 from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
-from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import pack24_, pack_both24_
 from experiments.bench.timing import Call
 from experiments.support.errors import UserError
 
@@ -71,9 +72,9 @@ def inputs(w: Tensor, name: str) -> Weight24:
         step=torch.tensor(10.0, device=w.device),
         mask=transposable_mask24(w),
         scale=torch.tensor(1.5, device=w.device),
-        packed=empty_blob(w.shape, torch.bfloat16, w.device),
+        packed=Packed24.empty(w.shape, torch.bfloat16, w.device),
         transposed=(
-            empty_blob(w.shape[::-1], torch.bfloat16, w.device) if PASSES[name].both else None
+            Packed24.empty(w.shape[::-1], torch.bfloat16, w.device) if PASSES[name].both else None
         ),
     )
 
@@ -100,9 +101,9 @@ def apart(name: str, given: Weight24) -> None:
     if given.transposed is not None:
         pack_both24_(given.packed, given.transposed, weight, mask)
     elif rule.source == "soft":
-        prune_pack24_(given.packed, weight, "soft", scale=given.scale)
+        pack24_(given.packed, weight, "soft", scale=given.scale)
     else:
-        prune_pack24_(given.packed, weight, "mask", mask)
+        pack24_(given.packed, weight, "mask", mask)
 
 
 def check(name: str, w: Tensor) -> None:
@@ -118,18 +119,14 @@ def check(name: str, w: Tensor) -> None:
     derived.mask.copy_(got.mask)
     skip = torch.ones((), device=w.device)  # then it derives alone
     adamw24_([derived], RATES, PASSES[name].rule, found_inf=skip, backend="cpu")
-    pairs = [(got.mask, derived.mask), (got.packed, derived.packed)]
-    pairs.append((got.transposed, derived.transposed))
-    same = all(torch.equal(bits(a), bits(b)) for a, b in pairs if a is not None and b is not None)
+    theirs, names = derived.tensors(), ("mask", "packed", "transposed")
+    pairs = [(a, theirs[n]) for n, a in got.tensors().items() if n in names]
+    same = all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
     if not (close and same):
         raise UserError(
             f"{name} disagrees with separate passes on shape {tuple(w.shape)}: no time is "
             "reported; run `pytest tests/common_kernels/test_adamw.py`"
         )
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.flatten().view(torch.uint8)
 
 
 def calls(name: str, given: list[Weight24]) -> dict[str, Call]:

@@ -102,8 +102,8 @@ def operators() -> dict[str, Any]:
 
     w, x = sparse(256, 256), torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
     packed, meta = from_dense(w)
-    blob = aten._cslt_compress(w)
-    flat = blob.flatten()
+    compressed = aten._cslt_compress(w)
+    flat = compressed.flatten()
     wrapped = to_sparse_semi_structured(w)
     one = torch.ones((), device="cuda")
     w8, x8 = w.to(FP8), x.to(FP8)
@@ -116,15 +116,15 @@ def operators() -> dict[str, Any]:
         "_sparse_semi_structured_tile cusparselt": lambda: aten._sparse_semi_structured_tile(
             w, "", False
         ),
-        "_cslt_compress": lambda: blob,
+        "_cslt_compress": lambda: compressed,
         "_cslt_compress fp8": lambda: aten._cslt_compress(w8),
-        "_cslt_sparse_mm": lambda: aten._cslt_sparse_mm(blob, x.t()),
-        "_cslt_sparse_mm of a flat blob": lambda: aten._cslt_sparse_mm(flat, x.t()),
-        "_cslt_sparse_mm row-major operand": lambda: aten._cslt_sparse_mm(blob, x),
+        "_cslt_sparse_mm": lambda: aten._cslt_sparse_mm(compressed, x.t()),
+        "_cslt_sparse_mm of a flat operand": lambda: aten._cslt_sparse_mm(flat, x.t()),
+        "_cslt_sparse_mm row-major operand": lambda: aten._cslt_sparse_mm(compressed, x),
         "_cslt_sparse_mm transposed result": lambda: aten._cslt_sparse_mm(
-            blob, x.t(), transpose_result=True
+            compressed, x.t(), transpose_result=True
         ),
-        "_cslt_sparse_mm alpha": lambda: aten._cslt_sparse_mm(blob, x.t(), alpha=one),
+        "_cslt_sparse_mm alpha": lambda: aten._cslt_sparse_mm(compressed, x.t(), alpha=one),
         "_cslt_sparse_mm fp8 -> bf16": lambda: aten._cslt_sparse_mm(
             aten._cslt_compress(w8), x8.t(), alpha=one, out_dtype=torch.bfloat16
         ),
@@ -132,7 +132,7 @@ def operators() -> dict[str, Any]:
             aten._cslt_compress(w8), x8, out_dtype=torch.bfloat16
         ),
         "mm_search": lambda: torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
-            blob, x.t(), None, None, None, False
+            compressed, x.t(), None, None, None, False
         ),
         "torch subclass linear": lambda: F.linear(x, wrapped),
     }
@@ -192,22 +192,23 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
     groups = rows * columns // 4
     number = torch.arange(groups, device="cuda")
     values = torch.arange(1, 2 * groups + 1, device="cuda").remainder(96).add(1)  # 1...96
-    found, blob = None, None
+    found, compressed = None, None
     for bit in range(groups.bit_length()):  # one more than it takes: padding may read as all ones
         second_half = (number >> bit & 1).bool()
         w = torch.zeros(groups, 4, device="cuda")
         pairs = values.view(groups, 2).float()
         w[~second_half, :2] = pairs[~second_half]
         w[second_half, 2:] = pairs[second_half]
-        blob = aten._cslt_compress(w.view(rows, columns).to(dtype)).flatten().view(torch.uint8)
-        meta = blob[rows * columns // 2 * dtype.itemsize :].int()
+        compressed = aten._cslt_compress(w.view(rows, columns).to(dtype))
+        compressed = compressed.flatten().view(torch.uint8)
+        meta = compressed[rows * columns // 2 * dtype.itemsize :].int()
         nibbles = torch.stack([meta & 15, meta >> 4], 1).flatten()
         if found is None:
             found = torch.zeros_like(nibbles, dtype=torch.int64)
         found[(nibbles != 4) & (nibbles != 14)] = -(1 << 40)
         found += (nibbles == 14).long() << bit
-    assert found is not None and blob is not None
-    stored = blob[: rows * columns // 2 * dtype.itemsize].view(dtype)
+    assert found is not None and compressed is not None
+    stored = compressed[: rows * columns // 2 * dtype.itemsize].view(dtype)
     used = (found >= 0) & (found < groups)  # the rest is padding
     address = torch.full((groups,), -1, device="cuda")
     address[found[used]] = used.nonzero().squeeze(1)
@@ -278,10 +279,10 @@ def launch() -> dict[str, Any]:
     """CPU microseconds per call on a small product, outside a graph."""
     w = sparse(256, 256)
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    blob = aten._cslt_compress(w)
+    compressed = aten._cslt_compress(w)
     result = {}
     for name, call in {
-        "_cslt_sparse_mm": lambda: aten._cslt_sparse_mm(blob, x.t(), transpose_result=True),
+        "_cslt_sparse_mm": lambda: aten._cslt_sparse_mm(compressed, x.t(), transpose_result=True),
         "_cslt_compress": lambda: aten._cslt_compress(w),
         "F.linear": lambda: F.linear(x, w),
     }.items():
@@ -346,12 +347,12 @@ def product(tokens: int, inputs: int, outputs: int) -> dict[str, Any]:
 
 def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
     out_dtype = torch.bfloat16 if form.dtype is FP8 else None  # other inputs refuse one
-    blob = aten._cslt_compress(a)
+    compressed = aten._cslt_compress(a)
     truth = a.float() @ dense[0].float()
 
     def call(i: int, algorithm: int, split_k: int = 1, mode: int = -1) -> Tensor:
         return aten._cslt_sparse_mm(
-            blob,
+            compressed,
             dense[i],
             out_dtype=out_dtype,
             transpose_result=form.transposed,
@@ -365,7 +366,7 @@ def algorithms(a: Tensor, dense: list[Tensor], form: Form) -> dict[str, Any]:
         return relative_error(result.t() if form.transposed else result, truth)
 
     search = torch._C._cusparselt.mm_search  # type: ignore[attr-defined]
-    found = attempt(search, blob, dense[0], None, None, out_dtype, form.transposed)
+    found = attempt(search, compressed, dense[0], None, None, out_dtype, form.transposed)
     largest = found[3] if isinstance(found, tuple) else 40
     times, wrong = {}, {}
     for algorithm in range(largest + 1):

@@ -33,12 +33,12 @@ from common_kernels import (
     pack_mask,
     unpack_mask,
 )
-from common_kernels.matmul import blob_linear
-from common_kernels.prepare import empty_blob, pack_compressed24_
+from common_kernels.pack.operands import pack_compressed24_
 
-from .gemms import DENSE, Products, fprop, under_autocast
+from .gemms import DENSE, Products, under_autocast
 from .keys import layer_seed
 from .linear import SparseLinear
+from .operands import Dense, Packed, save, saved
 
 Pattern = tuple[int, int]  # (n, m)
 
@@ -69,21 +69,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, packed,
-        packed_transposed, pattern, adapting,
+        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, fprop, dgrad, pattern,
+        adapting,
     ):  # fmt: skip
         ctx.pattern, ctx.adapting = pattern, adapting
         ctx.bias_dtype = None if bias is None else bias.dtype
-        masks = row_mask, column_mask, left_mask
-        ctx.save_for_backward(x, values, left, right, *masks, packed_transposed)
-        operand = expand_nm(values.to(x.dtype), row_mask, *pattern) if packed is None else packed
-        products = Products(fprop=packed is not None)
+        save(ctx, dgrad, x, values, left, right, row_mask, column_mask, left_mask)
+        if fprop is None:
+            fprop = Dense(expand_nm(values.to(x.dtype), row_mask, *pattern))
         if not adapting:
-            return fprop(x, operand, bias, products)
+            return fprop.linear(x, bias)
         dense_left, right = _dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
-        if packed is None:
-            return merged_linear(x, operand, dense_left, right, bias)
-        y1, y2 = fprop(x, packed, None, products), F.linear(x, dense_left)
+        if isinstance(fprop, Dense):
+            return merged_linear(x, fprop.matrix, dense_left, right, bias)
+        y1, y2 = fprop.linear(x, None), F.linear(x, dense_left)
         return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
 
     @staticmethod
@@ -93,15 +92,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        x, values, left, right, row_mask, column_mask, left_mask, packed = ctx.saved_tensors
+        dgrad, x, values, left, right, row_mask, column_mask, left_mask = saved(ctx)
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
-        if ctx.needs_input_grad[0] and packed is not None:
-            grad_x = blob_linear(packed, dy)
-        elif ctx.needs_input_grad[0]:
-            kept = unpack_mask(column_mask, values.shape[-1])
-            twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
-            grad_x = dy @ expand_nm(twice_pruned, row_mask, *ctx.pattern)
+        if ctx.needs_input_grad[0]:
+            if dgrad is None:
+                kept = unpack_mask(column_mask, values.shape[-1])
+                twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
+                dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
+            grad_x = dgrad.grad(dy)
         if ctx.needs_input_grad[1]:
             grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern).to(values.dtype)
         # Adapters that do not take part are inputs all the same, without a gradient: DDP waits
@@ -131,8 +130,8 @@ class CompressedLinear(SparseLinear):
 
     Buffers, all saved, bits packed in uint8: `row_mask` [out, in / 8], one bit a weight;
     `column_mask` [out, in * n / m / 8], one bit a value; `left_mask` [r, in / 8] of a sparse L.
-    Not saved: `packed` and `packed_transposed`, the blobs of W_R and W_RC^T, for products that run
-    sparse.
+    Not saved: `packed` and `packed_transposed`, the bytes of W_R and W_RC^T, packed, for products
+    that run sparse.
     """
 
     values: nn.Parameter
@@ -147,12 +146,12 @@ class CompressedLinear(SparseLinear):
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """As in the base class; `config` is that of SLoPe.
 
-        dtype is that of the blobs; for dense products values are cast before they are expanded,
-        which is half the work.
+        dtype is that of packed operands; for dense products values are cast before they are
+        expanded, which is half the work.
         """
         self.config, self.pattern = config, config.pattern(name)
-        for blob in ("packed", "packed_transposed"):
-            self.register_buffer(blob, None, persistent=False)
+        for packed in ("packed", "packed_transposed"):
+            self.register_buffer(packed, None, persistent=False)
         # Out, and in again: the parameters keep the order of nn.Linear.
         weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
         assert weight is not None
@@ -223,36 +222,27 @@ class CompressedLinear(SparseLinear):
 
     @torch.no_grad()
     def allocate(self) -> None:
-        products, shape = self.accelerated, (self.out_features, self.in_features)
-        self.packed = self.packed_transposed = None
-        if products.fprop:
-            self.packed = empty_blob(shape, self.dtype, self.values.device)
-        if products.dgrad:
-            self.packed_transposed = empty_blob(shape[::-1], self.dtype, self.values.device)
+        self._hold_packed(self.accelerated)
         self.pack()
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Fill the blobs that there are."""
-        blobs = self.packed, self.packed_transposed
-        if blobs == (None, None):
-            return
-        shape, device = (self.out_features, self.in_features), self.values.device
-        blob, transposed = (  # the kernel writes both
-            empty_blob(s, self.dtype, device) if blob is None else blob
-            for blob, s in zip(blobs, (shape, shape[::-1]), strict=True)
-        )
-        values = self.values.detach()
-        pack_compressed24_(blob, transposed, values, self.row_mask, self.column_mask)
+        """Fill the packed operands that there are."""
+        if self.packed is not None or self.packed_transposed is not None:
+            values = self.values.detach()
+            pack_compressed24_(*self.room_for_both(), values, self.row_mask, self.column_mask)
+
+    def operands(self, dtype: torch.dtype) -> tuple[Packed | None, Packed | None]:
+        """The packed operands that serve inputs of `dtype`; dense ones are made in each pass."""
+        return self.packed_operands() if dtype == self.dtype else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation."""
         x = under_autocast(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
-        # Blobs are in one dtype and serve no other.
-        blobs = (self.packed, self.packed_transposed) if x.dtype == self.dtype else (None, None)
+        operands = self.operands(x.dtype)
         return _Product.apply(
-            x, self.values, *adapters, self.bias, *masks, *blobs, self.pattern, self.adapting
+            x, self.values, *adapters, self.bias, *masks, *operands, self.pattern, self.adapting
         )
 
     @property

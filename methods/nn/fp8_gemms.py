@@ -22,7 +22,7 @@ products with e5m2 in one operand at most, sparse ones with both operands in one
 
 They differ from the simulation of the same recipe by the accumulation of the FP8 units and by the
 rounding of Y and dX to bf16. For them `hopper` gives the sample of dY half of dY's scale instead of
-one of its own, so that dY is searched for its largest magnitude once (prepare.fp8).
+one of its own, so that dY is searched for its largest magnitude once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ from torch import Tensor
 
 from common_kernels import quantize_fp8
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.matmul import blob_linear, blob_matmul
-from common_kernels.prepare.fp8 import (
-    quantize_and_sample,
-    quantize_both,
-    rescale,
-    scaled_linear,
-)
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale
+from common_kernels.matmul import mm24
 
-from .gemms import Products, groups_of, sample_tokens, with_leading_dims
+from .gemms import groups_of, sample_tokens
+from .operands import Fp8, exact_product, save, saved, with_leading_dims
 
 
 @dataclass(frozen=True)
@@ -68,32 +64,20 @@ FP8 = {
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, fprop_codes, dgrad_codes, scales, bias, key, mvue, fp8, products
-    ):
-        ctx.mvue, ctx.fp8, ctx.products, ctx.shape = mvue, fp8, products, x.shape
+    def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample):
+        ctx.mvue, ctx.formats, ctx.packs_sample = mvue, formats, packs_sample
+        ctx.shape, ctx.on_units = x.shape, fprop.on_units
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             x2d = x.reshape(-1, x.shape[-1])
-            if products.fp8:
-                codes, kept, scale, kept_scale = quantize_both(x2d, fp8.fprop, fp8.wgrad)
+            if ctx.on_units:
+                codes, kept, scale, kept_scale = quantize_both(x2d, formats.fprop, formats.wgrad)
             else:
-                codes, scale = kept, kept_scale = quantize_fp8(x2d, fp8.fprop)
-                if fp8.wgrad != fp8.fprop:
-                    kept, kept_scale = quantize_fp8(x2d, fp8.wgrad)
-            ctx.save_for_backward(kept, kept_scale, dgrad_codes, scales, key)
-            if products.fp8 and not products.fprop:
-                y = scaled_linear(codes, fprop_codes, scale, scales[0], bias)
-                # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop
-                # this function's backward pass without a word.
-                y = y if y.dtype == x.dtype else y.to(x.dtype)
-            else:
-                if products.fprop:
-                    y = blob_linear(fprop_codes, codes, out_dtype=torch.bfloat16)
-                else:
-                    y = exact_product(codes, fprop_codes.t())
-                y = rescale(y, scale, scales[0], bias=bias, dtype=x.dtype)
-            return with_leading_dims(y, x)
+                codes, scale = kept, kept_scale = quantize_fp8(x2d, formats.fprop)
+                if formats.wgrad != formats.fprop:
+                    kept, kept_scale = quantize_fp8(x2d, formats.wgrad)
+            save(ctx, dgrad, kept, kept_scale, key)
+            return with_leading_dims(fprop.linear(Fp8(codes, scale), bias, x.dtype), x)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -102,51 +86,38 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        x, x_scale, dgrad_codes, scales, key = ctx.saved_tensors
-        fp8, products = ctx.fp8, ctx.products
+        dgrad, x, x_scale, key = saved(ctx)
+        formats, packs_sample = ctx.formats, ctx.packs_sample and ctx.needs_input_grad[1]
         dy = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        if products.wgrad and ctx.needs_input_grad[1]:
-            codes, blob, scale = quantize_and_sample(dy, key, groups_of(dy), fp8.gradient)
+        if packs_sample:
+            codes, sample, scale = quantize_and_sample(dy, key, groups_of(dy), formats.gradient)
         else:
-            codes, scale = quantize_fp8(dy, fp8.gradient)
+            codes, scale = quantize_fp8(dy, formats.gradient)
         if ctx.needs_input_grad[0]:
-            if products.fp8:
-                grad_x = scaled_linear(codes, dgrad_codes, scale, scales[1]).to(grad_y.dtype)
-            else:
-                product = exact_product(codes, dgrad_codes)
-                grad_x = rescale(product, scale, scales[1], dtype=grad_y.dtype)
-            grad_x = grad_x.reshape(ctx.shape)
+            grad_x = dgrad.grad(Fp8(codes, scale), grad_y.dtype).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
-            if products.wgrad:
-                product = blob_matmul(blob, x, torch.float32, transposed=True)
+            if packs_sample:
+                product = mm24(sample, x, torch.float32, transposed=True)
                 scale = 0.5 * scale
             else:
                 if ctx.mvue:
-                    codes, scale = quantized_sample(dy, scale, key, ctx.mvue, fp8)
-                rows = x.t()[: len(dy)] if products.fp8 else x
-                product = exact_product(codes.t(), rows)
+                    codes, scale = quantized_sample(dy, scale, key, ctx.mvue, formats)
+                product = exact_product(codes.t(), x.t()[: len(dy)] if ctx.on_units else x)
             grad_weight = rescale(product, scale, x_scale, dtype=ctx.weight_dtype)
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, None, None, grad_bias, *(None,) * 4
-
-
-def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] b [k, n] in fp32, a and b being codes: bf16 holds them exactly."""
-    if a.is_cuda:
-        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
-    return a.float() @ b.float()
+        return grad_x, grad_weight, None, None, grad_bias, *(None,) * 4
 
 
 def quantized_sample(
-    dy: Tensor, scale: Tensor, key: Tensor, mvue: str, fp8: Fp8Formats
+    dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats: Fp8Formats
 ) -> tuple[Tensor, Tensor]:
     """Codes of the sample of dY [T, out], and their scale; `scale` is that of dY."""
-    if not fp8.on_units or mvue != "exact":
-        return quantize_fp8(sample_tokens(dy, key, mvue), fp8.gradient)
+    if not formats.on_units or mvue != "exact":
+        return quantize_fp8(sample_tokens(dy, key, mvue), formats.gradient)
     # An entry of the sample is at most twice the largest of dY.
-    scale, dtype = 0.5 * scale, FORMATS[fp8.gradient]
+    scale, dtype = 0.5 * scale, FORMATS[formats.gradient]
     top = torch.finfo(dtype).max
     return (sample_tokens(dy.float(), key, mvue) * scale).clamp(-top, top).to(dtype), scale
 
@@ -154,24 +125,19 @@ def quantized_sample(
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
-    fprop_codes: Tensor,
-    dgrad_codes: Tensor,
-    scales: Tensor,
+    fprop: Fp8,
+    dgrad: Fp8,
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None,
-    fp8: Fp8Formats,
-    products: Products,
+    formats: Fp8Formats,
+    packs_sample: bool = False,
 ) -> Tensor:
-    """`x` [..., in] times the weight in codes, with the backward pass of the module docstring.
+    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        fprop_codes: [out, in], or its blob if `products.fprop`. dgrad_codes: [out, in], or
-            on FP8 units its transpose [in, out].
-        scales: fp32 [2], theirs.
-        bias, key, mvue, products: as for `gemms.sparse_linear`; `products.fp8`: on FP8 units.
+        fprop, dgrad: codes in these formats, both for FP8 units or both for the simulation.
+        bias, key, mvue, packs_sample: as for `gemms.sparse_linear`.
     """
-    return _Fp8Linear.apply(
-        x, weight, fprop_codes, dgrad_codes, scales, bias, key, mvue, fp8, products
-    )
+    return _Fp8Linear.apply(x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample)

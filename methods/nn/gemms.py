@@ -11,10 +11,8 @@ A method chooses the operands; they are prepared once per optimizer step, so tha
 pays for nothing but its three products. dW flows unchanged to the dense master weight
 (straight-through: not masked, not scaled). The bias gradient is the plain sum of dY.
 
-Each product is dense, with its operand masked, or, where the operand is 2:4 along the summed dim,
-a sparse one of cuSPARSELt with the operand in packed form (`Products`).
-
-fp8_gemms.py has the three products in FP8.
+The operands are `Dense`, `Packed` where they are 2:4 along the summed dim and that is faster
+(`Products` says which), or `Fp8` (operands.py). fp8_gemms.py has the three products in FP8.
 """
 
 from __future__ import annotations
@@ -27,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import mvue24
-from common_kernels.matmul import Problem, blob_linear, blob_matmul, is_faster, unavailable
-from common_kernels.prepare import MULTIPLE, TOKENS, sample_pack24
+from common_kernels.matmul import Problem, is_faster, mm24, unavailable
+from common_kernels.pack.operands import MULTIPLE, TOKENS, sample_pack24
+
+from .operands import Dense, Packed, save, saved
 
 MATMULS = ("auto", "cusparselt", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
@@ -36,10 +36,10 @@ MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 @dataclass(frozen=True)
 class Products:
-    """Which of the three products run on 2:4 operands in packed form.
+    """Which of the three products run on packed operands; all others are dense.
 
-    fprop: its operand is the blob of Wf. dgrad: its operand is the blob of Wb^T. wgrad: the sample
-    of dY is packed. All others are dense. fp8: on FP8 units (fp8_gemms.py).
+    fprop: Wf is packed. dgrad: Wb^T is. wgrad: the sample of dY is, transposed. fp8: the operands
+    are codes, and FP8 units multiply them (fp8_gemms.py).
     """
 
     fprop: bool = False
@@ -113,13 +113,11 @@ def choose_products(
 
 class _SparseLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, fprop_operand, dgrad_operand, bias, key, mvue, products):
-        ctx.mvue, ctx.products = mvue, products
+    def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, packs_sample):
+        ctx.mvue, ctx.packs_sample = mvue, packs_sample
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        if dgrad_operand is None:
-            dgrad_operand = fprop_operand
-        ctx.save_for_backward(x, dgrad_operand, key)
-        return fprop(x, fprop_operand, bias, products)
+        save(ctx, dgrad, x, key)
+        return fprop.linear(x, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -128,48 +126,27 @@ class _SparseLinear(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        x, dgrad_operand, key = ctx.saved_tensors
+        dgrad, x, key = saved(ctx)
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            packed = ctx.products.dgrad
-            grad_x = blob_linear(dgrad_operand, dy) if packed else dy @ dgrad_operand
-            grad_x = grad_x.reshape(x.shape)
-        if ctx.needs_input_grad[1] and ctx.products.wgrad:
-            sample = sample_pack24(dy, key, groups_of(dy))
-            grad_weight = blob_matmul(sample, x2d).to(ctx.weight_dtype)
-        elif ctx.needs_input_grad[1]:
-            sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
-            grad_weight = (sample.t() @ x2d).to(ctx.weight_dtype)
+            grad_x = dgrad.grad(dy).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            if ctx.packs_sample:
+                grad_weight = mm24(sample_pack24(dy, key, groups_of(dy)), x2d)
+            else:
+                sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
+                grad_weight = sample.t() @ x2d
+            grad_weight = grad_weight.to(ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
-
-
-def fprop(
-    x: Tensor, operand: Tensor | None, bias: Tensor | None, products: Products
-) -> Tensor:
-    """Y = X Wf^T + b."""
-    assert operand is not None
-    bias = None if bias is None else bias.to(x.dtype)
-    if not products.fprop:
-        return F.linear(x, operand, bias)
-    y = blob_linear(operand, x.reshape(-1, x.shape[-1]), bias)
-    return with_leading_dims(y, x)
 
 
 def under_autocast(x: Tensor) -> Tensor:
     """x in the dtype that autocast, where it is on, gives to products."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
-def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
-    """y [T, out] with the leading dims of x [..., in].
-
-    Not as a view: autograd refuses to change one in place where it comes out of a Function.
-    """
-    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
 
 def groups_of(dy: Tensor) -> int:
@@ -195,25 +172,22 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
 def sparse_linear(
     x: Tensor,
     weight: Tensor,
-    fprop_operand: Tensor | None,
-    dgrad_operand: Tensor | None,
+    fprop: Dense | Packed,
+    dgrad: Dense | Packed,
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None = None,
-    products: Products = DENSE,
+    packs_sample: bool = False,
 ) -> Tensor:
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
     Args:
         weight: dense master weight [out, in]; it only receives dW.
-        fprop_operand, dgrad_operand: [out, in], in x's dtype, or blobs as `products` says;
-            None for the latter means the former.
+        fprop, dgrad: operands in x's dtype.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch).
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        products: which products are sparse; wgrad then needs mvue=`exact`.
+        packs_sample: wgrad takes the sample packed; mvue is `exact` then.
     """
-    return _SparseLinear.apply(
-        x, weight, fprop_operand, dgrad_operand, bias, key, mvue, products
-    )
+    return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from common_kernels import nm_mask
-from common_kernels.prepare import empty_blob, prune_pack24_
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import pack24_
 
-from .gemms import DENSE, Products, fprop, sparse_linear, under_autocast
+from .gemms import DENSE, Products, sparse_linear, under_autocast
+from .operands import Dense, Packed
 
 
 class SparseLinear(nn.Linear):
@@ -20,9 +22,9 @@ class SparseLinear(nn.Linear):
     State: `weight` [out, in] is the Parameter that the optimizer sees. `sparse_weight` [out, in]
     is what the layer computes with, in the dtype of the matrix products. It lies in buffers that
     are not saved, because `refresh` derives them again from what is: `operand` [out, in], and for
-    products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the blobs of
-    the operand of fprop and of the transposed operand of dgrad. Where both are there, `operand` is
-    not. `key` (int64 [2]) selects the random bits of the backward pass.
+    products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the bytes
+    (uint8) of the packed operand of fprop [out, in] and of that of dgrad [in, out]. Where both are
+    there, `operand` is not. `key` (int64 [2]) selects the random bits of the backward pass.
 
     After a change of `weight` that did not come through a method's hooks, call
     `methods.refresh(model)`.
@@ -50,8 +52,8 @@ class SparseLinear(nn.Linear):
         weight = self.weight.detach()
         self.dtype, self.accelerated = dtype or weight.dtype, DENSE
         self.register_buffer("operand", weight.to(self.dtype, copy=True), persistent=False)
-        for blob in ("packed", "packed_transposed"):
-            self.register_buffer(blob, None, persistent=False)
+        for packed in ("packed", "packed_transposed"):
+            self.register_buffer(packed, None, persistent=False)
         key = torch.zeros(2, dtype=torch.int64, device=weight.device)
         self.register_buffer("key", key, persistent=False)
 
@@ -73,18 +75,45 @@ class SparseLinear(nn.Linear):
     @torch.no_grad()
     def allocate(self) -> None:
         """Hold the operands that `products` takes, and no others."""
-        (rows, columns), device, products = self.weight.shape, self.weight.device, self.products
-        packed = (products.fprop, rows, columns), (products.dgrad, columns, rows)
-        for name, (wanted, *shape) in zip(("packed", "packed_transposed"), packed, strict=True):
-            if not wanted:
-                setattr(self, name, None)
-            elif getattr(self, name) is None:
-                setattr(self, name, empty_blob(shape, self.dtype, device))
+        products = self.products
+        self._hold_packed(products)
         if products.fprop and products.dgrad:
             self.operand = None
         elif self.operand is None:
             self.operand = self.weight.to(self.dtype, copy=True)
         self.refresh()
+
+    def _hold_packed(self, products: Products) -> None:
+        rows, columns = self.out_features, self.in_features
+        if not products.fprop:
+            self.packed = None
+        elif self.packed is None:
+            self.packed = self._room(rows, columns).buffer
+        if not products.dgrad:
+            self.packed_transposed = None
+        elif self.packed_transposed is None:
+            self.packed_transposed = self._room(columns, rows).buffer
+
+    def _room(self, rows: int, columns: int) -> Packed24:
+        return Packed24.empty((rows, columns), self.dtype, next(self.parameters()).device)
+
+    def packed_operands(self) -> tuple[Packed | None, Packed | None]:
+        """Those of fprop and of dgrad, where they are held."""
+        rows, columns = self.out_features, self.in_features
+        fprop, dgrad = self.packed, self.packed_transposed
+        return (
+            None if fprop is None else Packed(fprop, (rows, columns), self.dtype),
+            None if dgrad is None else Packed(dgrad, (columns, rows), self.dtype),
+        )
+
+    def room_for_both(self) -> tuple[Packed24, Packed24]:
+        """Where a kernel that writes both packed operands does so; what is not held is new."""
+        rows, columns = self.out_features, self.in_features
+        fprop, dgrad = self.packed_operands()
+        return (
+            self._room(rows, columns) if fprop is None else fprop.matrix,
+            self._room(columns, rows) if dgrad is None else dgrad.matrix,
+        )
 
     @property
     def sparse_weight(self) -> Tensor:
@@ -128,45 +157,33 @@ class SparseLinear(nn.Linear):
         self.refresh()
 
     def pack(self) -> None:
-        """Fill the blobs that there are, and `operand` if it is there."""
+        """Fill the packed operands that there are, and `operand` if it is there."""
         raise NotImplementedError(f"{type(self).__name__} has no packed operands")
 
-    def fprop_operand(self) -> Tensor:
-        return self.sparse_weight
+    def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """What fprop and dgrad take for inputs of `dtype`.
 
-    def dgrad_operand(self) -> Tensor | None:
-        """None: that of fprop."""
-        return None
+        Packed ones are in one dtype and serve no other.
+        """
+        fprop, dgrad = self.packed_operands() if dtype == self.dtype else (None, None)
+        if fprop is None or dgrad is None:
+            dense = Dense(self.sparse_weight.to(dtype))
+            return fprop or dense, dgrad or dense
+        return fprop, dgrad
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         x = under_autocast(x)
-        # Blobs are in one dtype and serve no other.
-        products = self.products if x.dtype == self.dtype else DENSE
+        fprop, dgrad = self.operands(x.dtype)
         # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing
         # runs the forward pass of training without gradients.
         if not self.training and not torch.is_grad_enabled():
-            operand = self.packed if products.fprop else self.sparse_weight.to(x.dtype)
-            return fprop(x, operand, self.bias, products)
+            return fprop.linear(x, self.bias)
+        # A copy of the key: the next micro-batch changes it, this one's backward needs its own.
+        packs_sample = self.products.wgrad and x.dtype == self.dtype
         return sparse_linear(
-            x,
-            self.weight,
-            self.packed if products.fprop else self.fprop_operand().to(x.dtype),
-            self._operand_of_dgrad(products, x.dtype),
-            self.bias,
-            # A copy: the next micro-batch changes the key, this one's backward needs its own.
-            self.key.clone(),
-            self.mvue,
-            products,
+            x, self.weight, fprop, dgrad, self.bias, self.key.clone(), self.mvue, packs_sample
         )
-
-    def _operand_of_dgrad(self, products: Products, dtype: torch.dtype) -> Tensor | None:
-        if products.dgrad:
-            return self.packed_transposed
-        operand = self.dgrad_operand()
-        if operand is None and products.fprop:
-            operand = self.fprop_operand()
-        return None if operand is None else operand.to(dtype)
 
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` with the weights in use written out."""
@@ -192,14 +209,6 @@ class SparseLinear(nn.Linear):
         key = f"{prefix}weight"
         if self.conv1d is not None and key in state_dict:
             state_dict[key] = state_dict[key].t().contiguous()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        super()._apply(*args, **kwargs)
-        # A cast would take metadata for numbers: blobs are made anew.
-        if self.packed is not None or self.packed_transposed is not None:
-            self.packed = self.packed_transposed = None
-            self.allocate()
-        return self
 
 
 class MaskedLinear(SparseLinear):
@@ -227,8 +236,9 @@ class MaskedLinear(SparseLinear):
         return torch.where(self.mask, self.weight.detach(), 0.0)
 
     def pack(self) -> None:
-        assert self.packed is not None
-        prune_pack24_(self.packed, self.weight.detach(), "mask", self.mask, dense=self.operand)
+        fprop, _ = self.packed_operands()
+        assert fprop is not None
+        pack24_(fprop.matrix, self.weight.detach(), "mask", self.mask, dense=self.operand)
 
 
 @torch.no_grad()

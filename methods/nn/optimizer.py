@@ -137,6 +137,7 @@ def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
 def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
     layer = work.layer
     assert layer.weight.grad is not None
+    packed, transposed = layer.packed_operands()
     return Weight24(
         weight=layer.weight,
         grad=layer.weight.grad,
@@ -146,8 +147,8 @@ def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
         mask=work.mask,
         scale=work.scale,
         dense=layer.operand,
-        packed=layer.packed,
-        transposed=layer.packed_transposed,
+        packed=None if packed is None else packed.matrix,
+        transposed=None if transposed is None else transposed.matrix,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common_kernels import adamw, transposable_mask24
-from common_kernels.prepare import empty_blob, pack_both24_
+from common_kernels.pack.operands import pack_both24_
 
 from .gemms import Products
 from .optimizer import StepWork
@@ -28,10 +28,7 @@ class TransposableLinear(SwitchedLinear):
         if self.packed_transposed is None:
             super().pack()
             return
-        packed = self.packed
-        if packed is None:  # the kernel writes both
-            packed = empty_blob(self.weight.shape, self.dtype, self.weight.device)
-        pack_both24_(packed, self.packed_transposed, self.weight.detach(), self.mask)
+        pack_both24_(*self.room_for_both(), self.weight.detach(), self.mask)
         if self.operand is not None:
             self.operand.copy_(self.effective_weight())
 

@@ -1,3 +1,4 @@
+from copy import deepcopy as copy
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,8 @@ import torch
 from common_kernels import nm_mask, soft_threshold24, transposable_mask24
 from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 from common_kernels.adamw.reference import adamw
-from common_kernels.prepare import empty_blob, pack_both24_, prune_pack24_
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import pack24_, pack_both24_
 
 BACKENDS = ("cpu", "triton")
 RATES = Rates(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
@@ -21,8 +23,8 @@ def given(shape, seed=0, grad=torch.float32, operand=torch.bfloat16, packs=(Fals
         return torch.randn(shape, generator=generator)
 
     weight = normal().clone()
-    blobs = [empty_blob(s, operand, weight.device) if p else None
-             for p, s in zip(packs, (shape, shape[::-1]), strict=True)]  # fmt: skip
+    packed, transposed = (Packed24.empty(s, operand) if p else None
+                          for p, s in zip(packs, (shape, shape[::-1]), strict=True))  # fmt: skip
     return Weight24(
         weight=weight,
         grad=normal().to(grad),
@@ -32,13 +34,9 @@ def given(shape, seed=0, grad=torch.float32, operand=torch.bfloat16, packs=(Fals
         mask=transposable_mask24(normal()),
         scale=torch.tensor(1.25),
         dense=torch.empty(shape, dtype=operand),
-        packed=blobs[0],
-        transposed=blobs[1],
+        packed=packed,
+        transposed=transposed,
     )
-
-
-def copy(weight):
-    return Weight24(**{n: None if t is None else t.clone() for n, t in weight.tensors().items()})
 
 
 def within_rounding(after, before, rates=RATES, alpha=0.0, grad_scale=1.0):
@@ -122,18 +120,13 @@ def test_masks_and_operands_are_those_of_the_new_weight(backend, choose, shape):
     assert torch.equal(weight.mask, mask)
     assert torch.equal(weight.dense, torch.where(mask, new, 0).bfloat16())
     if packs[0]:
-        blobs = [torch.empty_like(b) for b in (weight.packed, weight.transposed) if b is not None]
+        packed, transposed = (Packed24.empty(s, torch.bfloat16) for s in (shape, shape[::-1]))
         if transposable:
-            pack_both24_(*blobs, new, mask)
+            pack_both24_(packed, transposed, new, mask)
         else:
-            prune_pack24_(blobs[0], new, "mask", mask)
-        assert bits(weight.packed).equal(bits(blobs[0]))
-        assert not transposable or bits(weight.transposed).equal(bits(blobs[1]))
-
-
-def bits(blob):
-    """Metadata are no numbers: some are NaN."""
-    return blob.view(torch.int16)
+            pack24_(packed, new, "mask", mask)
+        assert weight.packed.buffer.equal(packed.buffer)
+        assert not transposable or weight.transposed.buffer.equal(transposed.buffer)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,15 +135,15 @@ def test_operands_of_a_kept_mask_of_the_soft_threshold_and_of_the_whole_weight(b
     kept = given(shape, packs=(True, True))
     before = copy(kept)
     adamw24_([kept], RATES, Rule(), backend=backend)
-    packed, transposed = torch.empty_like(kept.packed), torch.empty_like(kept.transposed)
+    packed, transposed = (Packed24.empty(shape, torch.bfloat16) for _ in range(2))
     pack_both24_(packed, transposed, kept.weight, before.mask)
-    assert bits(kept.packed).equal(bits(packed))
-    assert bits(kept.transposed).equal(bits(transposed))
+    assert kept.packed.buffer.equal(packed.buffer)
+    assert kept.transposed.buffer.equal(transposed.buffer)
 
     soft = given(shape, packs=(True, False))
     adamw24_([soft], RATES, Rule(source="soft"), backend=backend)
-    prune_pack24_(packed, soft.weight, "soft", scale=soft.scale)
-    assert bits(soft.packed).equal(bits(packed))
+    pack24_(packed, soft.weight, "soft", scale=soft.scale)
+    assert soft.packed.buffer.equal(packed.buffer)
     assert torch.equal(soft.dense, (1.25 * soft_threshold24(soft.weight)).bfloat16())
 
     whole = given(shape)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.sparse import _semi_structured_conversions as conversions
 
 from common_kernels import nm_mask, transposable_mask24
-from common_kernels.pack import Packed24, convert24, cpu, from_blob, pack24, unpack24
+from common_kernels.pack import Packed24, convert24, cpu, pack24, unpack24
 from common_kernels.pack.bitmask import (
     from_bitmask24,
     swizzle_mask,
@@ -70,7 +70,7 @@ def test_the_order_of_cutlass_on_ampere_is_torchs(shape, dtype):
     same(packed.values, values)
     same(packed.meta, meta)
     assert torch.equal(packed.values, values) and torch.equal(packed.meta, meta)
-    same(unpack24(Packed24(values, meta, shape, "cutlass_sm80")), pruned)
+    same(unpack24(Packed24((values, meta), shape, dtype, "cutlass_sm80")), pruned)
     same(conversions.sparse_semi_structured_to_dense_cutlass(packed.values, packed.meta), pruned)
 
 
@@ -95,7 +95,7 @@ def test_groups_that_are_not_full(dtype):
     packed = pack24(x, mask, "cutlass_sm80")
     values, meta = conversions.sparse_semi_structured_from_dense_cutlass(pruned)
     assert torch.equal(packed.values, values) and torch.equal(packed.meta, meta)
-    same(unpack24(Packed24(values, meta, shape, "cutlass_sm80")), pruned)
+    same(unpack24(Packed24((values, meta), shape, dtype, "cutlass_sm80")), pruned)
     same(conversions.sparse_semi_structured_to_dense_cutlass(packed.values, packed.meta), pruned)
 
 
@@ -210,22 +210,31 @@ def test_strides_do_not_matter(layout):
     same(turned.meta, plain.meta)
 
 
-def test_the_blob():
+def test_one_buffer_holds_values_and_metadata():
     x, mask = matrix((128, 192), torch.bfloat16), nm_mask(matrix((128, 192), seed=1))
     packed = pack24(x, mask, "cusparselt_sm90")
-    blob = cpu.cusparselt_sm90(*cpu.compress(x, mask))
-    same(packed.blob, blob)
-    assert packed.blob.data_ptr() == packed.values.data_ptr()
-    same(convert24(pack24(x, mask), "cusparselt_sm90").blob, blob)
-    same(copy.deepcopy(packed).blob, blob)
-    again = from_blob(blob, 192)
-    same(unpack24(again), masked(x, mask))
-    assert again.blob.data_ptr() == blob.data_ptr()
-    assert from_blob(blob[64:], 192).blob.data_ptr() == blob[64:].data_ptr()
-    with pytest.raises(ValueError, match="'neutral' has no blob"):
-        _ = pack24(x, mask).blob
-    with pytest.raises(ValueError, match="has a buffer in layout 'cusparselt_sm90'"):
-        dataclasses.replace(packed, buffer=None)
+    buffer = cpu.pack(x, mask, "cusparselt_sm90")
+    same(packed.buffer, buffer)
+    same(torch.cat([packed.values.flatten().view(torch.uint8), packed.meta.flatten()]), buffer)
+    assert packed.buffer.data_ptr() == packed.values.data_ptr()
+    same(convert24(pack24(x, mask), "cusparselt_sm90").buffer, buffer)
+    same(copy.deepcopy(packed).buffer, buffer)
+    assert Packed24((buffer,), (128, 192), x.dtype).values.data_ptr() == buffer.data_ptr()
+    with pytest.raises(ValueError, match="'neutral' has no buffer"):
+        _ = pack24(x, mask).buffer
+
+
+def test_columns_that_end_within_a_block_of_metadata():
+    """A gradient's sample has any multiple of 16 tokens; groups that are not there are empty."""
+    x, mask = matrix((64, 48), torch.bfloat16), at_most_two((64, 48))
+    packed = pack24(x, mask, "cusparselt_sm90")
+    assert packed.meta.shape == (64, 8) and packed.buffer.numel() == 64 * (48 + 8)
+    same(unpack24(packed), masked(x, mask))
+    filled = torch.nn.functional.pad(mask, (0, 16))
+    same(packed.meta, pack24(filled.to(x.dtype), filled, "cusparselt_sm90").meta)
+    neutral = pack24(x, mask)
+    same(convert24(packed, "neutral").meta, neutral.meta)
+    same(convert24(neutral, "cusparselt_sm90").buffer, packed.buffer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -235,9 +244,9 @@ def test_the_triton_packer_writes_the_same_bytes(shape, dtype):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, mask = matrix(shape, dtype).to(device), at_most_two(shape).to(device)
     x[0, ::3] = -0.0
-    expected = pack24(x, mask, "cusparselt_sm90", backend="cpu").blob
-    same(pack24(x, mask, "cusparselt_sm90", backend="triton").blob, expected)
-    same(pack24(x.t().contiguous().t(), mask, "cusparselt_sm90", backend="triton").blob, expected)
+    expected = pack24(x, mask, "cusparselt_sm90", backend="cpu").buffer
+    same(pack24(x, mask, "cusparselt_sm90", backend="triton").buffer, expected)
+    same(pack24(x.t().contiguous().t(), mask, "cusparselt_sm90", backend="triton").buffer, expected)
 
 
 # ------------------------------------------------------------------ formats with a mask
@@ -326,7 +335,7 @@ def test_a_mask_that_is_not_24():
         ((32, 64), torch.int8, "cutlass_sm80", r"rows in multiples of 16 and columns.*of 128"),
         ((32, 64), torch.float32, "cutlass_sm80", r"values of 1 or 2 bytes, not torch.float32"),
         ((64, 128), torch.bfloat16, "cutlass_sm90", r"values of 1 bytes, not torch.bfloat16"),
-        ((32, 64), torch.bfloat16, "cusparselt_sm90", r"\(32, 64\).*multiples of 64 and.* of 32"),
+        ((32, 64), torch.bfloat16, "cusparselt_sm90", r"\(32, 64\).*multiples of 64 and.* of 16"),
         ((64, 96), FP8, "cusparselt_sm90", r"\(64, 96\).*multiples of 64 and.* of 64"),
         ((4, 8), torch.float32, "sm_90", "'sm_90': choose one of neutral, cutlass_sm80"),
     ],
@@ -360,11 +369,11 @@ def test_parts_that_do_not_belong_together():
     with pytest.raises(ValueError, match=r"values of a \(4, 16\) matrix.*\(4, 8\), not.*\(4, 4\)"):
         dataclasses.replace(packed, shape=(4, 16))
     with pytest.raises(ValueError, match=r"meta of a.*uint8.*not torch\.int8"):
-        dataclasses.replace(packed, meta=packed.meta.view(torch.int8))
+        dataclasses.replace(packed, parts=(packed.values, packed.meta.view(torch.int8)))
     with pytest.raises(ValueError, match="contiguous"):
-        dataclasses.replace(packed, values=packed.values.t().contiguous().t())
-    with pytest.raises(ValueError, match=r"blob.*\(64, 36\), not \(64, 32\)"):
-        from_blob(torch.zeros(64, 32, dtype=torch.bfloat16), 64)
+        dataclasses.replace(packed, parts=(packed.values.t().contiguous().t(), packed.meta))
+    with pytest.raises(ValueError, match=r"buffer of a \(64, 64\).*\(4608,\), not.*\(4096,\)"):
+        Packed24((torch.zeros(4096, dtype=torch.uint8),), (64, 64), torch.bfloat16)
     with pytest.raises(ValueError, match=r"bits of a \(32, 64\) mask.*\(4, 8, 8\), not"):
         unswizzle_mask(torch.zeros(4, 8, dtype=torch.uint8), 32, 64)
     with pytest.raises(TypeError, match=r"not torch\.float32"):
@@ -418,10 +427,10 @@ def test_a_packed_matrix_goes_into_compiled_code():
     x = matrix((64, 64), torch.bfloat16)
     packed = pack24(x, nm_mask(x), "cusparselt_sm90")
     compiled = torch.compile(
-        lambda packed: (packed.blob + 0, unpack24(packed)), fullgraph=True, backend="aot_eager"
+        lambda packed: (packed.buffer + 0, unpack24(packed)), fullgraph=True, backend="aot_eager"
     )
-    blob, dense = compiled(packed)
-    same(blob, packed.blob + 0)
+    buffer, dense = compiled(packed)
+    same(buffer, packed.buffer)
     same(dense, unpack24(packed))
     torch._dynamo.reset()
 

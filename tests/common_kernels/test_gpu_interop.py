@@ -8,7 +8,7 @@ from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, to_sparse_semi_st
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack import convert24, pack24, unpack24
 from common_kernels.pack.bitmask import swizzle_mask
-from common_kernels.pack.interop import from_semi_structured, to_semi_structured
+from common_kernels.pack.interop import cslt_form, from_semi_structured, to_semi_structured
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="these packers run on a GPU"),
@@ -78,15 +78,15 @@ def test_torchs_tile_packer(shape, dtype):
 @pytest.mark.parametrize("shape", [(64, 64), (192, 320), (1024, 4096)])
 def test_cusparselts_compressor(shape, dtype):
     x, mask = sparse(shape, dtype)
-    blob = torch._cslt_compress(x)
+    compressed = torch._cslt_compress(x)
     for backend in ("cpu", "triton"):
         packed = pack24(x, mask, "cusparselt_sm90", backend=backend)
-        same(packed.blob, blob)
-    same(convert24(pack24(x, mask), "cusparselt_sm90").blob, blob)
+        same(cslt_form(packed), compressed)
+    same(cslt_form(convert24(pack24(x, mask), "cusparselt_sm90")), compressed)
     same(unpack24(packed), x)
     if dtype.itemsize == 2:
         eye = torch.eye(shape[1], dtype=dtype, device="cuda")
-        same(torch._cslt_sparse_mm(packed.blob, eye) + 0, x)
+        same(torch._cslt_sparse_mm(compressed, eye) + 0, x)
 
 
 @hopper

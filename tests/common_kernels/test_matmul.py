@@ -8,17 +8,16 @@ import torch
 from common_kernels import nm_mask
 from common_kernels.matmul import (
     Problem,
-    blob_linear,
-    blob_matmul,
     chosen,
     cusparselt,
+    linear24,
     matmul24,
+    mm24,
     table,
     unavailable,
 )
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import pack24
-from common_kernels.prepare import naive_blob
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -37,6 +36,10 @@ def dense(rows, columns, dtype=BF16):
     return torch.randn(rows, columns, generator=generator).to(DEVICE, dtype)
 
 
+def packed(a, mask):
+    return pack24(a, mask, "cusparselt_sm90")
+
+
 def close(got, want, dtype):
     """One rounding to `dtype`; FP8 units keep some 14 bits of each partial sum."""
     unit = max(torch.finfo(dtype).eps, 2**-10 if got.is_cuda else 0)
@@ -51,11 +54,11 @@ def test_matmul24(layout, dtype, tokens):
     a, mask = matrix(64, 128, dtype)
     x = dense(max(1, torch.Size(tokens).numel()), 128, dtype)[: torch.Size(tokens).numel()]
     bias = torch.linspace(-1, 1, 64, device=DEVICE).to(dtype)
-    packed = pack24(a, mask, layout)
+    matrix24 = pack24(a, mask, layout)
     for b in (None, bias):
         want = x.float() @ a.float().t() + (0 if b is None else b.float())
         for backend in ("dense", None):
-            got = matmul24(packed, x.view(*tokens, 128), b, backend=backend)
+            got = matmul24(matrix24, x.view(*tokens, 128), b, backend=backend)
             assert got.shape == (*tokens, 64)
             if got.numel():
                 close(got.view(-1, 64), want, dtype)
@@ -105,7 +108,7 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     assert "this GPU has (9, 0)" in str(unavailable("cutlass", "cuda", BF16))
 
 
-sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the blobs are for 9.0")
+sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the layout is for 9.0")
 
 
 @sparse_gpu
@@ -114,7 +117,7 @@ sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the blobs are for 9
 def test_x_times_a_transposed(dtype, tokens):
     a, mask = matrix(64, 128, dtype)
     x, out = dense(tokens, 128, dtype), BF16 if dtype.itemsize == 1 else dtype
-    y = blob_linear(naive_blob(a, mask), x, out_dtype=out)
+    y = linear24(packed(a, mask), x, out_dtype=out)
     close(y, x.float() @ a.float().t(), out)
 
 
@@ -125,33 +128,34 @@ def test_a_times_x_summed_over_any_tokens(columns):
     filled = -(-columns // 16) * 16
     a, mask = matrix(64, filled)
     x = dense(columns, 96)
-    close(blob_matmul(naive_blob(a, mask), x), a.float()[:, :columns] @ x.float(), BF16)
+    close(mm24(packed(a, mask), x), a.float()[:, :columns] @ x.float(), BF16)
 
 
 @sparse_gpu
 def test_a_times_x_of_codes():
     a, mask = matrix(64, 128, E5M2)
     x = dense(96, 128, E5M2)
-    got = blob_matmul(naive_blob(a, mask), x, torch.float32, transposed=True)
+    got = mm24(packed(a, mask), x, torch.float32, transposed=True)
     close(got, a.float() @ x.float().t(), torch.float32)
 
 
 def test_operands_that_do_not_fit_are_refused():
     a, mask = matrix(64, 128)
-    with pytest.raises(ValueError, match=r"does not fit a sparse torch.bfloat16 \[64, 128\]"):
-        blob_linear(naive_blob(a, mask), dense(8, 64))
+    with pytest.raises(ValueError, match=r"does not fit a sparse \(64, 128\) of torch.bfloat16"):
+        linear24(packed(a, mask), dense(8, 64))
     with pytest.raises(ValueError, match="does not fit"):
-        blob_linear(naive_blob(a, mask), dense(8, 128, torch.float16))
+        linear24(packed(a, mask), dense(8, 128, torch.float16))
 
 
 @pytest.mark.skipif(CUDA, reason="its CPU side; on a GPU the fake is the same")
 def test_opcheck():
-    blob, x = torch.zeros(64, 72, dtype=BF16), torch.ones(16, 128, dtype=BF16)
+    x, bias = torch.ones(16, 128, dtype=BF16), torch.ones(64, dtype=BF16)
+    buffer = torch.zeros(64 * 144, dtype=torch.uint8)
     for arguments in (
-        (blob, x, torch.ones(64, dtype=BF16), True, True, BF16),
-        (blob, torch.ones(128, 24, dtype=BF16), None, False, False, BF16),
+        (buffer, 64, 128, x, bias, True, True, BF16),
+        (buffer, 64, 128, torch.ones(128, 24, dtype=BF16), None, False, False, BF16),
     ):
-        torch.library.opcheck(torch.ops.sparse24.blob_matmul.default, arguments)
+        torch.library.opcheck(torch.ops.sparse24.matmul24.default, arguments)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -169,10 +173,10 @@ class FakePlan:
             raise cusparselt.CuSparseLtError("no")
         self.problem, self.algorithm, self.algorithms = problem, algorithm, 4
 
-    def run(self, blob, dense, out, bias=None):
+    def run(self, buffer, dense, out, bias=None):
         from common_kernels.matmul import _emulate
 
-        out.copy_(_emulate(blob, dense, bias, self.problem))
+        out.copy_(_emulate(buffer, dense, bias, self.problem))
         FakePlan.runs += 1
         if self.algorithm == 0 or (self.algorithm == 1 and FakePlan.runs % 3 == 0):
             out[5, 7] += 40
@@ -322,7 +326,7 @@ def test_every_algorithm_that_may_be_chosen(
         first = None
         for _ in range(20):
             out = torch.full(p.result_shape, float("nan"), dtype=out_dtype, device="cuda")
-            plan.run(trial.blob, trial.dense[0], out, trial.bias)
+            plan.run(trial.packed.buffer, trial.dense[0], out, trial.bias)
             close(out.t() if result_transposed else out, want, out_dtype)
             assert first is None or torch.equal(first, out), algorithm
             first = out
@@ -331,12 +335,12 @@ def test_every_algorithm_that_may_be_chosen(
 @on_hopper
 def test_products_in_a_cuda_graph():
     a, mask = matrix(256, 512)
-    blob, x = naive_blob(a, mask), dense(128, 512)
+    sparse, x = packed(a, mask), dense(128, 512)
     bias = torch.linspace(-1, 1, 256, device=DEVICE).to(BF16)
-    want = blob_linear(blob, x, bias)
+    want = linear24(sparse, x, bias)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = blob_linear(blob, x, bias)
+        y = linear24(sparse, x, bias)
     y.fill_(float("nan"))
     graph.replay()
     assert torch.equal(y, want)

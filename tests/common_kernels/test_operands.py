@@ -5,20 +5,19 @@ import torch
 
 import common_kernels as ck
 from common_kernels.backend import HAS_TRITON
-from common_kernels.matmul import blob_linear, blob_matmul
-from common_kernels.prepare import (
-    empty_blob,
-    pack_both24_,
-    pack_compressed24_,
-    prune_pack24_,
-    sample_pack24,
-)
-from common_kernels.prepare.fp8 import (
+from common_kernels.fp8.operands import (
     project_quantize24_,
     quantize_and_sample,
     quantize_both,
     rescale,
     scaled_linear,
+)
+from common_kernels.matmul import linear24, mm24
+from common_kernels.pack.operands import (
+    pack24_,
+    pack_both24_,
+    pack_compressed24_,
+    sample_pack24,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,14 +59,17 @@ def cases():
     packed = ck.pack24(w.to(BF16), mask, "cusparselt_sm90")
     one, bias = torch.tensor(1.5, device=DEVICE), numbers(64, dtype=BF16)
     key = torch.tensor([3, 4], device=DEVICE)
-    blob = empty_blob((128, 64), BF16, DEVICE).zero_()
-    transposed = empty_blob((64, 128), BF16, DEVICE).zero_()
+    buffer = torch.zeros(128 * 72, dtype=torch.uint8, device=DEVICE)
     dense = torch.zeros(128, 64, dtype=BF16, device=DEVICE)
     codes = torch.zeros(128, 64, device=DEVICE).to(FP8[0])
     other = torch.zeros(64, 128, device=DEVICE).to(FP8[1])
     scales = torch.zeros(2, device=DEVICE)
-    fp8_blob = empty_blob((128, 64), FP8[0], DEVICE).view(torch.uint8).zero_().view(FP8[0])
-    weights = {"blob": blob, "w": w}
+    both_ways = {"buffer": buffer, "transposed": buffer}
+
+    def of(buffer, rows=128, dtype=BF16):
+        """The matrix [rows, 8192 / rows] in these bytes."""
+        return ck.Packed24((buffer,), (rows, 128 * 64 // rows), dtype)
+
     return {
         "nm_mask": (pure(ck.nm_mask), {"x": w}),
         "nm_mask of columns": (pure(ck.nm_mask, 2, 8, 0), {"x": w}),
@@ -103,34 +105,45 @@ def cases():
             lambda backend, *o: ck.matmul24(packed, *o, backend="dense"),
             {"x": x, "bias": numbers(128, dtype=BF16)},
         ),
-        "blob_linear": (
-            without_backend(blob_linear),
-            {"blob": packed.blob, "x": x, "bias": numbers(128, dtype=BF16)},
+        "linear24": (
+            without_backend(lambda buffer, *o: linear24(of(buffer), *o)),
+            {"buffer": packed.buffer, "x": x, "bias": numbers(128, dtype=BF16)},
         ),
-        "blob_matmul": (without_backend(blob_matmul), {"blob": packed.blob, "x": x}),
-        "prune_pack24_": (
-            in_place(lambda blob, w, mask, scale, dense, backend: prune_pack24_(
-                blob, w, "mask", mask, scale, dense, backend=backend)),
-            {**weights, "mask": mask, "scale": one, "dense": dense},
+        "mm24": (
+            without_backend(lambda buffer, x: mm24(of(buffer), x)),
+            {"buffer": packed.buffer, "x": x},
+        ),
+        "pack24_": (
+            in_place(lambda buffer, w, mask, scale, dense, backend: pack24_(
+                of(buffer), w, "mask", mask, scale, dense, backend=backend)),
+            {"buffer": buffer, "w": w, "mask": mask, "scale": one, "dense": dense},
         ),
         "pack_both24_": (
-            in_place(pack_both24_), {"blob": blob, "transposed": transposed, "w": w, "mask": both}
+            in_place(lambda buffer, transposed, *o, backend: pack_both24_(
+                of(buffer), of(transposed, 64), *o, backend=backend)),
+            {**both_ways, "w": w, "mask": both},
         ),
         "pack_compressed24_": (
-            in_place(pack_compressed24_),
-            {"blob": blob, "transposed": transposed, "values": values, "row_mask": bits,
-             "column_mask": columns},
+            in_place(lambda buffer, transposed, *o, backend: pack_compressed24_(
+                of(buffer), of(transposed, 64), *o, backend=backend)),
+            {**both_ways, "values": values, "row_mask": bits, "column_mask": columns},
         ),
-        "sample_pack24": (pure(sample_pack24), {"dy": x, "key": key}),
+        "sample_pack24": (
+            lambda backend, *o: sample_pack24(*o, backend=backend).buffer, {"dy": x, "key": key}
+        ),
         "quantize_both": (pure(quantize_both, "e4m3", "e5m2"), {"x": w}),
         "quantize_and_sample": (
-            pure(lambda dy, key, backend: quantize_and_sample(dy, key, 1, "e5m2", backend=backend)),
+            lambda backend, *o: [
+                part.buffer if isinstance(part, ck.Packed24) else part
+                for part in quantize_and_sample(*o, 1, "e5m2", backend=backend)
+            ],
             {"dy": w, "key": key},
         ),
         "project_quantize24_": (
-            in_place(project_quantize24_),
-            {"blob": fp8_blob, "codes": codes, "transposed_codes": other, "scales": scales, "w": w,
-             "beta": one},
+            in_place(lambda buffer, *o, backend: project_quantize24_(
+                of(buffer, dtype=FP8[0]), *o, backend=backend)),
+            {"buffer": buffer[: 128 * 40], "codes": codes, "transposed_codes": other,
+             "scales": scales, "w": w, "beta": one},
         ),
         "rescale": (
             pure(lambda y, scale, other, bias, backend: rescale(
@@ -157,17 +170,17 @@ def flat(result):
 @every_operator
 @every_backend
 def test_strides_make_no_difference(name, backend):
-    """A blob is a buffer and no matrix; everything else may be a transposed view."""
+    """Every matrix may be a transposed view."""
     call, operands = CASES[name]
 
-    def view(key, x):
-        if x.ndim != 2 or key in ("blob", "transposed"):
+    def view(x):
+        if x.ndim != 2:
             return x
         laid_out = torch.empty_strided(x.shape, (1, len(x)), dtype=x.dtype, device=x.device)
         return laid_out.copy_(x)
 
-    views = {key: view(key, x) for key, x in operands.items()}
-    got, want = flat(call(backend, *views.values())), flat(call(backend, *operands.values()))
+    views = [view(x) for x in operands.values()]
+    got, want = flat(call(backend, *views)), flat(call(backend, *operands.values()))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -15,10 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.sparse import _semi_structured_conversions as conversions
 
 from common_kernels import nm_mask, transposable_mask24
-from common_kernels.pack import convert24, from_blob, pack24, unpack24
+from common_kernels.pack import convert24, pack24, unpack24
 from common_kernels.pack.bitmask import swizzle_mask
 from common_kernels.pack.cpu_operators import register_cpu_operators
-from common_kernels.pack.interop import CLASSES, from_semi_structured, to_semi_structured
+from common_kernels.pack.interop import (
+    CLASSES,
+    cslt_form,
+    from_cslt,
+    from_semi_structured,
+    to_semi_structured,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 LAYOUTS = list(CLASSES)
@@ -177,10 +183,10 @@ def test_the_tile_packer(algorithm, operators):
         torch._sparse_semi_structured_apply(w, bits), (packed, packed_t), strict=True
     ):
         assert torch.equal(got, want)
-    blob, _, blob_t, _, _ = torch._sparse_semi_structured_tile(w, algorithm, use_cutlass=False)
-    assert blob.ndim == 1  # as torch's kernel has it
-    assert torch.equal(unpack24(from_blob(blob.view(64, -1), 128)), pruned)
-    assert torch.equal(unpack24(from_blob(blob_t.view(128, -1), 64)), pruned.t())
+    packed, _, packed_t, _, _ = torch._sparse_semi_structured_tile(w, algorithm, use_cutlass=False)
+    assert packed.ndim == 1  # as torch's kernel has it
+    assert torch.equal(unpack24(from_cslt(packed.view(64, -1), 128)), pruned)
+    assert torch.equal(unpack24(from_cslt(packed_t.view(128, -1), 64)), pruned.t())
     if algorithm:
         assert torch.equal(mask, transposable_mask24(w, "greedy"))
         for dim in (0, 1):
@@ -214,8 +220,8 @@ def test_products(operators):
     packed = pack24(w, w != 0, "cutlass_sm80")
     values, meta = torch._to_sparse_semi_structured(w)
     assert torch.equal(values, packed.values) and torch.equal(meta, packed.meta)
-    blob = torch._cslt_compress(w)
-    assert torch.equal(blob, convert24(packed, "cusparselt_sm90").blob)
+    compressed = torch._cslt_compress(w)
+    assert torch.equal(compressed, cslt_form(convert24(packed, "cusparselt_sm90")))
     dense, added = w.double() @ x.double(), bias.double()[:, None]
 
     def close(got, want, dtype=BF16):
@@ -230,12 +236,12 @@ def test_products(operators):
     rows = x.t().contiguous().view(2, 8, 128)
     y = torch._sparse_semi_structured_linear(rows, values, meta, bias=bias, activation="relu")
     close(y, (dense + added).t().relu().view(2, 8, 64))
-    close(torch._cslt_sparse_mm(blob, x), dense)
-    y = torch._cslt_sparse_mm(blob, x, bias=bias, transpose_result=True)
+    close(torch._cslt_sparse_mm(compressed, x), dense)
+    y = torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True)
     close(y, (dense + added).t())
     fp8 = (w.to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn))
-    blob = pack24(fp8[0], w != 0, "cusparselt_sm90").blob
-    y = torch._cslt_sparse_mm(blob, fp8[1], alpha=torch.tensor(0.5), out_dtype=torch.float32)
+    compressed = cslt_form(pack24(fp8[0], w != 0, "cusparselt_sm90"))
+    y = torch._cslt_sparse_mm(compressed, fp8[1], alpha=torch.tensor(0.5), out_dtype=torch.float32)
     close(y, fp8[0].double() @ fp8[1].double() / 2, torch.float32)
 
 

@@ -19,7 +19,7 @@ NAMES = {
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int>, "
         "cutlass::gemm::collective::CollectiveMma<cutlass::gemm::"
         "MainloopSm90TmaGmmaWarpSpecializedSparse<4, 2>>>>",
-        "sparse24::blob_matmul",
+        "sparse24::matmul24",
     ],
     "dense product": [
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN",

@@ -37,7 +37,7 @@ def test_both_masks_by_hand():
         [0.0, 0.0, 6.0, 9.0],
     ]
     assert torch.equal(layer.sparse_weight, torch.tensor(forward))
-    assert torch.equal(layer.dgrad_operand(), torch.tensor(backward))
+    assert torch.equal(layer.operands(torch.float32)[1].matrix, torch.tensor(backward))
 
 
 def test_dx_has_a_weight_of_its_own_and_dw_is_whole():

@@ -125,8 +125,9 @@ def test_mvue_on_the_weight_is_unbiased_and_leaves_the_forward_alone():
     draws = []
     for step in range(4000):
         method.on_step_begin(step)
-        assert torch.equal(layer.fprop_operand(), sparse)
-        draws.append(layer.dgrad_operand().double().clone())
+        fprop, dgrad = layer.operands(torch.float32)
+        assert torch.equal(fprop.matrix, sparse)
+        draws.append(dgrad.matrix.double().clone())
     draws = torch.stack(draws)
     assert ((draws.reshape(-1, 2, 4, 8) != 0).sum(2) <= 2).all()  # 2:4 along `out`
     sigma = draws.std(0) / len(draws) ** 0.5
@@ -142,7 +143,7 @@ def test_fp8_operands_have_the_formats_of_the_recipe(recipe, backward, mvue_weig
 
     def held():
         """The values of the two operands."""
-        codes = layer.operand_fprop, layer.operand_dgrad
+        codes = layer.codes, layer.codes_dgrad
         return [c.float() / s for c, s in zip(codes, layer.code_scales, strict=True)]
 
     for steps in (0, 3):
@@ -165,10 +166,10 @@ def test_the_sample_of_the_weight_has_random_numbers_of_its_own():
     method.open_micro_batch()
     sparse, (seed, micro_batch) = layer.effective_weight(), layer.key
     assert micro_batch == 0
-    assert not torch.equal(layer.dgrad_operand(), mvue24(sparse, seed, 0, dim=0))
-    again = layer.dgrad_operand().clone()
+    assert not torch.equal(layer.operand_dgrad, mvue24(sparse, seed, 0, dim=0))
+    again = layer.operand_dgrad.clone()
     layer.sample_dgrad_operand()
-    assert torch.equal(layer.dgrad_operand(), again)
+    assert torch.equal(layer.operand_dgrad, again)
     # Not even a step of 2^40 tokens through 2^16 outputs counts up to them.
     assert s_ste._WEIGHT_STREAM > 2**40 // 4 * 2**16
 

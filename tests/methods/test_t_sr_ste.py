@@ -61,9 +61,9 @@ def test_both_products_have_a_sparse_weight(algorithm):
     """dX multiplies by the operand of the forward product, which is 2:4 along `out` as well."""
     layer, _ = converted(torch.randn(32, 64), algorithm=algorithm)
     assert torch.equal(layer.mask, transposable_mask24(layer.weight.detach(), algorithm))
-    assert int(check24(layer.fprop_operand(), dim=1)) == 0
-    assert int(check24(layer.fprop_operand(), dim=0)) == 0
-    assert layer.dgrad_operand() is None  # that of fprop
+    fprop, dgrad = layer.operands(torch.float32)
+    assert int(check24(fprop.matrix, dim=1)) == 0
+    assert dgrad is fprop and int(check24(dgrad.matrix, dim=0)) == 0
     if algorithm == "exact":
         assert int(layer.mask.sum()) == 32 * 64 // 2
 

@@ -22,7 +22,7 @@ STEPS, TOKENS = 4, 100  # no multiple of what a GEMM takes
 BF16 = torch.bfloat16
 EPS = torch.finfo(BF16).eps
 Y, BOTH = Products(fprop=True), Products(fprop=True, dgrad=True)
-ARMS = [
+CASES = [
     ("ste", {}, Y),
     ("sr_ste", {"alpha": 1e-2}, Y),
     ("ast", {"total_steps": STEPS}, Y),
@@ -47,9 +47,9 @@ ARMS = [
     ("one_shot", {}, DENSE),
     ("dense", {}, None),
 ]
-every_arm = pytest.mark.parametrize(
+every_method = pytest.mark.parametrize(
     ("name", "options", "products"),
-    [pytest.param(*arm, id="-".join([arm[0], *map(str, arm[1].values())])) for arm in ARMS],
+    [pytest.param(*case, id="-".join([case[0], *map(str, case[1].values())])) for case in CASES],
 )
 
 
@@ -135,7 +135,7 @@ def same_steps(ours, theirs, runner=None):
     assert method.metrics() == reference_method.metrics()
 
 
-@every_arm
+@every_method
 @pytest.mark.parametrize("master", [torch.float32, BF16])
 def test_packed_products_are_the_dense_ones(name, options, products, master):
     """Forward and backward, masks that change, phases, evaluation, the finished model."""
@@ -148,7 +148,7 @@ def test_packed_products_are_the_dense_ones(name, options, products, master):
     assert not any(isinstance(m, SparseLinear) for m in model.modules())
 
 
-@every_arm
+@every_method
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_weight_that_is_a_transposed_view(name, options, products, backend, monkeypatch):
     """Operands are derived and packed from it on either backend."""
@@ -188,9 +188,9 @@ def test_fp8_operands_follow_the_weight():
     model, method = build("s_ste", {"fp8": "hopper"})
     method.accelerate(TOKENS, "cusparselt")
     layer = model[0]
-    assert layer.operand is None and layer.operand_fprop is None
+    assert layer.operand is None and layer.codes is None
     train(model, method, steps=2)
-    codes, scale = layer.packed_transposed.float(), layer.code_scales[1]
+    codes, scale = layer.codes_dgrad.float(), layer.code_scales[1]
     want = layer.effective_weight()
     # e4m3 has three bits of mantissa, and a smallest number.
     error = (codes.t() / scale - want).abs()
@@ -229,7 +229,7 @@ def test_operands_that_are_not_needed_are_not_held():
     assert layer.operand is not None and layer.packed is None
     method.accelerate(TOKENS, "cusparselt")
     assert layer.operand is None
-    assert layer.packed.shape == (128, 36) and layer.packed_transposed.shape == (64, 72)
+    assert layer.packed.shape == layer.packed_transposed.shape == (128 * 72,)  # bytes
     assert torch.equal(layer.sparse_weight, layer.effective_weight().to(BF16))
     train(model, method, steps=3)  # into the dense phase
     assert layer.is_dense and layer.packed is None and layer.packed_transposed is None
@@ -258,7 +258,7 @@ def test_packed_operands_follow_a_loaded_state_and_a_copy():
 
 
 def test_another_dtype_takes_the_dense_operand():
-    """Without autocast the blobs, in bf16, do not fit an input in fp32."""
+    """Without autocast packed operands, in bf16, do not fit an input in fp32."""
     model, method = build("t_sr_ste", {"dense_fraction": 0.0})
     method.accelerate(TOKENS, "cusparselt")
     x = torch.randn(8, 64, device=DEVICE)
@@ -381,7 +381,7 @@ def test_fp8_is_simulated_again_after_a_change_of_mind():
     same_steps((model, method), plain)
 
 
-def test_a_cast_makes_the_blobs_anew():
+def test_a_cast_of_the_model_leaves_packed_operands_right():
     model, method = build("t_sr_ste", {"dense_fraction": 0.0})
     method.accelerate(TOKENS, "cusparselt")
     x = torch.randn(8, 64, device=DEVICE)

@@ -14,6 +14,7 @@ from common_kernels import fake_fp8, mvue24, quantize_fp8
 from methods.nn import gemms
 from methods.nn.fp8_gemms import FP8, fp8_linear
 from methods.nn.gemms import DENSE, Products, choose_products
+from methods.nn.operands import Fp8
 
 KEY = torch.tensor([7, 0])
 
@@ -28,9 +29,9 @@ def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32):
 def products(recipe, x, weight, bias, dy, mvue=None):
     """y, dx, dw of the simulation."""
     formats = FP8[recipe]
-    parts = [quantize_fp8(weight.detach(), fmt) for fmt in (formats.fprop, formats.dgrad)]
-    codes, scales = zip(*parts, strict=True)
-    y = fp8_linear(x, weight, *codes, torch.stack(scales), bias, KEY, mvue, formats, DENSE)
+    own = weight.detach()
+    both = (Fp8(*quantize_fp8(own, fmt)) for fmt in (formats.fprop, formats.dgrad))
+    y = fp8_linear(x, weight, *both, bias, KEY, mvue, formats)
     return y, *torch.autograd.grad(y, (x, weight), dy)
 
 
@@ -193,4 +194,4 @@ def test_a_cast_of_the_model_leaves_codes_and_scales_right():
     methods.build("s_ste", include=["*"], fp8="paper").convert(layer)
     layer.half()
     want = fake_fp8(layer.projected(), "e5m2")
-    assert torch.equal(layer.operand_dgrad.float() / layer.code_scales[1], want)
+    assert torch.equal(layer.codes_dgrad.float() / layer.code_scales[1], want)

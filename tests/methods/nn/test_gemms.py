@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from common_kernels import mvue24, nm_mask
 from methods.nn.gemms import sample_tokens, sparse_linear
+from methods.nn.operands import Dense
 
 KEY = torch.tensor([7, 0])
 
@@ -17,6 +18,11 @@ def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32, seed=0):
     bias = torch.randn(outputs, generator=g).to(dtype)
     dy = torch.randn(tokens, outputs, generator=g).to(dtype)
     return x, weight, bias, dy
+
+
+def operands_of(matrix):
+    """Those of fprop and of dgrad: the same."""
+    return Dense(matrix), Dense(matrix)
 
 
 def gradients(loss, *tensors):
@@ -31,7 +37,7 @@ def test_without_sampling_equals_masked_dense_autograd(shape, dtype):
     sparse = torch.where(nm_mask(weight.float()), weight, 0.0)
     for tensor in (x, weight, bias):
         tensor.requires_grad_()
-    y = sparse_linear(x, weight, sparse, None, bias, KEY)
+    y = sparse_linear(x, weight, *operands_of(sparse), bias, KEY)
     dx, dw, db = gradients((y * dy).sum(), x, weight, bias)
     operand = sparse.clone().requires_grad_()
     y_ref = F.linear(x, operand, bias)
@@ -50,7 +56,7 @@ def test_expanded_scalar_gradient(reduce):
     x, weight, bias, _ = operands()
     x.requires_grad_()
     weight.requires_grad_()
-    y = sparse_linear(x, weight, weight.detach(), None, bias, KEY, mvue="exact")
+    y = sparse_linear(x, weight, *operands_of(weight.detach()), bias, KEY, mvue="exact")
     loss = {"sum": y.sum(), "mean": y.mean(), "scaled": 3.0 * y.sum()}[reduce]
     factor = {"sum": 1.0, "mean": 1.0 / y.numel(), "scaled": 3.0}[reduce]
     (dx,) = gradients(loss, x)
@@ -72,7 +78,7 @@ def test_wgrad_operand_is_24_along_tokens(tokens, dtype):
 def test_tokens_that_are_no_multiple_of_four():
     x, weight, bias, dy = operands(tokens=22)
     weight.requires_grad_()
-    y = sparse_linear(x, weight, weight.detach(), None, bias, KEY, mvue="exact")
+    y = sparse_linear(x, weight, *operands_of(weight.detach()), bias, KEY, mvue="exact")
     (dw,) = gradients((y * dy).sum(), weight)
     padded = F.pad(dy, (0, 0, 0, 2))
     sample = mvue24(padded.t().contiguous(), 7, dim=-1)
@@ -102,7 +108,7 @@ def test_wgrad_is_unbiased_and_the_rest_does_not_see_the_seed():
 
     def backward(seed):
         y = sparse_linear(
-            x, weight, weight.detach(), None, bias, torch.tensor([seed, 0]), mvue="exact"
+            x, weight, *operands_of(weight.detach()), bias, torch.tensor([seed, 0]), mvue="exact"
         )
         return gradients((y * dy).sum(), x, weight, bias)
 

@@ -11,22 +11,15 @@ from common_kernels import (
     soft_threshold24,
     transposable_mask24,
 )
-from common_kernels.pack import from_blob, unpack24
-from common_kernels.prepare import (
-    columns_of,
-    empty_blob,
-    expand_blob,
-    pack_both24_,
-    prune_pack24_,
-    sample_pack24,
-)
-from common_kernels.prepare.fp8 import (
+from common_kernels.fp8.operands import (
     project_quantize24_,
     quantize_and_sample,
     quantize_both,
     rescale,
     scaled_linear,
 )
+from common_kernels.pack import Packed24, unpack24
+from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
@@ -55,23 +48,23 @@ def codes(t):
 def test_a_pruned_weight(backend, master, dtype, shape):
     w, scale = weight(*shape, master), torch.tensor(1.37, device=DEVICE)
     mask = transposable_mask24(w)
-    arms = {
+    sources = {
         "magnitude": torch.where(nm_mask(w), w, 0.0),
         "soft": soft_threshold24(w),
         "mask": torch.where(mask, w, 0.0),
     }
-    for source, pruned in arms.items():
+    for source, pruned in sources.items():
         for factor in (None, scale):
             want = (pruned if factor is None else pruned.float() * factor).to(dtype)
-            blob, dense = empty_blob(shape, dtype, DEVICE), torch.empty_like(want)
+            packed, dense = Packed24.empty(shape, dtype, DEVICE), torch.empty_like(want)
             given = mask if source == "mask" else None
-            prune_pack24_(blob, w, source, given, factor, dense, backend=backend)
-            assert torch.equal(unpack24(from_blob(blob, shape[1])), want)
+            pack24_(packed, w, source, given, factor, dense, backend=backend)
+            assert torch.equal(unpack24(packed), want)
             assert torch.equal(dense, want)
             assert not dense[~nm_mask(w) if given is None else ~mask].signbit().any()
-            alone = empty_blob(shape, dtype, DEVICE)
-            prune_pack24_(alone, w, source, given, factor, backend=backend)
-            assert torch.equal(codes(alone), codes(blob))
+            alone = Packed24.empty(shape, dtype, DEVICE)
+            pack24_(alone, w, source, given, factor, backend=backend)
+            assert torch.equal(alone.buffer, packed.buffer)
 
 
 @backends
@@ -82,11 +75,11 @@ def test_a_weight_both_ways(backend, master, dtype):
     best = transposable_mask24(w)
     other = transposable_mask24(torch.randn_like(w))
     for given, mask in ((None, best), (other, other)):
-        blob, transposed = (empty_blob(s, dtype, DEVICE) for s in ((128, 192), (192, 128)))
-        pack_both24_(blob, transposed, w, given, backend=backend)
+        packed, transposed = (Packed24.empty(s, dtype, DEVICE) for s in ((128, 192), (192, 128)))
+        pack_both24_(packed, transposed, w, given, backend=backend)
         want = torch.where(mask, w, 0.0).to(dtype)
-        assert torch.equal(unpack24(from_blob(blob, 192)), want)
-        assert torch.equal(unpack24(from_blob(transposed, 128)), want.t())
+        assert torch.equal(unpack24(packed), want)
+        assert torch.equal(unpack24(transposed), want.t())
 
 
 @backends
@@ -96,14 +89,12 @@ def test_a_sample_of_a_gradient(backend, dtype, tokens):
     """Any number of tokens; the sample is that of the operator, with the same random bits."""
     dy, key = weight(tokens, 128, dtype), torch.tensor([5, 3], device=DEVICE)
     stride = -(-tokens // 4) * 128
-    blob = sample_pack24(dy, key, stride, backend=backend)
+    packed = sample_pack24(dy, key, stride, backend=backend)
     filled = torch.cat([dy, dy.new_zeros(-tokens % 16, 128)])
     want = mvue24(filled, 5, 3 * stride, dim=0)
-    assert columns_of(blob) == len(filled)
-    assert torch.equal(expand_blob(blob), want.t())
-    plain = sample_pack24(dy, key, stride, backend="cpu")
-    values = slice(0, len(filled) // 2 * 128)
-    assert torch.equal(blob.flatten()[values], plain.flatten()[values])
+    assert packed.shape == (128, len(filled))
+    assert torch.equal(unpack24(packed), want.t())
+    assert torch.equal(packed.buffer, sample_pack24(dy, key, stride, backend="cpu").buffer)
 
 
 @backends
@@ -127,14 +118,14 @@ def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows, second):
 def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
     dy, key = weight(tokens, 64, master), torch.tensor([9, 2], device=DEVICE)
     stride = -(-tokens // 4) * 64
-    own, blob, scale = quantize_and_sample(dy, key, stride, "e5m2", backend=backend)
+    own, packed, scale = quantize_and_sample(dy, key, stride, "e5m2", backend=backend)
     want, want_scale = quantize_fp8(dy, "e5m2")
     assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
     filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
     sample = mvue24(filled, 9, 2 * stride, dim=0)
     assert sample.abs().max() <= 2 * dy.abs().max()  # why half of the scale is enough
     want = (sample * (0.5 * scale)).to(torch.float8_e5m2)
-    assert torch.equal(expand_blob(blob).float(), want.t().float())
+    assert torch.equal(unpack24(packed).float(), want.t().float())
 
 
 @pytest.mark.parametrize("dgrad", ["e4m3", "e5m2"])
@@ -142,14 +133,14 @@ def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
 def test_codes_of_a_projected_weight(dgrad, master):
     w, beta = weight(128, 192, master), torch.tensor(1.21, device=DEVICE)
     projected = soft_threshold24(w).float() * beta
-    blob = empty_blob((128, 192), FP8["e4m3"], DEVICE)
+    packed = Packed24.empty((128, 192), FP8["e4m3"], DEVICE)
     own = torch.empty(128, 192, dtype=FP8["e4m3"], device=DEVICE)
     transposed = torch.empty(192, 128, dtype=FP8[dgrad], device=DEVICE)
     scales = torch.empty(2, device=DEVICE)
-    project_quantize24_(blob, own, transposed, scales, w, beta)
+    project_quantize24_(packed, own, transposed, scales, w, beta)
     want, scale = quantize_fp8(projected, "e4m3")
     assert torch.equal(codes(own), codes(want)) and scales[0] == scale
-    assert torch.equal(expand_blob(blob).float(), want.float())
+    assert torch.equal(unpack24(packed).float(), want.float())
     want, scale = quantize_fp8(projected, dgrad)
     assert torch.equal(codes(transposed), codes(want.t())) and scales[1] == scale
 
@@ -180,12 +171,13 @@ def test_a_product_of_codes():
 
 W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 OPERATORS = {
-    "prune_pack24_": lambda: (
-        torch.empty(64, 36, dtype=torch.bfloat16), W, "soft", None, torch.tensor(2.0),
+    "pack24_": lambda: (
+        torch.empty(64 * 72, dtype=torch.uint8), torch.bfloat16, W, "soft", None, torch.tensor(2.0),
         torch.empty(64, 64, dtype=torch.bfloat16), "cpu",
     ),
     "pack_both24_": lambda: (
-        *(torch.empty(64, 36, dtype=torch.bfloat16) for _ in range(2)), W, None, "cpu",
+        *(torch.empty(64 * 72, dtype=torch.uint8) for _ in range(2)), torch.bfloat16, W, None,
+        "cpu",
     ),
     "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, "cpu"),
     "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "cpu"),
@@ -194,7 +186,8 @@ OPERATORS = {
         W, torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], torch.bfloat16, "cpu",
     ),
     "project_quantize24_": lambda: (
-        torch.empty(64, 40, dtype=FP8["e4m3"]), torch.empty(64, 64, dtype=FP8["e4m3"]),
+        torch.empty(64 * 40, dtype=torch.uint8), FP8["e4m3"],
+        torch.empty(64, 64, dtype=FP8["e4m3"]),
         torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "cpu",
     ),
 }  # fmt: skip
@@ -211,17 +204,19 @@ def test_opcheck(name):
 
 def test_what_cannot_be_packed_is_refused():
     w, bf16 = weight(64, 128), torch.bfloat16
-    blob = empty_blob((64, 128), bf16, DEVICE)
-    with pytest.raises(ValueError, match=r"\(96, 64\).*multiples of 64"):
-        empty_blob((96, 64), bf16, DEVICE)
-    with pytest.raises(ValueError, match=r"\(64, 128\) matrix must be a contiguous \(64, 72\)"):
-        prune_pack24_(empty_blob((128, 64), bf16, DEVICE), w, "magnitude")
+    out = Packed24.empty((64, 128), bf16, DEVICE)
+    with pytest.raises(ValueError, match=r"\(96, 64\).*rows in multiples of 64"):
+        Packed24.empty((96, 64), bf16, DEVICE)
+    with pytest.raises(ValueError, match=r"\(64, 96\).*both multiples of 64"):
+        pack24_(Packed24.empty((64, 96), bf16, DEVICE), w[:, :96], "magnitude")
+    with pytest.raises(ValueError, match=r"room for a \(128, 64\) matrix, not for \(64, 128\)"):
+        pack24_(Packed24.empty((128, 64), bf16, DEVICE), w, "magnitude")
     with pytest.raises(ValueError, match="unknown source 'best'"):
-        prune_pack24_(blob, w, "best")
+        pack24_(out, w, "best")
     with pytest.raises(ValueError, match="source='mask'"):
-        prune_pack24_(blob, w, "mask")
+        pack24_(out, w, "mask")
     with pytest.raises(ValueError, match=r"dense must be torch\.bfloat16"):
-        prune_pack24_(blob, w, "magnitude", dense=torch.empty_like(w))
+        pack24_(out, w, "magnitude", dense=torch.empty_like(w))
     with pytest.raises(ValueError, match=r"tokens, a multiple of 64"):
         sample_pack24(weight(64, 96), torch.tensor([0, 0], device=DEVICE))
     with pytest.raises(TypeError, match=r"key must be int64 \[2\]"):

@@ -13,7 +13,8 @@ from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
 from common_kernels.mvue import mvue24
-from common_kernels.prepare import MULTIPLE, fill_up, naive_blob, row_major
+from common_kernels.pack import BUFFERED, Packed24, cpu
+from common_kernels.pack.operands import MULTIPLE, fill_up, row_major
 from common_kernels.soft_threshold import soft_threshold24
 
 NAMES = {dtype: name for name, dtype in fp8.FORMATS.items()}
@@ -43,9 +44,9 @@ def _quantize_both(
     x: Tensor, fmt: str, fmt_transposed: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and x.numel():
-        from common_kernels.prepare import fp8_triton
+        from common_kernels.fp8 import operands_triton
 
-        return fp8_triton.quantize_both(x.contiguous(), fmt, fmt_transposed)
+        return operands_triton.quantize_both(x.contiguous(), fmt, fmt_transposed)
     codes, scale = fp8.quantize_fp8(x.contiguous(), fmt)
     transposed, scale_transposed = fp8.quantize_fp8(x, fmt_transposed)
     transposed = fill_up(transposed, -len(x) % MULTIPLE).t().contiguous()
@@ -64,7 +65,7 @@ def _(x, fmt, fmt_transposed, backend):
 
 
 def project_quantize24_(
-    blob: Tensor | None,
+    out: Packed24 | None,
     codes: Tensor | None,
     transposed: Tensor,
     scales: Tensor,
@@ -77,23 +78,25 @@ def project_quantize24_(
     P^T.
 
     Args:
-        blob: `empty_blob` of P, or None. codes: [rows, columns], of the same dtype, or None.
+        out: [rows, columns], or None. codes: [rows, columns], of the same dtype, or None.
         transposed: [columns, rows], of another FP8 dtype or the same.
         scales: fp32 [2], receives those of P and of P^T. beta: fp32 [].
     """
     checks.float_tensor(w, "w")
+    buffer, dtype = (None, None) if out is None else (out.buffer, out.dtype)
     device = checks.one_device(
-        w=w, beta=beta, blob=blob, codes=codes, transposed=transposed, scales=scales
+        w=w, beta=beta, out=buffer, codes=codes, transposed=transposed, scales=scales
     )
     name = backends.resolve(device, backend)
-    _project_quantize24_(blob, codes, transposed, scales, w, beta, name)
+    _project_quantize24_(buffer, dtype, codes, transposed, scales, w, beta, name)
 
 
 @custom_op(
-    "sparse24::project_quantize24_", mutates_args=("blob", "codes", "transposed", "scales")
+    "sparse24::project_quantize24_", mutates_args=("buffer", "codes", "transposed", "scales")
 )
 def _project_quantize24_(
-    blob: Tensor | None,
+    buffer: Tensor | None,
+    dtype: torch.dtype | None,
     codes: Tensor | None,
     transposed: Tensor,
     scales: Tensor,
@@ -103,32 +106,34 @@ def _project_quantize24_(
 ) -> None:
     # Under the interpreter codes cannot be stored as such.
     if backend == "triton" and not backends.interpreted():
-        from common_kernels.prepare import fp8_triton
+        from common_kernels.fp8 import operands_triton
 
         with row_major(codes) as own, row_major(transposed) as other:
-            fp8_triton.project_quantize24_(blob, own, other, scales, w.contiguous(), beta)
+            operands_triton.project_quantize24_(
+                buffer, dtype, own, other, scales, w.contiguous(), beta
+            )
         return
     projected = soft_threshold24(w).float() * beta
-    target = codes if blob is None else blob
-    if target is not None:
-        own, scales[0] = fp8.quantize_fp8(projected, NAMES[target.dtype])
+    dtype = dtype if codes is None else codes.dtype
+    if dtype is not None:
+        own, scales[0] = fp8.quantize_fp8(projected, NAMES[dtype])
         if codes is not None:
             codes.copy_(own)
-        if blob is not None:
-            blob.copy_(naive_blob(own, nm_mask(w)))
+        if buffer is not None:
+            buffer.copy_(cpu.pack(own, nm_mask(w), BUFFERED))
     other, scales[1] = fp8.quantize_fp8(projected, NAMES[transposed.dtype])
     transposed.copy_(other.t())
 
 
 @_project_quantize24_.register_fake
-def _(blob, codes, transposed, scales, w, beta, backend):
+def _(buffer, dtype, codes, transposed, scales, w, beta, backend):
     return None
 
 
 def quantize_and_sample(
     dy: Tensor, key: Tensor, stride: int, fmt: str, *, backend: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of dy [tokens, out], the blob of its transposed sample in codes, and the scale of dy.
+) -> tuple[Tensor, Packed24, Tensor]:
+    """Codes of dy [tokens, out], its transposed sample in codes, packed, and the scale of dy.
 
     The sample is mvue24(dy, key[0], key[1] * stride, dim=0), tokens filled up with zeros to a
     multiple of 64. An entry of it is at most twice the largest of dy, so half of dy's scale serves
@@ -141,7 +146,13 @@ def quantize_and_sample(
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
-    return _quantize_and_sample(dy, key, stride, fmt, name)
+    codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, name)
+    return codes, Packed24((buffer,), (dy.shape[1], _filled_up(dy)), codes.dtype), scale
+
+
+def _filled_up(dy: Tensor) -> int:
+    """Tokens of dy [tokens, out], up to a multiple of 64."""
+    return (dy.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
 
 @custom_op("sparse24::quantize_and_sample", mutates_args=())
@@ -149,24 +160,24 @@ def _quantize_and_sample(
     dy: Tensor, key: Tensor, stride: int, fmt: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and dy.numel():
-        from common_kernels.prepare import fp8_triton
+        from common_kernels.fp8 import operands_triton
 
-        return fp8_triton.quantize_and_sample(dy.contiguous(), key.contiguous(), stride, fmt)
+        return operands_triton.quantize_and_sample(dy.contiguous(), key.contiguous(), stride, fmt)
     codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt)
     sample = mvue24(fill_up(dy, -len(dy) % MULTIPLE).float(), key[0], key[1] * stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
     sample = sample.t().contiguous()
-    blob = naive_blob((sample * (0.5 * scale)).clamp_(-top, top).to(codes.dtype), sample != 0)
-    return codes, blob, scale
+    own = (sample * (0.5 * scale)).clamp_(-top, top).to(codes.dtype)
+    return codes, cpu.pack(own, sample != 0, BUFFERED), scale
 
 
 @_quantize_and_sample.register_fake
 def _(dy, key, stride, fmt, backend):
-    tokens = (dy.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     dtype = fp8.FORMATS[fmt]
+    size = cpu.buffer_bytes(dy.shape[1], _filled_up(dy), dtype)
     return (
         dy.new_empty(dy.shape, dtype=dtype),
-        dy.new_empty((dy.shape[1], tokens * 5 // 8), dtype=dtype),
+        dy.new_empty(size, dtype=torch.uint8),
         dy.new_empty((), dtype=torch.float32),
     )
 
@@ -200,11 +211,11 @@ def _rescale(
     backend: str,
 ) -> Tensor:
     if backend == "triton" and y.numel() and y.is_contiguous():
-        from common_kernels.prepare import fp8_triton
+        from common_kernels.fp8 import operands_triton
 
         out = torch.empty_like(y, dtype=dtype)
         bias = None if bias is None else bias.contiguous()
-        fp8_triton.rescale(y, out, scale, other, factor, bias)
+        operands_triton.rescale(y, out, scale, other, factor, bias)
         return out
     result = y.float() * (factor / scale / other)
     return (result if bias is None else result + bias.float()).to(dtype, copy=True)

@@ -1,5 +1,5 @@
-"""FP8 operands in Triton, bit for bit those of fp8.py's paths in PyTorch (except `rescale`, whose
-factor may differ in its last bit)."""
+"""FP8 operands in Triton, bit for bit those of operands.py's paths in PyTorch (except `rescale`,
+whose factor may differ in its last bit)."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.triton import BLOCK, amax_kernel, rounded, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
 from common_kernels.mvue.triton import sample_stored, uniform
-from common_kernels.pack.triton import largest_two, store_meta, take_apart
+from common_kernels.pack.triton import largest_two, new_buffer, split, store_meta, take_apart
 from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
@@ -99,7 +99,8 @@ def quantize_both_kernel(
 
 
 def project_quantize24_(
-    blob: torch.Tensor | None,
+    buffer: torch.Tensor | None,
+    dtype: torch.dtype | None,
     codes: torch.Tensor | None,
     transposed: torch.Tensor,
     scales: torch.Tensor,
@@ -113,10 +114,10 @@ def project_quantize24_(
         projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, amax, size,
         BLOCK=BLOCK // 4,
     )  # fmt: skip
-    half = rows * columns // 2
     values = meta = scales  # not written to
-    if blob is not None:
-        values, meta = blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32)
+    if buffer is not None:
+        assert dtype is not None
+        values, meta = split(buffer, w.numel(), dtype)
     formats = {dtype: name for name, dtype in FORMATS.items()}
 
     def run(own: torch.Tensor, **outputs: bool) -> None:
@@ -127,7 +128,8 @@ def project_quantize24_(
             **outputs, num_warps=8,
         )  # fmt: skip
 
-    run(transposed if blob is None else blob, PACKED=blob is not None, CODES=False, TRANSPOSED=True)
+    packed = buffer is not None
+    run(values if packed else transposed, PACKED=packed, CODES=False, TRANSPOSED=True)
     if codes is not None:
         # On its own: beside the transpose in the same format Triton 3.6 leaves some of it out.
         run(codes, PACKED=False, CODES=True, TRANSPOSED=False)
@@ -208,12 +210,9 @@ def quantize_and_sample(
     tokens, out = dy.shape
     padded = triton.cdiv(tokens, TILE) * TILE
     codes = codes_like((tokens, out), fmt, dy.device)
-    half = padded * out // 2
-    values = codes_like((half,), fmt, dy.device)
-    meta = torch.empty(half // 16, dtype=torch.int32, device=dy.device)
-    if not backend.interpreted():  # one buffer, nothing to be copied afterwards
-        blob = torch.empty(out, padded * 5 // 8, dtype=FORMATS[fmt], device=dy.device)
-        values, meta = blob.view(-1)[:half], blob.view(-1)[half:].view(torch.int32)
+    buffer = new_buffer(out, padded, FORMATS[fmt], dy.device)
+    stored, meta = split(buffer, out * padded, FORMATS[fmt])
+    values = codes_like(stored.shape, fmt, dy.device) if backend.interpreted() else stored
     scale = torch.empty((), device=dy.device)
     launch(
         quantize_and_sample_kernel, padded // TILE * (out // TILE), dy.device,
@@ -221,9 +220,8 @@ def quantize_and_sample(
         *constants(fmt),
     )  # fmt: skip
     if backend.interpreted():
-        parts = (values.to(FORMATS[fmt]).view(torch.uint8), meta.view(torch.uint8))
-        blob = torch.cat(parts).view(FORMATS[fmt]).view(out, -1)
-    return codes.to(FORMATS[fmt]), blob, scale
+        stored.copy_(values)
+    return codes.to(FORMATS[fmt]), buffer, scale
 
 
 @triton.jit

@@ -1,0 +1,289 @@
+"""Operands of the products of training, pruned and packed in one read, in place.
+
+They are packed in layout `cusparselt_sm90` (`Packed24.empty`), rows and columns in multiples of 64.
+What is written here is what the operators on dense tensors and `pack24` would give, to the bit; the
+path in PyTorch does just that. Nothing here waits for a GPU: that a mask is 2:4 is not checked.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.compressed import expand_nm, unpack_mask
+from common_kernels.library import custom_op
+from common_kernels.masks import nm_mask, transposable_mask24
+from common_kernels.mvue import mvue24
+from common_kernels.pack import BUFFERED, Packed24, cpu
+from common_kernels.soft_threshold import soft_threshold24
+
+Out = TypeVar("Out", Tensor, Tensor | None)
+SOURCES = ("magnitude", "soft", "mask")
+MULTIPLE = 64
+TOKENS = 16  # a sample of dY is summed over a multiple of this
+
+
+def pack24_(
+    out: Packed24,
+    w: Tensor,
+    source: str,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+    dense: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write `w` [rows, columns], pruned along its columns, into `out`.
+
+    source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (bool, at most two of
+        four, unchecked), `soft` packs soft_threshold24(w).
+    scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to out's dtype.
+    dense: [rows, columns] of out's dtype; receives the pruned matrix as well, +0 where nothing is
+        kept.
+    """
+    checks.float_tensor(w, "w")
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}: choose one of {', '.join(SOURCES)}")
+    if (mask is not None) != (source == "mask"):
+        raise ValueError("give a mask with source='mask', and only then")
+    _check(out, w, mask)
+    if dense is not None and (dense.shape != w.shape or dense.dtype != out.dtype):
+        raise ValueError(
+            f"dense must be {out.dtype} {tuple(w.shape)}, not {dense.dtype} {tuple(dense.shape)}"
+        )
+    buffer = out.buffer
+    device = checks.one_device(out=buffer, w=w, mask=mask, scale=scale, dense=dense)
+    name = backends.resolve(device, backend)
+    _pack24_(buffer, out.dtype, w, source, mask, scale, dense, name)
+
+
+@custom_op("sparse24::pack24_", mutates_args=("buffer", "dense"))
+def _pack24_(
+    buffer: Tensor,
+    dtype: torch.dtype,
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dense: Tensor | None,
+    backend: str,
+) -> None:
+    if backend == "triton":
+        from common_kernels.pack import triton
+
+        mask = None if mask is None else mask.contiguous()
+        with row_major(dense) as written:
+            triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written)
+        return
+    if source == "soft":
+        # What is below the threshold is zero, and counts as pruned for the positions no less.
+        kept, pruned = nm_mask(w), soft_threshold24(w)
+    else:
+        kept = nm_mask(w) if mask is None else mask
+        pruned = torch.where(kept, w, 0.0)
+    if scale is not None:
+        pruned = pruned.float() * scale
+    pruned = pruned.to(dtype)
+    _write(buffer, pruned, kept)
+    if dense is not None:
+        dense.copy_(torch.where(kept, pruned, 0.0))
+
+
+@_pack24_.register_fake
+def _(buffer, dtype, w, source, mask, scale, dense, backend):
+    return None
+
+
+def pack_both24_(
+    out: Packed24,
+    transposed: Packed24,
+    w: Tensor,
+    mask: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write `w` [rows, columns] under a transposable mask into `out`, and w^T into `transposed`.
+
+    mask: bool [rows, columns], 2:4 along both dims (unchecked); None for the best one,
+        transposable_mask24(w). out, transposed: of the same 16-bit type.
+    """
+    checks.float_tensor(w, "w")
+    _check(out, w, mask)
+    _check_out(transposed, *w.shape[::-1])
+    buffers = out.buffer, transposed.buffer
+    device = checks.one_device(out=buffers[0], transposed=buffers[1], w=w, mask=mask)
+    _pack_both24_(*buffers, out.dtype, w, mask, backends.resolve(device, backend))
+
+
+@custom_op("sparse24::pack_both24_", mutates_args=("buffer", "transposed"))
+def _pack_both24_(
+    buffer: Tensor,
+    transposed: Tensor,
+    dtype: torch.dtype,
+    w: Tensor,
+    mask: Tensor | None,
+    backend: str,
+) -> None:
+    if backend == "triton":
+        from common_kernels.pack import triton
+
+        mask = None if mask is None else mask.contiguous()
+        triton.pack_both(w.contiguous(), mask, dtype, (buffer, transposed))
+        return
+    kept = transposable_mask24(w) if mask is None else mask
+    pruned = torch.where(kept, w, 0.0).to(dtype)
+    _write(buffer, pruned, kept)
+    _write(transposed, pruned.t().contiguous(), kept.t().contiguous())
+
+
+@_pack_both24_.register_fake
+def _(buffer, transposed, dtype, w, mask, backend):
+    return None
+
+
+def pack_compressed24_(
+    out: Packed24,
+    transposed: Packed24,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write SLoPe's two operands: W * A into `out`, (W * A * B)^T into `transposed`.
+
+    Args:
+        out, transposed: [rows, columns] and [columns, rows], of the same 16-bit type.
+        values: [rows, columns / 2], the entries of W under A. row_mask: uint8 [rows, columns / 8],
+            the bits of A. column_mask: uint8 [rows, columns / 16], for each value whether B keeps
+            it (`common_kernels.compressed`).
+    """
+    checks.float_tensor(values, "values")
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    _check_out(out, rows, columns)
+    _check_out(transposed, columns, rows)
+    buffers = out.buffer, transposed.buffer
+    device = checks.one_device(
+        out=buffers[0],
+        transposed=buffers[1],
+        values=values,
+        row_mask=row_mask,
+        column_mask=column_mask,
+    )
+    name = backends.resolve(device, backend)
+    _pack_compressed24_(*buffers, out.dtype, values, row_mask, column_mask, name)
+
+
+@custom_op("sparse24::pack_compressed24_", mutates_args=("buffer", "transposed"))
+def _pack_compressed24_(
+    buffer: Tensor,
+    transposed: Tensor,
+    dtype: torch.dtype,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    backend: str,
+) -> None:
+    if backend == "triton":
+        from common_kernels.pack.compressed_triton import pack_both_compressed
+
+        pack_both_compressed(values, row_mask, column_mask, dtype, (buffer, transposed))
+        return
+    values = values.to(dtype)
+    kept = unpack_mask(column_mask, values.shape[1])
+    _write(buffer, expand_nm(values, row_mask), unpack_mask(row_mask, 2 * values.shape[1]))
+    twice = expand_nm(torch.where(kept, values, 0.0), row_mask).t().contiguous()
+    both = expand_nm(kept.to(dtype), row_mask).t().contiguous() != 0
+    _write(transposed, twice, both)
+
+
+@_pack_compressed24_.register_fake
+def _(buffer, transposed, dtype, values, row_mask, column_mask, backend):
+    return None
+
+
+def sample_pack24(
+    dy: Tensor,
+    key: Tensor,
+    stride: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Packed24:
+    """The transpose of mvue24(dy, key[0], key[1] * stride, dim=0), packed: no transposed copy.
+
+    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 16.
+    key: int64 [2]; key[1] * stride must be a multiple of 4. dtype: of the result, 16-bit; dy's.
+    """
+    checks.float_tensor(dy, "dy")
+    if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
+        raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
+    if key.shape != (2,) or key.dtype != torch.int64:
+        raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
+    dy = fill_up(dy, -dy.shape[0] % TOKENS).contiguous()
+    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
+    dtype = dtype or dy.dtype
+    buffer = _sample_pack24(dy, key, stride, dtype, name)
+    return Packed24((buffer,), (dy.shape[1], dy.shape[0]), dtype)
+
+
+@custom_op("sparse24::sample_pack24", mutates_args=())
+def _sample_pack24(
+    dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, backend: str
+) -> Tensor:
+    if backend == "triton":
+        from common_kernels.pack import triton
+
+        return triton.pack_sample(dy, key.contiguous(), dtype, stride)
+    sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
+    return cpu.pack(sample.to(dtype), sample != 0, BUFFERED)
+
+
+@_sample_pack24.register_fake
+def _(dy, key, stride, dtype, backend):
+    size = cpu.buffer_bytes(dy.shape[1], dy.shape[0], dtype)
+    return dy.new_empty(size, dtype=torch.uint8)
+
+
+def fill_up(x: Tensor, rows: int) -> Tensor:
+    """x [n, k] with as many rows of zeros more; x itself, and no copy, for none."""
+    if not rows:
+        return x
+    bytes_alone = x.element_size() == 1  # FP8 cannot be padded as such
+    padded = F.pad(x.view(torch.uint8) if bytes_alone else x, (0, 0, 0, rows))
+    return padded.view(x.dtype)
+
+
+@contextmanager
+def row_major(out: Out) -> Iterator[Out]:
+    """`out` for a kernel that writes row by row, or where it is laid out otherwise something that
+    is copied to it afterwards."""
+    if out is None or out.is_contiguous():
+        yield out
+    else:
+        yield (written := torch.empty(out.shape, dtype=out.dtype, device=out.device))
+        out.copy_(written)
+
+
+def _write(buffer: Tensor, pruned: Tensor, kept: Tensor) -> None:
+    buffer.copy_(cpu.pack(pruned, kept, BUFFERED))
+
+
+def _check(out: Packed24, w: Tensor, mask: Tensor | None) -> None:
+    if w.ndim != 2 or w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE:
+        raise ValueError(
+            f"w has shape {tuple(w.shape)}; it must have two dims, both multiples of {MULTIPLE}"
+        )
+    if mask is not None:
+        checks.same_shape(w, mask, "w and mask")
+    _check_out(out, *w.shape)
+
+
+def _check_out(out: Packed24, rows: int, columns: int) -> None:
+    if out.shape != (rows, columns):
+        raise ValueError(f"there is room for a {out.shape} matrix, not for {(rows, columns)}")

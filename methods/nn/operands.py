@@ -1,0 +1,129 @@
+"""What a product of a linear layer takes in the place of the weight: `Dense`, `Packed` or `Fp8`.
+
+An operand stands for a matrix A [out, in] and knows its two products, T tokens at a time:
+
+    linear  X A^T + b   fprop
+    grad    dY A        dgrad
+
+A packed matrix is 2:4 along the summed dim, so the operand of fprop holds A [out, in], that of
+dgrad A^T [in, out]. Operands are made for a call from what a layer holds: tensors in buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels.fp8.operands import rescale, scaled_linear
+from common_kernels.matmul import linear24
+from common_kernels.pack import Packed24
+
+# In each class the tensors come first: see `save`.
+
+
+class Dense(NamedTuple):
+    """A matrix [out, in] as it is, with or without zeros."""
+
+    matrix: Tensor
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out], of one dtype."""
+        return F.linear(x, self.matrix, None if bias is None else bias.to(x.dtype))
+
+    def grad(self, dy: Tensor) -> Tensor:
+        """dy [T, out] -> [T, in]."""
+        return dy @ self.matrix
+
+
+class Packed(NamedTuple):
+    """A 2:4 matrix in the bytes that cuSPARSELt multiplies: `buffer` of a `Packed24`."""
+
+    buffer: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def matrix(self) -> Packed24:
+        return Packed24((self.buffer,), self.shape, self.dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out], of one dtype."""
+        bias = None if bias is None else bias.to(x.dtype)
+        return with_leading_dims(linear24(self.matrix, x.reshape(-1, x.shape[-1]), bias), x)
+
+    def grad(self, dy: Tensor) -> Tensor:
+        """dy [T, out] -> [T, in]."""
+        return linear24(self.matrix, dy)
+
+
+class Fp8(NamedTuple):
+    """A matrix that is about codes / scale, for products with another such one.
+
+    codes: [out, in], simulated; on FP8 units the same for fprop, [in, out] for dgrad, or where
+        `shape` is given the buffer of a packed matrix of that shape. scale: fp32 [].
+    """
+
+    codes: Tensor
+    scale: Tensor
+    on_units: bool = False
+    shape: tuple[int, int] | None = None
+
+    def linear(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x [T, in] -> [T, out] in `dtype`."""
+        if self.on_units:
+            return self._on_units(x, bias, dtype)
+        y = exact_product(x.codes, self.codes.t())
+        return rescale(y, x.scale, self.scale, bias=bias, dtype=dtype)
+
+    def grad(self, dy: Fp8, dtype: torch.dtype) -> Tensor:
+        """dy [T, out] -> [T, in] in `dtype`."""
+        if self.on_units:
+            return self._on_units(dy, None, dtype)
+        return rescale(exact_product(dy.codes, self.codes), dy.scale, self.scale, dtype=dtype)
+
+    def _on_units(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self.shape is not None:
+            packed = Packed24((self.codes,), self.shape, x.codes.dtype)
+            y = linear24(packed, x.codes, out_dtype=torch.bfloat16)
+            return rescale(y, x.scale, self.scale, bias=bias, dtype=dtype)
+        y = scaled_linear(x.codes, self.codes, x.scale, self.scale, bias)
+        # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop the
+        # backward pass of the Function that it is in without a word.
+        return y if y.dtype == dtype else y.to(dtype)
+
+
+Operand = Dense | Packed | Fp8
+
+
+def save(ctx: Any, operand: Operand | None, *tensors: Tensor | None) -> None:
+    """Save an operand and tensors for the backward pass of an autograd.Function."""
+    own = [field for field in operand or () if isinstance(field, Tensor)]
+    ctx.operand = None if operand is None else (type(operand), operand[len(own) :], len(own))
+    ctx.save_for_backward(*own, *tensors)
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """What `save` was given."""
+    if ctx.operand is None:
+        return None, *ctx.saved_tensors
+    kind, rest, count = ctx.operand
+    tensors = ctx.saved_tensors
+    return kind(*tensors[:count], *rest), *tensors[count:]
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] b [k, n] in fp32, a and b being codes: bf16 holds them exactly."""
+    if a.is_cuda:
+        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
+    """y [T, out] with the leading dims of x [..., in].
+
+    Not as a view: autograd refuses to change one in place where it comes out of a Function.
+    """
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
