@@ -83,6 +83,26 @@ ARMS = {
 }
 
 
+def arm(name: str) -> Arm:
+    """The arm of this name; a method that has none is measured with its defaults, at the beginning
+    of a long training."""
+    return ARMS.get(name) or Arm(name, {"total_steps": 10_000})
+
+
+def others(report: Report) -> list[str]:
+    """The methods without an arm that `--only` names.
+
+    Raises:
+        UserError: one works on the moments of AdamW: here is no optimizer.
+    """
+    found = [name for name in methods.available() if name in report.only and name not in ARMS]
+    for name in found:
+        own = arm(name)
+        if methods.build(own.method, **own.options).needs_adamw:
+            raise UserError(f"--only {name}: it trains with AdamW alone, and this has no optimizer")
+    return found
+
+
 def chosen(report: Report, names: Iterable[str]) -> list[str]:
     """Those of `names` that are asked for and can be measured here; the report says what cannot."""
     found = report.chosen(names)
@@ -139,11 +159,11 @@ def convert(
 
     tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`.
     """
-    arm = ARMS[name]
+    own = arm(name)
     # The same linears in all arms. No measurement of flips: it waits for the GPU, and a training
     # does it now and then.
-    options = {"include": include, "exclude": (), "measure_every": 0, **arm.options}
-    method = methods.build(arm.method, **options)
+    options = {"include": include, "exclude": (), "measure_every": 0, **own.options}
+    method = methods.build(own.method, **options)
     method.convert(model, dtype)
     if name == "dense fp8":
         dense_fp8.convert(method.layers.values())
@@ -151,12 +171,12 @@ def convert(
     if name == TORCHAO:
         dense_fp8.convert_by_torchao(model, set(method.layers))
         return Converted(model, method, "torchao", {})
-    if arm.method == "dense":
+    if own.method == "dense":
         return Converted(model, method, "dense", {})
-    dense = matmul == "dense" or arm.simulated
+    dense = matmul == "dense" or own.simulated
     sparse = {} if dense else method.accelerate(tokens, matmul)
     used = {used_by(products) for products in sparse.values()} or {"dense"}
-    if arm.fp8 and not any(products.fp8 for products in sparse.values()):
+    if own.fp8 and not any(products.fp8 for products in sparse.values()):
         used = {"simulated"}
     return Converted(model, method, "; ".join(sorted(used)), sparse)
 
@@ -330,8 +350,8 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
     weight = layer.values if isinstance(layer, CompressedLinear) else layer.weight
     assert x.grad is not None and weight.grad is not None
     got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
-    for key, want in expected(layer, x, dy, ARMS[name].fp8).items():
-        error, allowed = relative_error(got[key], want), tolerance(ARMS[name], x.dtype, max(shape))
+    for key, want in expected(layer, x, dy, arm(name).fp8).items():
+        error, allowed = relative_error(got[key], want), tolerance(arm(name), x.dtype, max(shape))
         if not error <= allowed:  # NaN is red
             raise UserError(
                 f"{name} with products by {bench.converted.used} gives {key} off by {error:.2g} "

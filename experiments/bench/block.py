@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.bench import arms, linear
-from experiments.bench.arms import ARMS, Bench
+from experiments.bench.arms import Bench
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time
 from models.gpt2 import MLP, GPTConfig
@@ -41,7 +41,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     size, tokens = QUICK_SHAPE if options.quick else GPU_SHAPE if on_gpu else CPU_SHAPE
     config = GPTConfig.of_size(size)
-    names = arms.chosen(report, NAMES)
+    names = arms.chosen(report, [*NAMES, *arms.others(report)])
     matmul = arms.default_matmul(options)
     arguments = (config, tokens, dtype, options.device, matmul)
     with arms.compiling():
@@ -60,7 +60,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 def row(name: str, built: Bench, times: dict[str, Time], dtype: torch.dtype) -> Row:
     tokens, width = built.inputs[0].shape
     return Row(
-        name, "fp8" if ARMS[name].fp8 else str(dtype).removeprefix("torch."),
+        name, "fp8" if arms.arm(name).fp8 else str(dtype).removeprefix("torch."),
         f"GPT-2, {tokens} x {width}", built.converted.used, times["whole"],
         peers={"dense": times["dense"].ms},
         figures=arms.parts(times),

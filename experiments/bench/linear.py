@@ -48,7 +48,7 @@ LARGEST_ONLY = ("s_ste, fp8",)
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    names = arms.chosen(report, ARMS)
+    names = arms.chosen(report, [*ARMS, *arms.others(report)])
     matmul = arms.default_matmul(options)
     for shape in shapes(options):
         for name in names:
@@ -150,7 +150,7 @@ def row(
     times: dict[str, Time],
 ) -> Row:
     on_gpu = dense_fp8.E4M3 in rates
-    fp8 = ARMS[name].fp8 and not ARMS[name].simulated and on_gpu
+    fp8 = arms.arm(name).fp8 and not arms.arm(name).simulated and on_gpu
     rate = rates[dense_fp8.E4M3 if fp8 else dtype]
     products = next(iter(converted.sparse.values()), DENSE)
     halves = {p: 0.5 if getattr(products, p) else 1.0 for p in arms.PRODUCTS}

@@ -240,6 +240,16 @@ def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
     assert " ms" not in captured.out + captured.err and not out.exists()
 
 
+def test_a_method_without_an_arm_is_measured_where_it_is_named(tmp_path, capsys):
+    for benchmark in ("linear", "block"):
+        rows = run(benchmark, tmp_path, "--only", "sr_ste")
+        assert list(rows) == ["sr_ste"] and rows["sr_ste"]["peers"].keys() == {"dense"}
+    assert main(["linear", "--device", "cpu", "--only", "step"]) == 1
+    assert "--only step: it trains with AdamW alone" in capsys.readouterr().err
+    assert main(["linear", "--device", "cpu", "--only", "sr_*"]) == 1
+    assert "--only sr_* matches none of: dense, ste," in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", HERE)
 def test_the_gate_sees_each_product(name, key, monkeypatch):
