@@ -228,6 +228,18 @@ def is_faster(problem: Problem, device: torch.device) -> bool:
     return entry.ms < entry.dense_ms
 
 
+def measured(problem: Problem, device: torch.device) -> tuple[float, float] | None:
+    """Milliseconds of cuSPARSELt's product (infinite: it has no right one) and of the dense one, as
+    they were measured here or before; None if they were not, or not on a GPU."""
+    if device.type != "cuda":
+        return None
+    from common_kernels.matmul import table
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    entry = table.known(problem, index)
+    return None if entry is None else (entry.ms, entry.dense_ms)
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
     """For each stream its own: a plan has one place for a bias. (Two graphs that were captured on

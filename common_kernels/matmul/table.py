@@ -78,6 +78,11 @@ def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
     return found
 
 
+def known(problem: Problem, device: int) -> Entry | None:
+    """The table's entry for exactly this product, if there is one."""
+    return _table(device).get(problem)
+
+
 def _refuse_capture(problem: Problem) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

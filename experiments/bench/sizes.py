@@ -34,6 +34,6 @@ def size(layer: nn.Module, kind: str) -> int:
     total = 0
     for name, buffer in layer.named_buffers():
         is_mask = buffer.dtype in (torch.bool, torch.uint8)
-        found = "masks" if is_mask else "packed" if name.startswith("packed") else "operands"
+        found = "packed" if name.startswith("packed") else "masks" if is_mask else "operands"
         total += buffer.nbytes if found == kind else 0
     return total

@@ -128,6 +128,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
+            if method.acceleration and here.device.type == "cuda":
+                report(str(method.acceleration))
             for note in notes(config, source):
                 report(note)
             return _train(config, trainer, held_out, converted, init, report)
@@ -243,6 +245,8 @@ def _train(
     result["step_seconds"] = statistics.median(
         r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
     )
+    speed = gain(trainer, result["step_seconds"])
+    result["acceleration"] = speed
     save_model(plain, directory / WEIGHTS)
     if averaged is not None:
         save_model(averaged, directory / AVERAGED)
@@ -264,7 +268,31 @@ def _train(
         report(f"left out {count} training images that cannot be read, the first: {path}")
     scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
     report(f"{scores}, {trainer.seconds:.0f} s of training")
+    if speed and speed["step"]["saved_ms"]:
+        ms, saved, times = (speed["step"][key] for key in ("ms", "saved_ms", "expected_gain"))
+        report(
+            f"{ms:.4g} ms a step; dense products would take {saved:.3g} ms more: sparse ones alone "
+            f"make it {times:.2f} times as fast"
+        )
     return result
+
+
+def gain(trainer: Trainer, step_seconds: float) -> dict[str, Any] | None:
+    """For `result.json`: how each product of each layer ran and why (`Acceleration.as_dict`), and
+    what the sparse ones save of a `step`: `saved_ms`, and `expected_gain`, how many times as fast
+    they alone make it. None where no layer has sparse products to choose from."""
+    acceleration = trainer.method.acceleration
+    if acceleration is None or not acceleration.layers:
+        return None
+    count = -(-trainer.train.batch_size // (trainer.micro_batch * trainer.world.size))
+    ms = 1e3 * step_seconds
+    step = {
+        "ms": ms,
+        "micro_batches": count,
+        "saved_ms": count * acceleration.saved_ms,
+        "expected_gain": acceleration.gain(ms, count),
+    }
+    return {**acceleration.as_dict(), "step": step}
 
 
 def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from common_kernels import check_nm, flip_rate, nm_mask
 
 from . import conversion, ranks
+from .acceleration import Acceleration, Choice, explain
 from .conversion import Report, weight_of
 from .gemms import Products, choose_products
 from .keys import layer_seed
@@ -103,6 +104,7 @@ class Method:
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
         self.report: Report | None = None
+        self.acceleration: Acceleration | None = None
         self.micro_batch = 0
         self.flips_per_step = 0.0
         self.flips_per_refresh = 0.0
@@ -195,7 +197,8 @@ class Method:
             )
 
     def accelerate(self, tokens: int, matmul: str | None = None) -> dict[str, Products]:
-        """Run the products that have a 2:4 operand sparse; after `convert`. Says which do.
+        """Run the products that have a 2:4 operand sparse; after `convert`. Says which do, and
+        `acceleration` afterwards why, and what they save.
 
         Without this call all products are dense ones with masked operands, and FP8 is simulated. In
         a process group every rank must call it: what rank 0 chooses holds for all.
@@ -212,14 +215,18 @@ class Method:
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
-        chosen = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
+        chosen, why = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
         for name, products in chosen.items():
             self.sparse_layers[name].accelerate(products)
+        self.acceleration = Acceleration(tokens, why)
         return chosen
 
-    def _chosen(self, tokens: int, matmul: str | None) -> dict[str, Products]:
-        return {
-            name: choose_products(
+    def _chosen(
+        self, tokens: int, matmul: str | None
+    ) -> tuple[dict[str, Products], dict[str, dict[str, Choice]]]:
+        chosen, why = {}, {}
+        for name, layer in self.sparse_layers.items():
+            of = (
                 layer.sparse_products(),
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
@@ -228,8 +235,9 @@ class Method:
                 tokens,
                 matmul,
             )
-            for name, layer in self.sparse_layers.items()
-        }
+            chosen[name] = choose_products(*of)
+            why[name] = explain(chosen[name], *of)
+        return chosen, why
 
     @property
     def quantizes(self) -> bool:

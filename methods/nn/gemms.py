@@ -68,21 +68,12 @@ def choose_products(
     Args and errors: as for `base.Method.accelerate`; shape (out, in), bias, dtype and device of one
     layer.
     """
-    matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
-    if matmul not in MATMULS:
-        raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
+    matmul = asked_for(matmul)
     if tokens < 1:
         raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
     if sparse == DENSE or (matmul == "dense" and not sparse.fp8):
         return DENSE
-    rows, columns = shape
-    forward = backward = result = out_dtype = dtype
-    if sparse.fp8:
-        forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-        result, out_dtype = torch.bfloat16, torch.float32
-    reason = unavailable("cusparselt", device, forward)
-    if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
-        reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
+    reason = refused(sparse, shape, dtype, device)
     if reason and matmul == "cusparselt":
         raise RuntimeError(
             f"matmul='cusparselt': {reason}; convert(model, dtype=torch.bfloat16) gives products a "
@@ -96,19 +87,49 @@ def choose_products(
         return DENSE  # an emulated product is slower
     if matmul == "dense":
         return Products(fp8=True)
+    faster = {
+        name: getattr(sparse, name) and is_faster(problem, device)
+        for name, problem in problems(sparse, shape, biased, dtype, tokens).items()
+    }
+    return replace(sparse, **faster)
+
+
+def asked_for(matmul: str | None) -> str:
+    """The name that an argument `matmul` or the environment gives; ValueError if it is unknown."""
+    matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
+    if matmul not in MATMULS:
+        raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
+    return matmul
+
+
+def refused(
+    sparse: Products, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why no product of such a layer can run sparse; None if they can."""
+    rows, columns = shape
+    reason = unavailable("cusparselt", device, torch.float8_e4m3fn if sparse.fp8 else dtype)
+    if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
+        reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
+    return reason
+
+
+def problems(
+    sparse: Products, shape: tuple[int, int], biased: bool, dtype: torch.dtype, tokens: int
+) -> dict[str, Problem]:
+    """The three products of a layer by name, as they are measured."""
+    rows, columns = shape
+    forward = backward = result = out_dtype = dtype
+    if sparse.fp8:
+        forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+        result, out_dtype = torch.bfloat16, torch.float32
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
-    problems = {
+    return {
         "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
         "dgrad": Problem(columns, rows, linear, dtype, dtype, True, True),
         "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }
-    faster = {
-        name: getattr(sparse, name) and is_faster(problem, device)
-        for name, problem in problems.items()
-    }
-    return replace(sparse, **faster)
 
 
 class _SparseLinear(torch.autograd.Function):

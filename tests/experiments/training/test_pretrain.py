@@ -279,6 +279,16 @@ def test_sparse_products_are_asked_for_and_told(tiny):
     dense = {"fprop": False, "dgrad": False, "wgrad": False, "fp8": False}
     assert set(result["matmul"]) == set(result["converted"])
     assert all(products == dense for products in result["matmul"].values())
+    speed = result["acceleration"]
+    assert set(speed["layers"]) == set(result["converted"])
+    reasons = {choice["reason"] for layer in speed["layers"].values() for choice in layer.values()}
+    assert reasons == {
+        "cuSPARSELt takes bf16, fp16 and FP8 here, not torch.float32",
+        "its operand is not 2:4 along the summed dim",
+    }
+    step = speed["step"]
+    assert (step["saved_ms"], step["expected_gain"], step["micro_batches"]) == (0, 1, 1)
+    assert step["ms"] == 1e3 * result["step_seconds"]
     with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
         pretraining.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
     assert "\n" not in str(caught.value)

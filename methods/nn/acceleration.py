@@ -1,0 +1,140 @@
+"""What `Method.accelerate` chose, why, and what that saves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from common_kernels.matmul import measured
+
+from .gemms import Products, asked_for, problems, refused
+
+NAMES = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one product of a layer runs.
+
+    reason: why it is dense; empty where it is sparse.
+    ms, dense_ms: of the sparse product and of the dense one in a micro-batch, alone and measured
+        (one in FP8 beside FP8 where cuBLAS has it); None where nobody asked for the time.
+    """
+
+    sparse: bool
+    reason: str = ""
+    ms: float | None = None
+    dense_ms: float | None = None
+
+    @property
+    def saved_ms(self) -> float:
+        """What the sparse product saves; 0 where the product is dense or was not measured."""
+        if not self.sparse or self.ms is None or self.dense_ms is None:
+            return 0.0
+        return self.dense_ms - self.ms
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """The products of all layers, with a micro-batch of so many tokens.
+
+    layers: {layer: {"fprop": Choice, "dgrad": Choice, "wgrad": Choice}}
+    """
+
+    tokens: int
+    layers: Mapping[str, Mapping[str, Choice]]
+
+    @property
+    def saved_ms(self) -> float:
+        """What the sparse products alone save in a micro-batch: without the packing, sampling and
+        masks that a method adds, and without what runs at the same time."""
+        return sum(choice.saved_ms for _, choice in self._choices())
+
+    def gain(self, step_ms: float, micro_batches: int = 1) -> float:
+        """How many times as fast the sparse products alone make a step that took so long."""
+        return 1 + self.saved_ms * micro_batches / step_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        layers = {
+            name: {product: asdict(choice) for product, choice in choices.items()}
+            for name, choices in self.layers.items()
+        }
+        return {"tokens": self.tokens, "saved_ms": self.saved_ms, "layers": layers}
+
+    def _choices(self) -> list[tuple[str, Choice]]:
+        return [(n, choice) for choices in self.layers.values() for n, choice in choices.items()]
+
+    def __str__(self) -> str:
+        """A line: how many layers run each product sparse, why the others do not, what it saves."""
+        parts = []
+        for product in NAMES:
+            found = [choice for name, choice in self._choices() if name == product]
+            sparse = sum(choice.sparse for choice in found)
+            told = [f"sparse in {sparse}"] if sparse else []
+            reasons = Counter(_kind(choice.reason) for choice in found if not choice.sparse)
+            told += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
+            parts.append(f"{product} {', '.join(told)}")
+        if self.saved_ms:
+            both = [c for _, c in self._choices() if c.saved_ms and c.ms and c.dense_ms]
+            ms, dense = sum(c.ms or 0.0 for c in both), sum(c.dense_ms or 0.0 for c in both)
+            parts.append(
+                f"sparse products {ms:.3g} ms a micro-batch of {self.tokens} tokens in the place "
+                f"of {dense:.3g} ms"
+            )
+        return f"products of {len(self.layers)} layers: {'; '.join(parts)}"
+
+
+def _kind(reason: str) -> str:
+    """A reason without the figures of one layer."""
+    return reason.partition(": ")[0]
+
+
+def explain(
+    chosen: Products,
+    sparse: Products,
+    shape: tuple[int, int],
+    biased: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    matmul: str | None,
+) -> dict[str, Choice]:
+    """The choices that `gemms.choose_products` made for one layer; its arguments after `chosen`."""
+    found = {}
+    for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
+        times = measured(problem, device) if getattr(sparse, name) else None
+        ms, dense_ms = times or (None, None)
+        ms = None if ms is None or math.isinf(ms) else ms
+        reason = ""
+        if not getattr(chosen, name):
+            reason = _why_dense(name, sparse, shape, dtype, device, asked_for(matmul))
+            if not reason and ms is None:
+                reason = "no algorithm of cuSPARSELt gives the right product"
+            elif not reason:
+                reason = f"measured to be slower: {ms:.3g} ms, dense {dense_ms:.3g} ms"
+        found[name] = Choice(not reason, reason, ms, dense_ms)
+    return found
+
+
+def _why_dense(
+    name: str,
+    sparse: Products,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    matmul: str,
+) -> str:
+    """Why a product is dense, unless it is that it was measured to be slower."""
+    if not getattr(sparse, name):
+        return "its operand is not 2:4 along the summed dim"
+    if matmul == "dense":
+        return "matmul=dense"
+    if reason := refused(sparse, shape, dtype, device):
+        return reason
+    return "" if device.type == "cuda" else "sparse products are emulated here"
