@@ -210,7 +210,8 @@ class ImplConfig:
     (`Method.accelerate`). micro_batch: samples per rank and forward pass; null = all of a step, or
     with FP8 `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and
     packed weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it
-    serves, or `separate`.
+    serves, or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs
+    instead of launched kernel by kernel: on one GPU, with batches of one shape.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
     workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.
@@ -222,6 +223,7 @@ class ImplConfig:
     backend: str = "auto"
     matmul: str = "auto"
     optimizer: str = "separate"
+    cuda_graphs: bool = False
     checkpoint_every: int = 50
     threads: int = 0
     workers: int = 0

@@ -179,6 +179,7 @@ def make_trainer(
         micro_batch=_micro_batch(config),
         compiled=config.impl.compile,
         fused=config.impl.optimizer == "fused",
+        graphed=config.impl.cuda_graphs,
         checkpoint_every=config.impl.checkpoint_every,
         loggers=config.impl.loggers,
         config=config.as_dict(),

@@ -19,6 +19,7 @@ from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch
 from experiments.support import memory
 from experiments.support.errors import UserError
+from experiments.training.graphs import Replays, require_graphs
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
 from models.base import Model
@@ -125,8 +126,11 @@ class Optimization:
     The model's own hooks are called in the order of the method's and before them.
 
     Args:
-        fused: see `make_optimizer`. ranks: processes that share each step's samples.
+        fused: see `make_optimizer`. graphed: replay the passes from CUDA graphs.
+        ranks: processes that share each step's samples.
         group: what the settings of `train` are called in messages.
+    Raises:
+        UserError: memory does not suffice, or graphs are asked for where there can be none.
     """
 
     def __init__(
@@ -138,9 +142,12 @@ class Optimization:
         *,
         compiled: bool = False,
         fused: bool = False,
+        graphed: bool = False,
         ranks: int = 1,
         group: str = "train",
     ) -> None:
+        if graphed:
+            require_graphs(device, ranks)
         self.model, self.method, self.train = model, method, train
         self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
         memory.require(
@@ -159,6 +166,7 @@ class Optimization:
             # Masks and scales are equal on all ranks by construction; the random keys must not be.
             runner = DistributedDataParallel(runner, broadcast_buffers=False)
         self.runner = runner
+        self.replays = Replays(model, self._backward) if graphed else None
         self.skipped = self.skipped_in_a_row = 0
 
     def step(
@@ -204,16 +212,28 @@ class Optimization:
         return total, float(norm)
 
     def _accumulate(self, batches: Iterator[Batch], shares: Sequence[float]) -> Tensor:
+        """Forward and backward of each micro-batch; returns the loss of the step."""
         total = torch.zeros((), device=self.device)
+        if self.replays is not None:
+            parts = [(self.to_device(next(batches)), share) for share in shares]
+            for replay in self.replays.of(parts, self.method.phase()):
+                self.method.open_micro_batch()
+                total += replay()
+            return total
         for index, share in enumerate(shares):
             batch, last = self.to_device(next(batches)), index == len(shares) - 1
             lazy = isinstance(self.runner, DistributedDataParallel) and not last
             with self.runner.no_sync() if lazy else nullcontext():
-                with self.autocast():
-                    loss = self.method.loss(self.runner, batch) * share
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
+                self.method.open_micro_batch()
+                total += self._backward(batch, share)
         return total
+
+    def _backward(self, batch: Batch, share: float) -> Tensor:
+        """Add to the gradients those of `share` times a micro-batch's loss; returns that."""
+        with self.autocast():
+            loss = self.method.micro_batch_loss(self.runner, batch) * share
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def _count_skipped(self, finite: bool, step: int) -> None:
         self.skipped += not finite

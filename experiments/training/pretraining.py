@@ -113,6 +113,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 world=here,
                 compiled=config.impl.compile,
                 fused=config.impl.optimizer == "fused",
+                graphed=config.impl.cuda_graphs,
                 micro_batch=_micro_batch_size(config, method, here),
                 checkpoint_every=config.impl.checkpoint_every,
                 loggers=config.impl.loggers,

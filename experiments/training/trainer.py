@@ -65,6 +65,7 @@ class Trainer:
         micro_batch: int,
         compiled: bool = False,
         fused: bool = False,
+        graphed: bool = False,
         checkpoint_every: int = 0,
         loggers: tuple[str, ...] = (),
         config: dict[str, Any] | None = None,
@@ -84,6 +85,7 @@ class Trainer:
             world.device,
             compiled=compiled,
             fused=fused,
+            graphed=graphed,
             ranks=world.size,
             group=group,
         )

@@ -283,9 +283,15 @@ class Method:
         self._remember(step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The model's own loss on one micro-batch: `model(**batch)` returns (logits, loss) or an
-        object with `.loss`."""
+        """The loss of one micro-batch, with random bits of its own."""
         self.open_micro_batch()
+        return self.micro_batch_loss(model, batch)
+
+    def micro_batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """The model's own loss, after `open_micro_batch`: `model(**batch)` returns (logits, loss)
+        or an object with `.loss`. Methods with another loss override it. It is what a CUDA graph
+        replays, so it must neither wait for the GPU nor depend on the number of the step.
+        """
         output = model(**batch)
         loss = output.loss if hasattr(output, "loss") else output[1]
         if loss is None or loss.ndim:

@@ -174,14 +174,14 @@ class Method(base.Method):
         self.teacher, self.compared = teacher, compared
         return report
 
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def micro_batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The weighted sum of the module docstring on one micro-batch.
 
         Raises:
             ValueError: the teacher has another vocabulary, or lacks a hidden state.
         """
         if self.teacher is None or not torch.is_grad_enabled():
-            return super().loss(model, batch)
+            return super().micro_batch_loss(model, batch)
         output: Any = None
 
         def keeping(**inputs: Any) -> Any:
@@ -199,7 +199,8 @@ class Method(base.Method):
                     "teacher with the same vocabulary"
                 ) from error
         with _outputs(self.compared) as found:
-            loss = self.config.task_weight * super().loss(keeping, batch)  # type: ignore[arg-type]
+            own = super().micro_batch_loss(keeping, batch)  # type: ignore[arg-type]
+            loss = self.config.task_weight * own
         if self.config.kl_weight:
             divergence = DIVERGENCES[self.config.divergence]
             value = divergence(_logits(output), teacher_logits, self.config.temperature)

@@ -11,8 +11,8 @@ from torch import nn
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
 from experiments.support.errors import UserError
+from experiments.training import graphs, pretraining
 from experiments.training import optimization as module
-from experiments.training import pretraining
 from experiments.training.distributed import World
 from experiments.training.held_out import HeldOut
 from experiments.training.optimization import DTYPES, micro_batch_size
@@ -43,8 +43,8 @@ def build(tiny):
                 self.present = step
                 super().on_step_begin(step)
 
-            def loss(self, model, batch):
-                value = super().loss(model, batch)
+            def micro_batch_loss(self, model, batch):
+                value = super().micro_batch_loss(model, batch)
                 return value * math.nan if self.present in nan else value
 
         name = kind.Config.__module__.removeprefix("methods.")
@@ -65,6 +65,7 @@ def build(tiny):
             world=World(0, 1, torch.device("cpu")),
             micro_batch=micro_batch_size(config.train, micro_batch, 1, method.quantizes),
             fused=config.impl.optimizer == "fused",
+            graphed=config.impl.cuda_graphs,
             checkpoint_every=config.impl.checkpoint_every,
             report=lambda message: None,
         )
@@ -105,9 +106,9 @@ class Recording(ste.Method):
         self.note("begin")
         super().on_step_begin(step)
 
-    def loss(self, model, batch):
+    def micro_batch_loss(self, model, batch):
         self.note("loss")
-        return super().loss(model, batch)
+        return super().micro_batch_loss(model, batch)
 
     def on_gradients(self, step, optimizer=None):
         assert step == self.present
@@ -326,6 +327,129 @@ def test_steps_in_one_pass_are_the_same_and_go_on(build, tmp_path):
     assert records(separate) == records(fused) == records(resumed)
     for a, *others in zip(*(t.model.parameters() for t in (separate, fused, resumed)), strict=True):
         assert all(torch.equal(a, b) for b in others)
+
+
+def capture_by_calling(model_of):
+    """A stand-in for `graphs.capture` without a GPU: a replay calls `part` again and writes where
+    the capture wrote. The capture itself leaves the random numbers as they were; what it writes is
+    overwritten by the first replay.
+
+    Args:
+        model_of: the model whose gradients `part` writes.
+    """
+
+    def capture(part, pool):
+        fresh = [p for p in model_of(part).parameters() if p.grad is None]
+        before = torch.get_rng_state()
+        result = part()
+        torch.set_rng_state(before)
+        written = [(p, p.grad) for p in fresh if p.grad is not None]
+
+        def replay():
+            own = [p.grad for p, _ in written]
+            for parameter, _ in written:
+                parameter.grad = None
+            result.copy_(part())
+            for (parameter, gradient), attached in zip(written, own, strict=True):
+                gradient.copy_(parameter.grad)
+                parameter.grad = attached  # a graph knows memory, not attributes
+
+        return replay, result
+
+    return capture
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (t_sr_ste.Method, ("method.refresh_every=3", "method.dense_fraction=0.5")),
+        (s_ste.Method, ()),
+    ],
+    ids=["t_sr_ste", "s_ste"],
+)
+def test_replayed_steps_are_the_same_and_go_on(build, tmp_path, monkeypatch, kind, options):
+    """Over choices of masks, a skipped step, the switch to the dense phase and an interruption,
+    with two micro-batches a step: the first writes the gradients, the second adds to them."""
+    capture = capture_by_calling(lambda part: part.func.__self__.model)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(module, "require_graphs", lambda device, ranks: None)
+    overrides = (*options, "train.dtype=fp16", "impl.micro_batch=2", "train.batch_size=4")
+    launched = build(*overrides, f"runs={tmp_path / 'launched'}", kind=kind, nan=(5,))
+    launched.fit()
+    overrides = (*overrides, "impl.cuda_graphs=true")
+    whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8, kind=kind, nan=(5,))
+    phases = 2 if kind is t_sr_ste.Method else 1
+    assert whole.optimization.replays.steps == whole.step - phases * graphs.LAUNCHED
+    assert launched.optimization.skipped == 1
+    assert records(launched) == records(whole) == records(resumed)
+    trainers = (launched, whole, resumed)
+    for a, *others in zip(*(t.model.parameters() for t in trainers), strict=True):
+        assert all(torch.equal(a, b) for b in others)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["dense", "t_sr_ste", "s_ste", "slope", "semi_sparse"])
+def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
+    """Bit for bit on a GPU, with dropout, over a refresh, a switch of phase and an interruption."""
+    overrides = [
+        f"method={name}", "impl.device=cuda", "impl.micro_batch=2", "train.batch_size=4",
+        "train.dtype=fp16", "model.dropout=0.1", f"runs={tmp_path / 'launched'}",
+    ]  # fmt: skip
+    if name == "t_sr_ste":
+        overrides += ["method.refresh_every=3", "method.dense_fraction=0.5"]
+    launched = tiny(*overrides)
+    pretraining.run(launched)
+    graphed = tiny(*overrides, "impl.cuda_graphs=true", f"runs={tmp_path / 'graphed'}")
+    with interrupted(8):
+        pretraining.run(graphed)
+    pretraining.run(graphed)
+    found = []
+    for config in (launched, graphed):
+        read = read_metrics(config.directory() / "metrics.jsonl")
+        weights = load_file(config.directory() / "model.safetensors")
+        found.append(([{k: v for k, v in r.items() if k != "step_seconds"} for r in read], weights))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
+
+
+def test_a_step_of_another_kind_is_launched_again(monkeypatch):
+    """Another share, shape, phase or place of a weight: none may meet an old graph."""
+    model = nn.Linear(4, 2)
+    monkeypatch.setattr(graphs, "capture", capture_by_calling(lambda part: model))
+    calls = []
+
+    def backward(batch, share):
+        calls.append(share)
+        loss = model(batch["x"]).sum() * share
+        loss.backward()
+        return loss.detach()
+
+    replays = graphs.Replays(model, backward)
+
+    def replayed(share=1.0, rows=3, phase="sparse"):
+        model.zero_grad(set_to_none=True)
+        before, x = replays.steps, torch.randn(rows, 4)
+        (run,) = replays.of([({"x": x}, share)], phase)
+        loss = run()
+        assert torch.equal(loss, model(x).sum().detach() * share)
+        want = x.sum(0).expand(2, 4) * share
+        torch.testing.assert_close(model.weight.grad, want, rtol=1e-6, atol=1e-6)
+        return replays.steps > before
+
+    assert [replayed() for _ in range(5)] == [False] * graphs.LAUNCHED + [True] * 2
+    for change in ({"share": 0.5}, {"rows": 2}, {"phase": "dense"}):
+        assert not replayed(**change)
+        assert [replayed() for _ in range(4)] == [False] * graphs.LAUNCHED + [True]
+    model.weight.data = model.weight.data.clone()
+    assert not replayed()
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "message"), [("cpu", 1, "needs a GPU"), ("cuda", 2, "with 2 processes")]
+)
+def test_graphs_are_refused_where_they_cannot_serve(device, ranks, message):
+    with pytest.raises(UserError, match=message):
+        graphs.require_graphs(torch.device(device), ranks)
 
 
 def test_time_and_skipped_steps_add_up(build):
