@@ -1,1 +1,1 @@
-"""Benchmarks that check what they measure; see `__main__.py` for the command."""
+"""Benchmarks that check what they measure; `__main__.py` has the commands."""

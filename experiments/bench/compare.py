@@ -1,4 +1,4 @@
-"""Two records of a device side by side: `python -m experiments.bench report OLD NEW`.
+"""Compares two records of a device row by row: `python -m experiments.bench report OLD NEW`.
 
 Two runs meet a GPU in another state, and rows of older records were measured after idle time: so
 what is judged is how many times as fast as its peer of the same run (dense, or a copy) a row is.
@@ -42,13 +42,14 @@ class Pair:
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """Times as fast as the peer of the same run; without a peer, per millisecond."""
+        """The speed in both records, as a factor of the peer's in the same run; without a peer, per
+        millisecond."""
         old, new = (r["peers"][self.peer] if self.peer else 1.0 for r in (self.old, self.new))
         return old / self.old["ms"], new / self.new["ms"]
 
     @property
     def slower(self) -> float:
-        """By what share of its time the new row is slower; below 0, faster."""
+        """The share of its time by which the new row is slower; below 0 it is faster."""
         if self.new["name"] == "dense":
             return 0.0
         old, new = self.speeds
@@ -73,7 +74,7 @@ def pairs(old: dict[str, Any], new: dict[str, Any]) -> list[Pair]:
 
 
 def timed(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows that have a time, and those of whole steps once more as replayed from graphs."""
+    """The rows that have a time; whole steps appear once more as replayed from graphs."""
     dense = {row["shape"]: row["figures"].get(GRAPHS) for row in rows if row["name"] == "dense"}
     for row in rows:
         if row["ms"] is None:
@@ -109,8 +110,8 @@ def cells(pair: Pair) -> list[str]:
 
 
 def compare(old: Path, new: Path, table: Path | None = None) -> bool:
-    """Print the rows of both records, as markdown into `table` as well; whether none is slower by
-    more than WITHIN."""
+    """Print the rows of both records (and write them to `table` as Markdown); True if none is
+    slower by more than WITHIN."""
     records = read_record(old), read_record(new)
     if records[0]["device"] != records[1]["device"]:
         devices = " and ".join(record["device"] for record in records)

@@ -1,4 +1,4 @@
-"""Dense FP8 training, as others do it: a peer of the sparse methods, no part of them.
+"""Dense FP8 training as other libraries do it, a peer that the sparse methods are compared with.
 
 The three products take e4m3 operands, but for the output gradient in e5m2, with a scale per tensor
 that is measured each time. fprop accumulates in the fast way, the others exactly.
@@ -16,7 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x [rows, columns], codes of its transpose, both row-major, and the inverse scale.
+    """(FP8 codes of x [rows, columns], codes of its transpose, both row-major; the inverse scale).
 
     Two passes when compiled: one for the largest magnitude, one that writes both.
     """
@@ -34,7 +34,7 @@ def compiled() -> Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor, Tensor]]
 def product(
     a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """a [m, k] b^T of row-major codes, b [n, k]."""
+    """The product a [m, k] b^T of row-major FP8 codes, b [n, k] -> [m, n]."""
     fast = fast and a.is_cuda
     return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
 
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with the products above; widths and tokens are multiples of 16."""
+    """`nn.Linear` whose three products run in FP8; widths and tokens must be multiples of 16."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

@@ -1,4 +1,4 @@
-"""The real command beside a bare loop: `python -m experiments.bench driver [OVERRIDES]`.
+"""Times the real command beside a bare loop: `python -m experiments.bench driver [OVERRIDES]`.
 
 `python -m experiments.pretrain` runs in a process of its own with these hydra overrides and each
 method in turn. Its time is that between two records of `metrics.jsonl`, as somebody who watches the
@@ -53,15 +53,15 @@ GPU = [
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a run: seconds from its start to its first record, and (step, seconds) of
-    each record of a loss."""
+    """Times of a run: seconds from its start to its first log entry, and (step, seconds) of each
+    entry with a loss."""
 
     first_s: float
     records: list[tuple[int, float]]
 
     def of_a_step(self) -> Time:
-        """Milliseconds of a step, data, logging and evaluation counted in, after the first quarter
-        of the records, in which it compiles and warms up; percentiles are between records."""
+        """Milliseconds of a step with data, logging and evaluation, without the first quarter of
+        the log entries, in which the run compiles and warms up; percentiles are over entries."""
         counted = self.records[max(1, len(self.records) // 4) :]
         if len(counted) < 3:
             raise UserError(
@@ -116,8 +116,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 @dataclass(frozen=True)
 class Loop:
-    """A bare loop that was timed. flops: of a step, by 6 a parameter and token. items, unit: that a
-    step trains on. used: what ran its products."""
+    """Times of a bare loop. flops: of a step, counted as 6 a parameter and token. items, unit: what
+    a step trains on. used: what ran its products."""
 
     time: Time
     flops: float
@@ -128,8 +128,8 @@ class Loop:
 
 
 def bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
-    """Time the steps of a plain loop, without data, logging and evaluation; what it held is free
-    again afterwards, for the command is to have the GPU for itself."""
+    """Time the steps of a plain loop without data, logging and evaluation. Its memory is free
+    afterwards, since the command then needs the whole GPU."""
     try:
         return _bare_loop(config, options)
     finally:
@@ -184,7 +184,7 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
 
 
 def watch(overrides: list[str], directory: Path) -> Watched:
-    """Run the command to its end, and note when its records appear.
+    """Run the command to its end and note when its log entries appear.
 
     UserError if it fails, with the last line that it said.
     """

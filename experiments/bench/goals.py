@@ -1,5 +1,5 @@
-"""What the rows of `bench train` are to reach on an H200: times as fast as the same step in dense
-bf16, both launched from Python, and what a step may hold beside it."""
+"""The goals of the rows of `bench train` on an H200: speed over the same step in dense bf16, both
+launched from Python, and memory over that step's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMORY = {(WIDE, "slope"): {"peak over dense": 0.68, "held over dense": 0.62}}
 
 
 def share_of_peak(flops: float, ms: float) -> float:
-    """Percent of PEAK_TFLOPS that `flops` in `ms` are."""
+    """`flops` in `ms` milliseconds, in percent of PEAK_TFLOPS."""
     return 100 * flops / ms / 1e9 / PEAK_TFLOPS
 
 

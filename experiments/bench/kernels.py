@@ -1,4 +1,4 @@
-"""Kinds of kernels, told from their names."""
+"""Sorts GPU kernels into kinds by their names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PATTERNS = (
 
 
 def kind(name: str) -> str:
-    """What the kernel, or the operator, of this name does: one of KINDS."""
+    """The kind of a kernel or operator of this name: one of KINDS."""
     if ours := _BY_NAME.get(name):
         return ours
     lower = name.lower()

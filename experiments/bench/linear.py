@@ -1,4 +1,5 @@
-"""One linear, forward and backward, under each method: `python -m experiments.bench linear`.
+"""Measure one linear, forward and backward, under each method: `python -m experiments.bench
+linear`.
 
 A row is a step with one micro-batch: the hooks of the method (masks, packing, decay) and the three
 products. Its parts stand beside it, and the time of a dense linear. Weight, input and gradients are
@@ -68,7 +69,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 def shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
-    """Those of this device, or the one that is quick."""
+    """The shapes for this device, or the small one of --quick."""
     if options.quick:
         return QUICK_SHAPES
     return GPU_SHAPES if options.device.type == "cuda" else CPU_SHAPES
@@ -99,7 +100,7 @@ def build(
 
 
 def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matmul: str) -> None:
-    """UserError if the linear's products are not those of masked dense formulas."""
+    """Raise a `UserError` unless the linear's products agree with masked dense formulas."""
     built = build(name, shape, dtype, device, matmul, 1)
     (layer,) = built.converted.layers.values()
     arms.check(name, built, layer, shape)

@@ -1,4 +1,4 @@
-"""Every operator beside a copy of what it reads: `python -m experiments.bench ops`.
+"""Measure every operator beside a copy of what it reads: `python -m experiments.bench ops`.
 
 On a CPU over the weights of GPT-2 124M in fp32, with memory; on a GPU over matrices that no cache
 holds, in bf16 and fp32, beside plain formulations, eager and compiled, with the packers and with
@@ -40,7 +40,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Op:
-    """An operator, the plain formulation that judges it, and what it may cost.
+    """An operator with the plain formulation that it must agree with, and its limits.
 
     `prepare` turns a weight into the arguments of `run`; `agrees` sees the weight and the output.
 
@@ -81,7 +81,8 @@ def soft(w: Tensor) -> Tensor:
 
 
 def is_best_tile_mask(w: Tensor, mask: Tensor) -> bool:
-    """2:4 both ways, and no pattern retains more, to within the rounding of fp32 sums."""
+    """True if `mask` is 2:4 along rows and columns and no pattern of a tile retains more magnitude,
+    to within the rounding of fp32 sums."""
     bits = torch.cartesian_prod(*[torch.arange(2)] * 16).view(-1, 4, 4)
     bits = bits[(bits.sum(1) == 2).all(1) & (bits.sum(2) == 2).all(1)].flatten(1)
     patterns = bits.double().to(w.device)
@@ -92,8 +93,8 @@ def is_best_tile_mask(w: Tensor, mask: Tensor) -> bool:
 
 
 def is_greedy_tile_mask(w: Tensor, mask: Tensor) -> bool:
-    """At most two a row and column, at least seven of a tile, and at least what the plain walk
-    retains: it is the same walk."""
+    """True if `mask` is that of the plain greedy walk: at most two kept in a row and column, at
+    least seven in a tile."""
     kept = tiles(mask)
     legal = (kept.sum(-1) <= 2).all() and (kept.sum(-2) <= 2).all()
     plain = ck.transposable_mask24(w, "greedy", backend="cpu")
@@ -101,12 +102,13 @@ def is_greedy_tile_mask(w: Tensor, mask: Tensor) -> bool:
 
 
 def tiles(x: Tensor) -> Tensor:
-    """`[4 a, 4 b]` to `[a, b, 4, 4]` in fp64."""
+    """x [4 a, 4 b] as fp64 tiles [a, b, 4, 4]."""
     return groups(x.double().unflatten(0, (-1, 4))).transpose(1, 2)
 
 
 def is_sample(w: Tensor, out: Tensor) -> bool:
-    """Two entries a group, each max(|w|, H) with w's sign; H is half the sum or all but the max."""
+    """True if `out` keeps two entries a group, each max(|w|, H) with w's sign, where H is half the
+    group's sum or the sum without its largest entry, whichever is less."""
     a = groups(w.double().abs())
     total = a.sum(-1, keepdim=True)
     h = torch.minimum(total / 2, total - a.amax(-1, keepdim=True))
@@ -138,7 +140,7 @@ def gelu(gate: Tensor) -> Tensor:
 
 
 def is_close(out: Tensor, want: Tensor) -> bool:
-    """To a few units in the last place of sums of a few terms."""
+    """True if `out` equals `want` to a few units in the last place of sums of a few terms."""
     eps = torch.finfo(out.dtype).eps
     return torch.allclose(
         out.float(), want.float(), rtol=4 * eps, atol=4 * eps * want.abs().max().item()
@@ -146,7 +148,7 @@ def is_close(out: Tensor, want: Tensor) -> bool:
 
 
 def gradients(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Forward and backward pass of `function`: of x and the gradient of its output."""
+    """A function (x, dy) -> gradient of x, by forward and backward pass of `function`."""
     return lambda x, dy: torch.autograd.grad(function(x), x, dy)[0]
 
 
@@ -162,7 +164,8 @@ def through_glu(w: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def compared(w: Tensor) -> Tensor:
-    """Mask of the entries that fewer than two others of their group beat."""
+    """The 2:4 mask of w by comparing every pair of a group: an entry is kept if fewer than two
+    others beat it."""
     a = groups(w.abs())
     i = torch.arange(4, device=w.device)
     one, other = a.unsqueeze(-1), a.unsqueeze(-2)
@@ -185,7 +188,8 @@ def mask_and_weight(w: Tensor) -> Arguments:
 
 
 def with_key(offset: int) -> Callable[[Tensor], Arguments]:
-    """Seed and offset as tensors: those of a training step lie on its device."""
+    """A function w -> (w, seed, offset), seed and offset as tensors on w's device, as in a training
+    step."""
     return lambda w: (w, *(torch.tensor(k, device=w.device) for k in (1, offset)))
 
 
@@ -294,7 +298,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 def check(name: str, op: Op, w: Tensor) -> None:
-    """UserError if the operator disagrees with what judges it."""
+    """Raise a `UserError` if the operator disagrees with its plain formulation."""
     if not op.agrees(w, op.run(*op.prepare(w))):
         raise UserError(
             f"{name} disagrees with its plain formulation on shape {tuple(w.shape)}, {w.dtype}: "
@@ -312,7 +316,7 @@ def weights(layers: int, quick: bool = False) -> list[Tensor]:
 
 
 def on_cpu(options: argparse.Namespace, report: Report) -> None:
-    """Gate, then memory, then time."""
+    """Measure the operators on the CPU: first agreement, then memory, then time."""
     torch.set_num_threads(options.threads)
     names = report.chosen(name for name, op in OPS.items() if not op.gpu_only)
     quick = options.quick
@@ -356,7 +360,8 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
 
 
 def peak_memory(name: str, threads: int) -> float:
-    """Growth of the peak resident memory while the operator runs over all weights, in weights.
+    """Growth of the peak resident memory while the operator runs over all weights, as a multiple of
+    their size.
 
     The outputs are kept, so they count. Meant for a fresh process, whose peak is its present size.
     """
@@ -430,7 +435,7 @@ def time_pass(name: str, inputs: list[Tensor], options: argparse.Namespace) -> R
 
 
 def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report: Report) -> None:
-    """The operator beside a copy and, where there is one, its plain formulation."""
+    """The row of an operator timed beside a copy and, where there is one, its plain formulation."""
     op, w = OPS[name], inputs[0]
     arguments = [op.prepare(x) for x in inputs]
     calls = {name: lambda i: op.run(*arguments[i])}
@@ -453,7 +458,8 @@ def beside_copy(
     inputs: list[Tensor],
     options: argparse.Namespace,
 ) -> Row:
-    """A row for `calls[name]`, the other calls as its peers, a copy of `inputs` as its limit."""
+    """The row of `calls[name]`, with the other calls as peers and a copy of `inputs` as
+    the limit."""
     w = inputs[0]
     calls = {"clone": lambda i: inputs[i].clone(), **calls}
     times = in_turns(calls, options.device, options.repeats, len(inputs))

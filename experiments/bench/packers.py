@@ -1,4 +1,5 @@
-"""The packers for cuSPARSELt beside their byte floor and those of others: a part of `ops` on a GPU.
+"""Measures packing for cuSPARSELt beside its byte limit and other packers; a part of `ops` on a
+GPU.
 
 The floor: the matrix (and its mask, a byte an entry) read once, values and two bits a position
 written once; no packer can move less.
@@ -29,8 +30,8 @@ FLOORS = 1.4  # a packer shall take at most so many times what its bytes take
 
 
 class Inputs:
-    """A matrix w, its transposable mask, a scale, a random key, room to pack; `pruned` is w under
-    2:4 along its rows, `pruned_fp8` the same in e4m3."""
+    """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key and room
+    to pack into; `pruned` is w made 2:4 along its rows, `pruned_fp8` the same in e4m3."""
 
     def __init__(self, w: Tensor) -> None:
         self.w, self.mask, device = w, transposable_mask24(w), w.device
@@ -44,8 +45,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Packer:
-    """run: the inputs packed by a backend. moved: the floor in bytes per entry, from the
-    bytes of an entry. peer: what torch has, for a bf16 matrix."""
+    """A packer. run: packs the inputs by a backend. moved: least bytes read and written per entry,
+    given the bytes of an entry. peer: torch's packer for a bf16 matrix, or None."""
 
     run: Callable[[Inputs, str | None], tuple[Packed24, ...]]
     moved: Callable[[float], float]
@@ -97,7 +98,7 @@ PACKERS = {
 
 
 def check(name: str, w: Tensor, backend: str | None = None) -> None:
-    """UserError if the packer's bytes are not those of plain PyTorch."""
+    """Raise a `UserError` if the packer's bytes differ from those of plain PyTorch."""
     inputs = Inputs(w)
     got = [packed.buffer.clone() for packed in PACKERS[name].run(inputs, backend)]
     want = [packed.buffer for packed in PACKERS[name].run(inputs, "cpu")]
@@ -109,7 +110,7 @@ def check(name: str, w: Tensor, backend: str | None = None) -> None:
 
 
 def calls(name: str, inputs: list[Inputs], report: Report) -> dict[str, Call]:
-    """The packer and, of a bf16 matrix, what others have for the same work."""
+    """The packer's call and, for a bf16 matrix, other libraries' calls for the same work."""
 
     def on_buffer(run: Callable[[Inputs], Any], i: int) -> Any:
         return run(inputs[i])

@@ -1,4 +1,4 @@
-"""A weight's optimizer step in one pass beside separate passes: a part of `ops` on a GPU.
+"""Measures a weight's optimizer step in one pass beside separate passes; a part of `ops` on a GPU.
 
 The floor: weight, moments, gradient and, where it is read, the mask read once; weight, moments,
 a new mask and the packed operands written once. What separate passes move is counted likewise.
@@ -29,8 +29,8 @@ PACKED = 1.125  # values and positions, an entry of a 16-bit type
 
 @dataclass(frozen=True)
 class Pass:
-    """rule: of the pass. both: whether it packs for dgrad, too. share: of a copy's bandwidth, to be
-    reached."""
+    """A form of the one-pass step. rule: what it does to the weight. both: whether it packs for
+    dgrad, too. share: the share of a copy's bandwidth that is its goal."""
 
     rule: Rule
     both: bool
@@ -38,13 +38,14 @@ class Pass:
 
     @property
     def moved(self) -> float:
-        """Bytes a weight."""
+        """Bytes read and written per weight."""
         reads_mask = self.rule.alpha or not (self.rule.choose or self.rule.source == "soft")
         return UPDATE + bool(reads_mask) + bool(self.rule.choose) + PACKED * (1 + self.both)
 
     @property
     def moved_apart(self) -> float:
-        """Bytes a weight of decay, update, choice of the mask, its copy, and packing."""
+        """Bytes read and written per weight by separate decay, update, mask, masked copy and
+        packing."""
         decay = 13 if self.rule.alpha else 0
         choice = 4 + 1 + 2 if self.rule.choose else 0
         packing = 4 + (self.rule.source == "mask") + PACKED * (1 + self.both)
@@ -63,7 +64,7 @@ PASSES = {
 
 
 def inputs(w: Tensor, name: str) -> Weight24:
-    """The state of a step of `w` [64 a, 64 b] in fp32."""
+    """The fp32 state of an optimizer step of `w` [64 a, 64 b]."""
     return Weight24(
         weight=w.clone(),
         grad=w.flip(0),
@@ -84,7 +85,7 @@ def one_pass(name: str, given: Weight24, backend: str | None = None) -> None:
 
 
 def apart(name: str, given: Weight24) -> None:
-    """The same step by operators of their own."""
+    """Do the same step by separate operators."""
     rule, weight, mask = PASSES[name].rule, given.weight, given.mask
     assert mask is not None and given.packed is not None
     if rule.alpha:
@@ -107,8 +108,8 @@ def apart(name: str, given: Weight24) -> None:
 
 
 def check(name: str, w: Tensor) -> None:
-    """UserError unless one pass leaves the weights of separate ones to rounding, and the mask and
-    operands of what it leaves to the bit."""
+    """Raise a `UserError` unless one pass leaves the weights of separate ones to rounding, and
+    exactly the mask and operands of the weights that it leaves."""
     got, want = inputs(w, name), inputs(w, name)
     one_pass(name, got)
     apart(name, want)

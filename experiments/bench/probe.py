@@ -36,7 +36,7 @@ SHAPES = (
 
 
 def run(save: Callable[[dict[str, Any]], None]) -> None:
-    """All probes; one that fails leaves its reason in the place of its result.
+    """The results of all probes by name; one that fails has its error in the place of its result.
 
     Args:
         save: takes what is known so far, after every probe: some errors end the process.
@@ -94,7 +94,7 @@ def sparse(
 
 
 def operators() -> dict[str, Any]:
-    """The shape of what each operator returns, or its refusal."""
+    """Shapes of what each of torch's 2:4 operators returns, or its error."""
     from torch.sparse import to_sparse_semi_structured
     from torch.sparse._semi_structured_conversions import (
         sparse_semi_structured_from_dense_cutlass as from_dense,
@@ -148,7 +148,8 @@ def describe(value: Any) -> Any:
 
 
 def tile_packer() -> dict[str, Any]:
-    """Error of products with what torch's pruner and packer made for cuSPARSELt, and 1-D as is."""
+    """Relative errors of products with what torch's tile packer made for cuSPARSELt, and its 1-D
+    packing multiplied as it is."""
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT as Wrapper
 
     w = sparse(256, 256, both_ways=True)
@@ -173,7 +174,7 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def layouts() -> dict[str, Any]:
-    """For each dtype and shape, where the two-bit positions of every group of four end up."""
+    """The order of cuSPARSELt's metadata, for several dtypes and shapes."""
     shapes = ((64, 64), (128, 128), (256, 512), (512, 256), (96, 160), (32, 32), (320, 192))
     return {
         f"{str(dtype).removeprefix('torch.')} {rows}x{columns}": attempt(
@@ -185,7 +186,8 @@ def layouts() -> dict[str, Any]:
 
 
 def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Number the groups, write one bit of the number at a time as the pattern of each group.
+    """Find where the two-bit positions of each group of four lie: the groups are numbered, and each
+    bit of the numbers is written as the groups' patterns and read back.
 
     A 0 keeps the entries 0 and 1 of its group (the nibble 4), a 1 keeps 2 and 3 (the nibble 14).
     """
@@ -228,7 +230,7 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def sm80_order(rows: int, columns: int) -> Tensor:
-    """The order that torch's tile kernel writes for cuSPARSELt, of 16-bit types."""
+    """The order of metadata that torch's tile kernel writes for cuSPARSELt, for 16-bit types."""
     r, g = torch.arange(rows)[:, None], torch.arange(columns // 4)
     c = g // 4  # chunk of 16 columns
     word = (
@@ -248,12 +250,12 @@ def sm80_order(rows: int, columns: int) -> Tensor:
 
 
 def milliseconds(call: Callable[[int], Any], buffers: int, repeats: int = 5) -> float:
-    """Median time of a call on buffers in rotation."""
+    """Median time of a call, in ms, on buffers in rotation."""
     return in_turns({"call": call}, torch.device("cuda"), repeats, buffers)["call"].ms
 
 
 def bandwidth() -> dict[str, Any]:
-    """GB/s, bytes read plus bytes written, of a copy and of the packers on a bf16 weight."""
+    """GB/s, bytes read plus written, of a copy and of torch's packers on a bf16 weight."""
     result = {}
     for rows, columns in ((4096, 8192), (8192, 28672)):
         w = sparse(rows, columns)
@@ -298,7 +300,7 @@ def launch() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to call a product: the layout of the dense operand and of the result."""
+    """One way to call a product: dtype and layout of the dense operand and of the result."""
 
     name: str
     dtype: torch.dtype
@@ -316,7 +318,8 @@ FORMS = (
 
 
 def product(tokens: int, inputs: int, outputs: int) -> dict[str, Any]:
-    """Dense and sparse times of one shape; of the sparse, every algorithm that is right."""
+    """Times of the dense and the sparse product of one shape, the latter with every algorithm whose
+    result is right."""
     buffers = 2
     x = [torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(buffers)]
     w = sparse(outputs, inputs)

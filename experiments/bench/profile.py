@@ -1,4 +1,4 @@
-"""Where the time of a step goes: `python -m experiments.bench profile --only dense t_sr_ste`.
+"""Profile a step by kinds of kernels: `python -m experiments.bench profile --only dense t_sr_ste`.
 
 Kernel time of an ordinary step by kind, from torch's profiler, beside the time that the same step
 takes launched and without it. On a CPU operators stand in the place of kernels. Every kernel, with
@@ -67,7 +67,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 def profiled(step: Step) -> Kernels:
-    """The kernels of an ordinary step, the longest first; on a CPU the operators."""
+    """The kernels of an ordinary step with their times, the longest first; on a CPU the
+    operators."""
     on_gpu = step.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     step.ordinary(0)
@@ -91,7 +92,7 @@ def profiled(step: Step) -> Kernels:
 
 
 def by_kind(profile: Kernels) -> dict[str, float]:
-    """Milliseconds of each kind and of all kernels, and their number."""
+    """Milliseconds of each kind of kernel and in all, and the number of kernels."""
     spent: Counter[str] = Counter()
     for row in profile:
         spent[row["kind"]] += row["ms"]

@@ -1,4 +1,4 @@
-"""Rows, the record of a device, and the table and figure that are generated from it.
+"""Collects rows in the record of a device, and makes the table and the figure from it.
 
 A record is one JSON file for one device:
 
@@ -37,7 +37,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One line.
+    """One line of a benchmark: a name with its times, peers and limit.
 
     backend: what did the work. time: None where only memory was measured.
     peers: median milliseconds of others on the same work, measured in turns with this one.
@@ -62,7 +62,7 @@ class Row:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """The row as it stands in a record: times beside the rest, `share` of the limit added."""
+    """The row as plain values for a record, with `share` of the limit."""
     fields = asdict(row)
     time = fields.pop("time") or dict.fromkeys(f.name for f in dataclasses.fields(Time))
     share = row.limit_ms / row.time.ms if row.time and row.limit_ms is not None else None
@@ -70,7 +70,7 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def environment(device: torch.device, revision: str | None) -> dict[str, Any]:
-    """Device, versions and git revision, as every row carries them."""
+    """Device, versions and git revision, which every row carries."""
     git = git_state()
     on_gpu = device.type == "cuda"
     cusparselt = torch.backends.cusparselt
@@ -123,7 +123,7 @@ class Report:
         self.earlier = self.record["benchmarks"].get(benchmark, {"rows": []})["rows"]
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that `--only` asks for; UserError if there are none."""
+        """The `names` that `--only` asks for. Raises a `UserError` if there are none."""
         names = list(names)
         found = [n for n in names if any(fnmatchcase(n, glob) for glob in self.only)]
         if not found:
@@ -131,7 +131,7 @@ class Report:
         return found
 
     def note(self, text: str) -> None:
-        """Progress."""
+        """Print a line of progress."""
         self.console.print(text, highlight=False, markup=False)
 
     def add(self, row: Row) -> None:
@@ -141,7 +141,7 @@ class Report:
             self.note(f"{row.name}, {row.shape}, {row.dtype}: {row.time.ms:.4g} ms")
 
     def usable(self, name: str, call: Callable[[], Any]) -> bool:
-        """Returns whether a peer runs here; one that does not is left out, with the reason."""
+        """True if a peer runs here; otherwise it is left out, with its error as the reason."""
         try:
             call()
         except Exception as error:  # a refusal is a result here
@@ -155,7 +155,7 @@ class Report:
             self.left_out.append(text)
 
     def save(self, earlier: list[dict[str, Any]]) -> None:
-        """The record with the rows so far in the place of those of `earlier` with their keys."""
+        """Save the record: the new rows replace rows of `earlier` with the same keys."""
         new = {tuple(row[k] for k in KEY): row for row in self.rows}
         old = {tuple(row[k] for k in KEY): row for row in earlier}
         rows = list({**old, **new}.values())
@@ -163,7 +163,7 @@ class Report:
         write_json(self.out, self.record)
 
     def finish(self) -> None:
-        """Print the table. A whole run leaves no row of an earlier one."""
+        """Print the table and save the record. A whole run removes all rows of an earlier one."""
         self.save([] if self.whole else self.earlier)
         print_table(self.benchmark, self.rows)
         for text in self.left_out:
@@ -172,7 +172,7 @@ class Report:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in `path`; UserError if there is none."""
+    """The record in `path`. Raises a `UserError` if there is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -192,7 +192,7 @@ HIDDEN = ("p20", "p80", "limit, ms")  # on a terminal
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """The cells of one line, in the order of COLUMNS."""
+    """The cells of a row, in the order of COLUMNS."""
 
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.4g}"
@@ -215,14 +215,15 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def columns_used(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines without the columns that are empty throughout."""
+    """(heads, lines) without the columns that are empty in all lines."""
     lines = [cells(row) for row in rows]
     used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
     return [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines]
 
 
 def print_table(benchmark: str, rows: list[dict[str, Any]]) -> None:
-    """What all rows share goes into the title; percentiles stay in the record."""
+    """Print the rows as a table; what all share goes into the title, percentiles stay in the
+    record."""
     heads, lines = columns_used(rows)
     columns = {h: [line[i] for line in lines] for i, h in enumerate(heads) if h not in HIDDEN}
     shared = {h: c[0] for h, c in columns.items() if h in KEY[1:] and len(set(c)) == 1}
@@ -247,7 +248,7 @@ products more than for sparse ones; rows below "in bursts" were measured after i
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The tables of all benchmarks of a record."""
+    """The tables of all benchmarks of a record, as Markdown."""
     parts = [f"# Benchmarks on {record['device']}", EXPLANATION]
     for name, benchmark in record["benchmarks"].items():
         parts.append(f"## {name}")
@@ -271,7 +272,7 @@ def versions(row: dict[str, Any]) -> str:
 
 
 def loads(rows: list[dict[str, Any]]) -> list[str]:
-    """How the GPU stood while the timed rows were measured; nothing of a CPU."""
+    """Lines on the GPU's clock and power while the timed rows were measured; [] on a CPU."""
     timed = [row for row in rows if row["ms"] is not None and row["clock"] != "host"]
     known = [row for row in timed if "mhz" in row]
     lines = []
@@ -296,7 +297,8 @@ def loads(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw_roofline(record: dict[str, Any], path: Path) -> None:
-    """Left: bandwidth of every operator beside a copy. Right: rate of linears over intensity.
+    """Draw two panels: bandwidth of every operator beside a copy, and rate of linears over
+    arithmetic intensity.
 
     The roofs are measured: the copy of `ops` and the dense rows of `linear`.
     """

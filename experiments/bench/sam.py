@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.register_buffer("index", at[:, None] - at + size - 1, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, H, W, C] -> the same; H = W, the side for which the positions are."""
+        """x [B, H, W, C] -> [B, H, W, C]; H = W, the side that the position embeddings are for."""
         batch, height, width, _ = x.shape
         tokens = height * width
         qkv = self.qkv(x).view(batch, tokens, 3, self.heads, -1)

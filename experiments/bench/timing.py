@@ -1,4 +1,4 @@
-"""How long a call takes, on a CPU or a GPU.
+"""Times calls on a CPU or a GPU.
 
 Under a steady load a GPU comes to its power limit and lowers its clock, for dense products more
 than for sparse ones: after idle time both are faster than they stay. So on a GPU a comparison
@@ -53,7 +53,8 @@ class Time:
 def quantiles(
     samples: list[float], clock: str = "host", load: tuple[float, float] | None = None, **warm: Any
 ) -> Time:
-    """The `Time` of samples; load: (mhz, watts). warm: `warm_s` and `settled`."""
+    """The `Time` of samples in milliseconds. load: (mhz, watts). warm: the fields `warm_s` and
+    `settled`."""
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
     mhz, watts = load or (None, None)
     return Time(statistics.median(samples), fifths[0], fifths[-1], clock, mhz, watts, **warm)
@@ -125,7 +126,7 @@ def in_turns(
 
 
 def settled(turns: list[float]) -> bool:
-    """Whether the last TURNS turns took the same time, as those of a settled GPU do."""
+    """True if the last TURNS turns took the same time, as on a GPU whose clock has settled."""
     last = turns[-TURNS:]
     return len(last) == TURNS and max(last) <= (1 + SETTLED) * min(last)
 
@@ -134,7 +135,8 @@ Clock = Callable[[Callable[[], None] | None], float]
 
 
 def host_clock(call: Call, buffers: int) -> Clock:
-    """The outputs live until the clock has stopped, so all of them pay for fresh memory."""
+    """A clock of `call` on the CPU. Outputs live until it has stopped, so that every call pays for
+    fresh memory."""
     turn = -1
 
     def milliseconds(_: Callable[[], None] | None) -> float:
@@ -152,7 +154,8 @@ def host_clock(call: Call, buffers: int) -> Clock:
 def gpu_clocks(
     calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
 ) -> dict[str, tuple[Clock, str]]:
-    """For each call a clock and its kind. What a clock is given is called while the GPU works.
+    """(clock, its kind) of each call on the GPU. The function that a clock is given is called while
+    the GPU works.
 
     The graphs share their memory, for none reads what another has written there: what calls leave
     behind for one another was allocated before.
@@ -172,7 +175,7 @@ def gpu_clocks(
 def gpu_clock(
     call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any, steps: bool = False
 ) -> tuple[Clock, str]:
-    """As `gpu_clocks`, for one call; without a pool it is not captured."""
+    """(clock, its kind) of one call; without a pool the call is not captured in a graph."""
     with torch.cuda.stream(stream):
         for i in range(buffers):  # compiles, plans and allocates
             call(i)
@@ -195,14 +198,14 @@ def gpu_clock(
 
 
 def calls_in_a_sample(estimate: float, buffers: int, steps: bool) -> int:
-    """How many calls, of `estimate` milliseconds each, a sample on a GPU has."""
+    """Number of calls, of `estimate` milliseconds each, in one sample on a GPU."""
     long = BLOCK_MS if steps else GRAPH_MS
     least, most = (BLOCK_STEPS, 256) if steps else (1, 32)
     return buffers * max(least, min(most, round(long / max(estimate, 1e-3) / buffers)))
 
 
 def load_text(mhz: Iterable[float | None], watts: Iterable[float | None]) -> str:
-    """How the GPU stood while comparisons were measured, in words."""
+    """A phrase on the GPU's clock and power during the measurements."""
 
     def span(values: Iterable[float | None], unit: str) -> str:
         known = sorted(value for value in values if value is not None)
@@ -218,7 +221,7 @@ def load_text(mhz: Iterable[float | None], watts: Iterable[float | None]) -> str
 
 
 def waits(call: Call) -> bool:
-    """Whether a call waits for the GPU somewhere, which no graph can hold."""
+    """True if a call waits for the GPU somewhere, which no CUDA graph can contain."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call(0)
@@ -232,7 +235,7 @@ def waits(call: Call) -> bool:
 def captured(
     call: Call, count: int, buffers: int, stream: torch.cuda.Stream, pool: Any
 ) -> torch.cuda.CUDAGraph | None:
-    """A graph of `count` calls; None if a call cannot be captured for another reason."""
+    """A CUDA graph of `count` calls; None if a call cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool, stream):
@@ -245,7 +248,8 @@ def captured(
 
 
 def elapsed_ms(run: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> float:
-    """Of what `run` puts on the current stream; `meanwhile` is called while the GPU is at it."""
+    """Milliseconds that the GPU takes for what `run` puts on the current stream; `meanwhile` is
+    called while it works."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()

@@ -1,1 +1,1 @@
-"""Text: where it comes from, how it becomes tokens, and the batches that are cut from them."""
+"""Text data: its sources, their tokens, and the batches that are cut from these."""

@@ -1,4 +1,4 @@
-"""Masked text for BERT, as the trainer's source. Shapes: B sequences of T tokens.
+"""Masked text for BERT, in batches for the trainer. Shapes: B sequences of T tokens.
 
 A sample is a window of the corpus between [CLS] and [SEP]; windows pass over the ends of documents,
 which are [SEP] tokens as well. Of its tokens a fixed number is predicted, so that every sample has
@@ -34,7 +34,7 @@ _LOW = np.uint64(2**32 - 1)
 
 @dataclass(frozen=True)
 class MLMConfig(DataConfig):
-    """Text, and what is hidden of it.
+    """Settings of a masked text: the corpus (`DataConfig`), and how many of its tokens are hidden.
 
     objective: `mlm`, by which a config is known for one of masked text. mask_probability: share of
     a sequence's tokens that is predicted. max_predictions: at most so many; null = no limit.
@@ -100,7 +100,7 @@ def mask_tokens(
 
 
 class MaskedText:
-    """Windows of a corpus with hidden tokens.
+    """Batches of a corpus's windows with hidden tokens.
 
     Batches are {"input": [B, T], "target": [B, T]}, int64, the target -1 where nothing is
     predicted; with `next_sentence` also {"token_types": [B, T], "next_sentence": [B]}, of which
@@ -165,8 +165,9 @@ class MaskedText:
         )
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """Sums over the predicted tokens of the loss and of the right answers, `accuracy`; with
-        `next_sentence`, of the parts of the loss as well: `mlm_loss` and `nsp_loss`."""
+        """(sums over the predicted tokens of the loss and of right answers, `accuracy`; with
+        `next_sentence` also of the two parts of the loss, `mlm_loss` and `nsp_loss`; number of
+        predicted tokens)."""
         target = batch["target"][batch["target"] != -1]
         right = (output.argmax(-1) == target).sum()
         sums = {"loss": loss * len(target), "accuracy": right}
@@ -176,7 +177,8 @@ class MaskedText:
         return sums, len(target)
 
     def describe(self) -> dict[str, Any]:
-        """The corpus, and what a model without context would reach (`unigram_entropy`)."""
+        """The corpus for `result.json`, with the loss that a model without context would reach,
+        `unigram_entropy`."""
         described = self.corpus.describe(self.window)
         return {**described, "unigram_entropy": unigram_entropy(self)}
 

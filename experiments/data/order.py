@@ -1,4 +1,4 @@
-"""The order of a training that goes through its data in epochs, and what a mixture is made of.
+"""The order of training samples in epochs, and the parts of a mixture.
 
 All follows from the seed and the number of a sample: nothing is remembered, no permutation of the
 data is held in memory, and any number of ranks finds the same order.
@@ -23,13 +23,13 @@ _SHIFTS, _FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 1)
 
 
 def keys(seed: int, stream: int) -> np.ndarray:
-    """[ROUNDS] uint64 for `permuted`, others for each stream of a seed."""
+    """Random keys for `permuted`, [ROUNDS] uint64, different for each seed and stream."""
     return np.random.SeedSequence([seed, stream]).generate_state(ROUNDS, np.uint64)
 
 
 def permuted(numbers: np.ndarray, size: int, keys: np.ndarray, epochs: np.ndarray) -> np.ndarray:
-    """Where the shuffle of an epoch puts these numbers of 0 to `size` - 1; another one for each
-    `keys` and epoch. All int64.
+    """The position of each of these numbers in a random permutation of 0 to `size` - 1, which
+    depends on `keys` and the epoch. All int64.
 
     A number is a cell of a table that is about as wide as it is high. In turns, its row and its
     column are moved on by a random function of the other one, a Feistel network. The table has less
@@ -55,7 +55,7 @@ def permuted(numbers: np.ndarray, size: int, keys: np.ndarray, epochs: np.ndarra
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Random words of their own for these, [...] uint64."""
+    """A hash of each word, [...] uint64."""
     for shift, factor in zip(_SHIFTS, _FACTORS, strict=True):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
     return words
@@ -63,7 +63,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a split, shuffled on their own. weight: its share of the samples."""
+    """A run of consecutive tokens in a split, shuffled by itself. weight: its share of
+    the samples."""
 
     name: str
     first: int
@@ -71,12 +72,12 @@ class Part:
     weight: float = 1.0
 
     def windows(self, block: int) -> int:
-        """Windows of `block` tokens, each with a target, none of which overlap."""
+        """Number of windows of `block` tokens, each with its targets, that fit without overlap."""
         return (self.tokens - 1) // block
 
 
 class Order:
-    """Which window of the training split each sample is.
+    """The training window that each sample takes, by its number.
 
     A part's windows come in one shuffled order after the other, an epoch each; of the samples of a
     mixture, `BLOCK` by `BLOCK`, each part has its share, in a random order.
@@ -103,10 +104,12 @@ class Order:
 
     @property
     def steps(self) -> int:
+        """Number of optimizer steps."""
         return len(self.before) - 1
 
     def starts(self, step: int, indices: np.ndarray, block: int) -> np.ndarray:
-        """Positions in the split of these samples of a step, as windows of `block` tokens."""
+        """First tokens of the windows of these samples of a step, int64, for windows of `block`
+        tokens."""
         parts, numbers = self.numbers(int(self.before[step]) + indices)
         starts = np.empty_like(numbers)
         for index, part in enumerate(self.parts):
@@ -117,7 +120,7 @@ class Order:
         return starts
 
     def numbers(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which part each sample of the training comes from, and its number there)."""
+        """(the part that each sample comes from, its number among the samples of this part)."""
         if len(self.parts) == 1:
             return np.zeros_like(samples), samples
         parts, numbers = np.empty_like(samples), np.empty_like(samples)
@@ -130,7 +133,8 @@ class Order:
         return parts, numbers
 
     def epochs(self, block: int) -> dict[str, float]:
-        """How often the training goes through each part, by name, in windows of `block` tokens."""
+        """The number of times that the training goes through each part, by name, for windows of
+        `block` tokens."""
         blocks, rest = divmod(int(self.before[-1]), BLOCK)
         parts, _ = self.numbers(np.arange(blocks * BLOCK, blocks * BLOCK + rest))
         counts = blocks * self.shares + np.bincount(parts, minlength=len(self.parts))
@@ -140,7 +144,8 @@ class Order:
         }
 
     def _assign(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each sample of a block, its part and how many of that one come before it there."""
+        """(the part of each sample of a block, the number of earlier samples of the block from the
+        same part)."""
         places = permuted(np.arange(BLOCK), BLOCK, self.keys[-1], np.full(BLOCK, block))
         parts = np.searchsorted(self.ends, places, side="right")
         in_order = np.argsort(parts, kind="stable")

@@ -1,4 +1,5 @@
-"""A split in more than one token file: how it is written, taken up again, and read as one array.
+"""Splits in several token files (shards): writing them, resuming that, and reading them as one
+array.
 
 `train-00000.bin`, `train-00001.bin`, ... are whole documents, in order, each file at least
 `data.shard_tokens` tokens but the last. Where the files are cut changes neither the samples nor
@@ -35,7 +36,7 @@ _BEGUN = "begun.json"
 
 
 class TokenFiles:
-    """Arrays end to end as one, of which consecutive entries are taken: `files[first:last]`."""
+    """Several arrays read as one, end to end: `files[first:last]` is a slice of the whole."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays = arrays
@@ -57,7 +58,8 @@ class TokenFiles:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Documents done, their number, the time so far and the time left, on standard error."""
+    """A progress bar on standard error: documents done, their number, elapsed and
+    remaining time."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -73,8 +75,8 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def building_shards(directory: Path) -> Iterator[Path]:
-    """The folder beside `directory` in which its shards are gathered, held against others. It stays
-    when a preparation ends early, and the next one goes on in it.
+    """The folder beside `directory` in which its shards are written, locked against other
+    processes. It stays if a preparation ends early, so that the next one goes on there.
 
     Raises:
         UserError: another process is at work there.
@@ -85,7 +87,8 @@ def building_shards(directory: Path) -> Iterator[Path]:
 
 
 def go_on(building: Path, made_of: dict[str, Any]) -> None:
-    """Keep the shards in `building` if they were made of the same; remove them if not."""
+    """Keep the shards in `building` if they were made with the same settings `made_of`, else remove
+    them."""
     text = json.dumps(made_of, indent=2, sort_keys=True) + "\n"
     begun = building / _BEGUN
     if not begun.is_file() or begun.read_text(encoding="utf-8") != text:
@@ -102,8 +105,8 @@ def write_shards(
     encoding: tiktoken.Encoding | HFTokenizer,
     least: int,
 ) -> dict[str, dict[str, Any]]:
-    """Encode every split into shards of at least so many tokens, after those that are there; what
-    the manifest says of the splits."""
+    """Encode every split into shards of at least `least` tokens, after those that are there;
+    returns the manifest's entries on the splits."""
     with progress_bar() as progress:
         for split in SPLITS:
             sizes = [len(np.load(_sizes(path), mmap_mode="r")) for path in _whole(building, split)]
@@ -125,7 +128,8 @@ def write_shards(
 
 
 def remove_unnamed(directory: Path, manifest: dict[str, Any]) -> None:
-    """Remove what served the preparation of shards alone."""
+    """Remove the files in `directory` that only the preparation needed: all that the manifest does
+    not name."""
     shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
     kept = {shard["file"] for shard in shards}
     for path in directory.iterdir():
@@ -135,8 +139,8 @@ def remove_unnamed(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def _sizes(path: Path) -> Path:
-    """The file beside a shard with [documents, 2] int64, their tokens and bytes of text. Written
-    after it, it says that the shard is whole."""
+    """The file beside a shard with tokens and bytes of text of each document, [documents, 2] int64.
+    It is written after the shard, so it marks the shard as complete."""
     return path.with_suffix(".npy")
 
 
@@ -148,7 +152,8 @@ def _whole(building: Path, split: str) -> list[Path]:
 def _encoded(
     source: Documents, split: str, first: int, encoding: tiktoken.Encoding | HFTokenizer
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """(tokens with the one that ends it, bytes of text) of each document from the `first` on."""
+    """Yields (its tokens with end-of-text, bytes of its text) of each document from number `first`
+    on."""
     dtype = token_type(encoding.n_vocab)
     for documents in source.batches(split, first):
         encoded = encoding.encode_ordinary_batch(documents, num_threads=os.cpu_count() or 1)
@@ -157,7 +162,7 @@ def _encoded(
 
 
 def _write_shard(path: Path, documents: Iterator[tuple[np.ndarray, int]], least: int) -> int:
-    """Write documents until there are `least` tokens; returns how many documents that were."""
+    """Write documents until the shard has `least` tokens; returns their number."""
     sizes = array("Q")
     count = 0
 
@@ -185,9 +190,9 @@ def _write_sizes(path: Path, sizes: np.ndarray) -> int:
 
 
 def _hold_out(building: Path, files: dict[str, list[Path]], dtype: np.dtype) -> None:
-    """Give the first documents of training to validation until this has 1 % of all tokens; the last
-    one stays. In `files` alone and in new ones: the shards stay, in case this is the last that a
-    killed process did."""
+    """Move the first training documents to validation until this has 1 % of all tokens; the last
+    training document stays. It changes `files` and writes new ones, but keeps the old shards, in
+    case the process is killed right after."""
     tokens = {s: [int(np.load(_sizes(p))[:, 0].sum()) for p in files[s]] for s in SPLITS}
     held = sum(tokens["val"])
     missing = -(-(held + sum(tokens["train"])) // HELD_OUT) - held
@@ -224,7 +229,7 @@ def _hold_out(building: Path, files: dict[str, list[Path]], dtype: np.dtype) -> 
 
 
 def _record(paths: Sequence[Path]) -> dict[str, Any]:
-    """What a manifest says of a split."""
+    """The manifest's entry on a split."""
     stream = hashlib.sha256()
     sizes = [np.load(_sizes(path)).sum(0) for path in paths]
     shards = [

@@ -32,15 +32,15 @@ class TrainingSource(Protocol):
 
     @property
     def directory(self) -> Path:
-        """Where the data is; named in messages."""
+        """The folder of the data, for messages."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the data. A checkpoint or a result of other data is not used."""
+        """Hash of the data. Checkpoints and results of other data are not used."""
 
     @property
     def unit(self) -> str:
-        """What the speed of a training is told in: `tokens`, or `images`, the samples."""
+        """The unit of a training's speed: `tokens`, or `images` for samples."""
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.
@@ -56,7 +56,7 @@ class Source(TrainingSource, Protocol):
 
     @property
     def eval_size(self) -> int:
-        """Evaluation samples that there are."""
+        """Number of evaluation samples in the data."""
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """The fixed `count` evaluation samples, at most `eval_size`, whatever `batch_size` is."""
@@ -68,5 +68,5 @@ class Source(TrainingSource, Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """What `result.json` says of the data under `corpus`: `name`, `splits` and hashes, and how
-        many samples were left out."""
+        """The data's entry in `result.json`, under `corpus`: `name`, `splits`, hashes, and how many
+        samples were left out."""

@@ -1,4 +1,4 @@
-"""Text for causal language models, as the trainer's source."""
+"""Text for causal language models, in batches for the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.data.source import Batch, Request
 
 @dataclass(frozen=True)
 class CausalText:
-    """Windows of `block` tokens; the target of each token is the next one.
+    """Batches of windows of `block` tokens; the target of each token is the next one.
 
     Batches are {"input": [B, T], "target": [B, T]}, int64.
     """

@@ -1,4 +1,4 @@
-"""What a config is known by."""
+"""The plain values by which a config dataclass enters a run's hash."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """The fields of a config dataclass that make the result, as plain values.
+    """The fields of a config dataclass that a run's hash covers, as plain values.
 
     A field that was added when runs had already been made carries `metadata={"added": True}`. It
     counts only where it differs from its default, so those runs keep their hashes.
