@@ -17,12 +17,14 @@ from experiments.config.initial import HFConfig  # noqa: E402
 from experiments.config.settings import ImplConfig, TrainConfig  # noqa: E402
 from experiments.data.corpus import DataConfig  # noqa: E402
 from experiments.data.mlm import MLMConfig  # noqa: E402
+from experiments.data.parallel import PairsConfig  # noqa: E402
 from experiments.finetuning.config import Recipe  # noqa: E402
 from experiments.images.dataset import ImageConfig  # noqa: E402
 from methods.nn import base  # noqa: E402
 from models.bert import BertConfig  # noqa: E402
 from models.dino import DinoConfig  # noqa: E402
 from models.gpt2 import GPTConfig  # noqa: E402
+from models.transformer import TransformerConfig  # noqa: E402
 from models.vit import ViTConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -43,9 +45,11 @@ GROUPS: list[tuple[str, type, list[str]]] = [
     ("impl", ImplConfig, ["impl/default"]),
     ("data: causal text", DataConfig, ["data/_text", "data/stdlib"]),
     ("data: masked text", MLMConfig, ["data/_mlm", "data/stdlib_mlm"]),
+    ("data: pairs of sentences", PairsConfig, ["data/_pairs", "data/numbers"]),
     ("data: images", ImageConfig, ["data/imagenet", "data/digits"]),
     ("model: gpt2", GPTConfig, ["model/_gpt2"]),
     ("model: bert", BertConfig, ["model/_bert"]),
+    ("model: transformer", TransformerConfig, ["model/_transformer"]),
     ("model: vit", ViTConfig, ["model/_vit"]),
     ("model: hf", HFConfig, ["model/hf"]),
     ("dino", DinoConfig, ["dino/nano"]),

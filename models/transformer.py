@@ -139,11 +139,11 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class LayerState:
-    """Keys and values of one layer of the decoder while it writes token by token: `own` of the
-    tokens so far, `source` of the encoder's output."""
+    """Keys and values of one layer of the decoder while it writes token by token: of the encoder's
+    output, and of the tokens so far."""
 
+    source: KeysValues
     own: KeysValues | None = None
-    source: KeysValues | None = None
 
     def extend(self, new: KeysValues) -> KeysValues:
         if self.own is not None:
@@ -153,14 +153,14 @@ class LayerState:
 
     def select(self, rows: Tensor) -> None:
         """Go on from these rows, in place."""
-        for name in ("own", "source"):
-            if (pair := getattr(self, name)) is not None:
-                setattr(self, name, (pair[0][rows], pair[1][rows]))
+        self.source = self.source[0][rows], self.source[1][rows]
+        if self.own is not None:
+            self.own = self.own[0][rows], self.own[1][rows]
 
 
 class DecoderLayer(nn.Module):
-    """Target [B, T, C] -> [B, T, C], with the encoder's output `memory` [B, S, C]. With a state,
-    the one token that follows those of the state, which then has it too."""
+    """Target [B, T, C] -> [B, T, C]. `memory` is the encoder's output [B, S, C], or a state in its
+    place; then there is one token, which follows those of the state and is added to them."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -172,31 +172,25 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.norm_3 = nn.LayerNorm(config.n_embd)
 
-    def forward(
-        self, x: Tensor, memory: Tensor, mask: Tensor | None, state: LayerState | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | LayerState, mask: Tensor | None) -> Tensor:
         if self.pre_norm:
-            x = x + self._self(self.norm_1(x), state)
-            x = x + self._across(self.norm_2(x), memory, mask, state)
+            x = x + self._self(self.norm_1(x), memory)
+            x = x + self._across(self.norm_2(x), memory, mask)
             return x + self.mlp(self.norm_3(x))
-        x = self.norm_1(x + self._self(x, state))
-        x = self.norm_2(x + self._across(x, memory, mask, state))
+        x = self.norm_1(x + self._self(x, memory))
+        x = self.norm_2(x + self._across(x, memory, mask))
         return self.norm_3(x + self.mlp(x))
 
-    def _self(self, x: Tensor, state: LayerState | None) -> Tensor:
+    def _self(self, x: Tensor, memory: Tensor | LayerState) -> Tensor:
         to = self.self_attn.keys_values(x)
-        if state is None:
-            return self.self_attn(x, to, causal=True)
-        return self.self_attn(x, state.extend(to))
+        if isinstance(memory, LayerState):
+            return self.self_attn(x, memory.extend(to))
+        return self.self_attn(x, to, causal=True)
 
-    def _across(
-        self, x: Tensor, memory: Tensor, mask: Tensor | None, state: LayerState | None
-    ) -> Tensor:
-        if state is None:
-            return self.encoder_attn(x, self.encoder_attn.keys_values(memory), mask)
-        if state.source is None:
-            state.source = self.encoder_attn.keys_values(memory)
-        return self.encoder_attn(x, state.source, mask)
+    def _across(self, x: Tensor, memory: Tensor | LayerState, mask: Tensor | None) -> Tensor:
+        if isinstance(memory, LayerState):
+            return self.encoder_attn(x, memory.source, mask)
+        return self.encoder_attn(x, self.encoder_attn.keys_values(memory), mask)
 
 
 class Stack(nn.Module):
@@ -262,16 +256,16 @@ class Transformer(Model):
             x = layer(x, memory, _broadcast(source_mask))
         return self.head(self.decoder.norm(x))
 
-    def state(self) -> list[LayerState]:
-        """The state of `decode_next` before the first token."""
-        return [LayerState() for _ in self.decoder.layers]
+    def start(self, memory: Tensor) -> list[LayerState]:
+        """The state of `decode_next` before the first token, from the encoder's output."""
+        states = []
+        for layer in self.decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            states.append(LayerState(layer.encoder_attn.keys_values(memory)))
+        return states
 
     def decode_next(
-        self,
-        input: Tensor,
-        memory: Tensor,
-        source_mask: Tensor | None,
-        state: list[LayerState],
+        self, input: Tensor, state: list[LayerState], source_mask: Tensor | None = None
     ) -> Tensor:
         """One target token [B, 1] after those in `state` -> logits [B, V] of the one that follows.
 
@@ -280,7 +274,7 @@ class Transformer(Model):
         before = 0 if state[0].own is None else state[0].own[0].shape[2]
         x = self._embed(input, before)
         for layer, layer_state in zip(self.decoder.layers, state, strict=True):
-            x = layer(x, memory, _broadcast(source_mask), layer_state)
+            x = layer(x, layer_state, _broadcast(source_mask))
         return self.head(self.decoder.norm(x))[:, -1]
 
     def forward(

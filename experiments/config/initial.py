@@ -228,15 +228,17 @@ def check_files(directory: Path, result: dict[str, Any], *names: str) -> None:
         raise UserError(f"{wrong}; make the run again: {how}")
 
 
-def load_weights(model: nn.Module, directory: Path) -> None:
+def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None:
     """Copy the weights of the finished run or transformers checkpoint in `directory` into the plain
     `model`, in place.
+
+    file: its name, in a run.
 
     Raises:
         UserError: they are missing, damaged or of another architecture.
     """
     hf = _checkpoint(directory)
-    state = dict(hf.build_ours().named_parameters()) if hf else _of_run(model, directory)
+    state = dict(hf.build_ours().named_parameters()) if hf else _of_run(model, directory, file)
     own = dict(model.named_parameters())
     wrong = sorted(
         name
@@ -253,11 +255,11 @@ def load_weights(model: nn.Module, directory: Path) -> None:
             parameter.copy_(state[name])
 
 
-def _of_run(model: nn.Module, directory: Path) -> dict[str, Tensor]:
+def _of_run(model: nn.Module, directory: Path, file: str) -> dict[str, Tensor]:
     """The weights of a finished run by name; where they have low-rank terms, `model` gets
     parameters for them."""
-    path = directory / WEIGHTS
-    check_files(directory, read_training(directory), WEIGHTS)
+    path = directory / file
+    check_files(directory, read_training(directory), file)
     try:
         state = load_file(path)
     except SafetensorError as error:

@@ -31,6 +31,8 @@ from experiments.config.settings import ImplConfig, TrainConfig, fit_warmup
 from experiments.data.corpus import check_fits, load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MaskedText, MLMConfig
+from experiments.data.pairs import TranslationPairs
+from experiments.data.parallel import PairsConfig
 from experiments.data.source import Source
 from experiments.data.text import CausalText
 from experiments.images.dataset import ImageConfig
@@ -45,14 +47,16 @@ from models.base import Model
 from models.bert import BertConfig, BertLM
 from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
+from models.transformer import Transformer, TransformerConfig
 from models.vit import ViT, ViTConfig
 
-ModelConfig = GPTConfig | BertConfig | ViTConfig | HFConfig
+ModelConfig = GPTConfig | BertConfig | TransformerConfig | ViTConfig | HFConfig
 
 # By the first part of a model's `name`: its config class, that of its data, and which data fit.
 FAMILIES: dict[str, tuple[type, type, str]] = {
     "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
     "bert": (BertConfig, MLMConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
+    "transformer": (TransformerConfig, PairsConfig, "pairs: data=numbers or wmt14_en_de"),
     "vit": (ViTConfig, ImageConfig, "images: data=digits, fashion_mnist or imagenet"),
     "hf": (HFConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
 }
@@ -182,6 +186,8 @@ class RunConfig:
         corpus = load_tokens(self.data, self.seed, self.train.samples_before)
         if isinstance(self.data, MLMConfig):
             return MaskedText(corpus, self.data, shape)
+        if isinstance(self.data, PairsConfig):
+            return TranslationPairs(corpus, self.data, shape, self.train.batch_size)
         check_fits(corpus, shape.vocab_size, shape.block_size)
         return CausalText(corpus, shape.block_size)
 
@@ -194,7 +200,13 @@ def build_model(shape: ModelConfig) -> Model:
     """
     if isinstance(shape, HFConfig):
         return shape.build()
-    kind: Any = {GPTConfig: GPT, BertConfig: BertLM, ViTConfig: ViT}[type(shape)]
+    kinds: dict[type, type[Model]] = {
+        GPTConfig: GPT,
+        BertConfig: BertLM,
+        TransformerConfig: Transformer,
+        ViTConfig: ViT,
+    }
+    kind: Any = kinds[type(shape)]
     memory.require(
         f"the weights of a {kind.__name__} of this shape",
         4 * _parameters(kind, shape),
@@ -238,10 +250,11 @@ def digest(value: dict[str, Any]) -> str:
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
     """The run that `experiments/conf/<config_name>.yaml` and hydra overrides compose."""
     config = composed(config_name, freeze, overrides)
-    return dataclasses.replace(config, command=_command(config_name, overrides or []))
+    return dataclasses.replace(config, command=command(config_name, overrides or []))
 
 
-def _command(config_name: str, overrides: Sequence[str]) -> str:
+def command(config_name: str, overrides: Sequence[str]) -> str:
+    """The line that makes a run."""
     return shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
 
 
@@ -270,7 +283,8 @@ def freeze(given: Any) -> RunConfig:
     shape = typed(model_schema, "model", model)
     data = dict(groups["data"])
     kind = "images" if "image_size" in data else data.get("objective", "causal")
-    if kind != {"bert": "mlm", "vit": "images"}.get(family, "causal"):
+    own = {"bert": "mlm", "transformer": "translation", "vit": "images"}
+    if kind != own.get(family, "causal"):
         raise UserError(
             f"data={data.get('name')} does not fit model={model_name}, which takes {takes}"
         )
@@ -294,8 +308,8 @@ def freeze(given: Any) -> RunConfig:
     if HydraConfig.initialized():
         line = HydraConfig.get()
         assert line.job.config_name is not None
-        command = _command(line.job.config_name, line.overrides.task)
-        config = dataclasses.replace(config, command=command)
+        told = command(line.job.config_name, line.overrides.task)
+        config = dataclasses.replace(config, command=told)
     _check_together(config)
     return config
 
@@ -304,8 +318,12 @@ def _check_together(config: RunConfig) -> None:
     """Raise a `UserError` if parts of the config cannot work together."""
     options = config.method_options
     distils = isinstance(options, distillation.Config) and options.kl_weight > 0
-    if distils and (config.dino is not None or isinstance(config.model, BertConfig)):
-        kind = "its own teacher" if config.dino is not None else "logits of the hidden tokens alone"
+    kinds: dict[type, str] = {
+        BertConfig: "logits of the hidden tokens alone",
+        TransformerConfig: "logits of padding as well",
+    }
+    kind = "its own teacher" if config.dino is not None else kinds.get(type(config.model))
+    if distils and kind is not None:
         raise UserError(
             f"method={config.method} distils from the model as it was, but model="
             f"{config.model_name} has {kind} here; set method.kl_weight=0 method.task_weight=1"
@@ -315,5 +333,10 @@ def _check_together(config: RunConfig) -> None:
             f"train.fp8_samples={config.train.fp8_samples}, but method={config.method} has no FP8 "
             "products here; set train.fp8_samples=null"
         )
-    if config.dino is not None and config.train.ema:
-        raise UserError("train.ema with self-distillation: its teacher is the average; set it to 0")
+    for name in ("ema", "average_last"):
+        if config.dino is not None and getattr(config.train, name):
+            raise UserError(
+                f"train.{name} with self-distillation: its teacher is the average; set it to 0"
+            )
+    if isinstance(config.data, PairsConfig) and config.train.ramp_batch is not None:
+        raise UserError("train.ramp_batch is not for pairs of sentences; set it to null")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,11 @@ _HIGHEST = 1e6  # of a learning rate: above it, the product with a decay factor 
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
 DTYPES = ("fp32", "bf16", "fp16")
-SCHEDULES = ("cosine", "linear", "sqrt", "triangle")
+SCHEDULES = ("cosine", "linear", "sqrt", "inverse_sqrt", "triangle")
 # Settings that a schedule does not have.
 UNUSED = {
     "sqrt": ("min_learning_rate", "cooldown_steps"),
+    "inverse_sqrt": ("min_learning_rate", "cooldown_steps"),
     "triangle": ("min_learning_rate", "cooldown_steps", "warmup_steps", "warmup_learning_rate"),
 }
 
@@ -33,11 +34,14 @@ class TrainConfig:
     optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
     learning_rate: peak. schedule: how it falls, see `experiments.training.schedules`;
         `warmup_steps` before that it rises from `warmup_learning_rate`, and over the last
-        `cooldown_steps` it goes on from `min_learning_rate` to 0. `sqrt` has no minimum and no
-        cooldown, `triangle` no warm-up either: these settings must be 0 there.
+        `cooldown_steps` it goes on from `min_learning_rate` to 0. `sqrt` and `inverse_sqrt` have no
+        minimum and no cooldown, `triangle` no warm-up either: these settings must be 0 there.
     weight_decay_end: the decay goes from `weight_decay` to it along a cosine; null = constant.
     grad_clip: global norm; 0 = off. eval_samples: held-out samples per evaluation.
     ema: factor by which an averaged copy of the weights keeps its value in a step; 0 = no copy.
+    average_last, average_every: the averaged copy is instead the mean of this many states of the
+        weights, or as many as a short run has, so many steps apart, the last one being that of the
+        end; 0 = no copy.
     ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
         this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
     dtype: of autocast, `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
@@ -60,6 +64,8 @@ class TrainConfig:
     weight_decay_end: float | None = None
     grad_clip: float = 1.0
     ema: float = 0.0
+    average_last: int = field(default=0, metadata={"added": True})
+    average_every: int = field(default=0, metadata={"added": True})
     ramp_batch: int | None = None
     ramp_micro_steps: int | None = None
     dtype: str = "fp32"
@@ -110,6 +116,7 @@ class TrainConfig:
                 )
         if not 0 <= self.ema < 1:
             raise ValueError(f"train.ema={self.ema}; it must lie in [0, 1)")
+        self._check_average()
         for name in ("warmup_steps", "cooldown_steps"):
             if not 0 <= getattr(self, name) <= self.steps:
                 raise ValueError(
@@ -122,6 +129,16 @@ class TrainConfig:
                 f"{self.cooldown_steps} together exceed train.steps={self.steps}"
             )
         self._check_ramp()
+
+    def _check_average(self) -> None:
+        last, every = self.average_last, self.average_every
+        if last < 0 or every < 0 or (last == 0) != (every == 0):
+            raise ValueError(
+                f"train.average_last={last} and train.average_every={every} go together; both are "
+                "0, or at least 1"
+            )
+        if last and self.ema:
+            raise ValueError("train.ema and train.average_last exclude each other; set one to 0")
 
     def _check_ramp(self) -> None:
         if (self.ramp_batch is None) != (self.ramp_micro_steps is None):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.corpus_source import EMBEDDED
+from experiments.data.corpus_source import EMBEDDED, NUMBERS
 from experiments.data.manifest import (
     SPLITS,
     TRAINED,
@@ -142,17 +142,17 @@ def load_tokens(config: DataConfig, seed: int, before: np.ndarray | None = None)
     if seed < 0:
         raise UserError(f"seed={seed} must not be negative")
     for corpus in config.corpora:
-        if corpus.source == EMBEDDED and not corpus.directory.exists():
+        if corpus.source in (EMBEDDED, NUMBERS) and not corpus.directory.exists():
             prepare(corpus)
     manifest = read_manifest(config)
-    files: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    files: dict[str, list[np.ndarray]] = {split: [] for split in manifest["splits"]}
     parts: list[Part] = []
     weights = config.weights or (1.0,)
     for corpus, weight in zip(config.corpora, weights, strict=True):
         own = read_manifest(corpus)
         check_files(corpus, own)
         dtype = token_type(own["tokenizer"]["vocab_size"])
-        for split in SPLITS:
+        for split in files:
             record = own["splits"][split]
             files[split] += [
                 np.memmap(corpus.directory / shard["file"], dtype=dtype, mode="r")

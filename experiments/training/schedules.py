@@ -17,6 +17,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     cosine: linear warm-up, then half a cosine from the peak to the minimum (nanoGPT).
     linear: linear warm-up, then a line from the peak to the minimum.
     sqrt: linear warm-up, then peak * sqrt(1 - p) (BERT of NVIDIA, SLoPe's recipe).
+    inverse_sqrt: linear warm-up, then peak * sqrt(warm-up / step) (Vaswani et al., 2017).
     triangle: peak * min(1/4 + p, 4 - 4 p), without warm-up (Cramming, arXiv 2212.14034): up to the
         peak at three quarters of the run, then down to 0.
     """
@@ -28,6 +29,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return low + (config.learning_rate - low) * step / config.warmup_steps
     if config.schedule == "sqrt":
         return config.learning_rate * math.sqrt(max(0.0, 1.0 - step / config.steps))
+    if config.schedule == "inverse_sqrt":
+        warmup = max(1, config.warmup_steps)
+        return config.learning_rate * math.sqrt(warmup / max(step, warmup))
     floor_at = config.steps - config.cooldown_steps
     if config.cooldown_steps and step >= floor_at:
         left = max(0, config.steps - step)

@@ -22,6 +22,7 @@ from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import checkpoint
 from experiments.support.errors import Stop, UserError, deferred_stop
 from experiments.support.progress import Progress, say
+from experiments.training import averages
 from experiments.training.distributed import World
 from experiments.training.optimization import (
     NonFiniteGradient,
@@ -89,7 +90,7 @@ class Trainer:
             ranks=world.size,
             group=group,
         )
-        own = _parameters(model) if train.ema else {}
+        own = _parameters(model) if averages.is_kept(train) else {}
         self.averages = {name: value.clone() for name, value in own.items()}
         self.step = 0
         self.seconds = 0.0
@@ -220,10 +221,7 @@ class Trainer:
         except NonFiniteGradient as error:
             self._stop_non_finite(float(self.world.mean(error.loss)), before)
         if self.averages:
-            own = _parameters(self.model)
-            torch._foreach_lerp_(
-                list(self.averages.values()), [own[n] for n in self.averages], 1 - self.train.ema
-            )
+            averages.update(self.averages, _parameters(self.model), self.train, self.step)
         if math.isfinite(norm):
             self.loss_sum, self.loss_count = self.loss_sum + loss, self.loss_count + 1
         return norm
@@ -241,8 +239,8 @@ class Trainer:
                 yield step, part
 
     def evaluate(self) -> dict[str, float]:
-        """The figures of the weights and, as `ema_...`, those of the averaged ones."""
-        return self.evaluate_weights() | self.evaluate_averages()
+        """The figures of the weights and, as `ema_...`, those of a running average of them."""
+        return self.evaluate_weights() | (self.evaluate_averages() if self.train.ema else {})
 
     @torch.no_grad()
     def evaluate_weights(self) -> dict[str, float]:
@@ -258,7 +256,8 @@ class Trainer:
         if not self.averages:
             return {}
         with self.averaged():
-            return {f"ema_{name}": value for name, value in self.evaluate_weights().items()}
+            prefix = "ema" if self.train.ema else "averaged"
+            return {f"{prefix}_{name}": value for name, value in self.evaluate_weights().items()}
 
     def forward(self, batch: Batch) -> tuple[Any, Any, Batch]:
         """(output, loss or None, the batch on the device) of the model in the training's dtype."""

@@ -104,13 +104,13 @@ def test_decoding_token_by_token_gives_the_logits_of_the_whole():
     model = randomised(Transformer(tiny()))
     source, input, mask = tokens((3, 9)), tokens((3, 7), seed=2), padding()
     whole = model(source, input, source_mask=mask)[0]
-    memory, state = model.encode(source, mask), model.state()
+    state = model.start(model.encode(source, mask))
     for t in range(7):
-        one = model.decode_next(input[:, t : t + 1], memory, mask, state)
+        one = model.decode_next(input[:, t : t + 1], state, mask)
         torch.testing.assert_close(one, whole[:, t], atol=1e-5, rtol=1e-5)
     for layer in state:
         layer.select(torch.tensor([2, 0]))
-    rows = model.decode_next(tokens((2, 1)), memory[[2, 0]], mask[[2, 0]], state)
+    rows = model.decode_next(tokens((2, 1)), state, mask[[2, 0]])
     longer = torch.cat([input[[2, 0]], tokens((2, 1))], 1)
     expected = model(source[[2, 0]], longer, source_mask=mask[[2, 0]])[0][:, -1]
     torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)

@@ -11,6 +11,7 @@ from experiments import dino, distill, pretrain
 from experiments.config.run import load
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
+from experiments.data.parallel import PairsConfig
 from experiments.data.prepare import prepare
 from experiments.support.errors import UserError
 
@@ -43,6 +44,7 @@ TINY = {
         "model.patch_size=16", "data.image_size=32",
     ],
     "hf": ["model.block_size=16"],
+    "transformer": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32"],
 }  # fmt: skip
 DINO = [
     "dino.prototypes=32", "dino.hidden=32", "dino.bottleneck=16", "dino.local_size=16",
@@ -62,6 +64,11 @@ def data(tmp_path_factory, hf_model):
     prepare(DataConfig(**settings, tokenizer="bpe", vocab_size=280))
     masked = MLMConfig(**settings | {"name": "masked"}, tokenizer="wordpiece", vocab_size=100)
     prepare(masked)
+    for split in ("train", "val", "test"):
+        for language in ("en", "de"):
+            (root / "text" / f"{split}.{language}").write_text("keep two of four\n" * 40)
+    pairs = settings | {"name": "pairs", "vocab_size": 280}
+    prepare(PairsConfig(**pairs, tokenizer="bpe"))
     for split in ("train", "val"):
         for name in ("cat", "dog"):
             folder = root / "images" / split / name
@@ -77,6 +84,9 @@ def data(tmp_path_factory, hf_model):
         "bert": [
             *text, "data.name=masked", "data.tokenizer=wordpiece", "data.vocab_size=100",
             "model.vocab_size=128", "model.n_inner=32", "data.sequence_length=null",
+        ],
+        "transformer": [
+            *text, "data.name=pairs", "data.vocab_size=280", "model.vocab_size=320",
         ],
         "vit": ["data.name=two", f"data.source={root / 'images'}"],
     }  # fmt: skip

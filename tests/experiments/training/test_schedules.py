@@ -51,6 +51,12 @@ def test_lines_and_roots():
     assert [learning_rate(root, s) for s in (10, 20, 75, 100)] == pytest.approx(
         [0.5, math.sqrt(0.8), 0.5, 0]
     )
+    inverse = train(schedule="inverse_sqrt", warmup_steps=4)
+    assert [learning_rate(inverse, s) for s in (0, 2, 4, 16, 100)] == pytest.approx(
+        [0, 0.5, 1, 0.5, 0.2]
+    )
+    at_once = train(schedule="inverse_sqrt")
+    assert [learning_rate(at_once, s) for s in (0, 1, 4)] == pytest.approx([1, 1, 0.5])
     high = train(warmup_steps=10, warmup_learning_rate=0.1)
     assert [learning_rate(high, s) for s in (0, 5, 10)] == pytest.approx([0.1, 0.55, 1])
 

@@ -1,0 +1,207 @@
+"""Pairs of sentences for translation, as the trainer's source. Shapes: B pairs, S source tokens, T
+target tokens.
+
+A sample is a bundle of pairs of like lengths, as many as `data.batch_tokens` holds with their
+padding. Each epoch has every pair once: pairs as long as each other are shuffled, then the bundles.
+How many bundles there are follows from the lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.corpus import Corpus
+from experiments.data.parallel import PairsConfig
+from experiments.data.shards import TokenFiles
+from experiments.data.source import Batch, Request
+from experiments.support.errors import UserError
+from models.transformer import TransformerConfig
+
+# Second words of the Philox keys; 0 to 3 are those of windows and masks.
+_PAIRS, _BUNDLES = 4, 5
+_EIGHT = 8  # a bundle of more pairs has a multiple of it: sizes that matrix units like
+
+
+class Sentences:
+    """The sentences of one split in its tokens: source and target in turn, each with its end."""
+
+    def __init__(self, tokens: np.ndarray | TokenFiles, end: int) -> None:
+        self.tokens, self.end = tokens[:], end
+        self.ends = np.flatnonzero(self.tokens == end) + 1  # behind the end-of-text token
+        self.lengths = np.diff(self.ends, prepend=0).reshape(-1, 2)  # of [source, target]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self, pairs: Sequence[int] | np.ndarray, side: int) -> list[np.ndarray]:
+        """Tokens of the sources (side 0) or the targets (1) of some pairs, with their ends."""
+        last = self.ends[2 * np.asarray(pairs) + side]
+        lengths = self.lengths[np.asarray(pairs), side]
+        return [self.tokens[e - n : e] for e, n in zip(last, lengths, strict=True)]
+
+
+def padded(rows: list[np.ndarray], fill: int) -> np.ndarray:
+    """[rows, the longest], int64, with `fill` behind the shorter ones."""
+    whole = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
+    for place, row in zip(whole, rows, strict=True):
+        place[: len(row)] = row
+    return whole
+
+
+def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
+    """Where bundles begin and the last one ends, in pairs sorted by `longest`, the longer of their
+    two sentences: a bundle has at most `tokens` on either side, each row as long as the last."""
+    starts = [0]
+    while (first := starts[-1]) < len(longest):
+        some = longest[first : first + tokens // int(longest[first])]
+        sizes = some * np.arange(1, len(some) + 1)  # of a bundle that ends with each pair
+        number = int(np.searchsorted(sizes, tokens, side="right"))
+        starts.append(first + (number // _EIGHT * _EIGHT or number))
+    return np.array(starts)
+
+
+class TranslationPairs:
+    """Bundles of pairs (experiments/data/source.py).
+
+    Batches are {"source": [B, S], "source_mask": [B, S], "input": [B, T], "target": [B, T]}, int64;
+    `input` begins with the end-of-text token, `target` is -1 behind its end. In training there is
+    also "target_tokens", a scalar: those of the step times the micro-batch's share of its bundles,
+    so that the mean over micro-batches is the mean over the tokens of the step.
+
+    Args:
+        batch_size: bundles per optimizer step.
+
+    Raises:
+        UserError: the corpus does not fit the model, or no pair is short enough.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self, corpus: Corpus, data: PairsConfig, model: TransformerConfig, batch_size: int
+    ) -> None:
+        if corpus.vocab_size > model.vocab_size:
+            raise UserError(
+                f"the corpus {corpus.directory} has {corpus.vocab_size} token ids, the model only "
+                f"{model.vocab_size}: set model.vocab_size to {-(-corpus.vocab_size // 64) * 64}"
+            )
+        self.corpus, self.data, self.batch_size = corpus, data, batch_size
+        self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
+        self.end: int = corpus.manifest["tokenizer"]["end_of_text"]
+        self.limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.train, self.val = (Split(self._sentences(s), self.limit) for s in ("train", "val"))
+        for name, split in (("train", self.train), ("val", self.val)):
+            if not len(split.pairs):
+                raise UserError(
+                    f"no pair of the {name} split of {self.directory} has at most {self.limit} "
+                    "tokens in either language; set data.max_tokens higher"
+                )
+
+    def _sentences(self, split: str) -> Sentences:
+        return Sentences(self.corpus.tokens[split], self.end)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return cut(self.train.longest, self.data.batch_tokens)
+
+    @cached_property
+    def _val_starts(self) -> np.ndarray:
+        return cut(self.val.longest, self.data.batch_tokens)
+
+    @cached_property
+    def tokens_per_sample(self) -> int:
+        """The mean over bundles of pairs times their longest sentence."""
+        starts, longest = self._starts, self.train.longest
+        return round(float(np.mean(np.diff(starts) * longest[starts[1:] - 1])))
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        for step, samples in requests:
+            numbers = [step * self.batch_size + index for index in range(self.batch_size)]
+            bundles = [self._bundle(number) for number in numbers]
+            total = sum(int(self.train.sentences.lengths[b, 1].sum()) for b in bundles)
+            chosen = np.concatenate([bundles[index] for index in samples])
+            batch = self._batch(self.train.sentences, chosen)
+            share = total * len(samples) / self.batch_size
+            yield {**batch, "target_tokens": torch.tensor(share, dtype=torch.float32)}
+
+    def _bundle(self, number: int) -> np.ndarray:
+        """The pairs of one of the bundles of a training, counted over all epochs."""
+        epoch, place = divmod(number, len(self._starts) - 1)
+        if epoch not in self._epochs:
+            # A step may have the end of one epoch and the start of the next.
+            self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
+            self._epochs[epoch] = self._shuffled(epoch)
+        order, bundles = self._epochs[epoch]
+        first, last = self._starts[bundles[place] : bundles[place] + 2]
+        return order[first:last]
+
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(pairs sorted by their lengths, like ones in random order; random order of bundles)."""
+        split = self.train
+        keys = self._words(_PAIRS, epoch, len(split.pairs))
+        order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
+        bundles = self._words(_BUNDLES, epoch, len(self._starts) - 1)
+        return split.pairs[order], np.argsort(bundles, kind="stable")
+
+    def _words(self, key: int, epoch: int, count: int) -> np.ndarray:
+        return np.random.Philox(
+            key=np.array([self.corpus.seed, key], dtype=np.uint64),
+            counter=np.array([0, epoch, 0, 0], dtype=np.uint64),
+        ).random_raw(count)
+
+    @property
+    def eval_size(self) -> int:
+        return len(self._val_starts) - 1
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """`count` bundles of the validation split, evenly spaced over their lengths."""
+        chosen = np.arange(count, dtype=np.int64) * self.eval_size // count
+        parts = [self.val.pairs[slice(*self._val_starts[i : i + 2])] for i in chosen]
+        return (
+            self._batch(self.val.sentences, np.concatenate(parts[first : first + batch_size]))
+            for first in range(0, count, batch_size)
+        )
+
+    def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        targets = int((batch["target"] != -1).sum())
+        return {"loss": loss * targets}, targets
+
+    def describe(self) -> dict[str, Any]:
+        """The corpus, the bundles of an epoch, and how many pairs of the training were too long or
+        empty and are left out."""
+        left_out = len(self.train.sentences) - len(self.train.pairs)
+        return {**self.corpus.manifest, "bundles": len(self._starts) - 1, "left_out": left_out}
+
+    def _batch(self, sentences: Sentences, pairs: np.ndarray) -> Batch:
+        sources, targets = sentences.rows(pairs, 0), sentences.rows(pairs, 1)
+        source, target = padded(sources, self.end), padded(targets, -1)
+        lengths = np.array([len(row) for row in sources])
+        input = np.where(target == -1, self.end, target)
+        input = np.concatenate([np.full((len(pairs), 1), self.end), input[:, :-1]], axis=1)
+        batch = {
+            "source": source,
+            "source_mask": (np.arange(source.shape[1]) < lengths[:, None]).astype(np.int64),
+            "input": input,
+            "target": target,
+        }
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+class Split:
+    """The pairs of a split that are short enough, sorted by the longer of their two sentences, then
+    by target and source."""
+
+    def __init__(self, sentences: Sentences, limit: int) -> None:
+        lengths = sentences.lengths
+        kept = np.flatnonzero((lengths.max(1) <= limit) & (lengths.min(1) > 1))
+        order = np.lexsort((lengths[kept, 0], lengths[kept, 1], lengths[kept].max(1)))
+        self.sentences, self.pairs = sentences, kept[order]
+        self.lengths = lengths[self.pairs]
+        self.longest = self.lengths.max(1)

@@ -1,0 +1,197 @@
+"""Sentences in two languages: which, and where they are read from.
+
+A folder of text files with a sentence a line, `train.en` and `train.de`, `val.*` and `test.*`; or
+of Parquet files as WMT14 has them on the hub, `train-*`, `validation-*` and `test-*`, with a column
+`translation` of both; or such a folder on the hub; or the embedded numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from experiments.data import numbers
+from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
+from experiments.data.manifest import DataConfig
+from experiments.support.errors import UserError
+
+Pair = tuple[str, str]
+
+# The three splits, as the hub's files are named.
+SPLITS = {"train": "train", "val": "validation", "test": "test"}
+_BATCH = 128  # pairs
+
+
+@dataclass(frozen=True)
+class PairsConfig(DataConfig):
+    """Pairs of sentences, and how they make batches. One BPE serves both languages.
+
+    objective: `translation`, by which a config is known for one of pairs. source_language,
+    target_language: endings of the files' names and keys of the column. batch_tokens: a sample
+    of a training is a bundle of pairs of like lengths, whose sources and whose targets, each with
+    padding, have at most so many tokens. max_tokens: longer sentences are left out; null = those
+    that the model does not take.
+    """
+
+    objective: str = "translation"
+    source_language: str = "en"
+    target_language: str = "de"
+    batch_tokens: int = 4096
+    max_tokens: int | None = None
+
+    similar: ClassVar[str] = "wmt14_en_de"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective != "translation":
+            raise UserError(f"data.objective={self.objective}; pairs have translation")
+        if self.tokenizer not in ("bpe", "gpt2"):  # whose tokens give back every text
+            raise UserError(f"data.tokenizer={self.tokenizer}; pairs take bpe or gpt2")
+        languages = (self.source_language, self.target_language)
+        if languages[0] == languages[1]:
+            raise UserError(
+                f"data.source_language and data.target_language are both {languages[0]}"
+            )
+        if self.source == NUMBERS and {*languages} != {"de", "en"}:
+            raise UserError(
+                f"the embedded numbers are in de and en, not in {' and '.join(languages)}"
+            )
+        for name, only in {"order": "drawn", "shard_tokens": None, "parts": ()}.items():
+            if getattr(self, name) != only:
+                raise UserError(
+                    f"data.{name} is not for pairs of sentences, which go in epochs of their own "
+                    "and have one file for each split; leave it out"
+                )
+        for name in ("batch_tokens", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 8:
+                raise UserError(f"data.{name}={value}; it must be at least 8")
+        if self.max_tokens is not None and self.max_tokens > self.batch_tokens:
+            raise UserError(
+                f"data.max_tokens={self.max_tokens} is above data.batch_tokens="
+                f"{self.batch_tokens}: such a sentence fits into no batch"
+            )
+
+    @property
+    def directory(self) -> Path:
+        plain = super().directory
+        return plain.with_name(f"{plain.name}-{self.source_language}-{self.target_language}")
+
+    @property
+    def prepare_command(self) -> str:
+        # Any Transformer will do: it is what makes pairs fit.
+        return super().prepare_command.replace(" data=", " model=transformer_nano data=", 1)
+
+    def files(self) -> tuple[str, list[str] | str]:
+        if self.source.startswith(HUB):
+            return "parquet", self.source
+        folder = Path(self.source)
+        if not folder.is_dir():
+            raise UserError(f"data.source={self.source} is no folder of pairs of sentences")
+        languages = (self.source_language, self.target_language)
+        texts = [folder / f"{split}.{language}" for split in SPLITS for language in languages]
+        if missing := [path.name for path in texts if not path.is_file()]:
+            found = {split: sorted(folder.glob(f"{SPLITS[split]}-*.parquet")) for split in SPLITS}
+            if all(found.values()):
+                return "parquet", [str(path) for paths in found.values() for path in paths]
+            raise UserError(
+                f"data.source={self.source} lacks {', '.join(missing)}; it must hold text files of "
+                "these names, a sentence a line, or train-*.parquet, validation-*.parquet and "
+                "test-*.parquet"
+            )
+        return "text", [str(path) for path in texts]
+
+
+def documents(config: PairsConfig) -> Documents:
+    """Source and target sentences in turn: each is a document, so one tokenizer serves both.
+
+    Raises:
+        UserError: two files of a split have different numbers of lines, or are not UTF-8.
+    """
+    sizes = {split: 2 * pairs for split, pairs in _count(config).items()}
+    languages = [config.source_language, config.target_language]
+    description = {"languages": languages, "split": "its own"}
+    return Documents(lambda split: _batches(config, split), sizes, description)
+
+
+def _count(config: PairsConfig) -> dict[str, int]:
+    """Pairs of each split."""
+    if config.source == NUMBERS:
+        return {split: numbers.SIZES[split] for split in SPLITS}
+    if config.files()[0] == "parquet":
+        table = _tables(config)
+        return {split: len(table[split]) for split in SPLITS}
+    counts = {}
+    for split in SPLITS:
+        lines = [sum(1 for _ in path.open("rb")) for path in _texts(config, split)]
+        if lines[0] != lines[1] or not lines[0]:
+            first, second = _texts(config, split)
+            raise UserError(
+                f"{first} has {lines[0]} lines and {second} has {lines[1]}; they must be the same "
+                "number, at least 1"
+            )
+        counts[split] = lines[0]
+    if found := not_utf8([str(path) for split in SPLITS for path in _texts(config, split)]):
+        raise UserError(f"{found}; save it as UTF-8")
+    return counts
+
+
+def _batches(config: PairsConfig, split: str) -> Iterator[list[str]]:
+    """The sentences of a split: source, target, source, target, and so on."""
+    pairs = iter(_pairs(config, split))
+    while some := list(islice(pairs, _BATCH)):
+        yield [" ".join(sentence.split()) for pair in some for sentence in pair]
+
+
+def _pairs(config: PairsConfig, split: str) -> Iterable[Pair]:
+    source, target = config.source_language, config.target_language
+    if config.source == NUMBERS:
+        found = numbers.pairs(split)
+        return found if source == "de" else ((english, german) for german, english in found)
+    if config.files()[0] == "parquet":
+        rows = _tables(config)[split]
+        return ((row["translation"][source], row["translation"][target]) for row in rows)
+    return _lines(config, split)
+
+
+def _texts(config: PairsConfig, split: str) -> list[Path]:
+    languages = (config.source_language, config.target_language)
+    return [Path(config.source) / f"{split}.{language}" for language in languages]
+
+
+def _lines(config: PairsConfig, split: str) -> Iterator[Pair]:
+    first, second = _texts(config, split)
+    with (
+        first.open(encoding="utf-8", newline="\n") as sources,
+        second.open(encoding="utf-8", newline="\n") as targets,
+    ):
+        yield from zip(sources, targets, strict=True)
+
+
+def _tables(config: PairsConfig) -> Any:
+    """The Parquet files as a table for each split."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "reading data files needs the datasets library: pip install 'sparse24[hf]'"
+        ) from error
+    files = {split: f"{config.source}/{name}-*.parquet" for split, name in SPLITS.items()}
+    try:
+        table = datasets.load_dataset("parquet", data_files=files)
+    except Exception as error:  # of many libraries: network, file system, Parquet
+        raise UserError(
+            f"could not read data.source={config.source} ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); pass data.source=FOLDER with "
+            f"train.{config.source_language}, train.{config.target_language} and so on"
+        ) from error
+    languages = {config.source_language, config.target_language}
+    features = table["train"].features.get("translation")
+    known = set(getattr(features, "languages", None) or features or ())
+    if not languages <= known:
+        raise UserError(
+            f"{config.source} has no column translation with {' and '.join(sorted(languages))}"
+        )
+    return table

@@ -1,0 +1,99 @@
+"""Beam search: the most likely translations of an encoder-decoder.
+
+Shapes: B sentences, K beams, V tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search. The defaults are those of Vaswani et al. (2017, section 6.1).
+
+    beam: hypotheses that are kept. length_penalty: the log probability of a translation of n
+    tokens, its end among them, is divided by ((5 + n) / 6) to this power (Wu et al., 2016, arXiv
+    1609.08144). longer: tokens that a translation may have more than its source.
+    """
+
+    beam: int = 4
+    length_penalty: float = 0.6
+    longer: int = 50
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise ValueError(f"beam={self.beam}; it must be at least 1")
+        if self.longer < 0:
+            raise ValueError(f"longer={self.longer}; it must not be negative")
+
+    def score(self, log_probability: float, tokens: int) -> float:
+        """What translations are compared by."""
+        return log_probability / ((5 + tokens) / 6) ** self.length_penalty
+
+
+@torch.no_grad()
+def translate(
+    model: Transformer, source: Tensor, source_mask: Tensor, end: int, vocab_size: int, how: Search
+) -> list[list[int]]:
+    """The best translation of each source, as tokens without their end.
+
+    In each step those of the K best continuations that end are finished, and the K best that do not
+    end go on. A sentence is done with K finished translations, or at its greatest length, where all
+    must end.
+
+    Args:
+        model: in evaluation mode.
+        source, source_mask: [B, S] as the model takes them. end: the end-of-text token, with which
+            translations begin, too. vocab_size: tokens from here on are no words.
+    """
+    sentences, beam, device = len(source), how.beam, source.device
+    limit = model.config.block_size - 1  # of tokens without the end
+    most = (source_mask.sum(1) + how.longer).clamp(max=limit)
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(sentences)]
+    here = torch.arange(sentences, device=device)  # the sentences that are not done
+    state = model.start(model.encode(source, source_mask))
+    rows = here.repeat_interleave(beam)
+    for layer in state:
+        layer.select(rows)
+    mask = source_mask[rows]
+    tokens = torch.full((sentences, beam, 1), end, device=device)
+    scores = torch.full((sentences, beam), -torch.inf, device=device)
+    scores[:, 0] = 0.0  # the beams are alike at first: one of them is enough
+    while True:
+        written = tokens.shape[2] - 1
+        logits = model.decode_next(tokens[:, :, -1].reshape(-1, 1), state, mask)
+        every = logits.float().log_softmax(-1).unflatten(0, (-1, beam)) + scores[..., None]
+        every[..., vocab_size:] = -torch.inf
+        last = most[here] <= written
+        stays = torch.arange(every.shape[-1], device=device) != end
+        every = every.masked_fill(last[:, None, None] & stays, -torch.inf)
+        best, index = every.flatten(1).topk(min(2 * beam, every[0].numel()))
+        origin, token = index // every.shape[-1], index % every.shape[-1]
+        ended = (token == end) & best.isfinite()
+        for row, place in ended[:, :beam].nonzero().tolist():
+            found = tokens[row, origin[row, place], 1:].tolist()
+            score = how.score(float(best[row, place]), written + 1)
+            finished[int(here[row])].append((score, found))
+        going = [
+            row
+            for row, sentence in enumerate(here.tolist())
+            if len(finished[sentence]) < beam and not last[row]
+        ]
+        if not going:
+            return [max(found, key=lambda pair: pair[0])[1] if found else [] for found in finished]
+        kept = torch.tensor(going, device=device)
+        scores, chosen = best[kept].masked_fill(token[kept] == end, -torch.inf).topk(beam)
+        parents = origin[kept].gather(1, chosen)
+        rows = (kept[:, None] * beam + parents).flatten()
+        token = token[kept].gather(1, chosen)
+        tokens = torch.cat([tokens.flatten(0, 1)[rows], token.reshape(-1, 1)], 1)
+        tokens = tokens.unflatten(0, (-1, beam))
+        here, mask = here[kept], mask[rows]
+        for layer in state:
+            layer.select(rows)

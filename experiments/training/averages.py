@@ -1,0 +1,32 @@
+"""The averaged copy of a training's weights, by one of two rules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from experiments.config.settings import TrainConfig
+
+
+def is_kept(train: TrainConfig) -> bool:
+    """Whether a training has an averaged copy."""
+    return bool(train.ema or train.average_last)
+
+
+def update(
+    averages: dict[str, Tensor], own: dict[str, Tensor], train: TrainConfig, step: int
+) -> None:
+    """Take the weights `own`, as they are after step `step`, into the averages, in place.
+
+    `ema`: every step's, with a fixed share. `average_last`: those of the last steps that are
+    `average_every` apart and end with the last one, all with the same share in the end.
+    """
+    share = 1 - train.ema
+    if train.average_last:
+        last, every = train.steps - 1, train.average_every
+        count = min(train.average_last, last // every + 1)
+        later, between = divmod(last - step, every)
+        if between or later >= count:
+            return
+        share = 1 / (count - later)
+    torch._foreach_lerp_(list(averages.values()), [own[name] for name in averages], share)

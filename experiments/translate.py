@@ -1,0 +1,155 @@
+"""Train a Transformer to translate: `python -m experiments.translate method=s_ste`.
+
+The default task needs no network: German numbers into English ones. WMT14 from English to German is
+`model=transformer_base`, with `data.source=FOLDER` for local files. The training itself is that of
+`experiments.pretrain`, with the same files in the same place. Then the sentences of the test split
+are translated by beam search, with the averaged weights where there are some
+(`train.average_last`):
+
+    search.beam=4            hypotheses that are kept
+    search.length_penalty=0.6
+    search.longer=50         tokens that a translation may have more than its source
+
+The translations go into `translations.txt` of the run, a line each; `bleu`, `bleu_tokenized` and
+`exact_match`, all in percent (experiments/evaluation/bleu.py), into the metrics of `result.json`,
+with `val_bleu`, that of the validation split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from experiments.config import run as configuration
+from experiments.config.compose import composed, typed
+from experiments.config.driver import driver
+from experiments.config.run import RunConfig
+from experiments.data.corpus import Corpus, load_tokens
+from experiments.data.pairs import Sentences, padded
+from experiments.data.parallel import PairsConfig
+from experiments.evaluation import bleu
+from experiments.evaluation.beam import Search, translate
+from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.finished import FinishedRun
+from experiments.support import checkpoint, results
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import pretraining
+from models.transformer import Transformer
+
+FILE = "translations.txt"
+BATCH = 64  # sentences that are translated at once
+
+
+@dataclass(frozen=True)
+class TranslateConfig(RunConfig):
+    """A training, and how its model is searched for translations."""
+
+    search: Search = field(default_factory=Search)
+
+
+def freeze(given: Any) -> TranslateConfig:
+    """The typed form of a composed `DictConfig`."""
+    run = configuration.freeze(given)
+    search = typed(Search, "search", given["search"])
+    if not isinstance(run.data, PairsConfig):
+        raise UserError(
+            f"model={run.model_name} does not translate; choose model=transformer_nano or "
+            "transformer_base, or train it with `python -m experiments.pretrain`"
+        )
+    return TranslateConfig(
+        **{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, search=search
+    )
+
+
+def load(overrides: list[str] | None = None) -> TranslateConfig:
+    """Compose `conf/translate.yaml` with hydra overrides; a UserError for one that does not fit."""
+    config = composed("translate", freeze, overrides)
+    return dataclasses.replace(config, command=configuration.command("translate", overrides or []))
+
+
+def finished(config: TranslateConfig) -> dict[str, Any] | None:
+    """The result of this very config, if it was trained and its translations scored."""
+    result = pretraining.finished(config)
+    return result if result is not None and _is_scored(config, result) else None
+
+
+def _is_scored(config: TranslateConfig, result: dict[str, Any]) -> bool:
+    there = (config.directory() / FILE).is_file()
+    return there and result.get("search") == dataclasses.asdict(config.search)
+
+
+def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """Train as `pretraining.run` does, then translate; returns the content of `result.json`.
+
+    Raises:
+        UserError: as there, or sacrebleu is not installed.
+    """
+    bleu.require()
+    result = pretraining.run(config, report)
+    if int(os.environ.get("RANK", "0")) or _is_scored(config, result):
+        return result
+    trained = FinishedRun.open(config.directory())
+    model = trained.averaged() or trained.model()
+    assert isinstance(model, Transformer) and isinstance(config.data, PairsConfig)
+    gpu = config.impl.device != "cpu" and torch.cuda.is_available()
+    corpus = load_tokens(config.data, config.seed)
+    model.eval().to("cuda" if gpu else "cpu")
+    with pretraining.process_settings(config.impl):
+        validation = bleu.score(*translations(model, corpus, "val", config.search))
+        found, references = translations(model, corpus, "test", config.search)
+    scores = bleu.score(found, references)
+    lines = "".join(f"{line}\n" for line in found).encode()
+    checkpoint.write_atomic(config.directory() / FILE, lambda path: path.write_bytes(lines))
+    result["metrics"] |= {
+        "bleu": scores.bleu,
+        "bleu_tokenized": scores.bleu_tokenized,
+        "exact_match": scores.exact_match,
+        "val_bleu": validation.bleu,
+    }
+    result["search"] = dataclasses.asdict(config.search)
+    result["bleu_signature"] = scores.signature
+    checkpoint.write_json(config.directory() / results.FILE, result)
+    report(
+        f"BLEU {scores.bleu:.2f}, tokenised {scores.bleu_tokenized:.2f}, exact match "
+        f"{scores.exact_match:.1f} % of {len(found)} sentences -> {config.directory() / FILE}"
+    )
+    return result
+
+
+def translations(
+    model: Transformer, corpus: Corpus, split: str, how: Search
+) -> tuple[list[str], list[str]]:
+    """(translations, references) of a split, in its order.
+
+    Sources that the model does not take whole are cut.
+    """
+    text = Sentences(corpus.tokens[split], corpus.encoding.eot_token)
+    device, longest = model.embedding.weight.device, model.config.block_size
+    order = text.lengths[:, 0].argsort(kind="stable")
+    found: list[str] = [""] * len(text)
+    for first in range(0, len(text), BATCH):
+        chosen = order[first : first + BATCH]
+        rows = [row[:longest] for row in text.rows(chosen, 0)]
+        source = torch.from_numpy(padded(rows, text.end)).to(device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = (torch.arange(source.shape[1], device=device) < lengths[:, None]).long()
+        best = translate(model, source, mask, text.end, corpus.vocab_size, how)
+        for place, tokens in zip(chosen, best, strict=True):
+            found[place] = " ".join(corpus.encoding.decode(tokens).split())
+    references = [row[:-1].tolist() for row in text.rows(range(len(text)), 1)]
+    return found, [corpus.encoding.decode(row) for row in references]
+
+
+@driver("translate", freeze, after_sweep=lambda runs: print(of_sweep(runs, "metrics.bleu")))
+def main(config: TranslateConfig) -> Run:
+    return Run(config.directory(), run(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""Pairs of sentences: numbers in words, parallel files, bundles of like lengths."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.config.run import load
+from experiments.data import numbers, parallel
+from experiments.data.corpus import Corpus, load_tokens
+from experiments.data.manifest import read_manifest
+from experiments.data.pairs import Sentences, TranslationPairs, cut
+from experiments.data.parallel import PairsConfig
+from experiments.data.prepare import prepare
+from experiments.support.errors import UserError
+from models.transformer import Transformer, TransformerConfig
+
+MODEL = TransformerConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=384, block_size=32)
+END = 299
+
+
+# ------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize(
+    ("number", "german", "english"),
+    [
+        (0, "null", "zero"),
+        (1, "eins", "one"),
+        (16, "sechzehn", "sixteen"),
+        (21, "einundzwanzig", "twenty-one"),
+        (70, "siebzig", "seventy"),
+        (101, "einhunderteins", "one hundred one"),
+        (1000, "eintausend", "one thousand"),
+        (201_000, "zweihunderteintausend", "two hundred one thousand"),
+        (
+            234_567,
+            "zweihundertvierunddreißigtausendfünfhundertsiebenundsechzig",
+            "two hundred thirty-four thousand five hundred sixty-seven",
+        ),
+        (999_017, "neunhundertneunundneunzigtausendsiebzehn", None),
+    ],
+)
+def test_numbers_in_words(number, german, english):
+    assert numbers.german(number) == german
+    assert english is None or numbers.english(number) == english
+
+
+def test_the_splits_are_apart_and_the_same_everywhere():
+    splits = {split: numbers.numbers(split) for split in numbers.SIZES}
+    assert {split: len(found) for split, found in splits.items()} == numbers.SIZES
+    every = [number for found in splits.values() for number in found]
+    assert len(set(every)) == len(every) and max(every) < 10**6
+    assert splits["test"][:3] == [595305, 922315, 159861]
+    assert len({numbers.german(n) for n in every}) == len(every)
+    assert len({numbers.english(n) for n in every}) == len(every)
+
+
+# ------------------------------------------------------------------------------ preparing
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """The embedded numbers, a hundredth of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbers, "SIZES", {"test": 20, "val": 40, "train": 400})
+        config = numbers_config(str(tmp_path_factory.mktemp("numbers")))
+        return load_tokens(config, seed=3)
+
+
+def numbers_config(root, **changes):
+    options = {"tokenizer": "bpe", "vocab_size": 300, "source_language": "de"}
+    return PairsConfig("numbers", "numbers", root, target_language="en", **(options | changes))
+
+
+def text_of(corpus, split):
+    """Every document of a split, decoded."""
+    tokens = corpus.tokens[split].tolist()
+    found, document = [], []
+    for token in tokens:
+        if token == corpus.encoding.eot_token:
+            found.append(corpus.encoding.decode(document))
+            document = []
+        else:
+            document.append(token)
+    return found
+
+
+def test_a_prepared_corpus_gives_back_every_sentence(corpus):
+    test = text_of(corpus, "test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbers, "SIZES", {"test": 20, "val": 40, "train": 400})
+        assert list(zip(test[::2], test[1::2], strict=True)) == list(numbers.pairs("test"))
+    splits = corpus.manifest["splits"]
+    assert {name: record["documents"] for name, record in splits.items()} == {
+        "train": 800,
+        "val": 80,
+        "test": 40,
+    }
+    assert corpus.manifest["source"]["languages"] == ["de", "en"]
+
+
+LINES = {
+    "train": [("A b c.", "Ä b c."), ("Two  words", "Zwei Wörter"), ("", "leer"), ("x", "y")],
+    "val": [("one", "eins")],
+    "test": [("the end", "das Ende")],
+}
+
+
+@pytest.fixture(params=["text", "parquet"])
+def folder(request, tmp_path):
+    """The lines above as parallel files, or as WMT14's files on the hub are."""
+    if request.param == "text":
+        for split, pairs in LINES.items():
+            for language, sentences in zip(("en", "de"), zip(*pairs, strict=True), strict=True):
+                text = "".join(f"{sentence}\n" for sentence in sentences)
+                (tmp_path / f"{split}.{language}").write_text(text, encoding="utf-8")
+    else:
+        import datasets
+
+        for split, pairs in LINES.items():
+            rows = [{"translation": {"de": german, "en": english}} for english, german in pairs]
+            table = datasets.Dataset.from_list(rows)
+            table.to_parquet(tmp_path / f"{parallel.SPLITS[split]}-00000-of-00001.parquet")
+    return tmp_path
+
+
+def file_config(folder, **changes):
+    return PairsConfig(
+        "own",
+        str(folder),
+        str(folder / "data"),
+        **({"tokenizer": "bpe", "vocab_size": 280} | changes),
+    )
+
+
+def test_files_of_both_kinds(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    config = file_config(folder)
+    prepare(config)
+    corpus = load_tokens(config, seed=0)
+    for split, pairs in LINES.items():
+        plain = [" ".join(sentence.split()) for pair in pairs for sentence in pair]
+        assert text_of(corpus, split) == plain
+    assert prepare(config) == config.directory  # kept
+    source = TranslationPairs(corpus, config, replace(MODEL, vocab_size=280), 1)
+    assert source.describe()["left_out"] == 1  # the empty one
+    with pytest.raises(UserError, match="was made from"):
+        (folder / "train.en").write_text("other\n" * 4)
+        (folder / "train.de").write_text("other\n" * 4)
+        for split in ("val", "test"):
+            for language in ("en", "de"):
+                (folder / f"{split}.{language}").write_text("other\n")
+        read_manifest(config)
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    config = file_config(tmp_path)
+    with pytest.raises(UserError, match=r"lacks train\.en, train\.de, val\.en"):
+        prepare(config)
+    for split in LINES:
+        (tmp_path / f"{split}.en").write_text("a\nb\n")
+        (tmp_path / f"{split}.de").write_text("a\n")
+    with pytest.raises(UserError, match=r"train\.en has 2 lines and .*train\.de has 1"):
+        prepare(config)
+    for split in LINES:
+        (tmp_path / f"{split}.de").write_bytes(b"a\n\xff\n")
+    with pytest.raises(UserError, match=r"train\.de is not UTF-8: byte 2"):
+        prepare(config)
+    assert not config.directory.exists()
+    with pytest.raises(UserError, match="is no folder of pairs"):
+        prepare(file_config(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"objective": "mlm"}, "data.objective=mlm; pairs have translation"),
+        ({"tokenizer": "wordpiece"}, "data.tokenizer=wordpiece; pairs take bpe or gpt2"),
+        ({"source_language": "de"}, "are both de"),
+        ({"order": "epochs"}, "data.order is not for pairs of sentences"),
+        ({"shard_tokens": 100}, "data.shard_tokens is not for pairs"),
+        ({"batch_tokens": 4}, "data.batch_tokens=4; it must be at least 8"),
+        ({"max_tokens": 5000}, "data.max_tokens=5000 is above data.batch_tokens=4096"),
+        ({"source": "numbers", "target_language": "fr"}, "the embedded numbers are in de and en"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, changes, says):
+    source = changes.pop("source", str(tmp_path))
+    with pytest.raises(UserError, match=says):
+        PairsConfig("own", source, **({"tokenizer": "bpe", "vocab_size": 280} | changes))
+
+
+# ------------------------------------------------------------------------------ bundles
+
+
+def corpus_of(lengths, seed=0, vocab_size=300):
+    """A corpus of these (source, target) lengths, ends counted; a pair's first token is its own."""
+    tokens = []
+    for number, pair in enumerate(lengths):
+        for length in pair:
+            tokens += [number] * (length - 1) + [END]
+    splits = {split: np.array(tokens, dtype=np.uint16) for split in ("train", "val", "test")}
+    manifest = {
+        "tokenizer": {"vocab_size": vocab_size, "end_of_text": END},
+        "splits": {split: {"sha256": split} for split in splits},
+    }
+    return Corpus(SimpleNamespace(name="made"), manifest, splits, seed)
+
+
+def pairs_config(**changes):
+    return PairsConfig("own", "unused", **({"tokenizer": "bpe", "vocab_size": 300} | changes))
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    return np.random.default_rng(0).integers(2, 20, (90, 2)).tolist()
+
+
+def source_of(lengths, batch_size=2, seed=0, model=MODEL, **changes):
+    config = pairs_config(**({"batch_tokens": 64} | changes))
+    return TranslationPairs(corpus_of(lengths, seed), config, model, batch_size)
+
+
+def test_bundles_by_hand():
+    """64 tokens: sixteen of 4 (a multiple of eight), then three of at most 20, then one of 40."""
+    longest = np.array([4] * 17 + [19, 20, 20, 40])
+    assert cut(longest, 64).tolist() == [0, 16, 19, 20, 21]
+    assert cut(np.array([5]), 64).tolist() == [0, 1]
+
+
+def test_every_pair_comes_once_an_epoch_within_the_budget(lengths):
+    source = source_of(lengths)
+    count = source.describe()["bundles"]
+    assert source.eval_size == count
+    epochs = []
+    for epoch in range(2):
+        seen = []
+        for number in range(epoch * count, (epoch + 1) * count):
+            step, index = divmod(number, 2)
+            batch = next(source.batches([(step, range(index, index + 1))]))
+            assert batch["source"].numel() <= 64 and batch["target"].numel() <= 64
+            seen.append(sorted(batch["source"][:, 0].tolist()))
+        assert sorted(pair for bundle in seen for pair in bundle) == list(range(90))
+        epochs.append(seen)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_batch_is_padded_and_shifted():
+    [batch] = source_of([(3, 2), (2, 4)], batch_size=1).batches([(0, range(1))])
+    order = batch["source"][:, 0].tolist()
+    expected = {
+        0: ([0, 0, END], [1, 1, 1], [END, 0, END, END], [0, END, -1, -1]),
+        1: ([1, END, END], [1, 1, 0], [END, 1, 1, 1], [1, 1, 1, END]),
+    }
+    for row, pair in enumerate(order):
+        names = ("source", "source_mask", "input", "target")
+        assert tuple(batch[name][row].tolist() for name in names) == expected[pair]
+    assert sorted(order) == [0, 1] and batch["target_tokens"] == 6
+
+
+def test_any_split_of_a_step_gives_its_loss_and_gradient(lengths):
+    """Ranks and micro-batches: the mean over them is the mean over the tokens of the step."""
+    source = source_of(lengths, batch_size=4)
+    torch.manual_seed(0)
+    model = Transformer(replace(MODEL, dropout=0.0)).double()
+
+    def of(*parts):
+        model.zero_grad()
+        total = 0.0
+        for batch in source.batches((5, part) for part in parts):
+            loss = model(**batch)[1] / len(parts)
+            loss.backward()
+            total += float(loss.detach())
+        return total, model.encoder.layers[0].mlp.fc1.weight.grad.clone()
+
+    whole = of(range(4))
+    for parts in ([range(2), range(2, 4)], [range(i, i + 1) for i in range(4)]):
+        loss, gradient = of(*parts)
+        assert loss == pytest.approx(whole[0], rel=1e-12)
+        torch.testing.assert_close(gradient, whole[1], rtol=1e-9, atol=1e-12)
+
+
+def test_batches_depend_on_the_seed_and_the_request_alone(lengths):
+    first, again, other = source_of(lengths), source_of(lengths), source_of(lengths, seed=1)
+    late = (40, range(2))  # some epochs on
+    walked = list(first.batches((step, range(2)) for step in range(41)))[-1]
+    [asked], [different] = again.batches([late]), other.batches([late])
+    assert all(torch.equal(walked[name], asked[name]) for name in walked)
+    assert not all(
+        walked[n].shape == different[n].shape and torch.equal(walked[n], different[n])
+        for n in walked
+    )
+
+
+def test_evaluation_takes_bundles_at_equal_distances_whatever_the_batch(lengths):
+    source = source_of(lengths)
+    ones = list(source.eval_batches(4, 1))
+    assert len(ones) == 4 and all("target_tokens" not in batch for batch in ones)
+    pairs = sorted(p for batch in ones for p in batch["source"][:, 0].tolist())
+    both = list(source.eval_batches(4, 3))
+    assert sorted(p for batch in both for p in batch["source"][:, 0].tolist()) == pairs
+    widths = [batch["target"].shape[1] for batch in ones]
+    assert widths == sorted(widths) and widths[0] < widths[-1]
+
+
+def test_long_and_empty_pairs_are_left_out_and_counted(lengths):
+    odd = [*lengths, [33, 2], [2, 33], [1, 5], [32, 32]]
+    source = source_of(odd, batch_size=1)
+    assert source.describe()["left_out"] == 3
+    assert source_of(odd, max_tokens=12).limit == 12
+    with pytest.raises(UserError, match=r"no pair of the train split of .* has at most 8 tokens"):
+        source_of([[9, 9]], max_tokens=8)
+    with pytest.raises(UserError, match="has 300 token ids, the model only 256"):
+        source_of(lengths, model=replace(MODEL, vocab_size=256))
+
+
+def test_sentences_are_found_by_their_ends():
+    sentences = Sentences(np.array([1, 2, END, 3, END, END, 4, 5, 6, END], dtype=np.uint16), END)
+    assert sentences.lengths.tolist() == [[3, 2], [1, 4]]
+    assert [row.tolist() for row in sentences.rows([1, 0], 1)] == [[4, 5, 6, END], [3, END]]
+
+
+def test_pairs_go_with_an_encoder_decoder_alone():
+    config = load(["model=transformer_nano"])
+    assert config.data.name == "numbers" and config.train.schedule == "inverse_sqrt"
+    with pytest.raises(UserError, match="does not fit model=transformer, which takes pairs"):
+        load(["model=transformer_nano", "data=stdlib"])
+    with pytest.raises(UserError, match="does not fit model=gpt2"):
+        load(["data=numbers"])
+    with pytest.raises(UserError, match="logits of padding as well"):
+        load(["model=transformer_nano", "method=ast"])
+    base = load(["model=transformer_base"])
+    assert base.data.source_language == "en" and base.train.average_last
+    assert json.dumps(base.identity())

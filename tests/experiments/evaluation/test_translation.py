@@ -1,0 +1,167 @@
+"""Beam search against every translation there is, and BLEU against sacrebleu and its definition."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import sacrebleu
+import torch
+from sacrebleu.tokenizers.tokenizer_intl import TokenizerV14International
+
+from experiments.evaluation import bleu
+from experiments.evaluation.beam import Search, translate
+from models.transformer import Transformer, TransformerConfig
+
+END, WORDS = 3, 4  # of ids 0 to 3; the model has one more, which is no word
+
+
+@pytest.fixture(scope="module")
+def model():
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 5, "block_size": 16}
+    torch.manual_seed(1)
+    model = Transformer(TransformerConfig(**shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        model.embedding.weight[END] *= 0.4  # not always the most likely one
+    return model.eval()
+
+
+SOURCE = torch.tensor([[0, 1, END, END], [2, 2, 1, END], [1, END, END, END]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+@torch.no_grad()
+def log_probability(model, row, tokens):
+    """Of these tokens, their end among them, given one source without padding."""
+    source = SOURCE[row : row + 1, : int(MASK[row].sum())]
+    logits, _ = model(source, torch.tensor([[END, *tokens[:-1]]]))
+    return float(logits[0].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())
+
+
+def best_of_all(model, row, how):
+    """By looking at every one."""
+    most = int(MASK[row].sum()) + how.longer
+    words = [id for id in range(WORDS) if id != END]
+    every = (w for n in range(most + 1) for w in itertools.product(words, repeat=n))
+
+    def score(tokens):
+        return how.score(log_probability(model, row, [*tokens, END]), len(tokens) + 1)
+
+    return list(max(every, key=score))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 2.0])
+def test_a_beam_that_drops_nothing_finds_the_best_of_all(model, penalty):
+    how = Search(beam=4**5, length_penalty=penalty, longer=1)
+    found = translate(model, SOURCE, MASK, END, WORDS, how)
+    assert found == [best_of_all(model, row, how) for row in range(3)]
+
+
+def step_by_step(model, row, how):
+    """Beam search of one sentence, without a cache, by the words of `translate`."""
+    most = int(MASK[row].sum()) + how.longer
+    beams, finished = [(0.0, [])], []
+    for length in range(most + 1):
+        every = []
+        for score, tokens in beams:
+            source = SOURCE[row : row + 1, : int(MASK[row].sum())]
+            logits, _ = model(source, torch.tensor([[END, *tokens]]))
+            each = logits[0, -1].log_softmax(-1)
+            allowed = [END] if length == most else range(WORDS)
+            every += [(score + float(each[id]), [*tokens, id]) for id in allowed]
+        every.sort(key=lambda pair: -pair[0])
+        ended = [pair for pair in every[: how.beam] if pair[1][-1] == END]
+        finished += [(how.score(score, len(t)), t[:-1]) for score, t in ended]
+        if len(finished) >= how.beam:
+            break
+        beams = [pair for pair in every if pair[1][-1] != END][: how.beam]
+    return max(finished)[1] if finished else []
+
+
+@pytest.mark.parametrize("beam", [1, 2, 3])
+@torch.no_grad()
+def test_a_narrow_beam_is_that_of_one_sentence_at_a_time(model, beam):
+    how = Search(beam=beam, longer=6)
+    together = translate(model, SOURCE, MASK, END, WORDS, how)
+    assert together == [step_by_step(model, row, how) for row in range(3)]
+    alone = [
+        translate(model, SOURCE[r : r + 1], MASK[r : r + 1], END, WORDS, how)[0] for r in range(3)
+    ]
+    assert together == alone
+    assert all(len(found) <= 10 and END not in found for found in together)
+
+
+def test_a_longer_translation_is_favoured_by_the_penalty(model):
+    lengths = [
+        sum(map(len, translate(model, SOURCE, MASK, END, WORDS, Search(64, penalty, 2))))
+        for penalty in (0.0, 0.6, 5.0)
+    ]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+def test_a_translation_ends_where_the_model_does(model):
+    found = translate(model, SOURCE, MASK, END, WORDS, Search(beam=2, longer=1000))
+    assert all(len(tokens) < 16 for tokens in found)
+
+
+@pytest.mark.parametrize(("options", "says"), [({"beam": 0}, "beam=0"), ({"longer": -1}, "longer")])
+def test_settings_that_cannot_be_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        Search(**options)
+
+
+# ------------------------------------------------------------------------------ BLEU
+
+REFERENCES = [
+    "Der Ost-West-Konflikt hält an, sagte er (noch).",
+    "Das Haus kostet 3.5 Millionen Euro.",
+    "Ein kurzer Satz.",
+    "Heute ist ein schöner Tag, und morgen auch.",
+]
+TRANSLATIONS = [
+    "Der Ost-West Konflikt hält an, sagte er.",
+    "Das Haus kostet 3.5 Millionen Euro.",
+    "Ein Satz.",
+    "Heute ist ein schöner Tag und morgen ist einer.",
+]
+
+
+def definition(translations, references):
+    """BLEU of Papineni et al. (2002), in percent, of text with its tokens apart."""
+    right, every = [0] * 4, [0] * 4
+    for found, expected in zip(translations, references, strict=True):
+        for n in range(1, 5):
+            grams = [
+                Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+                for words in (found.split(), expected.split())
+            ]
+            right[n - 1] += sum((grams[0] & grams[1]).values())
+            every[n - 1] += sum(grams[0].values())
+    lengths = [sum(len(text.split()) for text in texts) for texts in (translations, references)]
+    brevity = min(0.0, 1 - lengths[1] / lengths[0])
+    mean = sum(math.log(a / b) for a, b in zip(right, every, strict=True)) / 4
+    return 100 * math.exp(brevity + mean)
+
+
+def test_bleu_of_a_file_is_that_of_sacrebleu_s_command(tmp_path):
+    found, expected = tmp_path / "found.txt", tmp_path / "expected.txt"
+    found.write_text("\n".join(TRANSLATIONS), encoding="utf-8")
+    expected.write_text("\n".join(REFERENCES), encoding="utf-8")
+    streams = [path.read_text(encoding="utf-8").splitlines() for path in (found, expected)]
+    scores = bleu.score(*streams)
+    assert scores.bleu == sacrebleu.corpus_bleu(streams[0], [streams[1]]).score
+    assert 0 < scores.bleu < 100 and scores.exact_match == 25.0
+    assert "tok:13a" in scores.signature and f"version:{sacrebleu.__version__}" in scores.signature
+
+
+def test_tokenised_bleu_is_the_definition_on_its_tokens():
+    split = TokenizerV14International()
+    tokens = [[split(text) for text in texts] for texts in (TRANSLATIONS, REFERENCES)]
+    assert tokens[1][0] == "Der Ost - West - Konflikt hält an , sagte er ( noch ) ."
+    scores = bleu.score(TRANSLATIONS, REFERENCES)
+    assert scores.bleu_tokenized == pytest.approx(definition(*tokens), rel=1e-12)
+    assert scores.bleu_tokenized != scores.bleu
+    # Without a common run of four words there is nothing, where SacreBLEU smooths.
+    assert bleu.score(["a b c"], ["a b d"]).bleu_tokenized == 0.0

@@ -1,0 +1,152 @@
+"""The driver: every method trains, translations are scored, a stopped run goes on exactly."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import methods
+from common_kernels import check24
+from experiments import translate
+from experiments.data import numbers
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.training import pretraining
+from experiments.training.optimization import Optimization
+from experiments.training.tracking import read_metrics
+
+TINY = [
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "model.n_inner=32",
+    "data.batch_tokens=256",
+    "train.steps=6",
+    "train.batch_size=2",
+    "train.warmup_steps=2",
+    "train.average_every=2",
+    "train.log_every=1",
+    "train.eval_every=4",
+    "train.eval_samples=2",
+    "impl.device=cpu",
+    "impl.threads=1",
+    "impl.checkpoint_every=2",
+    "search.longer=2",
+    "search.beam=2",
+]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(numbers, "SIZES", {"test": 12, "val": 40, "train": 120})
+
+
+@pytest.fixture
+def tiny(tmp_path, small):
+    root = [f"runs={tmp_path / 'runs'}", f"data.root={tmp_path / 'data'}"]
+    return lambda *more: translate.load([*TINY, *root, *more])
+
+
+def quiet(message):
+    pass
+
+
+def test_a_run_is_trained_translated_and_scored(tiny):
+    config = tiny("method=s_ste")
+    assert translate.finished(config) is None
+    result = translate.run(config, quiet)
+    assert result["steps"] == 6 and 100 < result["tokens"] / (6 * 2) <= 256
+    metrics = result["metrics"]
+    assert {"val_loss", "averaged_val_loss", "bleu", "bleu_tokenized", "val_bleu"} <= metrics.keys()
+    assert 0 <= metrics["bleu"] <= 100 and metrics["exact_match"] == 0.0
+    written = json.loads((config.directory() / "result.json").read_text())
+    assert written == json.loads(json.dumps(result)) == translate.finished(config)
+    assert len((config.directory() / "translations.txt").read_text().splitlines()) == 12
+    assert "tok:13a" in result["bleu_signature"]
+    networks = [f"{s}.layers.0.mlp.{fc}" for s in ("encoder", "decoder") for fc in ("fc1", "fc2")]
+    assert sorted(result["converted"]) == sorted(networks)
+    assert result["sparsity"]["illegal_groups"] == 0
+
+
+def test_the_averaged_weights_translate(tiny):
+    config = tiny("method=sr_ste")
+    result = translate.run(config, quiet)
+    averaged = load_file(config.directory() / "ema.safetensors")
+    own = load_file(config.directory() / "model.safetensors")
+    assert averaged.keys() == own.keys()
+    assert all(int(check24(averaged[f"{name}.weight"])) == 0 for name in result["converted"])
+    model = FinishedRun.open(config.directory()).averaged()
+    assert torch.equal(model.embedding.weight, averaged["embedding.weight"])
+    assert not torch.equal(model.embedding.weight, own["embedding.weight"])
+    first = (config.directory() / "translations.txt").read_text()
+    source = config.open_source(model)
+    translations, references = translate.translations(
+        model.eval(), source.corpus, "test", config.search
+    )
+    assert "".join(f"{line}\n" for line in translations) == first
+    assert references == [english for _, english in numbers.pairs("test")]
+    plain = tiny("method=sr_ste", "train.average_last=0", "train.average_every=0")
+    pretraining.run(plain, quiet)
+    assert FinishedRun.open(plain.directory()).averaged() is None
+
+
+def test_another_search_translates_anew_and_trains_no_more(tiny, monkeypatch):
+    config, wider = tiny("method=dense"), tiny("method=dense", "search.beam=3")
+    assert config.digest() == wider.digest()
+    pretraining.run(config, quiet)  # stopped before it was translated
+    assert pretraining.finished(config) is not None and translate.finished(config) is None
+    first = translate.run(config, quiet)
+    assert translate.finished(wider) is None
+    monkeypatch.setattr(pretraining, "_train", None)
+    assert translate.run(wider, quiet)["search"]["beam"] == 3
+    monkeypatch.setattr(translate, "translate", None)
+    assert translate.run(wider, quiet)["metrics"]["val_loss"] == first["metrics"]["val_loss"]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_stopped_run_goes_on_exactly(tiny, monkeypatch, tmp_path):
+    """Across the first of the states that are averaged, and the end of an epoch."""
+    whole = tiny("method=t_sr_ste", "model.dropout=0.1")
+    expected = pretraining.run(whole, quiet)
+    stopped = tiny("method=t_sr_ste", "model.dropout=0.1", f"runs={tmp_path / 'stopped'}")
+    step = Optimization.step
+
+    def dies(self, number, *rest):
+        if number == 5:
+            raise Killed
+        return step(self, number, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Optimization, "step", dies)
+        pretraining.run(stopped, quiet)
+    assert (stopped.directory() / "checkpoints").is_dir()
+    found = pretraining.run(stopped, quiet)
+    assert found["files"] == expected["files"] and "ema.safetensors" in found["files"]
+
+    def records(config):
+        lines = read_metrics(config.directory() / "metrics.jsonl")
+        return [{k: v for k, v in line.items() if k != "step_seconds"} for line in lines]
+
+    assert records(stopped) == records(whole)
+
+
+@pytest.mark.parametrize("method", [m for m in methods.available() if m != "ast"])
+def test_every_method_trains_it(tiny, method):
+    config = tiny(f"method={method}", "train.steps=2", "train.warmup_steps=1")
+    result = pretraining.run(config, quiet)
+    assert result["steps"] == 2 and len(result["converted"]) >= 4
+
+
+def test_what_does_not_translate_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="model=gpt2 does not translate"):
+        translate.load(["model=gpt2_nano", "data=stdlib"])
+    with pytest.raises(UserError, match="beam=0; it must be at least 1"):
+        translate.load(["search.beam=0"])
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(UserError, match="needs sacrebleu: pip install"):
+        translate.run(translate.load([]), quiet)
