@@ -24,7 +24,7 @@ from experiments.support.errors import UserError
 
 WITHIN = 0.03
 GRAPHS, OVER_DENSE = "step in CUDA graphs ms", "in graphs, times as fast as dense"
-PEERS = ("dense", "clone")  # that judge a row, the first that it has
+PEERS = ("dense", "clone")  # a row is judged by the first of these that it has
 # How products were named in older records.
 FORMER = {"Y": "fprop", "dX": "dgrad", "dW": "wgrad"}
 HEADS = ("benchmark", "name", "dtype", "shape", "old ms", "new ms", "new/old", "peer", "old x",
@@ -83,7 +83,7 @@ def timed(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         ms = row["figures"].get(GRAPHS)
         if ms is None:
             continue
-        ratio = row["figures"].get(OVER_DENSE)  # of the comparison itself, in newer records
+        ratio = row["figures"].get(OVER_DENSE)  # newer records have the comparison's own ratio
         peer = dense.get(row["shape"]) if ratio is None else ratio * ms
         peers = {} if peer is None else {"dense": peer}
         yield {**row, "name": f"{row['name']}, in graphs", "ms": ms, "peers": peers, "figures": {}}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from experiments.bench.arms import SIMULATED, TORCHAO
 from experiments.bench.jobs import SPARSE, STACK
 
-# What a dense bf16 product of 8192 x 8192 x 8192 reaches on random data after idle time.
+# Rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time.
 PEAK_TFLOPS = 790.0
 SHARE = f"share of {PEAK_TFLOPS:.0f} TFLOP/s by 6N %"
 LAUNCHED = 1.03  # times the replayed step that a launched one may take

@@ -368,7 +368,7 @@ def peak_memory(name: str, threads: int) -> float:
     torch.set_num_threads(threads)
     op, inputs = OPS[name], weights(LAYERS)
     arguments = [op.prepare(w) for w in inputs]
-    op.run(*op.prepare(torch.ones(64, 64)))  # what the first call imports is not the operator's
+    op.run(*op.prepare(torch.ones(64, 64)))  # so that the first call's imports are not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outputs = [op.run(*args) for args in arguments]
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -421,7 +421,7 @@ def on_gpu(options: argparse.Namespace, report: Report) -> None:
             calls = packers.calls(name, packed, report)
             moved, used = packers.PACKERS[name].moved, backend.resolve(options.device)
             report.add(beside_copy(name, used, calls, moved, 1 / packers.FLOORS, inputs, options))
-    for name in steps:  # of fp32 weights
+    for name in steps:  # the optimizer steps, of fp32 weights alone
         report.add(time_pass(name, inputs, options))
 
 

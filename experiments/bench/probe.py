@@ -305,7 +305,7 @@ class Form:
     name: str
     dtype: torch.dtype
     column_major: bool  # the dense operand [k, n] is the transpose of a contiguous matrix
-    transposed: bool  # so is the result
+    transposed: bool  # the result, too, is a transpose
 
 
 FORMS = (

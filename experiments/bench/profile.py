@@ -24,7 +24,7 @@ from experiments.bench.timing import in_turns
 from experiments.bench.train import comparisons, gate, precision
 from experiments.support.checkpoint import write_json
 
-STEPS = 3  # that are profiled
+STEPS = 3  # steps that are profiled
 
 Kernels = list[dict[str, Any]]  # name, kind, ms and calls a step
 

@@ -20,8 +20,8 @@ import torch
 Call = Callable[[int], Any]
 
 GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution of the events
-SUSTAINED_S = 2.0  # so long the calls of a comparison run on a GPU before they are timed
-ENOUGH, LIMIT_S = 3, 2.5  # so many samples on a GPU at least, and no more after so many seconds
+SUSTAINED_S = 2.0  # time that the calls of a comparison run on a GPU before they are timed
+ENOUGH, LIMIT_S = 3, 2.5  # least number of samples on a GPU, and seconds after which no more follow
 
 BLOCK_MS, BLOCK_STEPS = 300.0, 3  # a sample of whole steps takes so long, of so many steps at least
 # A GPU has settled when so many turns differ by this share of their time at most; whether it has or
@@ -160,7 +160,7 @@ def gpu_clocks(
     The graphs share their memory, for none reads what another has written there: what calls leave
     behind for one another was allocated before.
     """
-    # What the allocator has cached for one stream does not serve another: only graphs need one.
+    # Only graphs get a stream of their own: memory cached for one stream does not serve another.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     clocks, pool = {}, None

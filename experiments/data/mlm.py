@@ -27,7 +27,7 @@ from models.bert import BertConfig
 
 # Second words of the Philox keys; 0 and 1 are those of the windows (`Corpus.batch`).
 _TRAIN_MASKS, _EVAL_MASKS = 2, 3
-_PAIR_WORDS = 4  # of a sample, before one for each token
+_PAIR_WORDS = 4  # random words of a sample for its two halves; one for each token follows
 _CHUNK = 2**24  # tokens counted at once
 _LOW = np.uint64(2**32 - 1)
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from experiments.support.errors import UserError
 
-ROUNDS = 8  # of the Feistel network
+ROUNDS = 8  # rounds of the Feistel network
 # Samples among which every part of a mixture has its exact share, a whole number of them.
 BLOCK = 2**16
-# Of the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants).
+# Constants of SplitMix64's finalizer (Steele, Lea and Flood, 2014; Stafford's variant).
 _SHIFTS, _FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 1)
 
 

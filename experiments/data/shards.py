@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from experiments.data.tokenizer import HFTokenizer
 
-HELD_OUT = 100  # of one's own text, at least one token in so many
+HELD_OUT = 100  # one token in this many of one's own text is for validation, at least
 _BEGUN = "begun.json"
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 # A checkpoint of transformers with a tokenizer has one of these.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# What it may have beside.
+# Files that a checkpoint's tokenizer may have in addition.
 ALL_FILES = (
     *FILES,
     *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -43,7 +43,7 @@ def gpt2_encoding() -> tiktoken.Encoding:
 
     try:
         return tiktoken.get_encoding("gpt2")
-    except OSError as error:  # what a missing network raises, through `requests`
+    except OSError as error:  # raised without a network, through `requests`
         raise UserError(
             f"GPT-2's vocabulary is not cached and could not be downloaded ({type(error).__name__})"
             ": set TIKTOKEN_CACHE_DIR to a folder that holds it, or pass data.tokenizer=bpe to "
