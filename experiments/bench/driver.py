@@ -150,7 +150,9 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     source = config.open_source(model)
     size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
     sparse = method.accelerate(size * source.tokens_per_sample, config.impl.matmul)
-    used = {arms.used_by(products) for products in sparse.values()} or {"dense"}
+    used = sorted({arms.used_by(products) for products in sparse.values()} or {"dense"})
+    used += ["in CUDA graphs"] if config.impl.cuda_graphs else []  # the command, not this loop
+    used += ["FusedAdamW"] if config.impl.optimizer == "fused" else []
     optimizer = make_optimizer(method, model, train, config.impl.optimizer == "fused")
     parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
     batches = [
@@ -179,7 +181,7 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     shape = f"{config.model_name} on {config.data.name}, {len(parts)} x {size} samples"
     return Loop(
         timed, 6.0 * weights * tokens, tokens if by_tokens else train.batch_size, source.unit,
-        shape, "; ".join(sorted(used)),
+        shape, "; ".join(used),
     )  # fmt: skip
 
 

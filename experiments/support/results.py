@@ -163,7 +163,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in names},
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "device": device_name(),
         "threads": torch.get_num_threads(),
         # Linux counts in KiB, macOS in bytes.
         "peak_memory_bytes": torch.cuda.max_memory_allocated()
@@ -198,6 +198,11 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def device_name() -> str:
+    """Name of the GPU that runs are on, or of the processor without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 
 def cpu_name() -> str:

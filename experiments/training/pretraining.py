@@ -32,7 +32,7 @@ from experiments.data.source import Source
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
-from experiments.training import legality
+from experiments.training import legality, speed
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
 from experiments.training.optimization import DTYPES, micro_batch_size
@@ -246,8 +246,13 @@ def _train(
     result["step_seconds"] = statistics.median(
         r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
     )
-    speed = gain(trainer, result["step_seconds"])
-    result["acceleration"] = speed
+    gained = speed.gain(
+        trainer.method.acceleration,
+        1e3 * result["step_seconds"],
+        -(-config.train.batch_size // (trainer.micro_batch * here.size)),
+        speed.of_dense(directory, result["config"], results.device_name()),
+    )
+    result["acceleration"] = gained
     save_model(plain, directory / WEIGHTS)
     if averaged is not None:
         save_model(averaged, directory / AVERAGED)
@@ -269,31 +274,9 @@ def _train(
         report(f"left out {count} training images that cannot be read, the first: {path}")
     scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
     report(f"{scores}, {trainer.seconds:.0f} s of training")
-    if speed and speed["step"]["saved_ms"]:
-        ms, saved, times = (speed["step"][key] for key in ("ms", "saved_ms", "expected_gain"))
-        report(
-            f"{ms:.4g} ms a step; dense products would take {saved:.3g} ms more: sparse ones alone "
-            f"make it {times:.2f} times as fast"
-        )
+    if gained and (line := speed.told(gained)):
+        report(line)
     return result
-
-
-def gain(trainer: Trainer, step_seconds: float) -> dict[str, Any] | None:
-    """For `result.json`: how each product of each layer ran and why (`Acceleration.as_dict`), and
-    what the sparse ones save of a `step`: `saved_ms`, and `expected_gain`, how many times as fast
-    they alone make it. None where no layer has sparse products to choose from."""
-    acceleration = trainer.method.acceleration
-    if acceleration is None or not acceleration.layers:
-        return None
-    count = -(-trainer.train.batch_size // (trainer.micro_batch * trainer.world.size))
-    ms = 1e3 * step_seconds
-    step = {
-        "ms": ms,
-        "micro_batches": count,
-        "saved_ms": count * acceleration.saved_ms,
-        "expected_gain": acceleration.gain(ms, count),
-    }
-    return {**acceleration.as_dict(), "step": step}
 
 
 def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:

@@ -13,7 +13,7 @@ from experiments.config.settings import ImplConfig
 from experiments.data.prepare import prepare
 from experiments.support import checkpoint, results
 from experiments.support.errors import Terminated, UserError, deferred_stop
-from experiments.training import pretraining
+from experiments.training import pretraining, speed
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 
@@ -288,10 +288,27 @@ def test_sparse_products_are_asked_for_and_told(tiny):
     }
     step = speed["step"]
     assert (step["saved_ms"], step["expected_gain"], step["micro_batches"]) == (0, 1, 1)
-    assert step["ms"] == 1e3 * result["step_seconds"]
+    assert step["ms"] == 1e3 * result["step_seconds"] and step["measured_gain"] is None
     with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
         pretraining.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_beside_a_dense_one_tells_what_a_step_gained(tiny):
+    dense = pretraining.run(tiny("method=dense", "train.steps=4", "seed=3"), quiet)
+    assert dense["acceleration"] is None
+    result = pretraining.run(tiny("method=ste", "train.steps=4"), quiet)
+    step = result["acceleration"]["step"]
+    assert step["dense_ms"] == 1e3 * dense["step_seconds"]
+    assert step["measured_gain"] == step["dense_ms"] / step["ms"]
+    other = pretraining.run(tiny("method=ste", "train.steps=4", "train.batch_size=2"), quiet)
+    assert other["acceleration"]["step"]["measured_gain"] is None
+    assert speed.told(result["acceleration"]) == ""  # nothing ran sparse
+    faster = {"ms": 90.0, "saved_ms": 18.0, "expected_gain": 1.2, "measured_gain": 1.1}
+    assert speed.told({"step": faster}) == (
+        "90 ms a step; sparse products save 18 ms of it: alone they make it 1.20 times as fast; "
+        "measured beside the dense run: 1.10"
+    )
 
 
 def test_hidden_words_are_learnt_from_those_around_them(tmp_path):
