@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import methods  # noqa: E402
-from experiments.config.command_line import CONF, comments, plain  # noqa: E402
+from experiments.config.command_line import CONF, as_typed, comments  # noqa: E402
 from experiments.config.initial import HFConfig  # noqa: E402
 from experiments.config.settings import ImplConfig, TrainConfig  # noqa: E402
 from experiments.data.corpus import DataConfig  # noqa: E402
@@ -63,7 +63,7 @@ def default(field: dataclasses.Field[Any]) -> str:
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     if value is not dataclasses.MISSING:
-        return f"`{plain(list(value) if isinstance(value, tuple) else value)}`"
+        return f"`{as_typed(list(value) if isinstance(value, tuple) else value)}`"
     return "*required*"
 
 

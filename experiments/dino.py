@@ -19,7 +19,7 @@ from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.evaluation.probes import probe
 from experiments.images.dataset import ImageConfig
-from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
@@ -66,8 +66,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
 
 
 @driver("dino", after_sweep=lambda runs: print(of_sweep(runs, "metrics.linear_top1")))
-def main(config: RunConfig) -> Run:
-    return Run(config.directory(), run(config))
+def main(config: RunConfig) -> FinishedRun:
+    return FinishedRun(config.directory(), run(config))
 
 
 if __name__ == "__main__":

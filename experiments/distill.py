@@ -20,7 +20,7 @@ from typing import Any
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.exporting import export
-from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.progress import say
@@ -44,8 +44,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
 
 
 @driver("distill", after_sweep=lambda runs: print(of_sweep(runs)))
-def main(config: RunConfig) -> Run:
-    return Run(config.directory(), run(config))
+def main(config: RunConfig) -> FinishedRun:
+    return FinishedRun(config.directory(), run(config))
 
 
 if __name__ == "__main__":

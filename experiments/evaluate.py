@@ -27,7 +27,7 @@ from torch import nn
 from experiments.config.driver import driver
 from experiments.data.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
 from experiments.evaluation import zero_shot
-from experiments.evaluation.config import EvaluateConfig, freeze
+from experiments.evaluation.config import EvaluateConfig, freeze_evaluation
 from experiments.evaluation.config import load as load
 from experiments.evaluation.perplexity import perplexity, windows
 from experiments.evaluation.probes import probe
@@ -292,7 +292,7 @@ def _tasks(
     )
 
 
-@driver("evaluate", freeze, "begins it anew")
+@driver("evaluate", freeze_evaluation, "begins it anew")
 def main(config: EvaluateConfig) -> None:
     run(config)
 

@@ -48,7 +48,7 @@ class ExportConfig:
             raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
 
 
-def freeze(composed: Any) -> ExportConfig:
+def freeze_export(composed: Any) -> ExportConfig:
     """The `ExportConfig` of a composed `DictConfig`."""
     values = plain(composed)
     if values.get("run") is None:
@@ -56,7 +56,7 @@ def freeze(composed: Any) -> ExportConfig:
     return typed(ExportConfig, "the config", values)
 
 
-@driver("export", freeze, "begins it anew")
+@driver("export", freeze_export, "begins it anew")
 def main(config: ExportConfig) -> None:
     to = None if config.to is None else Path(config.to)
     export(FinishedRun.open(Path(config.run)), config.weights, to)

@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.config.driver import driver
 from experiments.finetuning import glue_table, tuning
-from experiments.finetuning.config import GLUE, FinetuneConfig, freeze
+from experiments.finetuning.config import GLUE, FinetuneConfig, freeze_finetuning
 from experiments.finetuning.config import load as load
 from experiments.support.progress import say
 
@@ -37,7 +37,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     return (glue_table if config.task == GLUE else tuning).run(config, report)
 
 
-@driver("finetune", freeze)
+@driver("finetune", freeze_finetuning)
 def main(config: FinetuneConfig) -> None:
     """The command line."""
     run(config)

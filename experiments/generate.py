@@ -60,7 +60,7 @@ LARGEST = 10**6  # copies of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GenerationSettings:
     """Settings of a generation. run: directory of a finished run of a causal model. temperature:
     divides the logits; 0 = the most likely token. top_k: sample among this many of the most likely
     tokens; top_p: among the fewest whose probabilities add up to it; null = all. batch: copies of
@@ -104,9 +104,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """A generation's whole config: `Settings`, the prompt and the group impl."""
+    """A generation's whole config: `GenerationSettings`, the prompt and the group impl."""
 
-    settings: Settings
+    settings: GenerationSettings
     impl: ImplConfig
 
 
@@ -123,7 +123,7 @@ def generation_model(run: FinishedRun) -> CausalLM:
     return model if isinstance(model, CausalLM) else CausalLM(export.to_transformers(model))
 
 
-def choose(logits: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
+def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Generator) -> Tensor:
     """The next token of each row, int64 [B], from logits [B, V]."""
     if settings.temperature == 0:
         return logits.argmax(-1)
@@ -141,7 +141,7 @@ def choose(logits: Tensor, settings: Settings, generator: torch.Generator) -> Te
 
 @torch.no_grad()
 def continuation(
-    model: CausalLM, ids: Tensor, settings: Settings, vocabulary: int
+    model: CausalLM, ids: Tensor, settings: GenerationSettings, vocabulary: int
 ) -> Iterator[Tensor]:
     """Yields the next `settings.tokens` tokens, each [B], after the rows ids [B, T]. Only the first
     `vocabulary` ids are chosen from, since a model may have more than its tokenizer."""
@@ -185,7 +185,7 @@ def show(pieces: Iterable[str]) -> None:
 
 
 def timed(
-    model: CausalLM, ids: Tensor, settings: Settings, vocabulary: int
+    model: CausalLM, ids: Tensor, settings: GenerationSettings, vocabulary: int
 ) -> tuple[Tensor, float]:
     """(the tokens generated after ids [B, T], as [B, tokens]; tokens per second over all rows)."""
     seconds = []
@@ -224,7 +224,7 @@ def run(config: GenerateConfig) -> None:
             compare(model, ids.expand(settings.batch, -1), settings, encoding)
 
 
-def compare(model: CausalLM, ids: Tensor, settings: Settings, encoding: Encoding) -> None:
+def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding: Encoding) -> None:
     """Print to standard error how many tokens per second dense and 2:4 products give, and whether
     the tokens are the same."""
     dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
@@ -275,7 +275,7 @@ def read_prompt(prompt: str | None, path: str | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def freeze(
+def freeze_generation(
     composed: Any, prompt: str | None = None, prompt_file: str | None = None
 ) -> GenerateConfig:
     """The `GenerateConfig` of a composed `DictConfig`, with the prompt from the command line."""
@@ -284,11 +284,13 @@ def freeze(
         raise UserError("run=DIR is missing: the directory of a finished run")
     impl = typed(ImplConfig, "impl", values.pop("impl"))
     del values["prompt"], values["prompt_file"]  # they stand in the file for --help alone
-    settings = typed(Settings, "the config", {**values, "prompt": ""})  # before a file is read
+    settings = typed(
+        GenerationSettings, "the config", {**values, "prompt": ""}
+    )  # before a file is read
     return GenerateConfig(replace(settings, prompt=read_prompt(prompt, prompt_file)), impl)
 
 
-@driver("generate", freeze, "begins it anew", texts=("prompt", "prompt_file"))
+@driver("generate", freeze_generation, "begins it anew", texts=("prompt", "prompt_file"))
 def main(config: GenerateConfig) -> None:
     run(config)
 

@@ -17,7 +17,8 @@ from typing import Any
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.config.run import load as load
-from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.comparison import of_sweep
+from experiments.runs.finished import FinishedRun
 from experiments.support.progress import say
 from experiments.training.pretraining import finished as finished
 from experiments.training.pretraining import run as run
@@ -42,18 +43,18 @@ def compare_converted(done: list[dict[str, Any]]) -> None:
             )
 
 
-def after_sweep(runs: list[Run]) -> None:
+def after_sweep(runs: list[FinishedRun]) -> None:
     """Print the comparison of a sweep's runs."""
     compare_converted([run.result for run in runs])
     print(of_sweep(runs))
 
 
 @driver("pretrain", after_sweep=after_sweep)
-def main(config: RunConfig) -> Run:
+def main(config: RunConfig) -> FinishedRun:
     result = run(config)
     if config.dino is not None:
         say("its features are measured by `python -m experiments.dino` with the same overrides")
-    return Run(config.directory(), result)
+    return FinishedRun(config.directory(), result)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from experiments.data.pairs import Sentences, padded
 from experiments.data.parallel import PairsConfig
 from experiments.evaluation import bleu
 from experiments.evaluation.beam import Search, translate
-from experiments.runs.comparison import Run, of_sweep
+from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
@@ -53,7 +53,7 @@ class TranslateConfig(RunConfig):
     search: Search = field(default_factory=Search)
 
 
-def freeze(given: Any) -> TranslateConfig:
+def freeze_translation(given: Any) -> TranslateConfig:
     """The typed form of a composed `DictConfig`."""
     run = configuration.freeze(given)
     search = typed(Search, "search", given["search"])
@@ -69,7 +69,7 @@ def freeze(given: Any) -> TranslateConfig:
 
 def load(overrides: list[str] | None = None) -> TranslateConfig:
     """Compose `conf/translate.yaml` with hydra overrides; a UserError for one that does not fit."""
-    config = composed("translate", freeze, overrides)
+    config = composed("translate", freeze_translation, overrides)
     return dataclasses.replace(config, command=configuration.command("translate", overrides or []))
 
 
@@ -146,9 +146,11 @@ def translations(
     return found, [corpus.encoding.decode(row) for row in references]
 
 
-@driver("translate", freeze, after_sweep=lambda runs: print(of_sweep(runs, "metrics.bleu")))
-def main(config: TranslateConfig) -> Run:
-    return Run(config.directory(), run(config))
+@driver(
+    "translate", freeze_translation, after_sweep=lambda runs: print(of_sweep(runs, "metrics.bleu"))
+)
+def main(config: TranslateConfig) -> FinishedRun:
+    return FinishedRun(config.directory(), run(config))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def make(table: Table, tier: str, runs: Path) -> bool:
     # Only now: these need torch, which takes seconds.
     from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import from_records
-    from reproduce.engine import execute, finished
+    from reproduce.engine import execute, finished_runs
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
     from reproduce.render import render
@@ -109,7 +109,7 @@ def make(table: Table, tier: str, runs: Path) -> bool:
         if needs_inputs(table, tier):
             smoke_tasks.write(runs / INPUTS)
         execute(planned.jobs, lambda message: print(message, flush=True))
-        done, jobs = finished(planned), len(planned.jobs)
+        done, jobs = finished_runs(planned), len(planned.jobs)
         missing = [str(job) for job in planned.jobs if job.result() is None]
         made = jobs - len(missing)
     rendered = render(table, tier, done)

@@ -36,15 +36,15 @@ class Gain:
         """The cells of the statement's line: text, the paper's value, ours, verdict."""
         paper, ours = read(self.paper or self.cell, "paper"), read(self.cell, "mean")
         if paper is None or ours is None:
-            return [self.text, number(paper), number(ours), "not measured"]
+            return [self.text, _number(paper), _number(ours), "not measured"]
         gains = [1 - v if self.smaller else v - 1 for v in (paper, ours)]
         verdict = "holds" if gains[1] >= gains[0] / 2 else "less than half of the gain"
         verdict = verdict if gains[1] > 0 else "**no gain**"
-        return [self.text, number(paper), number(ours), verdict]
+        return [self.text, _number(paper), _number(ours), verdict]
 
 
 @dataclass(frozen=True)
-class Order:
+class Ranking:
     """The statement that the first of two is faster than the second."""
 
     text: str
@@ -53,7 +53,7 @@ class Order:
     def line(self) -> list[str]:
         """The cells of the statement's line: text, the paper's values, ours, verdict."""
         paper, ours = ([read(cell, kind) for cell in self.cells] for kind in ("paper", "mean"))
-        texts = [self.text, *(" / ".join(map(number, values)) for values in (paper, ours))]
+        texts = [self.text, *(" / ".join(map(_number, values)) for values in (paper, ours))]
         first, second = ours
         if first is None or second is None:
             return [*texts, "not measured"]
@@ -62,7 +62,7 @@ class Order:
         return [*texts, "holds" if first > second else "**the other way round**"]
 
 
-def number(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -91,10 +91,12 @@ def sste(column: str) -> Gain:
     return Gain(text, (table, "d=4096", column), (table, quoted, column))
 
 
-def faster_than_fst(model: str) -> Order:
+def faster_than_fst(model: str) -> Ranking:
     cells = (f"{model} / {method}" for method in ("SLoPe", "FST"))
     first, second = (("slope_table1", row, "training") for row in cells)
-    return Order(f"SLoPe, Table 1: {model} trains faster with SLoPe than with FST", (first, second))
+    return Ranking(
+        f"SLoPe, Table 1: {model} trains faster with SLoPe than with FST", (first, second)
+    )
 
 
 def slope(number: int, model: str, column: str) -> Gain:
@@ -103,7 +105,7 @@ def slope(number: int, model: str, column: str) -> Gain:
     return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", cell, smaller=number == 2)
 
 
-STATEMENTS: tuple[Gain | Order, ...] = (
+STATEMENTS: tuple[Gain | Ranking, ...] = (
     fst("N=4 n=2048 d=768 h=12", "FFN speedup"),
     fst("N=8 n=2048 d=2048 h=32", "FFN speedup"),
     fst("N=4 n=2048 d=9216 h=72", "FFN speedup"),

@@ -40,7 +40,7 @@ RECORD = {
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockSource:
     """The source of a block's first weights: the finished run, with the same seed, of an arm of
     another block."""
 
@@ -72,7 +72,7 @@ class Block:
     arms: dict[str, list[str]]
     seeds: list[int]
     driver: str = "pretrain"
-    source: Source | None = None
+    source: BlockSource | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class BlockRun:
         for folder in folders:
             path = self.file(folder)
             if path.is_file():
-                record = read_record(path)
+                record = read_kept(path)
                 if record["config_hash"] == self.digest():
                     return record
         return None
@@ -210,7 +210,7 @@ def _file_name(arm: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm)
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_kept(path: Path) -> dict[str, Any]:
     """The content of a record, as `BlockRun.keep` wrote it.
 
     Raises:

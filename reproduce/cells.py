@@ -9,9 +9,9 @@ from typing import Any
 from experiments.runs import stats
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
-from reproduce.engine import Run
+from reproduce.engine import PlacedRun
 from reproduce.published import Published, in_unit, look_up
-from reproduce.spec import BENCH, Column, Measure, Row, Table, Variant
+from reproduce.spec import BENCH, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
 
@@ -26,7 +26,7 @@ class Cell:
     numbers: Numbers = field(default_factory=dict)
 
 
-def value(run: Run, path: str, measures: dict[str, Measure]) -> float | None:
+def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | None:
     """The quantity of a run that a column's `value` names; None if this run does not have it."""
     if "," in path:
         several = [value(run, part.strip(), measures) for part in path.split(",")]
@@ -52,7 +52,7 @@ def value(run: Run, path: str, measures: dict[str, Measure]) -> float | None:
     return None if content is None else _walk(content["metrics"], metric, run)
 
 
-def _walk(found: Any, path: str, run: Run) -> float | None:
+def _walk(found: Any, path: str, run: PlacedRun) -> float | None:
     for key in path.split("."):
         if key not in found:
             raise UserError(f"the results of {run.directory} have no {path}")
@@ -76,7 +76,12 @@ def offered(table: Table, tier: str, path: str) -> bool:
 
 
 def ours(
-    table: Table, tier: str, column: Column, runs: list[Run], baseline: list[Run], unit: str = ""
+    table: Table,
+    tier: str,
+    column: Column,
+    runs: list[PlacedRun],
+    baseline: list[PlacedRun],
+    unit: str = "",
 ) -> Cell:
     """The cell of one row's runs, over the seeds; `baseline` are the runs of the first row.
 
@@ -126,14 +131,14 @@ def ours(
     return Cell(f"{in_unit(f'{amount:{form}}', unit)}{few}", {column.show: amount, "n": n})
 
 
-def _ends_dense(run: Run) -> bool:
+def _ends_dense(run: PlacedRun) -> bool:
     if "config" not in run.result:  # the record of a block does not tell
         return False
     return FinishedRun(run.directory, run.result).trained_with.ends_dense
 
 
 def _values(
-    column: Column, path: str, runs: list[Run], measures: dict[str, Measure]
+    column: Column, path: str, runs: list[PlacedRun], measures: dict[str, Measure]
 ) -> dict[int, float]:
     """The column's value of each run that has it, by seed."""
     found = {run.place.seed: value(run, path, measures) for run in runs}
@@ -141,7 +146,7 @@ def _values(
 
 
 def paper(
-    table: Table, tier: str, variant: Variant, row: Row, column: Column, own: Cell
+    table: Table, tier: str, variant: Variant, row: TableRow, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
     """(cell of the published value, cell of our difference to it). The difference is taken in the
     full tier alone, which has the paper's setting; the smoke tier trains and times something else,
@@ -164,7 +169,9 @@ def paper(
     return published, Cell(f"{difference:+{column.format}}", {"difference": difference})
 
 
-def published_cell(table: Table, variant: Variant, row: Row, column: Column) -> Published | None:
+def published_cell(
+    table: Table, variant: Variant, row: TableRow, column: Column
+) -> Published | None:
     """The paper's value, if it is confirmed."""
     name = published_name(table, variant, row, column)
     if name is None or table.paper is None or table.published_table is None:
@@ -173,7 +180,7 @@ def published_cell(table: Table, variant: Variant, row: Row, column: Column) -> 
 
 
 def published_name(
-    table: Table, variant: Variant, row: Row, column: Column
+    table: Table, variant: Variant, row: TableRow, column: Column
 ) -> tuple[str, str] | None:
     """(row, column) of a cell in `published.json`, which need not be there; None if the spec names
     none."""

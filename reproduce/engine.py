@@ -21,7 +21,7 @@ Act = Callable[[Job, Report], Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class PlacedRun:
     """A finished training or benchmark at one place of a table.
 
     result: its `result.json`; log: the records of its `metrics.jsonl`; measures: the `result.json`
@@ -92,7 +92,7 @@ def report_lines(message: str, report: Report) -> None:
             report(f"  {line}")
 
 
-def finished(plan: Plan) -> list[Run]:
+def finished_runs(plan: Plan) -> list[PlacedRun]:
     """The finished runs of a plan, in the order of the table's places."""
     runs = []
     for place, (job, measures) in plan.places.items():
@@ -103,7 +103,7 @@ def finished(plan: Plan) -> list[Run]:
         log = read_metrics(directory / "metrics.jsonl")
         found = {part: measure.result() for part, measure in measures.items()}
         made = {part: content for part, content in found.items() if content is not None}
-        runs.append(Run(place, directory, result, log, made))
+        runs.append(PlacedRun(place, directory, result, log, made))
     return runs
 
 

@@ -16,7 +16,7 @@ from experiments.runs.curves import COLOURS, MARKERS, NAMES, SPREAD, Point, poin
 from experiments.runs.curves import draw as draw_curves
 from experiments.runs.curves import figure as draw_figure
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
-from reproduce.engine import Run
+from reproduce.engine import PlacedRun
 from reproduce.render import Rendered
 from reproduce.spec import Figure, Table
 
@@ -31,7 +31,7 @@ class Value:
     value: float
 
 
-def draw(table: Table, tier: str, runs: list[Run], rendered: Rendered, path: Path) -> bool:
+def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, path: Path) -> bool:
     """Write the figure to `path` (.png) and its data beside it (-curves.csv or -values.csv), unless
     they show these runs already; True if the table has a figure."""
     figure, title = table.figure, f"{table.title} ({tier})"
@@ -53,7 +53,7 @@ def draw(table: Table, tier: str, runs: list[Run], rendered: Rendered, path: Pat
     return True
 
 
-def curves(runs: list[Run], quantities: Iterable[str]) -> list[Point]:
+def curves(runs: list[PlacedRun], quantities: Iterable[str]) -> list[Point]:
     """The points of the curves of all panels."""
     labels = [", ".join(filter(None, [run.place.variant, run.place.row])) for run in runs]
     logs = [(label, run.log, run.result) for label, run in zip(labels, runs, strict=True)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.support.errors import UserError
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.engine import Run
+from reproduce.engine import PlacedRun
 from reproduce.jobs import Place
 from reproduce.records import read_evidence
 from reproduce.spec import Table
@@ -24,7 +24,7 @@ class Collected:
     """
 
     table: Table
-    runs: list[Run] = field(default_factory=list)
+    runs: list[PlacedRun] = field(default_factory=list)
     missing: dict[str, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def collect(
                 collected.missing[row.arm].append(seed)
             continue
         place, log = Place(variant.label, row.label, seed), _log(there.record["curves"])
-        collected.runs.append(Run(place, there.path, there.record, log, {}))
+        collected.runs.append(PlacedRun(place, there.path, there.record, log, {}))
     return collected
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.support.errors import UserError
-from reproduce.spec import BENCH, Row, Table, Tier, Variant
+from reproduce.spec import BENCH, Table, TableRow, Tier, Variant
 
 INPUTS = "smoke_tasks"  # folder below that of the runs: reproduce/smoke_tasks.py
 
@@ -142,7 +142,7 @@ def needs_inputs(table: Table, tier: str) -> bool:
     return any("{inputs}" in override for measure in measures for override in measure.overrides)
 
 
-def _training(chosen: Tier, tier: str, variant: Variant, row: Row) -> list[str]:
+def _training(chosen: Tier, tier: str, variant: Variant, row: TableRow) -> list[str]:
     started = chosen.started if row.starts_from is not None else []
     own = [*row.overrides, *row.tiers.get(tier, [])]
     given = [*chosen.overrides, *variant.overrides, *started, *own]

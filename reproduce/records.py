@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reproduce.blocks import BLOCKS, BlockRun, read_block, read_record
+from reproduce.blocks import BLOCKS, BlockRun, read_block, read_kept
 
 Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, arm) -> seed -> record
 
@@ -76,7 +76,7 @@ def read_evidence(
     evidence = Evidence({}, [])
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*/*.json"))):
-        record = read_record(path)
+        record = read_kept(path)
         block, arm, seed = record["block"], record["arm"], record["seed"]
         if only is not None and block not in only:
             continue

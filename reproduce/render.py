@@ -9,9 +9,9 @@ from typing import Any
 
 from experiments.bench.timing import load_text
 from reproduce.cells import Cell, Numbers, offered, ours, paper, published_cell, value
-from reproduce.engine import Run
+from reproduce.engine import PlacedRun
 from reproduce.scale import of_records
-from reproduce.spec import BENCH, Column, Row, Table, Variant
+from reproduce.spec import BENCH, Column, Table, TableRow, Variant
 
 ABSENT = ("not measured", "not in this tier")  # cells for which a whole column is left out
 
@@ -55,7 +55,7 @@ class Rendered:
         console.print(table)
 
 
-def render(table: Table, tier: str, runs: list[Run]) -> Rendered:
+def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
     """The table of a tier from the finished runs; cells that are missing say so.
 
     A paper's table has one line per metric, variant and method, ours beside the published value; a
@@ -135,7 +135,7 @@ def _heading(column: Column, n: int) -> str:
     return f"{column.label} (n={n})" if column.show == "mean_std" else column.label
 
 
-def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
+def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
     chosen = table.tiers[tier]
     lines = [f"Tier {tier}: {chosen.setting}"]
     if table.paper:
@@ -199,7 +199,7 @@ def _header(table: Table, tier: str, runs: list[Run]) -> list[str]:
     return lines
 
 
-def _load(runs: list[Run]) -> list[str]:
+def _load(runs: list[PlacedRun]) -> list[str]:
     """A line on the GPU's clock and power during the measurements; [] on a CPU."""
     if runs[0].result["config"]["sustained_s"] is None:
         return []
@@ -208,7 +208,7 @@ def _load(runs: list[Run]) -> list[str]:
     return [f"Clocks: {load_text(mhz, watts)}."]
 
 
-def _unit(table: Table, variants: list[Variant], rows: list[Row], column: Column) -> str:
+def _unit(table: Table, variants: list[Variant], rows: list[TableRow], column: Column) -> str:
     """The unit of a column: its own, or that of its published values."""
     if column.unit:
         return column.unit
@@ -269,7 +269,7 @@ def _revision(environment: dict[str, Any]) -> str:
     return f"revision {environment['git_revision'][:12]}{changed}"
 
 
-def _per_run(table: Table, tier: str, run: Run) -> Numbers:
+def _per_run(table: Table, tier: str, run: PlacedRun) -> Numbers:
     own: Numbers = {"of": run.place.variant} if run.place.variant else {}
     own |= {"method": run.place.row, "seed": run.place.seed}
     for column in table.columns:

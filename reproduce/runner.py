@@ -217,9 +217,10 @@ def _reason(worker: Worker) -> str:
     status = worker.process.returncode
     if status < 0:
         return f"it was ended by {signal.Signals(-status).name}; see {worker.log}"
-    return f"{_last_line(worker.log)} (see {worker.log})"
+    return f"{last_line(worker.log)} (see {worker.log})"
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """The last line of what a process printed that is not empty."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it printed nothing"
+    return lines[-1].strip() if lines else "it printed nothing"

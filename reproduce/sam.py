@@ -22,7 +22,7 @@ from experiments.bench.sam import encoder as encoder
 COMPILED = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
 
 
-class Arm:
+class EncoderStep:
     """The encoder under a method, and its step: forward and backward with the method's hooks.
 
     bytes: of what it holds between steps.

@@ -76,7 +76,7 @@ class Tier:
 
 
 @dataclass
-class Row:
+class TableRow:
     """One row of a table: a method with its options.
 
     tiers: further overrides by tier. measure: further overrides of a measurement, by its name.
@@ -161,7 +161,7 @@ class Table:
     name: str
     title: str
     tiers: dict[str, Tier]
-    rows: list[Row]
+    rows: list[TableRow]
     columns: list[Column]
     variants: list[Variant] = field(default_factory=list)
     driver: str = "pretrain"
@@ -243,7 +243,7 @@ class Table:
             if row.arm and "/" not in row.arm
         }
 
-    def rows_of(self, tier: str) -> list[Row]:
+    def rows_of(self, tier: str) -> list[TableRow]:
         """The rows of a tier, stages included."""
         if self.tiers[tier].block:
             return [row for row in self.rows if row.arm or row.not_run]
@@ -251,7 +251,7 @@ class Table:
         own = [row for row in self.rows if row.overrides or not row.arm]
         return [row for row in own if not chosen or row.label in chosen]
 
-    def trainings(self, tier: str) -> Iterator[tuple[Variant, Row, int]]:
+    def trainings(self, tier: str) -> Iterator[tuple[Variant, TableRow, int]]:
         """Yields (variant, row, seed) of each training or benchmark of a tier."""
         for variant in self.variants_of(tier):
             for row in self.rows_of(tier):

@@ -139,7 +139,7 @@ def of_sam(config: Config, report: Told) -> tuple[Metrics, str]:
     with config.on:
         images = torch.randn(config.batch, 3, config.image, config.image, dtype=config.dtype)
     images.requires_grad_()
-    built: dict[str, sam.Arm] = {}
+    built: dict[str, sam.EncoderStep] = {}
     for label, name in {"dense": "dense", "sparse": config.method}.items():
         before = allocated(config.on)
         torch.manual_seed(config.seed)
@@ -151,7 +151,7 @@ def of_sam(config: Config, report: Told) -> tuple[Metrics, str]:
         converted = convert(name, model, ("*mlp.*",), config, tokens)
         with torch.no_grad():
             gradient = torch.randn_like(model(images))
-        built[label] = sam.Arm(name, converted, images, gradient)
+        built[label] = sam.EncoderStep(name, converted, images, gradient)
         built[label].bytes = allocated(config.on) - before
     calls: dict[str, Call] = {label: arm.step for label, arm in built.items()}
     metrics: Metrics = {"launched_speedup": None}

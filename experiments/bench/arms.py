@@ -36,7 +36,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Arm:
+class Setup:
     """A method with options. fp8: recipe of its products, a key of FORMATS, or none. simulated:
     they are not asked to run on FP8 units, or sparse."""
 
@@ -47,13 +47,13 @@ class Arm:
 
 
 BF16 = {
-    "dense": Arm("dense"),
-    "ste": Arm("ste"),
-    "semi_sparse": Arm("semi_sparse"),
-    "t_sr_ste, no mvue": Arm("t_sr_ste", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
-    "t_sr_ste": Arm("t_sr_ste", {"dense_fraction": 0.0, "alpha": 1e-4}),
-    "s_ste": Arm("s_ste"),
-    "slope": Arm("slope"),
+    "dense": Setup("dense"),
+    "ste": Setup("ste"),
+    "semi_sparse": Setup("semi_sparse"),
+    "t_sr_ste, no mvue": Setup("t_sr_ste", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
+    "t_sr_ste": Setup("t_sr_ste", {"dense_fraction": 0.0, "alpha": 1e-4}),
+    "s_ste": Setup("s_ste"),
+    "slope": Setup("slope"),
 }
 
 
@@ -70,23 +70,23 @@ def takes_fp8(method: str) -> bool:
 
 
 ON_FP8_UNITS = {
-    f"{name}, fp8": Arm(arm.method, {**arm.options, "fp8": ON_UNITS}, fp8=ON_UNITS)
+    f"{name}, fp8": Setup(arm.method, {**arm.options, "fp8": ON_UNITS}, fp8=ON_UNITS)
     for name, arm in BF16.items()
     if name == arm.method and takes_fp8(name)
 }
 ARMS = {
     **BF16,
-    "dense fp8": Arm("dense", fp8="hybrid"),
-    TORCHAO: Arm("dense", fp8="hybrid"),
+    "dense fp8": Setup("dense", fp8="hybrid"),
+    TORCHAO: Setup("dense", fp8="hybrid"),
     **ON_FP8_UNITS,
-    SIMULATED: Arm("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
+    SIMULATED: Setup("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
 }
 
 
-def arm(name: str) -> Arm:
+def arm(name: str) -> Setup:
     """The arm of this name; a method that has none is measured with its defaults, at the beginning
     of a long training."""
-    return ARMS.get(name) or Arm(name, {"total_steps": 10_000})
+    return ARMS.get(name) or Setup(name, {"total_steps": 10_000})
 
 
 def others(report: Report) -> list[str]:
@@ -328,7 +328,7 @@ def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
     return sample_tokens(dy, layer.key, layer.mvue).float()
 
 
-def tolerance(arm: Arm, dtype: torch.dtype, summed: int) -> float:
+def tolerance(arm: Setup, dtype: torch.dtype, summed: int) -> float:
     """Returns a bound of the relative error of a product, in norm, from what is rounded on the way.
 
     Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units

@@ -24,7 +24,7 @@ GPU_SHAPE = ("774M", 16384)
 BUFFERS = 2
 
 
-class Block(nn.Module):
+class FeedForwardBlock(nn.Module):
     """[T, C] -> [T, C]."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -72,7 +72,7 @@ def build(
 ) -> Bench:
     torch.manual_seed(0)
     with device:
-        model = Block(config).to(dtype)
+        model = FeedForwardBlock(config).to(dtype)
         converted = arms.convert(name, model, ("*mlp.*",), dtype, tokens, matmul)
         shape = (BUFFERS, tokens, config.n_embd)
         xs, dys = (list(torch.randn(shape, dtype=dtype)) for _ in range(2))

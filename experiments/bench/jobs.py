@@ -26,7 +26,7 @@ Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """A model and its batch.
 
     build: the model, a function that computes its loss on one batch, always the same, and the
@@ -81,7 +81,7 @@ def widths_of(config: GPTConfig, every: bool) -> tuple[tuple[int, int], ...]:
     return ((c, f), (f, c), *(((c, 3 * c), (c, c)) if every else ()))
 
 
-def gpt2(size: str, batch: int, length: int) -> Job:
+def gpt2(size: str, batch: int, length: int) -> Workload:
     config = GPTConfig.of_size(size)
 
     def build() -> Built:
@@ -91,10 +91,10 @@ def gpt2(size: str, batch: int, length: int) -> Job:
         blocks: list[nn.Module] = [*model.transformer.h, head]
         return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
 
-    return Job(build, batch * length, batch * length, "tokens", widths_of(config, False))
+    return Workload(build, batch * length, batch * length, "tokens", widths_of(config, False))
 
 
-def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: int) -> Job:
+def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: int) -> Workload:
     config = GPTConfig(layers, heads, widths[0], vocab_size=1, n_inner=widths[1])
 
     def build() -> Built:
@@ -102,15 +102,15 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
         x = torch.randn(batch, length, config.n_embd)
         return model, lambda: square(model(x)), list(model.h)
 
-    return Job(build, batch * length, batch * length, "tokens", widths_of(config, False))
+    return Workload(build, batch * length, batch * length, "tokens", widths_of(config, False))
 
 
-def all_linears(job: Job, config: GPTConfig) -> Job:
+def all_linears(job: Workload, config: GPTConfig) -> Workload:
     """The same with all linears of the blocks converted; the head stays dense."""
     return replace(job, linears=widths_of(config, True), include=ALL)
 
 
-def vit(name: str, batch: int, width: int, patches: int) -> Job:
+def vit(name: str, batch: int, width: int, patches: int) -> Workload:
     def build() -> Built:
         import timm
 
@@ -121,10 +121,10 @@ def vit(name: str, batch: int, width: int, patches: int) -> Job:
 
     widths = (width, 4 * width)
     linears = (widths, widths[::-1])
-    return Job(build, batch * (patches + 1), batch, "images", linears, needs="timm")
+    return Workload(build, batch * (patches + 1), batch, "images", linears, needs="timm")
 
 
-def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) -> Job:
+def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) -> Workload:
     """SAM's image encoder; changed: arguments of the model in place of timm's."""
 
     def build() -> Built:
@@ -140,7 +140,7 @@ def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) ->
 
     tokens, widths = batch * (size // 16) ** 2, (width, 4 * width)
     linears = (widths, widths[::-1])
-    return Job(build, tokens, batch, "images", linears, around=attention, needs="timm")
+    return Workload(build, tokens, batch, "images", linears, around=attention, needs="timm")
 
 
 _WIDE = GPTConfig(6, 32, 4096, vocab_size=1, n_inner=14336)
@@ -166,7 +166,7 @@ GPU_JOBS = {
 }
 
 
-def jobs(options: argparse.Namespace, report: Report) -> dict[str, Job]:
+def jobs(options: argparse.Namespace, report: Report) -> dict[str, Workload]:
     """Those that are asked for, that this device is for and whose packages are there."""
     if options.quick:
         found = QUICK_JOBS

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import methods
 from experiments.bench import arms, sizes
 from experiments.bench.arms import Converted
-from experiments.bench.jobs import Job
+from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
 
 WARM_UP = 2
@@ -60,7 +60,7 @@ class Step:
     first_s = 0.0
 
     def __init__(
-        self, name: str, job: Job, device: torch.device, matmul: str, fused: bool = False
+        self, name: str, job: Workload, device: torch.device, matmul: str, fused: bool = False
     ) -> None:
         torch.manual_seed(0)
         self.device, self.name = device, name
@@ -190,9 +190,7 @@ def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:
     return graph.replay
 
 
-def ready(
-    name: str, job: Job, device: torch.device, matmul: str, fused: bool = False
-) -> Step:
+def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bool = False) -> Step:
     """A step, on a GPU compiled, checked and warm."""
     start = time.perf_counter()
     step = Step(name, job, device, matmul, fused)

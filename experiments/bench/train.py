@@ -17,7 +17,7 @@ import torch
 
 from experiments.bench import arms, goals, linear
 from experiments.bench.arms import ARMS
-from experiments.bench.jobs import Job, jobs
+from experiments.bench.jobs import Workload, jobs
 from experiments.bench.report import Report, Row
 from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
@@ -67,7 +67,7 @@ def comparisons(names: list[str]) -> Iterator[list[str]]:
 
 def measure(
     shape: str,
-    job: Job,
+    job: Workload,
     names: list[str],
     matmul: str,
     options: argparse.Namespace,
@@ -86,7 +86,7 @@ def measure(
 
 def compared(
     shape: str,
-    job: Job,
+    job: Workload,
     names: list[str],
     matmul: str,
     options: argparse.Namespace,
@@ -136,9 +136,7 @@ def compared(
     return rows
 
 
-def figures(
-    name: str, names: list[str], times: dict[str, Time], period: int
-) -> dict[str, float]:
+def figures(name: str, names: list[str], times: dict[str, Time], period: int) -> dict[str, float]:
     """Times beside that of an ordinary launched step, and ratios to those of dense.
 
     period: steps of which one chooses masks.
@@ -161,7 +159,7 @@ def precision(device: torch.device) -> str:
     return "bfloat16 autocast" if device.type == "cuda" else "float32"
 
 
-def gate(names: list[str], job: Job, device: torch.device, matmul: str) -> None:
+def gate(names: list[str], job: Workload, device: torch.device, matmul: str) -> None:
     """UserError if the products of a linear of the model are wrong."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name in names:

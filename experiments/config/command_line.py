@@ -150,7 +150,7 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
             inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
             yield from _options(value, f"{prefix}{key}.", inner)
             continue
-        option = f"  {prefix}{key}={plain(value)}"
+        option = f"  {prefix}{key}={as_typed(value)}"
         if len(option) > WIDTH:
             option = f"{option[: WIDTH - 3]}..."
         text = said.get(key, "")
@@ -162,10 +162,10 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
         yield f"{option:<{_COLUMN}}{text.removeprefix(indent)}".rstrip()
 
 
-def plain(value: Any) -> str:
+def as_typed(value: Any) -> str:
     """A value as it is typed on the command line: `null`, `true`, `[1,2]`."""
     if isinstance(value, list):
-        return f"[{','.join(map(plain, value))}]"
+        return f"[{','.join(map(as_typed, value))}]"
     return (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
     )

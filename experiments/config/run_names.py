@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.config.command_line import CONF, named, plain
+from experiments.config.command_line import CONF, as_typed, named
 
 LONGEST = 60  # characters of a tag, without the "_more" at its end
 _WORD = 24  # characters of one word of a tag
@@ -64,7 +64,7 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
         if value != default and not str(default).startswith("${"):
             for long, short in _SHORT.items():
                 key = key.replace(long, short)
-            said = re.sub(r"[^\w.+-]+", "_", plain(value), flags=re.A).strip("_.")
+            said = re.sub(r"[^\w.+-]+", "_", as_typed(value), flags=re.A).strip("_.")
             words.append(f"{key}_{said}"[:_WORD].rstrip("_."))
     return words
 

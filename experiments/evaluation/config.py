@@ -40,7 +40,7 @@ class DataChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class EvaluationSettings:
     """Settings of an evaluation: the model's weights and what they are measured on.
 
     runs: root of the results for folders of transformers. block_size: of perplexity's windows;
@@ -65,8 +65,8 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Settings):
-    """An evaluation's whole config: `Settings` and the groups model, data and impl."""
+class EvaluateConfig(EvaluationSettings):
+    """An evaluation's whole config: `EvaluationSettings` and the groups model, data and impl."""
 
     model: ModelChoice
     data: DataChoice
@@ -201,12 +201,12 @@ class EvaluateConfig(Settings):
 
 def load(overrides: list[str] | None = None) -> EvaluateConfig:
     """The evaluation that `experiments/conf/evaluate.yaml` and hydra overrides compose."""
-    return composed("evaluate", freeze, overrides)
+    return composed("evaluate", freeze_evaluation, overrides)
 
 
-def freeze(composed: Any) -> EvaluateConfig:
+def freeze_evaluation(composed: Any) -> EvaluateConfig:
     """The `EvaluateConfig` of a composed `DictConfig`."""
     groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
     values = plain(composed, *groups)
     parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}
-    return EvaluateConfig(**vars(typed(Settings, "the config", values)), **parts)
+    return EvaluateConfig(**vars(typed(EvaluationSettings, "the config", values)), **parts)

@@ -255,7 +255,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _card(
-    run: FinishedRun, weights: str, to: Path | None, rows: list[legality.Row], merged: bool
+    run: FinishedRun,
+    weights: str,
+    to: Path | None,
+    rows: list[legality.LinearSparsity],
+    merged: bool,
 ) -> str:
     config, summed = run.config, legality.total(rows)
     command = ["python -m experiments.export", shlex.quote(f"run={run.directory}")]

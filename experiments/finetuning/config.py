@@ -282,10 +282,10 @@ class _Data:
 
 def load(overrides: list[str] | None = None) -> FinetuneConfig:
     """`composed` of `experiments/conf/finetune.yaml`, as a fine-tuning."""
-    return composed("finetune", freeze, overrides)
+    return composed("finetune", freeze_finetuning, overrides)
 
 
-def freeze(composed: Any) -> FinetuneConfig:
+def freeze_finetuning(composed: Any) -> FinetuneConfig:
     """The typed form of a composed `DictConfig`."""
     fields = [f.name for f in dataclasses.fields(_Top)]
     groups = plain(composed, "data", "impl", "model", "recipe", *fields)

@@ -65,7 +65,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         problem = load_problem(config, source.tokenizer())
         if Hashes.of(config) != hashes:
             raise UserError(f"{config.source} or {config.data} was changed while it was read")
-        model, method, train = prepare(config, source, pretrained, problem, here)
+        model, method, train = prepare_model(config, source, pretrained, problem, here)
         with checkpoint.exclusive(directory):
             if (done := finished(config)) is not None:  # by another process, since it was asked
                 report(f"done already: {directory}")
@@ -122,7 +122,7 @@ def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT 
     return pretrained
 
 
-def prepare(
+def prepare_model(
     config: FinetuneConfig,
     source: FinishedRun | Checkpoint,
     pretrained: GPT | BertLM | CausalLM,

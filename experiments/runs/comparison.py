@@ -11,30 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.config.command_line import plain
+from experiments.config.command_line import as_typed
 from experiments.runs.curves import Point, points
+from experiments.runs.finished import FinishedRun
 from experiments.runs.stats import mean, paired_interval, std
 from experiments.support.errors import UserError
-from experiments.support.results import FILE, NoResult, check, number, read_training
+from experiments.support.results import FILE, NoResult, check_shape, number, read_training
 from experiments.training.tracking import read_metrics
 
 METRIC = "metrics.val_loss"
 QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
-_SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}  # see lacks
+_SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}
 # Keys that do not make an arm: they change no result, or differ from seed to seed.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished training: its directory and the content of its `result.json`."""
-
-    directory: Path
-    result: dict[str, Any]
-
-    @property
-    def seed(self) -> int:
-        return self.result["config"]["seed"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class Arm:
 
     label: str
     config: dict[str, str]
-    runs: dict[int, Run]
+    runs: dict[int, FinishedRun]
 
     def numbers(self, metric: str) -> dict[int, float]:
         """The values of `metric` by seed, in ascending order of the seeds."""
@@ -51,7 +40,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Row:
+class Summary:
     """A row of the comparison. difference: mean difference to the baseline over the `pairs` seeds
     that both have, with its 95 % interval from `low` to `high`; nan for the baseline itself."""
 
@@ -65,7 +54,7 @@ class Row:
     high: float = math.nan
 
 
-def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
+def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
     """(finished runs at or below these paths, each once; directories of unfinished ones).
 
     Raises:
@@ -77,8 +66,8 @@ def find(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
     for directory in map(_shown, directories):
         try:
             result = read_training(directory)
-            check(directory, result, _SHAPE)
-            runs.append(Run(directory, result))
+            check_shape(directory, result, _SHAPE)
+            runs.append(FinishedRun(directory, result))
         except NoResult as reason:
             if reason.why not in ("missing", "unfinished"):
                 raise
@@ -103,7 +92,7 @@ def _shown(directory: Path) -> Path:
     return directory.relative_to(here) if directory.is_relative_to(here) else directory
 
 
-def arms(runs: Iterable[Run]) -> list[Arm]:
+def arms(runs: Iterable[FinishedRun]) -> list[Arm]:
     """The runs grouped by config, in the order in which they were given.
 
     Raises:
@@ -133,12 +122,12 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
             for key in value:
                 add(f"{prefix}.{key}".strip("."), value[key])
         elif prefix != "method.total_steps" or value != config["train"]["steps"]:
-            values[prefix] = plain(value)
+            values[prefix] = as_typed(value)
 
     add("", {key: value for key, value in config.items() if key not in _APART})
     kept = {key: value for key, value in sorted(values.items()) if key not in _APART}
     if (own := config["method"].get("seed", config["seed"])) != config["seed"]:
-        kept["method.seed"] = plain(own)
+        kept["method.seed"] = as_typed(own)
     return {**kept, "corpus": str(result.get("corpus_hash"))[:12]}
 
 
@@ -189,7 +178,7 @@ def choose(found: list[Arm], baseline: str | None) -> Arm:
     )
 
 
-def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Row]:
+def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary]:
     """A row for each arm, the baseline first.
 
     Raises:
@@ -203,7 +192,7 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Row]:
     rows = []
     for arm in [baseline, *(arm for arm in found if arm is not baseline)]:
         numbers = arm.numbers(metric)
-        row = Row(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
+        row = Summary(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
         paired = [numbers[s] - reference[s] for s in numbers if s in reference]
         if arm is not baseline and paired:
             low, high = paired_interval(paired)
@@ -218,7 +207,7 @@ def _has(record: Any, path: str) -> bool:
     return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
 
 
-def markdown(found: list[Arm], rows: list[Row], metric: str = METRIC) -> str:
+def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str:
     """The rows as a Markdown table with a column for each config key that differs, after a warning
     if the runs are hardly comparable."""
     baseline, keys = rows[0].label, differing(found)
@@ -252,13 +241,13 @@ def caution(found: list[Arm]) -> str:
     return f"Careful: these runs are {', and '.join(said)}." if said else ""
 
 
-def _length(run: Run) -> str:
+def _length(run: FinishedRun) -> str:
     tokens = run.result.get("tokens")
     steps = f"{run.result['config']['train']['steps']:,} steps"
     return f"{steps}, {tokens:,} tokens" if isinstance(tokens, int) else steps
 
 
-def _data(run: Run) -> str:
+def _data(run: FinishedRun) -> str:
     corpus = run.result.get("corpus") or {}
     tokenizer = corpus.get("tokenizer") or {}
     size = f", {tokenizer.get('kind')} of {tokenizer.get('vocab_size')}" if tokenizer else ""
@@ -282,7 +271,7 @@ def curves(found: list[Arm], baseline: Arm) -> list[Point]:
     return points(logs, QUANTITIES)
 
 
-def of_sweep(runs: list[Run], metric: str = METRIC) -> str:
+def of_sweep(runs: list[FinishedRun], metric: str = METRIC) -> str:
     """The table printed at the end of a sweep, and the command that makes it again with curves."""
     found = arms(runs)
     rows = table(found, choose(found, None), metric)

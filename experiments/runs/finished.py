@@ -57,6 +57,10 @@ class FinishedRun:
         return self.result["config_hash"]
 
     @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @property
     def model_name(self) -> str:
         return self.config["model"]["name"]
 

@@ -69,14 +69,14 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
         ) from error
     except (OSError, ValueError) as error:
         raise _damaged(directory, str(error)) from error
-    check(directory, result, {"schema": int, "config_hash": str})
+    check_shape(directory, result, {"schema": int, "config_hash": str})
     if result["schema"] != SCHEMA or config_hash not in (None, result["config_hash"]):
         raise NoResult("other", f"{path} is of another config or version; remove it and run again")
-    check(directory, result, shape)
+    check_shape(directory, result, shape)
     return result
 
 
-def check(directory: Path, result: Any, shape: dict[str, Any]) -> None:
+def check_shape(directory: Path, result: Any, shape: dict[str, Any]) -> None:
     """A `NoResult` if the content of the `result.json` in `directory` lacks something of `shape`
     (`checkpoint.lacks`)."""
     if (found := lacks(result, shape)) is not None:
@@ -124,7 +124,7 @@ def read_training(directory: Path) -> dict[str, Any]:
     if not {"model", "data", "method"} <= result["config"].keys():
         path = directory / FILE
         raise NoResult("other", f"{path} is not the result of a training, whose config it lacks")
-    check(directory, result, TRAINING)
+    check_shape(directory, result, TRAINING)
     return result
 
 

@@ -14,7 +14,7 @@ from common_kernels import check_nm
 
 
 @dataclass(frozen=True)
-class Row:
+class LinearSparsity:
     """One linear with weight [out, in] = `shape`.
 
     pattern: n non-zeros in m consecutive inputs. illegal_groups: of `groups` groups of m those with
@@ -44,14 +44,14 @@ class Row:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, patterns: Mapping[str, tuple[int, int]]) -> list[Row]:
+def measure(model: nn.Module, patterns: Mapping[str, tuple[int, int]]) -> list[LinearSparsity]:
     """The linears named in `patterns`, each against its own pattern (n, m)."""
     rows = []
     for name, (n, m) in patterns.items():
         weight = model.get_parameter(f"{name}.weight")
         outputs, inputs = weight.shape
         rows.append(
-            Row(
+            LinearSparsity(
                 name=name,
                 shape=(outputs, inputs),
                 pattern=(n, m),
@@ -63,7 +63,7 @@ def measure(model: nn.Module, patterns: Mapping[str, tuple[int, int]]) -> list[R
     return rows
 
 
-def total(rows: Sequence[Row]) -> dict[str, Any]:
+def total(rows: Sequence[LinearSparsity]) -> dict[str, Any]:
     """`density`, `illegal_groups` and `groups` over all rows, as `result.json` has them."""
     entries = sum(row.shape[0] * row.shape[1] for row in rows)
     return {
@@ -73,14 +73,14 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row], dense: bool = False) -> str:
+def table(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
     """A Markdown table of the rows, their sum last; of `dense` weights without patterns."""
     names, *lines = _cells(rows, dense)
     ruled = [names, ["---"] * len(names), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
 
 
-def text(rows: Sequence[Row], dense: bool = False) -> str:
+def text(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
     """The same in columns as wide as the terminal, or 80; long names go on in a second line."""
     import rich.console
     import rich.table
@@ -98,7 +98,7 @@ def text(rows: Sequence[Row], dense: bool = False) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _cells(rows: Sequence[Row], dense: bool) -> list[list[str]]:
+def _cells(rows: Sequence[LinearSparsity], dense: bool) -> list[list[str]]:
     """The heads of the columns, a line for each row, and their sum."""
     summed = total(rows)
     lines = [["linear", "shape", "density"] + ([] if dense else ["N:M", "illegal groups"])]

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.comparison import Row
+from experiments.runs.comparison import Summary
 from experiments.runs.curves import Point
 from reproduce.report.html import MINUS, Markup, tag, text
 
@@ -86,7 +86,7 @@ def short(value: float) -> str:
 
 
 def forest(
-    rows: Sequence[Row], baseline: str, yardstick: str, gap: float, share: float, quantity: str
+    rows: Sequence[Summary], baseline: str, yardstick: str, gap: float, share: float, quantity: str
 ) -> Markup:
     """Differences to the baseline with their intervals, sorted; the upper axis counts them in units
     of the yardstick's difference, and a band of `share` marks what counts as equal."""
@@ -134,7 +134,7 @@ def forest(
     )
 
 
-def _estimate(row: Row, x: Scale, y: float, name: float, is_yardstick: bool) -> list[Markup]:
+def _estimate(row: Summary, x: Scale, y: float, name: float, is_yardstick: bool) -> list[Markup]:
     parts = [label(name, y + 5, row.label, "strong" if is_yardstick else "", "end")]
     parts.append(label(x.end + 62, y + 5, _signed(row.difference), "value", "end"))
     if not x.low <= row.difference <= x.high:
@@ -160,7 +160,7 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", MINUS) if math.isfinite(value) else "not finite"
 
 
-def _told(row: Row) -> str:
+def _told(row: Summary) -> str:
     interval = f" [{row.low:+.4f}, {row.high:+.4f}]" if math.isfinite(row.low) else ""
     return f"{row.difference:+.4f}{interval} (n={row.pairs})"
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from experiments.runs import comparison
 from experiments.runs.curves import Point
+from experiments.runs.finished import FinishedRun
 from experiments.runs.stats import mean, std
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
 from reproduce.claims import Claims, differences
 from reproduce.records import Evidence, Kept
+from reproduce.runner import last_line
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,10 @@ class Shown:
         return any(word in self.quantity for word in ("loss", "perplexity"))
 
     @cached_property
-    def rows(self) -> dict[str, comparison.Row]:
+    def rows(self) -> dict[str, comparison.Summary]:
         """The row of each arm: mean and spread, and the difference to the baseline seed by seed."""
         arms = [
-            comparison.Arm(
-                name, {}, {s: comparison.Run(k.path, k.record) for s, k in seeds.items()}
-            )
+            comparison.Arm(name, {}, {s: FinishedRun(k.path, k.record) for s, k in seeds.items()})
             for name, seeds in self.arms.items()
         ]
         if not arms:
@@ -152,14 +152,9 @@ def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
     for log in sorted((kept / "logs").glob("*/*.txt")):
         own = kept / log.parent.name / f"{log.stem}.json"
         if not own.is_file() and (log.parent.name, log.stem) not in ended:
-            found.append((log, _last_line(log)))
-    found += [(trace, _last_line(trace)) for trace in sorted(runs.glob("*/*/*/failure.txt"))]
+            found.append((log, last_line(log)))
+    found += [(trace, last_line(trace)) for trace in sorted(runs.glob("*/*/*/failure.txt"))]
     return found
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing"
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class Own:
     """One's own finished trainings by folder, in rows as `experiments.compare` shows them, each
     with its results. trouble: why some folders cannot be shown."""
 
-    rows: dict[Path, list[tuple[comparison.Row, list[Path]]]]
+    rows: dict[Path, list[tuple[comparison.Summary, list[Path]]]]
     trouble: list[str]
 
 

@@ -19,7 +19,7 @@ from experiments.training import pretraining
 
 
 def settings(**options):
-    return generate.Settings(**{"run": "", "prompt": "", "repeats": 1, **options})
+    return generate.GenerationSettings(**{"run": "", "prompt": "", "repeats": 1, **options})
 
 
 def config(run, prompt, dtype="fp32", **options):

@@ -6,9 +6,9 @@ import pytest
 
 from experiments.support import results
 from experiments.support.checkpoint import write_json
-from reproduce.engine import Run
+from reproduce.engine import PlacedRun
 from reproduce.jobs import Place
-from reproduce.spec import Column, Row, Table, Tier
+from reproduce.spec import Column, Table, TableRow, Tier
 
 
 def make_result(config_hash="0" * 16, **changed):
@@ -74,13 +74,13 @@ def _finish(tmp_path, monkeypatch):
 
 @pytest.fixture
 def finished_run(tmp_path):
-    """finished_run(label, seed, val_loss, **other entries of the result) -> Run."""
+    """finished_run(label, seed, val_loss, **other entries of the result) -> PlacedRun."""
 
     def build(label, seed, val_loss, log=(), variant="", measures=None, **changed):
         metrics = {"val_loss": val_loss, "flip_rate": 0.25}
         result = make_result(**{"metrics": metrics} | changed)
         directory = tmp_path / label / f"seed{seed}"
-        return Run(Place(variant, label, seed), directory, result, list(log), measures or {})
+        return PlacedRun(Place(variant, label, seed), directory, result, list(log), measures or {})
 
     return build
 
@@ -112,7 +112,8 @@ def small():
             "name": "t",
             "title": "T",
             "tiers": {"smoke": tier},
-            "rows": rows or [Row("dense", ["method=dense"]), Row("naive", ["method=ste"])],
+            "rows": rows
+            or [TableRow("dense", ["method=dense"]), TableRow("naive", ["method=ste"])],
             "columns": [Column("loss", "metrics.val_loss")],
         }
         return Table(**values | changed)

@@ -1,7 +1,7 @@
 """The README's table of the papers' statements and what was measured of them."""
 
 from reproduce import beside
-from reproduce.beside import Gain, Order
+from reproduce.beside import Gain, Ranking
 
 
 def test_the_readme_has_the_measured_numbers():
@@ -27,7 +27,7 @@ def test_a_gain_an_order_and_what_is_missing(monkeypatch, tmp_path):
     assert Gain("x", ("none", "a", "speed")).line()[-1] == "not measured"
 
     def order(first, second):
-        return Order("x", (("t", first, "speed"), ("t", second, "speed"))).line()
+        return Ranking("x", (("t", first, "speed"), ("t", second, "speed"))).line()
 
     assert order("a", "b") == ["x", "1.200 / 1.200", "1.110 / 1.050", "holds"]
     assert order("b", "a")[-1] == "**the other way round**"
@@ -42,8 +42,8 @@ def test_every_statement_names_cells_that_a_table_has():
 
     rendered = {t.name: render(t, "full", []).summary for t in read_tables() if t.driver == "bench"}
     for statement in beside.STATEMENTS:
-        cells = statement.cells if isinstance(statement, Order) else (statement.cell,)
-        papers = cells if isinstance(statement, Order) else (statement.paper or statement.cell,)
+        cells = statement.cells if isinstance(statement, Ranking) else (statement.cell,)
+        papers = cells if isinstance(statement, Ranking) else (statement.paper or statement.cell,)
         for table, method, column in papers:
             (line,) = [line for line in rendered[table] if line["method"] == method]
             assert f"{column}: paper" in line

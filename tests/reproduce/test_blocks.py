@@ -103,7 +103,7 @@ def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
         ("arm: dense", "arm: densest", "source.arm=densest; block t has dense, ste 2e-3"),
         ("block: t", "block: v", "no block 'v'; there is t, u"),
         ("block: t", "block: u", "source.block=u has a source itself"),
-        ("{block: t, arm: dense}", "t", "the file: source: 't' is no Source"),
+        ("{block: t, arm: dense}", "t", "the file: source: 't' is no BlockSource"),
         ("seeds: [1]", "seeds: [0, 1]", "block t, its source, has no seeds [0]"),
     ],
 )

@@ -8,9 +8,9 @@ import torch
 from experiments import evaluate, finetune
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce.engine import clock, execute, finished
+from reproduce.engine import clock, execute, finished_runs
 from reproduce.jobs import Place, plan, quoted
-from reproduce.spec import Measure, Row, Variant
+from reproduce.spec import Measure, TableRow, Variant
 
 
 def names(planned):
@@ -27,7 +27,7 @@ def test_order_and_second_call(small, tmp_path, fake):
     assert said[0] == "4 runs: 0 done already, 4 to do"
     assert said[1] == "[1/4] dense, seed 3"
     assert said[2].startswith("[2/4] dense, seed 1 (0:00 elapsed, about 0:0")
-    assert [str(run.place) for run in finished(planned)] == order
+    assert [str(run.place) for run in finished_runs(planned)] == order
     execute(planned.jobs, said.append, fake)
     assert said[-1] == "4 runs: 4 done already, 0 to do"
     assert len(fake.order) == 4
@@ -41,14 +41,14 @@ def test_a_failure_is_one_line_and_the_rest_go_on(small, tmp_path, fake):
     trace = planned.jobs[1].config.directory() / "failure.txt"
     assert f"failed: dense, seed 1: RuntimeError: out of memory (see {trace})" in said
     assert "Traceback" in trace.read_text(encoding="utf-8")
-    assert [run.place.seed for run in finished(planned)] == [3, 3, 1]
+    assert [run.place.seed for run in finished_runs(planned)] == [3, 3, 1]
 
     # Mended, the next call runs this one alone and removes the trace.
     fake.order, fake.broken = [], set()
     execute(planned.jobs, said.append, fake)
     assert fake.order == ["dense, seed 1"]
     assert not trace.exists()
-    assert len(finished(planned)) == 4
+    assert len(finished_runs(planned)) == 4
 
 
 def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeypatch):
@@ -62,7 +62,7 @@ def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeyp
     assert len(fake.order) == 4
 
 
-CHAIN = [Row("dense", ["method=dense"]), Row("AST", ["method=ast"], starts_from="dense")]
+CHAIN = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"], starts_from="dense")]
 
 
 def there(config):
@@ -86,7 +86,7 @@ def test_a_chain_of_training_retraining_and_measurements(small, tmp_path, fake, 
     order = [f"{row}, seed 0{part}" for row in ("dense", "AST") for part in parts]
     assert sorted(names(planned)) == sorted(order)
     assert [job.config is None for job in planned.jobs] == [False] + [True] * 7
-    assert finished(planned) == []
+    assert finished_runs(planned) == []
 
     fake.broken, said = {"dense, seed 0"}, []
     execute(planned.jobs, said.append, fake)
@@ -97,7 +97,7 @@ def test_a_chain_of_training_retraining_and_measurements(small, tmp_path, fake, 
     fake.order, fake.broken = [], {"AST, seed 0, text"}
     execute(planned.jobs, said.append, fake)
     assert sorted(fake.order) == sorted(order)
-    dense, ast = finished(planned)
+    dense, ast = finished_runs(planned)
     assert sorted(dense.measures) == ["glue.cola", "glue.rte", "text"]
     assert sorted(ast.measures) == ["glue.cola", "glue.rte"]
     training, retraining = (planned.places[Place("", row, 0)][0] for row in ("dense", "AST"))
@@ -108,8 +108,8 @@ def test_a_chain_of_training_retraining_and_measurements(small, tmp_path, fake, 
 
 def test_a_stage_is_trained_and_not_measured(small, tmp_path):
     rows = [
-        Row("first", ["method=dense"], stage=True),
-        Row("dense", ["method=dense"], starts_from="first"),
+        TableRow("first", ["method=dense"], stage=True),
+        TableRow("dense", ["method=dense"], starts_from="first"),
     ]
     table = small(rows, [0], {"glue": Measure("finetune", [], ["cola"])})
     planned = plan(table, "smoke", tmp_path)
@@ -124,8 +124,8 @@ def test_a_pretrained_model_needs_no_first_run(small, tmp_path):
 
 def test_equal_work_is_done_once(small, tmp_path):
     """Variants that change nothing for a row share its run; `{variant}` is a variant's key."""
-    sparse = Row("S-STE", ["method=s_ste", "method.gamma={variant}"])
-    rows = [Row("dense", ["method=dense"]), sparse]
+    sparse = TableRow("S-STE", ["method=s_ste", "method.gamma={variant}"])
+    rows = [TableRow("dense", ["method=dense"]), sparse]
     variants = [
         Variant("zero", "0.0"),
         Variant("half", "0.5"),
@@ -140,8 +140,8 @@ def test_equal_work_is_done_once(small, tmp_path):
 
 def test_overrides_come_from_tier_variant_and_row_in_this_order(small, tmp_path):
     rows = [
-        Row("dense", ["method=dense"]),
-        Row("own", ["method=ste", "train.steps=8"], {"smoke": ["train.steps=9"]}),
+        TableRow("dense", ["method=dense"]),
+        TableRow("own", ["method=ste", "train.steps=8"], {"smoke": ["train.steps=9"]}),
     ]
     rows[1].starts_from = "dense"
     table = small(rows, [0], variants=[Variant("v", overrides=["train.steps=6"])])
@@ -177,13 +177,17 @@ def test_a_result_of_another_config_does_not_count(small, tmp_path, fake):
     path = planned.jobs[0].config.directory() / results.FILE
     result = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(result | {"config_hash": "f" * 16}), encoding="utf-8")
-    assert len(finished(planned)) == 3
+    assert len(finished_runs(planned)) == 3
 
 
 @pytest.mark.parametrize(
     ("rows", "measure", "message"),
     [
-        ([Row("odd", ["method=dense", "+method.beta=mse"])], {}, "t, tier smoke, odd, seed 3: "),
+        (
+            [TableRow("odd", ["method=dense", "+method.beta=mse"])],
+            {},
+            "t, tier smoke, odd, seed 3: ",
+        ),
         (None, {"glue": Measure("finetune", [], ["chess"])}, "dense, seed 3, glue.chess: "),
     ],
 )

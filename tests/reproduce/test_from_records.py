@@ -15,7 +15,7 @@ from reproduce.blocks import read_block
 from reproduce.from_records import collect
 from reproduce.reading import read_tables
 from reproduce.render import render
-from reproduce.spec import Column, Row, Table, Tier
+from reproduce.spec import Column, Table, TableRow, Tier
 
 TABLES = read_tables()
 SHOWN = [(table, name) for table in TABLES for name, tier in table.tiers.items() if tier.block]
@@ -118,10 +118,10 @@ def keep(folders, block, arm, seed, loss, where="committed"):
 
 def table(block="t", rows=None, **columns):
     rows = rows or [
-        Row("dense", ["method=dense"], arm="dense", published="dense"),
-        Row("half (ours)", arm="half"),
-        Row("STE", ["method=ste"], arm="it"),
-        Row("ours elsewhere", ["method=step"]),
+        TableRow("dense", ["method=dense"], arm="dense", published="dense"),
+        TableRow("half (ours)", arm="half"),
+        TableRow("STE", ["method=ste"], arm="it"),
+        TableRow("ours elsewhere", ["method=step"]),
     ]
     shown = [
         Column("loss", "metrics.val_loss", format=".2f"),
@@ -183,7 +183,10 @@ def test_an_outdated_record_does_not_stand_for_one_s_own(folders):
 def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
     keep(folders, "t", "dense", 0, 2.0)
     keep(folders, "u", "more", 0, 1.5)
-    rows = [Row("Dense", ["method=dense"], arm="t/dense"), Row("on", ["method=dense"], arm="more")]
+    rows = [
+        TableRow("Dense", ["method=dense"], arm="t/dense"),
+        TableRow("on", ["method=dense"], arm="more"),
+    ]
     collected = collect(table("u", rows), "mini", **folders)
     shown = [(run.place.row, run.result["block"]) for run in collected.runs]
     assert shown == [("Dense", "t"), ("on", "u")]
@@ -191,7 +194,7 @@ def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
 
 
 def test_what_is_not_there_is_told(folders):
-    rows = [Row("Dense", ["method=dense"], arm="nobody")]
+    rows = [TableRow("Dense", ["method=dense"], arm="nobody")]
     with pytest.raises(UserError, match="t, 'Dense': block t has no arm nobody"):
         collect(table("t", rows), "mini", **folders)
     with pytest.raises(UserError, match="no block 'v'; there is t, u"):
@@ -204,7 +207,7 @@ def test_what_is_not_there_is_told(folders):
 def test_rows_of_an_arm_alone_are_in_such_tiers_only():
     spec = table()
     assert [row.label for row in spec.rows_of("smoke")] == ["dense", "STE", "ours elsewhere"]
-    quoted = Row("theirs", not_run="of another model")
+    quoted = TableRow("theirs", not_run="of another model")
     with_quoted = replace(spec, rows=[*spec.rows, quoted])
     assert [row.label for row in with_quoted.rows_of("mini")] == [
         "dense", "half (ours)", "STE", "theirs",

@@ -13,9 +13,9 @@ from reproduce.cells import value
 from reproduce.figure import axis, curves, draw, values
 from reproduce.reading import read_tables
 from reproduce.render import render
-from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
+from reproduce.spec import Column, Figure, Measure, Table, TableRow, Tier, Variant
 
-ROWS = [Row("dense", ["method=dense"]), Row("S-STE", ["method=s_ste"])]
+ROWS = [TableRow("dense", ["method=dense"]), TableRow("S-STE", ["method=s_ste"])]
 COLUMNS = [
     Column("loss", "metrics.val_loss", "mean_std", ".2f"),
     Column("to dense", "metrics.val_loss", "paired", "+.2f"),
@@ -177,7 +177,7 @@ def beside(monkeypatch):
     """The paper says 2.0 for S-STE's loss, by somebody's notes, and nothing else."""
     cells = {("w", "Table 1", "ours", "val"): published.Published(2.0, "", "second-hand", "notes")}
     monkeypatch.setattr(published, "_cells", lambda path: cells)
-    rows = [ROWS[0], Row("S-STE", ["method=s_ste"], published="ours")]
+    rows = [ROWS[0], TableRow("S-STE", ["method=s_ste"], published="ours")]
 
     def build():
         table = own_table([0, 1, 2], BESIDE, **PAPER)
@@ -242,7 +242,7 @@ def test_published_values_are_noted_with_their_source_unless_they_are_sure(besid
 
 
 def test_a_row_that_is_not_run_shows_the_paper_alone(beside, runs):
-    beside.rows = [*beside.rows, Row("other", not_run="too large", published="ours")]
+    beside.rows = [*beside.rows, TableRow("other", not_run="too large", published="ours")]
     assert not [row for _, row, _ in beside.trainings("full") if row.label == "other"]
     rendered = render(beside, "full", runs)
     assert body(rendered)[-1] == "| loss | other | 2.00 (second-hand) | not offered | - | full |"
@@ -314,8 +314,8 @@ def test_variants_have_lines_and_baselines_of_their_own(finished_run, monkeypatc
         Column("to dense", "metrics.val_loss", show="paired", format="+.1f"),
     ]
     rows = [
-        Row("dense", ["method=dense"], published="dense"),
-        Row("S", ["method=s_ste"], published="ours", cells={"loss": ["{variant}", "ours"]}),
+        TableRow("dense", ["method=dense"], published="dense"),
+        TableRow("S", ["method=s_ste"], published="ours", cells={"loss": ["{variant}", "ours"]}),
     ]
     variants = [Variant("A", published="small"), Variant("B", rows=["dense"], published="large")]
     table = own_table([0], columns, paper="w", number="1", published_table="T", variants=variants,
@@ -348,7 +348,7 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     table = own_table([0], [Column("speed", "metrics.speed", show="mean", published="x")],
                       paper="w", number="1", published_table="T", driver="bench",
                       figure=Figure("bars"))  # fmt: skip
-    table.rows = [Row("a", ["what=linear"], published="a")]
+    table.rows = [TableRow("a", ["what=linear"], published="a")]
     load = {"sm_mhz": 1410.0, "watts": None}
     run = finished_run("a", 0, 1.0, metrics={"speed": 1.25, **load})
     del run.result["corpus"], run.result["config"]["impl"]

@@ -10,7 +10,7 @@ from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
 from reproduce import smoke_tasks
-from reproduce.engine import execute, finished
+from reproduce.engine import execute, finished_runs
 from reproduce.jobs import INPUTS, plan
 from reproduce.reading import read_tables
 from reproduce.render import render
@@ -90,7 +90,7 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
         planned, said = plan(table, "smoke", runs, short(table, data)), []
         execute(planned.jobs, said.append)
         assert all(job.result() for job in planned.jobs), "\n".join(said)
-        rendered = render(table, "smoke", finished(planned))
+        rendered = render(table, "smoke", finished_runs(planned))
         texts = [text for line in rendered.cells for text in line]
         assert "not run" not in texts
         assert {line[-1] for line in rendered.cells} == {"smoke"}

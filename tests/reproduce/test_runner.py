@@ -11,7 +11,7 @@ from experiments.images.dataset import load_images
 from experiments.support.errors import UserError
 from reproduce import blocks, runner
 from reproduce.__main__ import main
-from reproduce.blocks import Block, Source
+from reproduce.blocks import Block, BlockSource
 from reproduce.runner import run_block
 
 # Arguments: what to do, the run directory, what to write as its result.
@@ -91,7 +91,7 @@ def block(seeds=(0, 1), **arms):
 def second():
     """A block that goes on from the arm `dense` of `block()`."""
     arms = {"ast": ["method=ast"], "gmp": ["method=gmp"]}
-    return Block("u", "U", ["train.steps=20"], arms, [0, 1], source=Source(block(), "dense"))
+    return Block("u", "U", ["train.steps=20"], arms, [0, 1], source=BlockSource(block(), "dense"))
 
 
 def seen(run_block, tmp_path):
@@ -201,7 +201,7 @@ def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_
     assert done and said[1].startswith(
         "[1/1] dense, seed 0: val_loss 3.5000, knn_top1 61.25, linear_top1 70.50, 2000.0 ms a step"
     )
-    record = blocks.read_record(tmp_path / "evidence" / "t" / "dense-seed0.json")
+    record = blocks.read_kept(tmp_path / "evidence" / "t" / "dense-seed0.json")
     assert record["metrics"].items() >= probed.items()
 
 

@@ -25,7 +25,7 @@ def arm(method):
     model = encoder()
     converted = convert(method, model, ("*mlp.*",), torch.float32, 4, "dense")
     images = torch.randn(1, 3, 32, 32).requires_grad_()
-    return sam.Arm(method, converted, images, torch.randn(1, 256, 2, 2))
+    return sam.EncoderStep(method, converted, images, torch.randn(1, 256, 2, 2))
 
 
 def test_the_encoder_is_that_of_sam_vit_l():

@@ -16,7 +16,7 @@ from methods import slope, sr_ste
 from reproduce import jobs
 from reproduce.jobs import Job, plan
 from reproduce.reading import read_table, read_tables
-from reproduce.spec import Column, Figure, Measure, Row, Table, Tier, Variant
+from reproduce.spec import Column, Figure, Measure, Table, TableRow, Tier, Variant
 
 TABLES = {table.name: table for table in read_tables()}
 OFFERED = [
@@ -331,24 +331,24 @@ def test_every_offered_tier_says_what_it_trains():
 
 def table(**changed):
     values = {
-        "name": "t", "title": "T", "rows": [Row("dense", ["method=dense"])], "columns": [],
+        "name": "t", "title": "T", "rows": [TableRow("dense", ["method=dense"])], "columns": [],
         "tiers": {"smoke": Tier(seeds=[0])},
     } | changed  # fmt: skip
     return Table(**values)
 
 
-DENSE = Row("dense", ["method=dense"])
+DENSE = TableRow("dense", ["method=dense"])
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rows": [DENSE, Row("dense", ["method=ste"])]}, "two rows have the same label"),
+        ({"rows": [DENSE, TableRow("dense", ["method=ste"])]}, "two rows have the same label"),
         ({"columns": [Column("c"), Column("c")]}, "two columns have the same label"),
         ({"variants": [Variant("v"), Variant("v")]}, "two variants have the same label"),
-        ({"rows": [Row("a", ["method=ste"])]}, "first row must be the dense baseline"),
+        ({"rows": [TableRow("a", ["method=ste"])]}, "first row must be the dense baseline"),
         ({"rows": []}, "there are no rows"),
-        ({"rows": [DENSE, Row("a", starts_from="b")]}, "'a' starts from 'b', no earlier row"),
+        ({"rows": [DENSE, TableRow("a", starts_from="b")]}, "'a' starts from 'b', no earlier row"),
         ({"tiers": {"huge": Tier(seeds=[0])}}, "tier=huge; choose of smoke, mini, full"),
         ({"tiers": {"smoke": Tier(seeds=[1, 1])}}, r"needs seeds, each once, got \[1, 1\]"),
         ({"tiers": {"smoke": Tier()}}, "needs seeds"),
@@ -357,8 +357,8 @@ DENSE = Row("dense", ["method=dense"])
             {"tiers": {"smoke": Tier(seeds=[0], measure={"m": Measure("pretrain")})}},
             "tier smoke: m: driver=pretrain; choose of finetune, evaluate",
         ),
-        ({"rows": [Row("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
-        ({"rows": [Row("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
+        ({"rows": [TableRow("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
+        ({"rows": [TableRow("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
         ({"tiers": {"mini": Tier(block="a", overrides=["x=1"])}}, "it runs nothing of its own"),
         ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, bench"),
         ({"figure": Figure("pie")}, "figure.kind=pie"),
@@ -371,7 +371,7 @@ def test_tables_that_make_no_sense(changed, message):
 
 
 def test_a_table_of_benchmarks_needs_no_dense_row():
-    table(driver="bench", rows=[Row("a", ["what=linear"])])
+    table(driver="bench", rows=[TableRow("a", ["what=linear"])])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.progress import say
 from experiments.training import legality, pretraining
-from experiments.training.legality import Row
+from experiments.training.legality import LinearSparsity
 from models.vit import ViT, ViTConfig
 
 CPU = ["impl.device=cpu", "impl.threads=1"]
@@ -378,8 +378,10 @@ def test_lines_fit_80_columns(monkeypatch, capsys):
     """Those of LLaMA's largest linears, and sentences with paths that are longer than a line."""
     monkeypatch.setenv("COLUMNS", "80")
     name = "model.model.layers.31.mlp.gate_proj"
-    rows = [Row(name, (28672, 8192), (2, 4), 28672 * 4096, 28672 * 2048, 0),
-            Row(f"language_{name}.of_a_long_name", (8, 8), (2, 4), 32, 16, 0)]  # fmt: skip
+    rows = [
+        LinearSparsity(name, (28672, 8192), (2, 4), 28672 * 4096, 28672 * 2048, 0),
+        LinearSparsity(f"language_{name}.of_a_long_name", (8, 8), (2, 4), 32, 16, 0),
+    ]
     for dense in (False, True):
         say(legality.text(rows, dense))
         lines = capsys.readouterr().out.splitlines()

@@ -16,7 +16,7 @@ from experiments.data.manifest import DataConfig, read_manifest
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.export import freeze
+from experiments.export import freeze_export
 from experiments.exporting import export, semi_structured
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
@@ -438,7 +438,7 @@ def test_a_bad_config_is_one_line(values, message):
     from omegaconf import OmegaConf
 
     with pytest.raises((UserError, ValueError), match=message):
-        freeze(OmegaConf.create(values))
+        freeze_export(OmegaConf.create(values))
 
 
 # ---------------------------------------------------------------- torch's semi-structured tensors

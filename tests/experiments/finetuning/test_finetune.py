@@ -423,7 +423,7 @@ def trainer(run, *more):
     problem = tuning.load_problem(own, source.tokenizer())
     here = World(0, 1, torch.device("cpu"))
     pretrained = tuning.open_model(own, source)
-    model, method, train = tuning.prepare(own, source, pretrained, problem, here)
+    model, method, train = tuning.prepare_model(own, source, pretrained, problem, here)
     hashes = tuning.Hashes.of(own)
     return tuning.make_trainer(own, hashes, problem, model, method, train, here, quiet)
 

@@ -11,6 +11,7 @@ import pytest
 from experiments import compare
 from experiments.runs import comparison, curves
 from experiments.runs.comparison import arms, choose, differing, find, markdown, of_sweep, table
+from experiments.runs.finished import FinishedRun
 from experiments.runs.stats import paired_interval
 from experiments.support.errors import UserError
 from experiments.support.results import runs_below
@@ -392,7 +393,7 @@ def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
 
 def test_a_run_just_made_is_of_the_config_of_one_that_was_read(write):
     """Its config has tuples where the file has lists."""
-    read = comparison.Run(write(seed=0), json.loads((write(seed=1) / "result.json").read_text()))
+    read = FinishedRun(write(seed=0), json.loads((write(seed=1) / "result.json").read_text()))
     made = {**read.result, "config": json.loads(json.dumps(read.result["config"]))}
     made["config"]["method"]["include"] = tuple(made["config"]["method"]["include"])
     assert comparison.flat(made) == comparison.flat(read.result)

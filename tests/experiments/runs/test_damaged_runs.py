@@ -28,7 +28,7 @@ READERS = {
     ),
     "export": lambda run, _: export.export(FinishedRun.open(run), report=quiet),
     "generate": lambda run, _: generate.run(
-        generate.GenerateConfig(generate.Settings(run=str(run), prompt="a"), CPU)
+        generate.GenerateConfig(generate.GenerationSettings(run=str(run), prompt="a"), CPU)
     ),
     "finetune": lambda run, _: finetune.run(
         load_tuning([f"run={run}", "task=rte", "impl.device=cpu", "data.source=who/glue"]), quiet
