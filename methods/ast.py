@@ -291,12 +291,12 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.masks is None:
+        if self.masks is None and any(group["lr"] for group in self.param_groups):
             raise RuntimeError("call method.on_gradients(step, optimizer) before optimizer.step()")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, self.masks.get(parameter), group)
+                    self._update(parameter, (self.masks or {}).get(parameter), group)
         self.masks = None  # those of the next step are not these
         return loss
 

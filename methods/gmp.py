@@ -110,7 +110,8 @@ class Method(distillation.Method):
             self.pruned = share
             for layer in self.layers.values():
                 assert isinstance(layer, one_shot.Linear)
-                layer.prune(prune_towards24(layer.weight, layer.mask, share))
+                with layer.whole():
+                    layer.prune(prune_towards24(layer.weight, layer.mask, share))
             self._remember(step)  # those are no changes of an optimizer
 
     def phase(self) -> str:

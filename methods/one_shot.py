@@ -104,10 +104,9 @@ class Linear(MaskedLinear):
         self.refresh()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def settle(self) -> None:
         # An optimizer's momentum can still move an entry that was pruned during training.
         self.weight.masked_fill_(~self.mask, 0.0)
-        super().refresh()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

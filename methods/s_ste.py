@@ -143,15 +143,21 @@ class Linear(SparseLinear):
     def effective_weight(self) -> Tensor:
         return self.projected().to(self.weight.dtype)
 
-    def refresh(self) -> None:
+    @property
+    def rows_together(self) -> int:  # type: ignore[override]
+        return 0 if self.config.beta == "mse_dynamic" else 1
+
+    def settle(self) -> None:
         if self.config.beta == "mse_dynamic":
             weight = self.weight.detach()
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
+
+    def derive(self) -> None:
         if self.products.fp8:
             self._pack_codes()
             return
-        super().refresh()
+        super().derive()
         if self.fp8:
             projected = self.projected()
             self._quantize(0, self.codes, projected, self.fp8.fprop)
@@ -234,8 +240,11 @@ class Linear(SparseLinear):
             x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, self.fp8, wgrad
         )
 
-    def sample_dgrad_operand(self) -> None:
+    @torch.no_grad()
+    def sample(self) -> None:
         """Draw the weight of dgrad anew. Micro-batches share it: it belongs to the step."""
+        if not self.config.mvue_weight:
+            return
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
             self._quantize(1, self.codes_dgrad, sample, self.fp8.dgrad)
@@ -251,14 +260,6 @@ class Method(base.Method):
     @property
     def quantizes(self) -> bool:
         return self.config.fp8 != "off"
-
-    @torch.no_grad()
-    def on_step_begin(self, step: int) -> None:
-        super().on_step_begin(step)
-        if self.config.mvue_weight:
-            for layer in self.layers.values():
-                assert isinstance(layer, Linear)
-                layer.sample_dgrad_operand()
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         config = self.config

@@ -157,7 +157,7 @@ class Method(base.Method):
             check_low_rank(module)
 
     def on_step_begin(self, step: int) -> None:
-        self._order.check_ended(self._trained(), step)
+        self._begin(step)
         if self.config.adapter_rank and step >= self.adapter_start:
             for layer in self._layers():
                 layer.adapting = True  # for good: what they learnt is part of the function
@@ -171,10 +171,14 @@ class Method(base.Method):
             self._check_optimizer(optimizer)
         # DDP hands out zeros where there was no gradient; optimizers would count steps and decay.
         for layer in self._layers():
-            if not layer.adapting:
-                for adapter in (layer.left, layer.right):
-                    if adapter is not None:
-                        adapter.grad = None
+            for adapter in (layer.left, layer.right):
+                if adapter is None:
+                    continue
+                if not layer.adapting:
+                    adapter.grad = None
+                if optimizer is not None and step <= self.adapter_start:
+                    # torch.distributed.checkpoint gives moments to all parameters as it loads.
+                    optimizer.state.pop(adapter, None)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """One made before `convert` holds the old weights and would train none of these."""
@@ -189,7 +193,7 @@ class Method(base.Method):
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
-        self._order.check_begun(self._trained(), step)
+        self._end(step)
         # The row masks do not change, so there are no flips to measure.
         period = self.config.column_refresh
         due = period and (step + 1) % period == 0

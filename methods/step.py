@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from .nn import base
 from .nn.phases import SwitchedLinear, SwitchedMethod
+from .nn.sharding import summed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ class Method(SwitchedMethod):
             if self.config.criterion == "geometric":
                 # An entry that did not change would make the whole mean zero.
                 change = change.clamp_min_(torch.finfo(torch.float32).tiny).log_()
-            total += change.sum(dtype=torch.float64)
+            total += summed(change)
             entries += change.numel()
         mean = float(total) / entries
         group = pairs[0][1]

@@ -180,7 +180,7 @@ def trained():
 def test_every_snippet_is_run_here():
     names = ("README.md", "docs/own_loop.md", "docs/methods.md", "docs/evaluation.md")
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
-    assert found == dict(zip((ROOT / name for name in names), (2, 8, 2, 1), strict=True))
+    assert found == dict(zip((ROOT / name for name in names), (2, 12, 2, 1), strict=True))
 
 
 def test_the_snippets_on_methods_run():
@@ -223,6 +223,28 @@ def test_ddp_and_compile_take_a_converted_model(tmp_path):
         for start in ("from torch.nn.parallel", "method.convert(model)\ncompiled"):
             names = {"torch": torch, "model": tiny(), "method": methods.build("ste")}
             exec(snippet(start), names)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fully_shard would take the GPUs")
+def test_a_sharded_training_is_saved_resumed_and_ended_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        names = {"model": tiny(), "method": methods.build("ste")}
+        exec(snippet("from torch.distributed.fsdp import"), names)
+        method, optimizer = names["method"], names["optimizer"]
+        method.on_step_begin(0)
+        method.loss(names["model"], batch()).backward()
+        optimizer.step()
+        method.on_step_end(0)
+        for start in ("import torch.distributed.ch", "dcp.load", "from torch.distributed.ch"):
+            exec(snippet(start), names)
+        weight = names["weights"]["transformer.h.0.mlp.c_fc.weight"]
+        assert type(weight) is torch.Tensor and int((weight.reshape(-1, 4) != 0).sum(1).max()) == 2
     finally:
         torch.distributed.destroy_process_group()
 

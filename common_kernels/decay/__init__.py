@@ -1,5 +1,7 @@
 """Decay of masked-out weights (SR-STE, arXiv 2102.04010), on gradients (FST, arXiv 2404.01847)."""
 
+from typing import Any
+
 import torch
 
 from common_kernels import backend as backends
@@ -19,8 +21,14 @@ def masked_decay_(
     """In place: grad += alpha * weight where mask is False; elsewhere grad keeps its bits.
 
     Three tensors of one shape, any strides; computed in fp32 and rounded once. Returns grad. As in
-    torch's in-place operators, grad may not require grad itself unless gradients are off.
+    torch's in-place operators, grad may not require grad itself unless gradients are off. Three
+    DTensors of one placement are taken shard by shard.
     """
+    if hasattr(grad, "to_local"):
+        sharded: tuple[Any, ...] = (grad, weight, mask)
+        own_grad, own_weight, own_mask = (tensor.to_local() for tensor in sharded)
+        masked_decay_(own_grad, own_weight, own_mask, alpha, backend=backend)
+        return grad
     checks.float_tensor(grad, "grad")
     checks.float_tensor(weight, "weight")
     if mask.dtype != torch.bool:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from common_kernels import check_nm, flip_rate, nm_mask
 
-from . import conversion, ranks
+from . import conversion, ranks, sharding
 from .acceleration import Acceleration, Choice, explain
 from .conversion import Report, weight_of
 from .gemms import Products, choose_products
@@ -103,12 +103,13 @@ class Method:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
+        self._model: nn.Module | None = None  # the one that holds them
         self.report: Report | None = None
         self.acceleration: Acceleration | None = None
         self.micro_batch = 0
         self.flips_per_step = 0.0
         self.flips_per_refresh = 0.0
-        self._masks_before: list[Tensor] | None = None
+        self._masks_before: list[tuple[nn.Module, Tensor]] | None = None
         self._order = CallOrder()
         self._works: dict[str, StepWork] = {}  # that the optimizer has taken over, by layer
 
@@ -152,6 +153,7 @@ class Method:
         """
         if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
             raise ValueError("the model is converted already; build a new method and model")
+        sharding.check_whole(model)
         chosen, reasons = self._choose(model)
         self._check(chosen)
         self.report = Report(
@@ -174,7 +176,7 @@ class Method:
                     module.setup(name, self.config, dtype)
                     module.refresh_mask()
                     module.refresh()
-        self.layers = chosen
+        self.layers, self._model = chosen, model
         return self.report
 
     def matching_linears(self, model: nn.Module) -> dict[str, nn.Linear]:
@@ -274,13 +276,22 @@ class Method:
 
     def on_step_begin(self, step: int) -> None:
         """Before the first micro-batch of optimizer step `step`."""
-        self._order.check_ended(self._trained(), step)
+        self._begin(step)
         self.micro_batch = 0
         for name, layer in self.sparse_layers.items():
             layer.key[0].fill_(layer_seed(self.config.seed, name, step))
+            layer.sample()
         if self._measures(step):
-            self._masks_before = [mask.clone() for mask in self._masks()]
+            self._masks_before = [(layer, mask.clone()) for layer, mask in self._masks()]
         self._remember(step)
+
+    def _begin(self, step: int) -> None:
+        sharding.follow(self.layers.values(), self._model)
+        self._order.check_ended(self._trained(), step)
+
+    def _end(self, step: int) -> None:
+        sharding.follow(self.layers.values(), self._model)
+        self._order.check_begun(self._trained(), step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, with random bits of its own."""
@@ -327,7 +338,7 @@ class Method:
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         """After `optimizer.step()`: masks that are due and all derived operands."""
-        self._order.check_begun(self._trained(), step)
+        self._end(step)
         due = self._chooses(step)
         for name, layer in self.sparse_layers.items():
             if name in self._works and self._works[name].done:
@@ -337,11 +348,12 @@ class Method:
             layer.refresh()
         self._works.clear()
         if self._masks_before is not None:
-            changed = sum(
-                float(flip_rate(old, new)) * new.numel()
-                for old, new in zip(self._masks_before, self._masks(), strict=True)
-            )
-            self.flips_per_refresh = changed / max(1, sum(m.numel() for m in self._masks_before))
+            pairs = zip(self._masks_before, self._masks(), strict=True)
+            changed, entries = sharding.total(
+                (layer, [float(flip_rate(old, new)) * new.numel(), new.numel()])
+                for (_, old), (layer, new) in pairs
+            ) or (0, 0)
+            self.flips_per_refresh = changed / max(1, entries)
             self.flips_per_step = self.flips_per_refresh / self.mask_period
             self._masks_before = None
         self._remember(None)
@@ -366,15 +378,17 @@ class Method:
         # Of the steps since the last choice one has a multiple of `every` as its number.
         return every > 0 and self._chooses(step) and step % every < self.mask_period
 
-    def _masks(self) -> Iterator[Tensor]:
-        """Of the layers that are trained; those of a teacher follow."""
+    def _masks(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Of the layers that are trained, of sharded ones this rank's rows."""
         for layer in self.layers.values():
             if not any(p.requires_grad for p in layer.parameters()):
                 continue
-            if isinstance(layer, SparseLinear):
-                yield layer.current_mask()
-            else:
-                yield nm_mask(weight_of(layer).detach())
+            with sharding.rows(layer):
+                if isinstance(layer, SparseLinear):
+                    mask = layer.current_mask()
+                else:
+                    mask = nm_mask(weight_of(layer).detach())
+            yield layer, mask
 
     def phase(self) -> str:
         """Name of the current phase of training."""
@@ -410,12 +424,15 @@ class Method:
                 "there are no converted layers to measure: call metrics() after convert(model) and "
                 "before finalize(model)"
             )
-        entries = nonzeros = illegal = 0
-        for name, layer in self.layers.items():  # one at a time: it may be made on demand
-            weight = layer.sparse_weight if isinstance(layer, SparseLinear) else weight_of(layer)
-            entries += weight.numel()
-            nonzeros += int(torch.count_nonzero(weight))
-            illegal += int(check_nm(weight, *self.pattern(name)))
+        sharding.follow(self.layers.values(), self._model)
+        counts = []
+        for name, layer in self.layers.items():
+            with sharding.rows(layer):  # one at a time: it may be made on demand
+                own = layer.sparse_weight if isinstance(layer, SparseLinear) else None
+                weight = weight_of(layer) if own is None else own
+                bad = int(check_nm(weight, *self.pattern(name)))
+                counts.append((layer, [int(weight.count_nonzero()), bad, weight.numel()]))
+        nonzeros, illegal, entries = map(int, sharding.total(counts))
         return {
             "flip_rate": self.flips_per_step,
             "flip_rate_refresh": self.flips_per_refresh,
@@ -429,10 +446,11 @@ class Method:
     @torch.no_grad()
     def finalize(self, model: nn.Module) -> nn.Module:
         """Turn the converted layers back into plain `nn.Linear`, in place, zeros written out."""
+        sharding.follow(self.layers.values(), self._model)
         for layer in self.sparse_layers.values():
             layer.restore()
             conversion.release(layer)
-        self.layers = {}
+        self.layers, self._model = {}, None
         return model
 
     def state_dict(self) -> dict[str, Any]:

@@ -211,9 +211,15 @@ class CompressedLinear(SparseLinear):
         bits = double_prune_bits(self.values.detach(), self.row_mask, *self.pattern)
         self.column_mask.copy_(bits)
 
-    def refresh(self) -> None:
+    @property
+    def rows_together(self) -> int:  # type: ignore[override]
+        return self.pattern[1]
+
+    def settle(self) -> None:
         """Of weights that came from elsewhere, R says if it takes part."""
         self.adapting = self.right is not None and bool(self.right.any())
+
+    def derive(self) -> None:
         self.pack()
 
     def sparse_products(self) -> Products:

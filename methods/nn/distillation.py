@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import base
+from . import base, sharding
 from .conversion import some_names
 
 # Transformer blocks by their names in this project's GPT, and in transformers' GPT-2, OPT, LLaMA.
@@ -161,6 +161,7 @@ class Method(base.Method):
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         """As in the base class; before anything is pruned, the teacher is copied."""
         config = self.config
+        sharding.check_whole(model)  # else it could not be copied
         if self.teacher is model:
             raise ValueError("the teacher is the model itself; give set_teacher a copy of it")
         compared = _matching(model, config.layer_modules) if config.layer_weight else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from common_kernels import nm_mask
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 
+from . import sharding
 from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Packed
 
@@ -39,6 +41,9 @@ class SparseLinear(nn.Linear):
     key: Tensor
     conv1d: type[nn.Module] | None = None  # the class of transformers that it had
     pattern: tuple[int, int] = (2, 4)  # n non-zeros in m consecutive inputs
+    # So many rows one after the other are treated alone by `refresh_mask` and `settle`; 0: all are
+    # treated together.
+    rows_together: int = 1
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
@@ -145,16 +150,31 @@ class SparseLinear(nn.Linear):
     def refresh_mask(self) -> None:
         """Choose a new mask from the weights; for layers that keep one."""
 
+    def settle(self) -> None:
+        """Bring the weight and saved buffers other than a mask up to date with the weight."""
+
     def refresh(self) -> None:
         """Derive the operands from weight, mask and scale."""
+        self.settle()
+        self.derive()
+
+    def derive(self) -> None:
+        """Fill the operands that there are."""
         if self.packed is not None or self.packed_transposed is not None:
             self.pack()
         elif self.operand is not None:
             self.operand.copy_(self.effective_weight())
 
+    def sample(self) -> None:
+        """Draw anew the operands that are samples, once `key` is that of a step."""
+
     def reload(self) -> None:
         """Derive everything from parameters and saved buffers, which came from elsewhere."""
         self.refresh()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """In it weight and masks are whole, on layers that are sharded, too (sharding.py)."""
+        return nullcontext()
 
     def pack(self) -> None:
         """Fill the packed operands that there are, and `operand` if it is there."""
@@ -193,12 +213,14 @@ class SparseLinear(nn.Linear):
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        sharding.follow([self])
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._swap_layout(destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        sharding.follow([self])
         self._swap_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():
@@ -247,6 +269,7 @@ def refresh(model: nn.Module) -> None:
 
     For weights that changed outside a method's hooks, those of an averaged copy (EMA), say.
     """
+    sharding.follow(model.modules(), model)
     for module in model.modules():
         if isinstance(module, SparseLinear):
             module.refresh_mask()

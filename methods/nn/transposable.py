@@ -17,6 +17,7 @@ class TransposableLinear(SwitchedLinear):
     """The mask is transposable, so that the operand of dgrad is 2:4 along `out` as well."""
 
     config: Any
+    rows_together = 4
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=True)

@@ -70,9 +70,11 @@ every_method = pytest.mark.parametrize(("name", "options"), CASES)
 class Run:
     """A model, its method and its optimizer, trained on batches that follow from the step."""
 
+    shape = TINY
+
     def __init__(self, name, options, seed=0):
         torch.manual_seed(seed)
-        self.model = GPT(TINY)
+        self.model = GPT(self.shape)
         self.method = build(name, self.model, measure_every=1, **options)
         self.report = self.method.convert(self.model)
         groups = self.model.param_groups(0.1)

@@ -168,7 +168,7 @@ def test_the_sample_of_the_weight_has_random_numbers_of_its_own():
     assert micro_batch == 0
     assert not torch.equal(layer.operand_dgrad, mvue24(sparse, seed, 0, dim=0))
     again = layer.operand_dgrad.clone()
-    layer.sample_dgrad_operand()
+    layer.sample()
     assert torch.equal(layer.operand_dgrad, again)
     # Not even a step of 2^40 tokens through 2^16 outputs counts up to them.
     assert s_ste._WEIGHT_STREAM > 2**40 // 4 * 2**16

@@ -1,0 +1,326 @@
+"""Layers under FSDP2: `torch.distributed.fsdp.fully_shard`, applied after `Method.convert`.
+
+Every rank then holds some rows of each parameter, of its gradient and of the optimizer's moments,
+as a DTensor. What a converted layer keeps beside its weight goes the same way:
+
+    masks               sharded by rows as the weight is: DTensors, at rest and in a state dict
+    scale, permutation  whole on every rank, as all other buffers
+    operands            not kept: derived where they are used, from the weight that FSDP has
+                        gathered and the masks, gathered as bits; in the backward pass again, so
+                        that they need not wait for it
+
+Hooks of a method see the DTensors and do with them what is done entry by entry (decay, update
+rules). What a layer chooses from its weight it chooses from the rows of its rank, where groups of
+`rows_together` rows lie on one rank, else from whole tensors, which are gathered for one layer at
+a time. Layers take this behaviour on when a hook first meets them sharded: `follow`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels import pack_mask, unpack_mask
+
+from .gemms import under_autocast
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # else there are none, and it takes time
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise ValueError if `model` is sharded already."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise ValueError(
+                f"{name} is sharded already; call convert(model) first and fully_shard after it"
+            )
+
+
+def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
+    """Let converted layers whose weights are sharded by now hold their masks likewise.
+
+    model: the one that holds them; parameters that FSDP left gathered after a forward pass without
+        a backward pass are given back first.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in () if model is None else model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+    for layer in layers:
+        own = [p for p in layer._parameters.values() if is_sharded(p)]
+        if own and hasattr(layer, "settle") and not isinstance(layer, ShardedLayer):
+            _shard(layer, own[0])
+
+
+def _shard(layer: Any, like: Any) -> None:
+    """Turn a converted layer into a `ShardedLayer`; `like`: one of its parameters."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    cut = [p for p in like.placements if not p.is_replicate()]
+    if [type(p) for p in cut] != [Shard] or cut[0].dim != 0:
+        raise ValueError(
+            f"a converted weight is placed as {like.placements}; shard it along dim 0, as "
+            "fully_shard does by itself, and along no other"
+        )
+    if layer.conv1d is not None:
+        raise ValueError(
+            "a Conv1D of transformers cannot be sharded; load the model with models.gpt2.from_hf "
+            "or models.hf.CausalLM"
+        )
+    _check_dense(layer.accelerated)
+    layer.derived, layer.viewed = {}, False
+    for name, buffer in layer._buffers.items():
+        if buffer is None or name == "key":
+            continue
+        if name in layer._non_persistent_buffers_set:
+            layer.derived[name] = torch.empty_like(buffer, device="meta")
+            layer._buffers[name] = None
+        elif buffer.ndim == 2 and len(buffer) == len(like):
+            layer._buffers[name] = distribute_tensor(
+                buffer, like.device_mesh, like.placements, src_data_rank=None
+            )
+    layer.__class__ = _sharded_class(layer.__class__)
+
+
+def _check_dense(products: Any) -> None:
+    if any(vars(products).values()):
+        raise ValueError("accelerate does not serve sharded weights yet; leave it out under FSDP2")
+
+
+@cache
+def _sharded_class(cls: Any) -> type:
+    return type(f"Sharded{cls.__name__}", (ShardedLayer, cls), {"__doc__": cls.__doc__})
+
+
+class ShardedLayer:
+    """What differs in a converted layer while its parameters are sharded; see the module.
+
+    derived: shapes and dtypes of the operands' buffers, on the meta device.
+    viewed: whether its tensors are shown as plain ones now, by `rows`, `whole` or the forward pass.
+    """
+
+    derived: dict[str, Tensor]
+    viewed: bool
+    _buffers: dict[str, Any]
+    _parameters: dict[str, Any]
+
+    def whole(self) -> AbstractContextManager[None]:
+        """In it the layer's parameters and masks are whole, plain tensors."""
+        return whole(self)
+
+    def refresh_mask(self) -> None:
+        with self._where_it_chooses():
+            super().refresh_mask()  # type: ignore[misc]
+
+    def refresh(self) -> None:
+        """Operands are derived where they are used."""
+        with self._where_it_chooses():
+            self.settle()  # type: ignore[attr-defined]
+
+    def sample(self) -> None:
+        """What is drawn is drawn where it is used."""
+
+    def reload(self) -> None:
+        with whole(self):
+            super().reload()  # type: ignore[misc]
+
+    def allocate(self) -> None:
+        """No operands are kept."""
+
+    def accelerate(self, products: Any) -> None:
+        _check_dense(products)
+
+    def extra_repr(self) -> str:
+        with rows(self):  # rank 0 alone may print a model: nothing is gathered
+            return super().extra_repr()  # type: ignore[misc]
+
+    def _where_it_chooses(self) -> AbstractContextManager[None]:
+        weight = next(p for p in self._parameters.values() if p is not None)
+        together = self.rows_together  # type: ignore[attr-defined]
+        if self.viewed or not together:
+            return whole(self)
+        ranks = max(n for n, p in zip(weight.device_mesh.shape, weight.placements, strict=True)
+                    if p.is_shard())
+        return whole(self) if -(-len(weight) // ranks) % together else rows(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        like = under_autocast(x.new_empty(0))
+        derived = self._derived(like)
+        with _showing(self, derived):
+            # Where others say what is kept for the backward pass (activation checkpointing), let
+            # them; the operands then live no longer than a block's recomputed pass.
+            others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            hooks = nullcontext() if others else _not_saved(derived, lambda: self._derived(like))
+            with hooks:
+                return super().forward(x)  # type: ignore[misc]
+
+    @torch.no_grad()
+    def _derived(self, x: Tensor) -> dict[str, Tensor]:
+        """Whole masks and operands for inputs like x, by the names of their buffers, while the
+        weight is whole."""
+        layer: Any = self
+        found = {n: gathered(b, x.device) for n, b in self._buffers.items() if is_sharded(b)}
+        for name, own in self.derived.items():
+            dtype = x.dtype if own.dtype == layer.dtype else own.dtype
+            found[name] = torch.empty_like(own, dtype=dtype, device=x.device)
+        with _showing(self, found):
+            layer.derive()
+            super().sample()  # type: ignore[misc]
+        return found
+
+    def restore(self) -> None:
+        if "weight" not in self._parameters:
+            raise ValueError(
+                "finalize cannot give sharded layers another parameter: load the whole state dict "
+                "(get_model_state_dict with full_state_dict=True) into a plain model that this "
+                "method has converted, and finalize that one"
+            )
+        with rows(self):
+            super().restore()  # type: ignore[misc]
+        del self.viewed, self.derived
+
+
+def gathered(buffer: Any, device: torch.device) -> Tensor:
+    """The whole of a sharded buffer [rows, columns]; a mask travels as bits."""
+    from torch.distributed.tensor import DTensor
+
+    local = buffer.to_local().to(device)
+    if buffer.dtype != torch.bool:
+        return buffer.full_tensor()
+    bits = pack_mask(local)
+    shape = torch.Size((len(buffer), bits.shape[1]))
+    packed = DTensor.from_local(
+        bits, buffer.device_mesh, buffer.placements, run_check=False, shape=shape,
+        stride=(shape[1], 1),
+    )  # fmt: skip
+    return unpack_mask(packed.full_tensor(), buffer.shape[1])
+
+
+def _not_saved(
+    derived: dict[str, Tensor], again: Callable[[], dict[str, Tensor]]
+) -> AbstractContextManager[Any]:
+    """In it no tensor of `derived` is kept for a backward pass, which takes those of `again()`."""
+    places = {(t.data_ptr(), t.shape): name for name, t in derived.items()}
+    anew: dict[str, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor | str:
+        return places.get((tensor.data_ptr(), tensor.shape), tensor)
+
+    def unpack(kept: Tensor | str) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if not anew:
+            anew.update(again())
+        return anew[kept]
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+# ------------------------------------------------------------------ plain tensors for a while
+
+
+@contextmanager
+def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
+    """`layer` with these parameters and buffers in place of its own."""
+    homes = {n: layer._parameters if n in layer._parameters else layer._buffers for n in tensors}
+    own, viewed = {n: home[n] for n, home in homes.items()}, getattr(layer, "viewed", None)
+    for name, home in homes.items():
+        home[name] = tensors[name]
+    if viewed is not None:
+        layer.viewed = True
+    try:
+        yield
+    finally:
+        if viewed is not None:
+            layer.viewed = viewed
+        for name, home in homes.items():
+            if name in home:  # else `restore` has removed it
+                home[name] = own[name]
+
+
+def _sharded_tensors(layer: Any) -> dict[str, Any]:
+    if getattr(layer, "viewed", False):
+        return {}
+    return {
+        name: tensor
+        for home in (layer._parameters, layer._buffers)
+        for name, tensor in home.items()
+        if is_sharded(tensor)
+    }
+
+
+def _plain(own: Any, tensor: Tensor) -> Tensor:
+    if isinstance(own, nn.Parameter):
+        return nn.Parameter(tensor.detach(), requires_grad=own.requires_grad)
+    return tensor
+
+
+@contextmanager
+@torch.no_grad()
+def rows(layer: Any) -> Iterator[None]:
+    """In it the tensors of `layer` that are sharded are plain ones: the rows of this rank."""
+    own = _sharded_tensors(layer)
+    with _showing(layer, {n: _plain(t, t.to_local()) for n, t in own.items()}):
+        yield
+
+
+@contextmanager
+@torch.no_grad()
+def whole(layer: Any) -> Iterator[None]:
+    """In it the tensors of `layer` that are sharded are plain ones, gathered from all ranks.
+
+    All ranks must change them alike. What is changed in place is kept.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    own = _sharded_tensors(layer)
+    shown = {n: _plain(t, t.full_tensor()) for n, t in own.items()}
+    versions = {n: t._version for n, t in shown.items()}
+    with _showing(layer, shown):
+        yield
+    for name, tensor in own.items():
+        if shown[name]._version != versions[name]:
+            changed = distribute_tensor(
+                shown[name].detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
+            tensor.to_local().copy_(changed.to_local())
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum of all entries in float64, of all shards where x is sharded."""
+    total: Any = x.sum(dtype=torch.float64)
+    return total.full_tensor() if is_sharded(total) else total
+
+
+def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
+    """The sums over layers; those of a sharded layer, counted on its `rows`, over its ranks."""
+    sums: dict[Any, Tensor] = {}
+    for layer, numbers in counts:
+        own = next((p for p in layer._parameters.values() if is_sharded(p)), None)
+        key = None if own is None else (own.device_mesh, own.placements)
+        count = torch.tensor(numbers, dtype=torch.float64)
+        sums[key] = sums[key] + count if key in sums else count
+    totals = [_over_ranks(count, *(key or ())) for key, count in sums.items()]
+    return torch.stack(totals).sum(0).tolist() if totals else []
+
+
+def _over_ranks(count: Tensor, mesh: Any = None, placements: Any = ()) -> Tensor:
+    if mesh is None:
+        return count
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    partial = [Partial() if p.is_shard() else Replicate() for p in placements]
+    local = count.to(mesh.device_type)
+    return DTensor.from_local(local, mesh, partial, run_check=False).full_tensor().cpu()

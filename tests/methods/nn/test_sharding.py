@@ -1,0 +1,173 @@
+"""Layers whose weights FSDP2 has sharded; the methods under it: tests/methods/test_sharding.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import methods
+from common_kernels import nm_mask
+from methods.nn.gemms import Products
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Blocks(nn.Module):
+    """Two linears; `forward` returns (outputs, loss) as the models of the project do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.recompute = False
+
+    def forward(self, x):
+        first = self.first
+        h = checkpoint(first, x, use_reentrant=False) if self.recompute else first(x)
+        y = self.second(torch.relu(h))
+        return y, y.square().mean()
+
+
+def converted(name="sr_ste", **options):
+    model = Blocks()
+    method = methods.build(name, include=["first", "second"], **options)
+    method.convert(model)
+    return model, method
+
+
+def one_step(model, method):
+    method.on_step_begin(0)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    method.loss(model, {"x": x}).backward()
+    return x.grad
+
+
+def test_masks_are_placed_as_their_weights_and_no_operand_is_kept(mesh):
+    model, method = converted()
+    fully_shard(model, mesh=mesh)
+    one_step(model, method)
+    layer = model.first
+    assert isinstance(layer.mask, DTensor) and layer.mask.placements == layer.weight.placements
+    assert layer.operand is None
+    assert f"{type(layer).__name__}" == "ShardedMaskedLinear" and "method=sr_ste" in repr(layer)
+
+
+@pytest.mark.parametrize("name", ["t_sr_ste", "bi_mask", "one_shot", "slope"])
+def test_derived_operands_do_not_wait_for_the_backward_pass(name, mesh):
+    options = {"dense_fraction": 0.0} if name == "t_sr_ste" else {}
+    model, method = converted(name, **options)
+    expected = one_step(model, method)
+    model, method = converted(name, **options)
+    fully_shard(model, mesh=mesh)
+    method.on_step_begin(0)
+    made, derived = [], type(model.first)._derived
+    for layer in (model.first, model.second):
+        layer._derived = lambda like, layer=layer: made.append(layer) or derived(layer, like)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    loss = method.loss(model, {"x": x})
+    assert made == [model.first, model.second]
+    loss.backward()
+    assert made == [model.first, model.second, model.second, model.first]
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-6)
+
+
+def test_activation_checkpointing_changes_nothing(mesh):
+    found = []
+    for recompute in (False, True):
+        model, method = converted("s_ste")
+        model.recompute = recompute
+        fully_shard(model, mesh=mesh)
+        one_step(model, method)
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", methods.available())
+def test_mixed_precision_is_that_of_fsdp(name, mesh):
+    """Weights are gathered in bf16; masters, gradients and masks stay what they are."""
+    losses = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        options = {"total_steps": 4, "alpha": 1e-4} if name == "ast" else {"total_steps": 4}
+        model, method = converted(name, **options)
+        for each in (model, getattr(method, "teacher", None)):
+            if each is not None:
+                fully_shard(each, mesh=mesh, mp_policy=policy)
+        optimizer = method.optimizer(model.parameters(), lr=1e-3)
+        method.on_step_begin(0)
+        loss = method.loss(model, {"x": torch.ones(8, 16)})
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+        method.on_gradients(0, optimizer)
+        optimizer.step()
+        method.on_step_end(0)
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=2**-5) and losses[1] != losses[0]
+
+
+def test_weights_that_were_changed_by_hand_are_followed(mesh):
+    model, _ = converted()
+    fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        model.first.weight.copy_(model.first.weight.flip(1))
+    methods.refresh(model)
+    weight, mask = model.first.weight.full_tensor(), model.first.mask.full_tensor()
+    assert torch.equal(mask, nm_mask(weight))
+
+
+def test_a_model_that_was_evaluated_before_a_step_is_noticed(mesh):
+    """FSDP leaves the root's weights gathered after a forward pass without a backward pass."""
+    model, method = converted()
+    fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        model(torch.ones(2, 16))
+    assert not isinstance(model.first.weight, DTensor)
+    before = method.metrics()
+    assert isinstance(model.first.mask, DTensor) and before["density"] == 0.5
+    one_step(model, method)
+    method.on_gradients(0)
+    method.on_step_end(0)
+    method.finalize(model)
+    assert type(model.second) is nn.Linear and isinstance(model.second.weight, DTensor)
+
+
+def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, monkeypatch):
+    model = fully_shard(Blocks(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"first.weight is sharded already; call convert\(model\)"):
+        methods.build("ste", include=["first"]).convert(model)
+    with pytest.raises(ValueError, match="sharded already"):
+        methods.build("ast", include=["first"], total_steps=3).convert(model)
+
+    model, method = converted()
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with pytest.raises(ValueError, match="shard it along dim 0"):
+        method.on_step_begin(0)
+
+    model, method = converted()
+    model.first.accelerated = Products(fprop=True)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="accelerate does not serve sharded weights"):
+        method.on_step_begin(0)
+
+    model, method = converted()
+    fully_shard(model, mesh=mesh)
+    method.on_step_begin(0)
+    with pytest.raises(ValueError, match="accelerate does not serve sharded weights"):
+        model.first.accelerate(Products(fprop=True))
+    method.accelerate(tokens=8, matmul="dense")
+
+
+def test_a_conv1d_is_refused(mesh, hf_model):
+    model = hf_model("gpt2")
+    method = methods.build("ste", include=["*mlp.c_fc"])
+    method.convert(model)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="Conv1D of transformers cannot be sharded"):
+        method.on_step_begin(0)
