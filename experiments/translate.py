@@ -48,13 +48,13 @@ BATCH = 64  # sentences that are translated at once
 
 @dataclass(frozen=True)
 class TranslateConfig(RunConfig):
-    """A training, and how its model is searched for translations."""
+    """A training's config, and the settings of the beam search."""
 
     search: Search = field(default_factory=Search)
 
 
 def freeze_translation(given: Any) -> TranslateConfig:
-    """The typed form of a composed `DictConfig`."""
+    """The `TranslateConfig` of a composed `DictConfig`."""
     run = configuration.freeze(given)
     search = typed(Search, "search", given["search"])
     if not isinstance(run.data, PairsConfig):
@@ -68,13 +68,14 @@ def freeze_translation(given: Any) -> TranslateConfig:
 
 
 def load(overrides: list[str] | None = None) -> TranslateConfig:
-    """Compose `conf/translate.yaml` with hydra overrides; a UserError for one that does not fit."""
+    """The training that `conf/translate.yaml` and hydra overrides compose. Raises a `UserError` if
+    one does not fit."""
     config = composed("translate", freeze_translation, overrides)
     return dataclasses.replace(config, command=configuration.command("translate", overrides or []))
 
 
 def finished(config: TranslateConfig) -> dict[str, Any] | None:
-    """The result of this very config, if it was trained and its translations scored."""
+    """The result of this config, if it was trained and its translations scored."""
     result = pretraining.finished(config)
     return result if result is not None and _is_scored(config, result) else None
 
@@ -125,7 +126,7 @@ def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[st
 def translations(
     model: Transformer, corpus: Corpus, split: str, how: Search
 ) -> tuple[list[str], list[str]]:
-    """(translations, references) of a split, in its order.
+    """(translations, references) of the pairs of a split, in order.
 
     Sources that the model does not take whole are cut.
     """

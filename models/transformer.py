@@ -69,7 +69,8 @@ class TransformerConfig:
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> TransformerConfig:
-        """`base`, or `nano` for the CPU; `overrides` are fields of this class."""
+        """The config of a named size: `base`, or `nano` for the CPU; `overrides` are fields of this
+        class."""
         if size not in SIZES:
             raise ValueError(f"unknown Transformer size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
@@ -139,8 +140,8 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class LayerState:
-    """Keys and values of one layer of the decoder while it writes token by token: of the encoder's
-    output, and of the tokens so far."""
+    """Keys and values of one decoder layer during generation: of the encoder's output, and of the
+    tokens so far."""
 
     source: KeysValues
     own: KeysValues | None = None
@@ -152,7 +153,7 @@ class LayerState:
         return new
 
     def select(self, rows: Tensor) -> None:
-        """Go on from these rows, in place."""
+        """Keep these rows of the batch, in place; a row may be repeated."""
         self.source = self.source[0][rows], self.source[1][rows]
         if self.own is not None:
             self.own = self.own[0][rows], self.own[1][rows]
@@ -203,7 +204,7 @@ class Stack(nn.Module):
 
 
 class Transformer(Model):
-    """Translation model."""
+    """The Transformer as a translation model."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -317,5 +318,5 @@ class Transformer(Model):
 
 
 def _broadcast(mask: Tensor | None) -> Tensor | None:
-    """A mask of tokens [B, S] over heads and queries, [B, 1, 1, S]."""
+    """A token mask [B, S] as [B, 1, 1, S], for all heads and queries."""
     return None if mask is None else mask.bool()[:, None, None, :]

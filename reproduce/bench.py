@@ -77,18 +77,22 @@ class Config:
 
     @property
     def on(self) -> torch.device:
+        """The device to measure on."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of weights and products."""
         return PRECISIONS[self.precision] if self.on.type == "cuda" else torch.float32
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of a batch."""
         return self.batch * self.length
 
     @property
     def ffn(self) -> int:
+        """Width of the feed-forward network."""
         return self.inner or 4 * self.width
 
     def shrunk(self) -> Config:
@@ -106,14 +110,17 @@ class Config:
         return {**fields, **known_by, "sustained_s": sustained}
 
     def digest(self) -> str:
+        """Hash of `identity()`."""
         return digest(self.identity())
 
     def directory(self) -> Path:
+        """The directory of the result."""
         device = re.sub(r"\W+", "-", device_name(self.on).lower())
         return Path(self.runs, "bench", device, f"{self.what}-{self.method}-{self.digest()}")
 
 
 def device_name(device: torch.device) -> str:
+    """The device's name, for the identity."""
     return torch.cuda.get_device_name() if device.type == "cuda" else results.cpu_name()
 
 
@@ -133,6 +140,7 @@ def load(overrides: list[str]) -> Config:
 
 
 def finished(config: Config) -> dict[str, Any] | None:
+    """The stored result of this config on this device, or None."""
     shape = {"metrics": dict, "environment": dict}
     return results.read_finished(config.directory(), config.digest(), shape)
 

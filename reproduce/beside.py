@@ -81,17 +81,20 @@ def read(cell: Cell, kind: str) -> float | None:
 
 
 def fst(shape: str, column: str) -> Gain:
+    """The statement on a row of FST's Figure 7."""
     part = column.removesuffix(" speedup")
     return Gain(f"FST, Figure 7: {part}, {shape}", ("fst_figure7", shape, column))
 
 
 def sste(column: str) -> Gain:
+    """The statement on a column of S-STE's Table 10."""
     table, quoted = "sste_table10", "as quoted, shape unknown"
     text = f"S-STE, Table 10: {column}; ours at d=4096, their shape is unknown"
     return Gain(text, (table, "d=4096", column), (table, quoted, column))
 
 
 def faster_than_fst(model: str) -> Ranking:
+    """The statement that SLoPe trains this model faster than FST, from SLoPe's Table 1."""
     cells = (f"{model} / {method}" for method in ("SLoPe", "FST"))
     first, second = (("slope_table1", row, "training") for row in cells)
     return Ranking(
@@ -100,6 +103,7 @@ def faster_than_fst(model: str) -> Ranking:
 
 
 def slope(number: int, model: str, column: str) -> Gain:
+    """The statement on a model in SLoPe's Table 1 (speed) or 2 (memory)."""
     what = {1: "speed", 2: "memory"}[number]
     cell = (f"slope_table{number}", f"{model} / SLoPe", column)
     return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", cell, smaller=number == 2)

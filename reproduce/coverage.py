@@ -27,6 +27,7 @@ class Item:
 
     @property
     def name(self) -> str:
+        """The name in words, `table 6` or `figure 7`."""
         kind = "" if self.number.startswith(("figure", "appendix")) else "table "
         return kind + self.number.replace("figure", "figure ")
 

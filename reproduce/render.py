@@ -30,12 +30,14 @@ class Rendered:
     per_run: list[Numbers]
 
     def markdown(self) -> str:
+        """The header and the table as Markdown."""
         lines = [f"# {self.title}", "", *(f"- {line}" for line in self.header), ""]
         lines += [_markdown_row(self.columns), _markdown_row("---" for _ in self.columns)]
         lines += [_markdown_row(row) for row in self.cells]
         return "\n".join(lines) + "\n"
 
     def print(self) -> None:
+        """Print header and table on the terminal."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.markup import escape

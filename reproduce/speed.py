@@ -235,6 +235,7 @@ def llama(config: Config) -> Callable[[], nn.Module]:
 
 
 def matmul(config: Config) -> str:
+    """The backend of sparse products to measure with: `auto` on a GPU, `dense` on a CPU."""
     return "auto" if config.on.type == "cuda" else "dense"
 
 
@@ -272,6 +273,7 @@ def bench(
     include: tuple[str, ...],
     **options: Any,
 ) -> Bench:
+    """A module made by `build`, under the method, with random inputs and output gradients."""
     torch.manual_seed(config.seed)
     size = (BUFFERS, config.batch, config.length, config.width)
     with config.on:
@@ -327,6 +329,7 @@ def clock_and_power(times: dict[str, Time]) -> Metrics:
 
 
 def allocated(device: torch.device) -> int:
+    """Bytes that torch has allocated on a GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 

@@ -1,4 +1,5 @@
-"""Token corpora in memory maps, and the windows that training and evaluation cut from them.
+"""Memory-mapped token corpora, and the windows of tokens that training and evaluation take from
+them.
 
 Shapes: B sequences of T tokens.
 """
@@ -41,8 +42,9 @@ CALIBRATION = 2**40  # the step of calibration samples: training does not get th
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, or a mixture, memory-mapped. `seed` chooses the training windows and
-    nothing else. order: of the training windows; None = drawn with replacement."""
+    """A prepared corpus, or a mixture of several, memory-mapped. `seed` chooses the training
+    windows and nothing else. order: the order of the training windows; None = drawn with
+    replacement."""
 
     directory: Path
     manifest: dict[str, Any]
@@ -62,13 +64,14 @@ class Corpus:
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding | HFTokenizer:
+        """The tokenizer of the corpus."""
         return load_encoding(self.directory, self.manifest["tokenizer"])
 
     def batch(
         self, split: str, step: int, sequences: slice | Sequence[int], block: int
     ) -> dict[str, Tensor]:
-        """Windows of `block` tokens, uniform over the split, drawn with replacement, or in training
-        as `order` says (not those for calibration, which belong to no step).
+        """Windows of `block` tokens: in training in the order of `order`; without one, and for
+        calibration (which belongs to no step), drawn uniformly with replacement.
 
         `sequences` are indices into the global batch of this optimizer step. A window's position is
         a pure function of (seed, split, step, index): ranks, micro-batches and a resumed run that
@@ -90,13 +93,14 @@ class Corpus:
         return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
 
     def describe(self, block: int) -> dict[str, Any]:
-        """The manifest, and in epochs how often a training goes through each part."""
+        """The manifest, and for training in epochs the number of times that it goes through each
+        part."""
         if self.order is None:
             return self.manifest
         return {**self.manifest, "epochs": self.order.epochs(block)}
 
     def eval_size(self, block: int) -> int:
-        """Windows of `block` tokens in the validation split."""
+        """Number of non-overlapping windows of `block` tokens in the validation split."""
         return (len(self.tokens["val"]) - 1) // block
 
     def eval_batches(
@@ -122,7 +126,7 @@ class Corpus:
         )
 
     def windows(self, split: str, starts: np.ndarray, block: int) -> dict[str, Tensor]:
-        """The windows that start at these positions of the split, as `batch` gives them."""
+        """The windows that start at these positions of the split, in the form of `batch`."""
         tokens = self.tokens[split]
         rows = np.stack([tokens[start : start + block + 1] for start in starts])
         windows = torch.from_numpy(rows.astype(np.int64))
@@ -130,8 +134,8 @@ class Corpus:
 
 
 def load_tokens(config: DataConfig, seed: int, before: np.ndarray | None = None) -> Corpus:
-    """Memory-map the corpus of `config`, or all parts of a mixture one after the other, after
-    checking the files against their manifests (`check_files`).
+    """The corpus of `config`, memory-mapped, or all parts of a mixture end to end. The files are
+    first checked against their manifests (`check_files`).
 
     The embedded corpus is prepared when it is not there yet (some seconds; processes that start at
     once may do so in parallel, and one of them wins).
@@ -170,7 +174,7 @@ def load_tokens(config: DataConfig, seed: int, before: np.ndarray | None = None)
 
 
 def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
-    """A UserError unless a model of this vocabulary and context can train on the corpus."""
+    """Raise a `UserError` unless a model of this vocabulary and context can train on the corpus."""
     if corpus.vocab_size > vocab_size:
         kind = corpus.manifest["tokenizer"]["kind"]
         raise UserError(

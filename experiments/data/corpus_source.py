@@ -1,4 +1,4 @@
-"""What a corpus of text is made from, and whether its files are still the same."""
+"""Reads the source of a text corpus, and checks that it has not changed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _BUILDERS = {
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents by split. `batches(split)` can be called again: the tokenizer reads them first.
-    `batches(split, first)` begins with the document of this number.
+    """The documents of a source, by split. `batches(split)` can be called again (the tokenizer
+    reads them first); `batches(split, first)` begins with document number `first`.
 
     own: the first documents for training are held out, too, until 1 % of the tokens are.
     """
@@ -39,11 +39,12 @@ class Documents:
     own: bool = False
 
     def characters(self, split: str) -> int:
+        """Number of characters of all documents of a split."""
         return sum(len(text) for texts in self.batches(split) for text in texts)
 
 
 def data_files(source: str) -> tuple[str, list[str] | str]:
-    """The `datasets` builder for a source, and its files in sorted order."""
+    """(name of the `datasets` builder for a source, its files in sorted order)."""
     if source.startswith(HUB):
         by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
         return next(by_suffix, "parquet"), source
@@ -71,7 +72,8 @@ def _is_local(source: str) -> bool:
 
 
 def not_utf8(paths: list[str]) -> str | None:
-    """Which of some text files is the first that is not UTF-8, and at which byte; None if all are.
+    """A sentence on the first of these text files that is not UTF-8, and its first wrong byte; None
+    if all are.
 
     They are read 1 MiB at a time: one may be larger than the memory.
     """
@@ -96,7 +98,8 @@ Files = Callable[[], tuple[str, list[str] | str]]  # like `data_files` of one so
 
 
 def record(source: str, text_column: str, files: Files) -> dict[str, Any]:
-    """What a manifest says of a source: of local files their number, size and `fingerprint`."""
+    """The manifest's entry on a source; of local files it has their number, size and
+    `fingerprint`."""
     named = {"path": source, "text_column": text_column}
     if not _is_local(source):
         return named
@@ -114,7 +117,8 @@ def record(source: str, text_column: str, files: Files) -> dict[str, Any]:
 def check(
     source: str, text_column: str, files: Files, made_from: dict[str, Any], made: Path
 ) -> None:
-    """A UserError unless `made` was made from this source, of which it has `made_from` on record.
+    """Raise a `UserError` unless the corpus `made` was made from this source; `made_from` is its
+    manifest's entry.
 
     Local files may have moved, their content counts. Where they are gone, their path on record is
     taken for them: a corpus is complete without them. A pattern of the hub is compared by its text.

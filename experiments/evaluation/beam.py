@@ -1,4 +1,4 @@
-"""Beam search: the most likely translations of an encoder-decoder.
+"""Beam search for the most likely translations of an encoder-decoder.
 
 Shapes: B sentences, K beams, V tokens.
 """
@@ -15,7 +15,7 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True)
 class Search:
-    """How to search. The defaults are those of Vaswani et al. (2017, section 6.1).
+    """Settings of a beam search. The defaults are those of Vaswani et al. (2017, section 6.1).
 
     beam: hypotheses that are kept. length_penalty: the log probability of a translation of n
     tokens, its end among them, is divided by ((5 + n) / 6) to this power (Wu et al., 2016, arXiv
@@ -33,7 +33,7 @@ class Search:
             raise ValueError(f"longer={self.longer}; it must not be negative")
 
     def score(self, log_probability: float, tokens: int) -> float:
-        """What translations are compared by."""
+        """The score by which translations are compared: log probability over the length penalty."""
         return log_probability / ((5 + tokens) / 6) ** self.length_penalty
 
 
@@ -41,7 +41,7 @@ class Search:
 def translate(
     model: Transformer, source: Tensor, source_mask: Tensor, end: int, vocab_size: int, how: Search
 ) -> list[list[int]]:
-    """The best translation of each source, as tokens without their end.
+    """The best translation of each source, as tokens without end-of-text.
 
     In each step those of the K best continuations that end are finished, and the K best that do not
     end go on. A sentence is done with K finished translations, or at its greatest length, where all

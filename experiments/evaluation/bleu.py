@@ -1,4 +1,4 @@
-"""How near translations are to their references, in percent."""
+"""Scores translations against their references, in percent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from experiments.support.errors import UserError
 
 @dataclass(frozen=True)
 class Scores:
-    """bleu: SacreBLEU (Post, 2018, arXiv 1804.08771), whose `signature` says how it was computed.
+    """Scores of a translated text. bleu: SacreBLEU (Post, 2018, arXiv 1804.08771), whose
+    `signature` says how it was computed.
 
     bleu_tokenized: what older papers report, BLEU without smoothing of text that is tokenised more
     finely, with compounds split at their hyphens. Here by the international rules of mteval-v14;
@@ -40,7 +41,7 @@ def score(translations: Sequence[str], references: Sequence[str]) -> Scores:
 
 
 def require() -> Any:
-    """sacrebleu's module.
+    """The module of sacrebleu.
 
     Raises:
         UserError: it is not installed.

@@ -186,10 +186,12 @@ class Images:
 
     @property
     def train(self) -> Split:
+        """The training split."""
         return self.splits["train"]
 
     @property
     def val(self) -> Split:
+        """The validation split."""
         return self.splits["val"]
 
     def describe(self) -> dict[str, Any]:

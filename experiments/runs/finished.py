@@ -54,6 +54,7 @@ class FinishedRun:
 
     @property
     def config_hash(self) -> str:
+        """Hash of the run's config, 16 hex digits."""
         return self.result["config_hash"]
 
     @property
@@ -62,10 +63,12 @@ class FinishedRun:
 
     @property
     def model_name(self) -> str:
+        """Name of its model, `gpt2_nano` for example."""
         return self.config["model"]["name"]
 
     @property
     def method(self) -> str:
+        """Name of its method."""
         return self.config["method"]["name"]
 
     @property

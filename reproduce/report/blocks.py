@@ -311,6 +311,7 @@ def _files(shown: Shown, links: Links) -> Markup:
 
 
 def device(kept: Kept) -> str:
+    """The device that made a record."""
     return kept.record["environment"]["device"]
 
 

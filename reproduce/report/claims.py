@@ -140,14 +140,17 @@ def of_arm(found: Found, block: str, arm: str) -> Markup:
 
 
 def plain(value: float | None, form: str) -> str:
+    """A number in this format; `-` if there is none or it is not finite."""
     return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
 def signed(value: float) -> str:
+    """A difference with its sign and four digits; `-` if it is not finite."""
     return plain(value, "+.4f").replace("-", MINUS) if math.isfinite(value) else "-"
 
 
 def interval(low: float, high: float, form: str = "+.4f") -> str:
+    """An interval in brackets; `-` if it is not finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "-"
     return f"[{low:{form}}, {high:{form}}]".replace("-", MINUS)

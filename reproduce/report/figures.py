@@ -70,10 +70,12 @@ def standalone(figure: Markup) -> str:
 
 
 def label(x: float, y: float, content: Any, class_: str = "", anchor: str = "start") -> Markup:
+    """A text element at (x, y)."""
     return tag("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    """A line element from (x1, y1) to (x2, y2)."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 

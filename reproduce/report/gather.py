@@ -33,10 +33,12 @@ class Shown:
 
     @property
     def quantity(self) -> str:
+        """The last part of `metric`, `val_loss` for example."""
         return self.metric.rpartition(".")[2]
 
     @property
     def lower_is_better(self) -> bool:
+        """True for losses and perplexities."""
         return any(word in self.quantity for word in ("loss", "perplexity"))
 
     @cached_property

@@ -84,6 +84,7 @@ def _long(cell: Any) -> str | None:
 
 
 def details(summary: Any, *children: Any, **attributes: Any) -> Markup:
+    """A section that unfolds when its summary is clicked."""
     return tag("details", tag("summary", summary), *children, **attributes)
 
 

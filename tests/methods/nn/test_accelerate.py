@@ -291,8 +291,7 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in asked]
     assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
     assert (
-        gemms.choose_products(Y, (128, 64), True, BF16, torch.device("cpu"), 1000, "auto")
-        == DENSE
+        gemms.choose_products(Y, (128, 64), True, BF16, torch.device("cpu"), 1000, "auto") == DENSE
     )  # emulated, it is slower
 
 
