@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text in BENCHMARKS.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there")
