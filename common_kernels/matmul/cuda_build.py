@@ -1,0 +1,156 @@
+"""Compiling the CUDA sources of `common_kernels/csrc` with nvcc, when they are first needed.
+
+A library holds no part of torch: it is called through ctypes with addresses, so one serves every
+version of torch. Libraries are kept in `$XDG_CACHE_HOME/sparse24/cuda/<hash>`, where the hash is
+over source, flags, compiler and headers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[1] / "csrc"
+FLAGS = (
+    "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-diag-suppress", "20012",
+    "-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC,-fvisibility=hidden",
+    "-shared",
+)  # fmt: skip
+
+
+class BuildError(RuntimeError):
+    """A source cannot be compiled here; the text says why."""
+
+
+def missing() -> str | None:
+    """What the machine lacks to compile the sources, in one line; None if it lacks nothing."""
+    lacking = []
+    if compiler() is None:
+        lacking.append("nvcc (on PATH, under CUDA_HOME, or from the package nvidia-cuda-nvcc)")
+    if headers() is None:
+        lacking.append("the headers of CUTLASS (package nvidia-cutlass, or CUTLASS_PATH)")
+    return f"{' and '.join(lacking)} cannot be found" if lacking else None
+
+
+@functools.cache
+def compiler() -> Path | None:
+    """The nvcc under CUDA_HOME, else that on PATH, else that of the package nvidia-cuda-nvcc."""
+    home = os.environ.get("CUDA_HOME")
+    places = [Path(home, "bin", "nvcc")] if home else []
+    found = shutil.which("nvcc")
+    places += [Path(found)] if found else []
+    places += [root / "bin" / "nvcc" for root in _cuda_packages()]
+    return next((place for place in places if place.is_file()), None)
+
+
+@functools.cache
+def headers() -> Path | None:
+    """The root of CUTLASS' sources: CUTLASS_PATH, else what the package nvidia-cutlass brings."""
+    named = os.environ.get("CUTLASS_PATH")
+    places = [Path(named)] if named else []
+    package = importlib.util.find_spec("cutlass_library")
+    if package is not None and package.submodule_search_locations:
+        places.append(Path(package.submodule_search_locations[0]) / "source")
+    header = "include/cutlass/cutlass.h"
+    return next((place for place in places if (place / header).is_file()), None)
+
+
+def _cuda_packages() -> list[Path]:
+    """Folders of NVIDIA's Python packages, one for each major version of CUDA, newest first."""
+    package = importlib.util.find_spec("nvidia")
+    roots = list(package.submodule_search_locations or ()) if package else []
+    return sorted((p for root in roots for p in Path(root).glob("cu*") if p.is_dir()), reverse=True)
+
+
+def command(source: Path, defines: Mapping[str, int], to: Path) -> list[str]:
+    """The call of nvcc that makes the library `to`.
+
+    Raises:
+        BuildError: the compiler or the headers are missing.
+    """
+    nvcc, cutlass = compiler(), headers()
+    if nvcc is None or cutlass is None:
+        raise BuildError(str(missing()))
+    includes = [cutlass / "include", cutlass / "tools/util/include"]
+    includes += [root / "include" for root in _cuda_packages()]
+    return [
+        str(nvcc), *FLAGS, *(f"-D{name}={value}" for name, value in defines.items()),
+        *(f"-I{path}" for path in includes if path.is_dir()),
+        *(f"-L{root / 'lib'}" for root in _cuda_packages()), "-o", str(to), str(source),
+    ]  # fmt: skip
+
+
+@functools.cache
+def folder(source: Path) -> Path:
+    """The folder that keeps the libraries of a source, as it is now, by this compiler."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    known = hashlib.sha256(source.read_bytes())
+    known.update(repr((FLAGS, _version_of_nvcc(), _version_of_cutlass())).encode())
+    return Path(home) / "sparse24" / "cuda" / known.hexdigest()[:16]
+
+
+def _version_of_nvcc() -> str:
+    nvcc = compiler()
+    if nvcc is None:
+        raise BuildError(str(missing()))
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _version_of_cutlass() -> str:
+    root = headers()
+    if root is None:
+        raise BuildError(str(missing()))
+    return (root / "include/cutlass/version.h").read_text()
+
+
+def build(
+    source: Path,
+    wanted: Mapping[str, Mapping[str, int]],
+    report: Callable[[str], None] | None = None,
+) -> dict[str, Path]:
+    """The libraries of a source for several sets of macros, compiled in parallel where they lack.
+
+    Args:
+        wanted: the macros of each library, by its name.
+        report: takes a line for each library that is compiled; default: writes it to stderr.
+
+    Raises:
+        BuildError: something is missing, or the compiler refuses; with its first error.
+    """
+    say = report or (lambda line: print(line, file=sys.stderr, flush=True))
+    place = folder(source)
+    paths = {name: place / f"{name}.so" for name in wanted}
+    todo = [name for name, path in paths.items() if not path.is_file()]
+    if not todo:
+        return paths
+    place.mkdir(parents=True, exist_ok=True)
+    workers = min(len(todo), os.cpu_count() or 1)
+    say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {name: pool.submit(_compile, source, wanted[name], paths[name]) for name in todo}
+        for number, (name, job) in enumerate(jobs.items(), 1):
+            job.result()
+            say(f"compiled {name} ({number} of {len(todo)})")
+    return paths
+
+
+def _compile(source: Path, defines: Mapping[str, int], to: Path) -> None:
+    """Compile beside `to`, then move it there: another process sees the whole library or none."""
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        made = Path(scratch) / to.name
+        done = subprocess.run(command(source, defines, made), capture_output=True, text=True)
+        if done.returncode or not made.is_file():
+            lines = f"{done.stderr}\n{done.stdout}".splitlines()
+            words = ("error:", "fatal:", "cannot find")
+            first = next((line for line in lines if any(w in line for w in words)), "no message")
+            raise BuildError(f"nvcc cannot compile {to.stem}: {first.strip()}")
+        made.replace(to)

@@ -1,0 +1,130 @@
+"""Compiling CUDA sources: what is looked for, what is kept, and what is said when it fails."""
+
+import stat
+import sys
+
+import pytest
+import torch
+
+from common_kernels.matmul import cuda, cuda_build
+from common_kernels.matmul.cusparselt import Problem
+
+# Writes its own arguments into the library, or fails on the macro FAIL.
+NVCC = f"""#!{sys.executable}
+import sys
+if "--version" in sys.argv:
+    print("release 13.2")
+    sys.exit()
+if "-DFAIL=1" in sys.argv:
+    sys.exit("a.cu(3): error: no such luck")
+with open(sys.argv[sys.argv.index("-o") + 1], "w") as file:
+    file.write(" ".join(sys.argv))
+"""
+
+
+@pytest.fixture
+def toolchain(tmp_path, monkeypatch):
+    """A stand-in for nvcc and for CUTLASS' sources; returns the source to compile."""
+    nvcc = tmp_path / "home/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(NVCC)
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    headers = tmp_path / "cutlass/include/cutlass"
+    headers.mkdir(parents=True)
+    for name in ("cutlass.h", "version.h"):
+        (headers / name).write_text("4.2")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "cutlass"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forget()
+    source = tmp_path / "a.cu"
+    source.write_text("// nothing")
+    yield source
+    forget()
+
+
+def forget():
+    for cached in (cuda_build.compiler, cuda_build.headers, cuda_build.folder):
+        cached.cache_clear()
+
+
+def test_libraries_are_compiled_once_and_in_one_piece(toolchain):
+    lines = []
+    wanted = {"one": {"TILE_M": 128}, "two": {"TILE_M": 64}}
+    paths = cuda_build.build(toolchain, wanted, lines.append)
+    assert "-DTILE_M=128" in paths["one"].read_text() and "sm_90a" in paths["one"].read_text()
+    assert "-DTILE_M=64" in paths["two"].read_text()
+    assert len(lines) == 3 and "2 CUDA kernels" in lines[0]
+    assert sorted(paths["one"].parent.iterdir()) == [paths["one"], paths["two"]]
+    assert cuda_build.build(toolchain, wanted, lines.append) == paths
+    assert len(lines) == 3  # nothing more was compiled
+
+
+def test_another_source_or_compiler_makes_another_library(toolchain):
+    before = cuda_build.folder(toolchain)
+    toolchain.write_text("// something else")
+    cuda_build.folder.cache_clear()
+    after = cuda_build.folder(toolchain)
+    assert after != before
+    nvcc = cuda_build.compiler()
+    nvcc.write_text(NVCC.replace("13.2", "13.3"))
+    cuda_build.folder.cache_clear()
+    assert cuda_build.folder(toolchain) not in (before, after)
+
+
+def test_an_error_of_the_compiler_is_one_line_and_leaves_nothing(toolchain):
+    with pytest.raises(cuda_build.BuildError, match=r"bad: a\.cu\(3\): error: no such luck$"):
+        cuda_build.build(toolchain, {"bad": {"FAIL": 1}}, lambda _: None)
+    assert not list(cuda_build.folder(toolchain).iterdir())
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(cuda_build.importlib.util, "find_spec", lambda _: None)
+    forget()
+    missing = cuda_build.missing()
+    forget()
+    assert "nvidia-cuda-nvcc" in missing and "nvidia-cutlass" in missing
+
+
+def test_kernels_are_named_apart_and_their_macros_differ():
+    names = {config.name for config in cuda.CONFIGS}
+    macros = {tuple(config.macros().items()) for config in cuda.CONFIGS}
+    assert len(names) == len(macros) == len(cuda.CONFIGS)
+    source = cuda.SOURCE.read_text()
+    for macro in cuda.CONFIGS[0].macros():
+        assert macro in source
+    for name, _ in cuda._Arguments._fields_:
+        assert name in source
+
+
+FP8 = torch.float8_e4m3fn
+BOTH = {"bf16_128x256x64_2x1_shared", "bf16_128x192x128_2x1_pingpong"}
+WGRAD = {"dense_transposed": False, "result_transposed": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, BOTH),
+        ({"columns": 64}, {"bf16_128x256x64_2x1_shared"}),  # the other's metadata lie by 128
+        ({"tokens": 7}, BOTH),
+        ({"rows": 96}, set()),
+        ({"dtype": torch.float16, "out_dtype": torch.float16}, set()),
+        ({"dtype": FP8}, {"fp8_128x256x128_2x1_shared", "fp8_128x128x256_2x1_pingpong"}),
+        ({"dtype": torch.float8_e5m2}, set()),
+        ({"out_dtype": torch.float32}, set()),
+        (WGRAD, {"bf16_128x256x64_2x1_shared_wgrad"}),
+        (WGRAD | {"tokens": 7}, set()),
+        ({"result_transposed": False}, set()),
+    ],
+)
+def test_a_kernel_serves_what_it_was_compiled_for(change, found):
+    usual = {
+        "rows": 128, "columns": 128, "tokens": 64, "dtype": torch.bfloat16,
+        "out_dtype": torch.bfloat16, "dense_transposed": True, "result_transposed": True,
+    }  # fmt: skip
+    names = {c.name.replace("_stream_k", "") for c in cuda.configs(Problem(**usual | change))}
+    assert names == found
