@@ -1,11 +1,13 @@
 """Products of a compressed 2:4 matrix A [rows, columns] with a dense one.
 
-Backends, the seam at which a kernel of our own would be added as one more:
+Backends:
 
     dense        the matrix is expanded and multiplied: any device; what all others must equal
     cutlass      torch's CUTLASS kernels: compute capability 8.x, 16-bit types
     cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the choice of
                  an algorithm are kept (table.py)
+    cuda         our own for compute capability 9.0, bf16 and e4m3, compiled when it is first asked
+                 for by name or by a layout of its own (cuda.py)
 
 cuSPARSELt takes layout `cusparselt_sm90`, as `common_kernels.pack.operands` writes it. On a CPU
 under Triton's interpreter its products are emulated.
@@ -22,12 +24,12 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.matmul import cusparselt
+from common_kernels.matmul import cuda_build, cusparselt
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
 from common_kernels.pack.operands import fill_up
 
-BACKENDS = ("dense", "cutlass", "cusparselt")
+BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
 
 
 def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
@@ -45,6 +47,10 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
         if not sixteen:
             return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
         return _wrong_capability(device, 8, "torch's CUTLASS products")
+    if backend == "cuda":
+        if dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+            return f"our own products take bf16 and e4m3, not {dtype}"
+        return _wrong_capability(device, 9, "our own products") or cuda_build.missing()
     if dtype not in cusparselt.TYPES:
         return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
     if device.type == "cpu" and backends.interpreted():
@@ -89,6 +95,11 @@ def matmul24(
         y = linear24(convert24(packed, BUFFERED), x2d, bias, _out_dtype(x.dtype))
     elif name == "cutlass":
         y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
+    elif name == "cuda":
+        from common_kernels.matmul import cuda
+
+        own = packed if packed.layout in cuda.LAYOUTS else convert24(packed, cuda.LAYOUTS[0])
+        y = cuda.linear(own, x2d, bias)
     else:
         y = F.linear(*(t.float() if t.element_size() == 1 else t for t in (x2d, unpack24(packed))))
         y = (y if bias is None else y + bias).to(_out_dtype(x.dtype))
@@ -99,7 +110,8 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     """The backend that matmul24 takes: the one named, if it can serve, else what suits."""
     device, dtype = packed.parts[0].device, packed.dtype
     if backend is None:
-        native = {"cutlass_sm80": "cutlass", BUFFERED: "cusparselt"}
+        native = {"cutlass_sm80": "cutlass", BUFFERED: "cusparselt", "cutlass_sm90": "cuda"}
+        native["cutlass_sm90_k128"] = "cuda"
         name = native.get(packed.layout, "dense")
         return "dense" if unavailable(name, device, dtype) else name
     reason = unavailable(backend, device, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from common_kernels.matmul import cuda_build
 from common_kernels.matmul.cusparselt import Problem
+from common_kernels.matmul.table import Trial, replay_ms
+from common_kernels.pack import Packed24, convert24
 
 SOURCE = cuda_build.SOURCES / "product24_sm90.cu"
-ROWS = 64  # of A: a multiple of this, as its metadata is laid out
-RASTERS, SWIZZLES = (1, 2), (1, 4)  # orders in which the tiles are gone through
+LAYOUTS = ("cutlass_sm90", "cutlass_sm90_k128")  # of the packed matrix
+ORDERS = ((1, 1), (1, 4), (2, 1), (2, 4))  # raster and swizzle, in which the tiles are gone through
 
 
 class CudaProductError(RuntimeError):
@@ -56,9 +59,9 @@ class Config:
         return "_".join(words)
 
     @property
-    def metadata_columns(self) -> int:
-        """Columns of A whose metadata lie together, which the layout of the packed matrix needs."""
-        return min(self.tile[2], 128)
+    def layout(self) -> str:
+        """That of the packed matrix: it follows from the columns taken at a time."""
+        return LAYOUTS[self.dtype.itemsize == 2 and self.tile[2] >= 128]
 
     def macros(self) -> dict[str, int]:
         """Those that the source is compiled with."""
@@ -86,20 +89,16 @@ CONFIGS = (
 )
 
 
-def configs(problem: Problem) -> list[Config]:
-    """The kernels that can serve a product; none if its types or sizes do not fit."""
+def configs(problem: Problem, layout: str) -> list[Config]:
+    """The kernels that can serve a product with a matrix in this layout; none if its types or its
+    sizes do not fit."""
     wgrad = not problem.dense_transposed
     if wgrad == problem.result_transposed or problem.out_dtype is not torch.bfloat16:
         return []
-    if problem.rows % ROWS or (problem.columns if not wgrad else problem.tokens) % 16:
+    if wgrad and problem.tokens % 8:  # rows of x and of the result begin at multiples of 16 bytes
         return []
-    return [
-        config
-        for config in CONFIGS
-        if config.dtype is problem.dtype
-        and config.wgrad == wgrad
-        and not problem.columns % config.metadata_columns
-    ]
+    kind = (problem.dtype, wgrad, layout)
+    return [config for config in CONFIGS if (config.dtype, config.wgrad, config.layout) == kind]
 
 
 class _Arguments(ctypes.Structure):
@@ -173,3 +172,56 @@ class Plan:
             raise CudaProductError(
                 f"kernel {self.config.name} refused {self.problem}: status {status}"
             )
+
+
+def linear(packed: Packed24, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [tokens, columns] A^T + bias [rows] -> bf16 [tokens, rows], by the fastest kernel.
+
+    Args:
+        packed: A [rows, columns], bf16 or e4m3, in one of LAYOUTS. x: of the same dtype.
+    Raises:
+        CudaProductError: no kernel serves the product, or none is right.
+    """
+    (rows, columns), tokens, result = packed.shape, len(x), torch.bfloat16
+    out = torch.empty(tokens, rows, dtype=result, device=x.device)
+    if tokens:
+        kind = (packed.dtype, result, True, True, bias is not None)
+        problem = Problem(rows, columns, tokens, *kind)
+        bias = None if bias is None else bias.to(result).contiguous()
+        with torch.cuda.device(x.device):
+            plan = fastest(problem, packed.layout, torch.cuda.current_device())
+            plan.run(packed.values, packed.meta, x.contiguous(), out, bias)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def fastest(problem: Problem, layout: str, device: int) -> Plan:
+    """The fastest plan that is right, by measuring all of them; kept for the process.
+
+    Raises:
+        CudaProductError: none serves the product, or none is right.
+    """
+    trial = Trial(problem, device)
+    a = convert24(trial.packed, layout)
+    best, least = None, float("inf")
+    for config in configs(problem, layout):
+        for order in ORDERS:
+            plan = Plan(problem, config, device, *order)
+            run = functools.partial(_run, plan, a, trial)
+            try:
+                ms = _ms(run, trial) if trial.agrees(run) else float("inf")
+            except CudaProductError:
+                continue
+            if ms < least:
+                best, least = plan, ms
+    if best is None:
+        raise CudaProductError(f"no kernel of layout {layout!r} serves {problem}; run it dense")
+    return best
+
+
+def _ms(run: Callable[[Tensor], None], trial: Trial) -> float:
+    return replay_ms(lambda i: run(trial.dense[i]))
+
+
+def _run(plan: Plan, a: Packed24, trial: Trial, x: Tensor) -> None:
+    plan.run(a.values, a.meta, x, trial.out, trial.bias)

@@ -100,8 +100,9 @@ class Packed24:
         """Their positions in words of the layout's type and in its order (`cpu.py`), `[rows, ...]`.
 
         `neutral` row by row (uint8), any size and type; `cutlass_sm80` as torch's CUTLASS operators
-        have it (int16, for one-byte types int32); `cutlass_sm90` CUTLASS' for Hopper and one-byte
-        types (uint8); `cusparselt_sm90` cuSPARSELt's for Hopper, one and two-byte types (uint8).
+        have it (int16, for one-byte types int32); `cutlass_sm90` and `cutlass_sm90_k128`
+        CUTLASS' for Hopper (uint8), by the columns that a kernel takes at a time;
+        `cusparselt_sm90` cuSPARSELt's for Hopper, one and two-byte types (uint8).
         """
         if self.layout != BUFFERED:
             return self.parts[1]

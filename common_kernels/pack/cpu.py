@@ -111,11 +111,33 @@ def cutlass_sm80_order(
 def cutlass_sm90_order(
     rows: int, columns: int, itemsize: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """The same for CUTLASS on compute capability 9.0 and one-byte types, where a step of the
-    product takes 128 columns: 16 bytes of each row, for all rows, then the next 128 columns.
+    """The same for CUTLASS on compute capability 9.0, for kernels that take 64 columns at a time,
+    or with one-byte types 128 or more.
+
+    One-byte types: 16 bytes of each row, for all rows, then the next 128 columns.
     """
+    if itemsize == 2:
+        return _cutlass_sm90_blocks(rows, columns, 2, device)
     r, g = grid(rows, columns, device)
     return 32 * (r + rows * (g // 32)) + g % 32
+
+
+def cutlass_sm90_k128_order(
+    rows: int, columns: int, itemsize: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """The same for kernels that take 128 columns of a two-byte type at a time."""
+    return _cutlass_sm90_blocks(rows, columns, 4, device)
+
+
+def _cutlass_sm90_blocks(
+    rows: int, columns: int, tiles: int, device: torch.device | None
+) -> torch.Tensor:
+    """Blocks of 64 rows by so many tiles of 32 columns, along the rows first, as CUTLASS'
+    `Sm90GemmSparseConfig` lays them out for two-byte types."""
+    r, g = grid(rows, columns, device)
+    inside = g % 4 + 4 * (r // 8 % 2) + 8 * (g // 8 % tiles)
+    inside = inside + 8 * tiles * (r % 8 + 8 * (g // 4 % 2) + 16 * (r // 16 % 4))
+    return inside + 512 * tiles * (r // 64 + rows // 64 * (g // (8 * tiles)))
 
 
 def cusparselt_sm90_order(
@@ -163,7 +185,11 @@ LAYOUTS = {
     "cutlass_sm80": Layout(
         cutlass_sm80_order, {1: Form(16, 128, torch.int32, 128), 2: Form(32, 64, torch.int16, 64)}
     ),
-    "cutlass_sm90": Layout(cutlass_sm90_order, {1: Form(64, 128, torch.uint8, 128)}),
+    "cutlass_sm90": Layout(
+        cutlass_sm90_order,
+        {1: Form(64, 128, torch.uint8, 128), 2: Form(64, 64, torch.uint8, 64)},
+    ),
+    "cutlass_sm90_k128": Layout(cutlass_sm90_k128_order, {2: Form(64, 128, torch.uint8, 128)}),
     "cusparselt_sm90": Layout(
         cusparselt_sm90_order,
         {1: Form(64, 64, torch.uint8, 64), 2: Form(64, 16, torch.uint8, 32)},

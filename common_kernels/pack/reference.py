@@ -57,9 +57,21 @@ def cutlass_sm80(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
     return ordered
 
 
-def cutlass_sm90(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """128 columns of all rows, then the next 128 (CUTLASS on 9.0, one-byte types)."""
-    return nibbles.view(len(nibbles), -1, 32).transpose(0, 1).contiguous()
+def cutlass_sm90(nibbles: torch.Tensor, itemsize: int, tiles: int = 2) -> torch.Tensor:
+    """One-byte types: 128 columns of all rows, then the next 128. Two-byte types: blocks of 64 rows
+    by `tiles` tiles of 32 columns, along the rows first; inside, the binary digits of row and group
+    in another order (CUTLASS' `Sm90GemmSparseConfig`).
+    """
+    if itemsize == 1:
+        return nibbles.view(len(nibbles), -1, 32).transpose(0, 1).contiguous()
+    # rows: block, r5 r4, r3, r2 r1 r0; groups: block, tile, g2, g1 g0
+    digits = nibbles.view(len(nibbles) // 64, 4, 2, 8, -1, tiles, 2, 4)
+    return digits.permute(4, 0, 1, 6, 3, 5, 2, 7).contiguous()
+
+
+def cutlass_sm90_k128(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """The same in blocks of 128 columns."""
+    return cutlass_sm90(nibbles, itemsize, tiles=4)
 
 
 def cusparselt_sm90(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
@@ -81,5 +93,6 @@ LAYOUTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "neutral": neutral,
     "cutlass_sm80": cutlass_sm80,
     "cutlass_sm90": cutlass_sm90,
+    "cutlass_sm90_k128": cutlass_sm90_k128,
     "cusparselt_sm90": cusparselt_sm90,
 }

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 
-from common_kernels.matmul import cuda, cuda_build
+from common_kernels import matmul24, nm_mask, pack24
+from common_kernels.matmul import chosen, cuda, cuda_build, unavailable
 from common_kernels.matmul.cusparselt import Problem
+from common_kernels.pack import cpu
 
 # Writes its own arguments into the library, or fails on the macro FAIL.
 NVCC = f"""#!{sys.executable}
@@ -101,30 +103,80 @@ def test_kernels_are_named_apart_and_their_macros_differ():
 
 
 FP8 = torch.float8_e4m3fn
-BOTH = {"bf16_128x256x64_2x1_shared", "bf16_128x192x128_2x1_pingpong"}
+NARROW, WIDE = cuda.LAYOUTS
 WGRAD = {"dense_transposed": False, "result_transposed": False}
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("layout", "change", "found"),
     [
-        ({}, BOTH),
-        ({"columns": 64}, {"bf16_128x256x64_2x1_shared"}),  # the other's metadata lie by 128
-        ({"tokens": 7}, BOTH),
-        ({"rows": 96}, set()),
-        ({"dtype": torch.float16, "out_dtype": torch.float16}, set()),
-        ({"dtype": FP8}, {"fp8_128x256x128_2x1_shared", "fp8_128x128x256_2x1_pingpong"}),
-        ({"dtype": torch.float8_e5m2}, set()),
-        ({"out_dtype": torch.float32}, set()),
-        (WGRAD, {"bf16_128x256x64_2x1_shared_wgrad"}),
-        (WGRAD | {"tokens": 7}, set()),
-        ({"result_transposed": False}, set()),
+        (NARROW, {}, {"bf16_128x256x64_2x1_shared"}),
+        (WIDE, {}, {"bf16_128x192x128_2x1_pingpong"}),
+        (WIDE, {"tokens": 7}, {"bf16_128x192x128_2x1_pingpong"}),
+        (NARROW, {"dtype": torch.float16, "out_dtype": torch.float16}, set()),
+        (NARROW, {"dtype": FP8}, {"fp8_128x256x128_2x1_shared", "fp8_128x128x256_2x1_pingpong"}),
+        (WIDE, {"dtype": FP8}, set()),
+        (NARROW, {"dtype": torch.float8_e5m2}, set()),
+        (NARROW, {"out_dtype": torch.float32}, set()),
+        (NARROW, WGRAD, {"bf16_128x256x64_2x1_shared_wgrad"}),
+        (NARROW, WGRAD | {"tokens": 7}, set()),
+        (NARROW, {"result_transposed": False}, set()),
     ],
 )
-def test_a_kernel_serves_what_it_was_compiled_for(change, found):
+def test_a_kernel_serves_what_it_was_compiled_for(layout, change, found):
     usual = {
         "rows": 128, "columns": 128, "tokens": 64, "dtype": torch.bfloat16,
         "out_dtype": torch.bfloat16, "dense_transposed": True, "result_transposed": True,
     }  # fmt: skip
-    names = {c.name.replace("_stream_k", "") for c in cuda.configs(Problem(**usual | change))}
+    problem = Problem(**usual | change)
+    names = {c.name.replace("_stream_k", "") for c in cuda.configs(problem, layout)}
     assert names == found
+
+
+def test_what_our_own_products_cannot_serve():
+    assert "not torch.float16" in unavailable("cuda", "cuda", torch.float16)
+    assert "compute capability 9" in unavailable("cuda", "cpu", torch.bfloat16)
+    x = torch.randn(64, 128).bfloat16()
+    packed = pack24(x, nm_mask(x), NARROW)
+    with pytest.raises(RuntimeError, match=r"'cuda' cannot serve 'cpu': .*capability 9"):
+        matmul24(packed, x, backend="cuda")
+    assert chosen(packed) == "dense"  # where ours cannot serve
+
+
+HOPPER = torch.cuda.is_available() and not unavailable("cuda", "cuda", torch.bfloat16)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0, nvcc and CUTLASS")
+@pytest.mark.parametrize("layout", cuda.LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 200, 4096])
+def test_our_own_products_are_right(layout, dtype, tokens):
+    """Against fp32 products of the same values; rounded once to bf16."""
+    if dtype is FP8 and layout == WIDE:
+        layout = "neutral"  # converted on the way
+    generator = torch.Generator("cuda").manual_seed(0)
+    for rows, columns in ((64, 128), (320, 384), (1024, 4096)):
+        w = torch.randn(rows, columns, device="cuda", generator=generator)
+        x = torch.randn(tokens, columns, device="cuda", generator=generator).to(dtype)
+        bias = torch.randn(rows, device="cuda", generator=generator).bfloat16()
+        mask = nm_mask(w)
+        a = torch.where(mask, w, 0.0).to(dtype)
+        packed = pack24(a, mask, layout)
+        for given in (None, bias):
+            y = matmul24(packed, x, given, backend="cuda")
+            want = x.double() @ a.double().t() + (0 if given is None else given.double())
+            unit = torch.finfo(torch.bfloat16).eps / 2
+            # Sums in fp32 of up to `columns` products, then one rounding.
+            atol = columns * 2.0**-23 * float((x.double().abs() @ a.double().abs().t()).max())
+            torch.testing.assert_close(y.double(), want, rtol=unit, atol=atol)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0, nvcc and CUTLASS")
+@pytest.mark.parametrize("config", cuda.CONFIGS, ids=lambda config: config.name)
+def test_a_kernel_reads_metadata_where_the_packer_writes_them(config):
+    library = cuda._library(config)
+    rows, columns = 128, 256
+    order = cpu.LAYOUTS[config.layout].order(rows, columns, config.dtype.itemsize)
+    for row in range(0, rows, 3):
+        for group in range(columns // 4):
+            assert library.metadata_place(rows, columns, row, 4 * group) == order[row, group]

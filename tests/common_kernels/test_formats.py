@@ -24,6 +24,7 @@ TAKEN = {
     "neutral": ((3, 20), torch.float32),
     "cutlass_sm80": ((32, 64), torch.bfloat16),
     "cutlass_sm90": ((64, 128), FP8),
+    "cutlass_sm90_k128": ((64, 128), torch.bfloat16),
     "cusparselt_sm90": ((64, 64), torch.float16),
 }
 every_layout = pytest.mark.parametrize("layout", TAKEN)
@@ -134,6 +135,38 @@ def test_the_order_of_cutlass_on_hopper():
     plain = pack24(x, mask).meta  # [rows, columns / 8]
     tiles = plain.view(128, 3, 16).transpose(0, 1).reshape(128, 48)
     same(pack24(x, mask, "cutlass_sm90").meta, tiles)
+
+
+@pytest.mark.parametrize(("layout", "tiles"), [("cutlass_sm90", 2), ("cutlass_sm90_k128", 4)])
+def test_the_order_of_cutlass_on_hopper_for_two_bytes(layout, tiles):
+    """CUTLASS gives the digits of an entry's row and column an order: `Sm90GemmSparseConfig` has
+    Shape ((8, 2, 4), (16, 2, tiles)), digits of rows and of columns from the lowest on, and Step
+    ((3, 1, 5), (0, 4, 2)): which digit counts up first, second and so on. Blocks follow each other
+    along the rows first."""
+    rows, columns = 128, 64 * tiles
+    sizes, steps = (8, 2, 4, 16, 2, tiles), (3, 1, 5, 0, 4, 2)
+    strides, stride = {}, 1
+    for digit in sorted(range(6), key=lambda i: steps[i]):
+        strides[digit] = stride
+        stride *= sizes[digit]
+
+    def address(row, column):
+        """In entries of the matrix, of which eight have their metadata in one byte."""
+        block = row // 64 + rows // 64 * (column // (32 * tiles))
+        place = block * stride
+        for digits, number in ((range(3), row), (range(3, 6), column)):
+            for digit in digits:
+                number, value = divmod(number, sizes[digit])
+                place += strides[digit] * value
+        return place
+
+    mask = nm_mask(matrix((rows, columns)))
+    nibbles, expected = cpu.encode(mask), torch.zeros(rows * columns // 4, dtype=torch.uint8)
+    for row in range(rows):
+        for group in range(columns // 4):
+            expected[address(row, 4 * group) // 4] = nibbles[row, group]
+    meta = pack24(matrix((rows, columns), torch.bfloat16), mask, layout).meta.flatten()
+    assert torch.equal(meta, expected[::2] | expected[1::2] << 4)
 
 
 def test_the_order_of_cusparselt_on_hopper():
@@ -334,7 +367,8 @@ def test_a_mask_that_is_not_24():
         ((32, 96), torch.float16, "cutlass_sm80", r"pad the matrix with zeros, or.*'neutral'"),
         ((32, 64), torch.int8, "cutlass_sm80", r"rows in multiples of 16 and columns.*of 128"),
         ((32, 64), torch.float32, "cutlass_sm80", r"values of 1 or 2 bytes, not torch.float32"),
-        ((64, 128), torch.bfloat16, "cutlass_sm90", r"values of 1 bytes, not torch.bfloat16"),
+        ((64, 128), FP8, "cutlass_sm90_k128", r"values of 2 bytes, not torch.float8_e4m3fn"),
+        ((64, 96), torch.bfloat16, "cutlass_sm90", r"\(64, 96\).*multiples of 64 and.* of 64"),
         ((32, 64), torch.bfloat16, "cusparselt_sm90", r"\(32, 64\).*multiples of 64 and.* of 16"),
         ((64, 96), FP8, "cusparselt_sm90", r"\(64, 96\).*multiples of 64 and.* of 64"),
         ((4, 8), torch.float32, "sm_90", "'sm_90': choose one of neutral, cutlass_sm80"),

@@ -229,7 +229,7 @@ def test_packed_matrices(backend, dtype, layout, shape):
 
 
 def pack_forms(layout):
-    return {"neutral": (1, 2, 4), "cutlass_sm90": (1,)}.get(layout, (1, 2))
+    return {"neutral": (1, 2, 4), "cutlass_sm90_k128": (2,)}.get(layout, (1, 2))
 
 
 def test_products_of_packed_matrices():
