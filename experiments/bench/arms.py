@@ -37,8 +37,8 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A method with options. fp8: recipe of its products, a key of FORMATS, or none. simulated:
-    they are not asked to run on FP8 units, or sparse."""
+    """A method with options, as one row measures it. fp8: recipe of its FP8 products, a key of
+    FORMATS, or "". simulated: its products run dense, not on FP8 or sparse units."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ BF16 = {
 
 
 def takes_fp8(method: str) -> bool:
-    """Whether the config of this method knows FP8 products on FP8 units."""
+    """True if the method has an option for FP8 products on FP8 units."""
     config = methods.module(method).Config
     if all(f.name != "fp8" for f in dataclasses.fields(config)):
         return False
@@ -84,13 +84,13 @@ ARMS = {
 
 
 def arm(name: str) -> Setup:
-    """The arm of this name; a method that has none is measured with its defaults, at the beginning
+    """The setup of this name; a method without one is measured with its defaults, at the beginning
     of a long training."""
     return ARMS.get(name) or Setup(name, {"total_steps": 10_000})
 
 
 def others(report: Report) -> list[str]:
-    """The methods without an arm that `--only` names.
+    """The methods without a setup that `--only` names.
 
     Raises:
         UserError: one works on the moments of AdamW: here is no optimizer.
@@ -104,7 +104,8 @@ def others(report: Report) -> list[str]:
 
 
 def chosen(report: Report, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are asked for and can be measured here; the report says what cannot."""
+    """The `names` that are asked for and can be measured here; the report says why others
+    cannot."""
     found = report.chosen(names)
     if TORCHAO in found:
         try:
@@ -117,7 +118,7 @@ def chosen(report: Report, names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Converted:
-    """A model under a method. `used` says what runs its products, as the rows report it.
+    """A converted model. `used`: a description of what runs its products, for the rows.
 
     sparse: for each converted linear, which of its products run on packed operands.
     """
@@ -128,22 +129,23 @@ class Converted:
     sparse: dict[str, Products]
 
     def before(self, step: int) -> None:
-        """The hooks ahead of a micro-batch."""
+        """Call the hooks in front of a micro-batch."""
         self.method.on_step_begin(step)
         self.method.open_micro_batch()
 
     def after(self, step: int) -> None:
-        """The hooks around the optimizer, of which there is none here."""
+        """Call the hooks around the optimizer, which is left out here."""
         self.method.on_gradients(step)
         self.method.on_step_end(step)
 
     @property
     def layers(self) -> dict[str, nn.Linear]:
+        """The converted layers by name."""
         return self.method.layers
 
     @property
     def searching(self) -> int:
-        """Number of a step after which all masks are chosen anew."""
+        """The number of a step after which all masks are chosen anew."""
         return self.method.mask_period - 1
 
 
@@ -182,7 +184,7 @@ def convert(
 
 
 def used_by(products: Products) -> str:
-    """`cusparselt fprop dgrad`, say: the products that run sparse, and with FP8 the others."""
+    """A description of what runs the products, for example `cusparselt fprop dgrad`."""
     sparse = [name for name in PRODUCTS if getattr(products, name)]
     rest = [name for name in PRODUCTS if name not in sparse]
     used = [" ".join(["cusparselt", *sparse])] if sparse else []
@@ -196,7 +198,8 @@ def default_matmul(options: argparse.Namespace) -> str:
 
 
 class Bench:
-    """Forward, backward and hooks of a converted model on inputs in rotation.
+    """Calls to time on a converted model: forward, backward and hooks, on several inputs in
+    rotation.
 
     inputs, gradients: of the model's input and output, one of each per buffer.
     """
@@ -212,7 +215,8 @@ class Bench:
         self.zeros = [torch.zeros_like(p) for p in self.parameters]
 
     def forward_backward(self, i: int) -> Tensor:
-        """The output; the gradients are left in the parameters and the input."""
+        """Run forward and backward pass and return the output; gradients stay in the parameters and
+        the input."""
         self.inputs[i].grad = None
         for parameter in self.parameters:
             parameter.grad = None
@@ -221,19 +225,22 @@ class Bench:
         return y.detach()
 
     def whole(self, i: int) -> None:
-        """Runs a step of one micro-batch without the optimizer; masks stay if they may."""
+        """Run a step of one micro-batch without the optimizer, one in which masks stay if the
+        method has such."""
         self.converted.before(0)
         self.forward_backward(i)
         self.converted.after(0)
 
     def hooks(self, step: int) -> None:
+        """Run all hooks of a step, with zero gradients."""
         for parameter, zero in zip(self.parameters, self.zeros, strict=True):
             parameter.grad = zero
         self.converted.before(step)
         self.converted.after(step)
 
     def calls(self) -> dict[str, Call]:
-        """The whole and its parts. A step that chooses masks is a part only where not all do."""
+        """The calls to time by name: the whole step and its parts. A step that chooses masks is a
+        part of its own where not every step does."""
         calls: dict[str, Call] = {
             "whole": self.whole,
             "products": self.forward_backward,
@@ -245,8 +252,8 @@ class Bench:
 
 
 def compiling() -> Any:
-    """A context in which a model is compiled or refused: the arms share their code, and beyond a
-    limit dynamo would run what it has compiled too often as it is, without a word."""
+    """A context for compiling models. It raises an error where dynamo would, beyond its limit of
+    recompilations, silently run the code uncompiled."""
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
@@ -255,7 +262,7 @@ def compiling() -> Any:
 def compare(
     dense: Bench, built: Mapping[str, Bench], device: torch.device, repeats: int, buffers: int
 ) -> dict[str, dict[str, Time]]:
-    """For each arm the times of its `calls`, beside that of the dense model; all in turns."""
+    """Times of the `calls` of each model and of the dense one, by name; all taken in turns."""
     calls: dict[str, Call] = {"dense": dense.forward_backward}
     names = {name: {part: f"{name}: {part}" for part in b.calls()} for name, b in built.items()}
     for name, keys in names.items():
@@ -268,7 +275,7 @@ def compare(
 
 
 def parts(times: dict[str, Time]) -> dict[str, float]:
-    """Returns the times of the parts of a step, all of `Bench.calls` but the whole and dense."""
+    """The times of the parts of a step: of all `Bench.calls` but the whole step and dense."""
     return {f"{part} ms": times[part].ms for part in times if part not in ("dense", "whole")}
 
 
@@ -276,8 +283,8 @@ def parts(times: dict[str, Time]) -> dict[str, float]:
 
 
 def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str, Tensor]:
-    """The results of the three products of one converted linear, by masked dense formulas in fp32,
-    of operands that are quantised if they are so in the layer.
+    """The results of the three products of a converted linear, computed by masked dense formulas in
+    fp32 from the layer's operands, quantised where the layer quantises.
 
     x [T, in], dy [T, out]; the gradient is that of `layer.weight`, or of SLoPe's values.
     fp8: a key of FORMATS, or none.
@@ -329,7 +336,7 @@ def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
 
 
 def tolerance(arm: Setup, dtype: torch.dtype, summed: int) -> float:
-    """Returns a bound of the relative error of a product, in norm, from what is rounded on the way.
+    """A bound on the relative error (in norm) of a product, from the roundings on the way.
 
     Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units
     take 32 terms at a time and keep 14 bits of the sum.
@@ -343,7 +350,8 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]) -> None:
-    """UserError if the products of `layer`, the whole model of `bench`, are not the expected."""
+    """Raise a `UserError` unless the products of `layer`, the whole model of `bench`, are the
+    expected ones."""
     x, dy = bench.inputs[0], bench.gradients[0]
     bench.converted.before(0)
     y = bench.forward_backward(0)
@@ -363,7 +371,8 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
 def check_same(
     name: str, got: list[Tensor | None], want: list[Tensor | None], noise: float = 0.0
 ) -> None:
-    """UserError if gradients of a compiled model are not those of the same model uncompiled.
+    """Raise a `UserError` unless the gradients of a compiled model equal those of the model
+    uncompiled.
 
     Fused code rounds elsewhere, and a rounding can move what MVUE keeps: the tolerance is for
     products that are missing or wrong, not for digits. noise: how much two runs of the same code
@@ -378,7 +387,7 @@ def check_same(
 
 
 def deviation(name: str, got: list[Tensor | None], want: list[Tensor | None]) -> float:
-    """Norm of the difference of gradients, relative to that of `want`; UserError where only one
+    """Norm of the difference of two gradients over that of `want`. Raises a `UserError` if only one
     of them is there."""
     difference, size = torch.zeros(2, dtype=torch.float64)
     for g, w in zip(got, want, strict=True):

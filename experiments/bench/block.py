@@ -1,4 +1,4 @@
-"""A feed-forward block of GPT-2 under each method: `python -m experiments.bench block`.
+"""Measure a feed-forward block of GPT-2 under each method: `python -m experiments.bench block`.
 
 Layer norm, two linears with GELU between them, and the residual; compiled on a GPU.
 """
@@ -25,7 +25,7 @@ BUFFERS = 2
 
 
 class FeedForwardBlock(nn.Module):
-    """[T, C] -> [T, C]."""
+    """The norm, feed-forward network and residual sum of a GPT-2 block, [T, C] -> [T, C]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +80,8 @@ def build(
 
 
 def gate(name: str, built: Bench) -> None:
-    """UserError if the compiled block's gradients are not those of the block uncompiled."""
+    """Raise a `UserError` unless the compiled block's gradients equal those of the block
+    uncompiled."""
     found = []
     for run in (built.converted.model, built.run):
         built.converted.before(0)

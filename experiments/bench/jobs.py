@@ -27,7 +27,7 @@ Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch.
+    """A model, its batch, and the rows that are measured on it.
 
     build: the model, a function that computes its loss on one batch, always the same, and the
         modules that are compiled; called in the context of the device. tokens: that a linear sees.
@@ -47,7 +47,8 @@ class Workload:
 
 
 class Head(nn.Module):
-    """Hidden states [B, T, C] and targets [B, T] to the loss. A module, to be compiled as one."""
+    """The language model head with its loss: hidden states [B, T, C], targets [B, T] -> loss. It is
+    one module, to be compiled as one."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -71,12 +72,12 @@ class Stack(nn.Module):
 
 
 def square(y: Tensor) -> Tensor:
-    """A loss of hidden states or features: the mean of their squares."""
+    """A loss for models that end in hidden states or features: the mean of their squares."""
     return y.float().square().mean()
 
 
 def widths_of(config: GPTConfig, every: bool) -> tuple[tuple[int, int], ...]:
-    """(in, out) of the linears of a block, or of those of its MLP."""
+    """(in, out) of each linear of a block, or of its MLP alone."""
     c, f = config.n_embd, config.ffn_width
     return ((c, f), (f, c), *(((c, 3 * c), (c, c)) if every else ()))
 
@@ -106,7 +107,7 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
 
 
 def all_linears(job: Workload, config: GPTConfig) -> Workload:
-    """The same with all linears of the blocks converted; the head stays dense."""
+    """The same workload with all linears of the blocks converted; the head stays dense."""
     return replace(job, linears=widths_of(config, True), include=ALL)
 
 
@@ -125,7 +126,7 @@ def vit(name: str, batch: int, width: int, patches: int) -> Workload:
 
 
 def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) -> Workload:
-    """SAM's image encoder; changed: arguments of the model in place of timm's."""
+    """The workload of SAM's image encoder; changed: arguments of the model in place of timm's."""
 
     def build() -> Built:
         model: Any = sam.encoder(name, img_size=size, **changed)
@@ -167,7 +168,8 @@ GPU_JOBS = {
 
 
 def jobs(options: argparse.Namespace, report: Report) -> dict[str, Workload]:
-    """Those that are asked for, that this device is for and whose packages are there."""
+    """The workloads that are asked for, are meant for this device and have their packages
+    installed."""
     if options.quick:
         found = QUICK_JOBS
     elif options.device.type == "cpu":

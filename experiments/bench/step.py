@@ -1,4 +1,4 @@
-"""A whole optimizer step of a model under a method, launched or replayed from CUDA graphs.
+"""Runs a whole optimizer step of a model under a method, launched or replayed from CUDA graphs.
 
 Hooks, forward, backward, clipping, hooks, AdamW, hooks, as the trainer has them; on a GPU under
 bf16 autocast with fp32 weights, the blocks and the loss compiled.
@@ -28,7 +28,7 @@ WARM_UP = 2
 
 @dataclass
 class BlockCall:
-    """A call of a block: its arguments, and the gradient of its output."""
+    """The arguments of a call of a block, and the gradient of its output."""
 
     block: nn.Module
     args: tuple[Any, ...]
@@ -36,7 +36,8 @@ class BlockCall:
     gradient: Tensor | None = None
 
     def run(self, step: Step, forward: Callable[..., Tensor]) -> list[Tensor | None]:
-        """The output of `forward`, and the gradients of arguments and parameters."""
+        """The output of `forward` on these arguments, and the gradients of arguments and
+        parameters."""
         floats = [torch.is_tensor(a) and a.is_floating_point() for a in self.args]
         args = [
             a.detach().requires_grad_() if f else a for a, f in zip(self.args, floats, strict=True)
@@ -50,7 +51,7 @@ class BlockCall:
 
 
 class Step:
-    """A model under a method with its optimizer, at one step after another.
+    """A model under a method with its optimizer, whose steps are run one after the other.
 
     fused: with `methods.FusedAdamW`, else with the method's own optimizer, torch's fused AdamW for
         most.
@@ -83,19 +84,19 @@ class Step:
         self.numbers = itertools.count()
 
     def compile(self, backend: str = "inductor") -> None:
-        """The blocks, one by one: they share their code, so one compilation serves them all."""
+        """Compile the blocks one by one; they share their code, so one compilation serves all."""
         for block in self.blocks:
             block.compile(fullgraph=True, backend=backend)
 
     def gradients(self) -> list[Tensor | None]:
-        """Of the first micro-batch of step 0."""
+        """The gradients of the first micro-batch of step 0."""
         self.optimizer.zero_grad()
         self.converted.before(0)
         self.loss().backward()
         return [p.grad for p in self.parameters]
 
     def recorded(self) -> list[BlockCall]:
-        """What each block, uncompiled, is given in the first micro-batch of step 0, forward and
+        """The calls of each uncompiled block in the first micro-batch of step 0, forward and
         backward."""
         calls: list[BlockCall] = []
         compiled = [block._compiled_call_impl for block in self.blocks]
@@ -128,7 +129,7 @@ class Step:
         self.optimizer.zero_grad()
 
     def update(self, number: int) -> None:
-        """All that follows the backward pass of step `number`, but to drop the gradients."""
+        """Do everything after the backward pass of step `number`, except dropping the gradients."""
         method = self.converted.method
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         method.on_gradients(number, self.optimizer)
@@ -136,16 +137,18 @@ class Step:
         method.on_step_end(number)
 
     def ordinary(self, _: int) -> None:
-        """The next step that chooses no masks, if there are such."""
+        """Run the next step that chooses no masks, or simply the next one if every step does."""
         period = self.converted.searching + 1
         number = next(n for n in self.numbers if period == 1 or (n + 1) % period)
         self.run(number)
 
     def searching(self, _: int) -> None:
+        """Run a step after which all masks are chosen anew."""
         self.run(self.converted.searching)
 
     def capture(self, pool: Any) -> Callable[[int], None]:
-        """An ordinary step of which all but the hooks that begin it is replayed from two graphs.
+        """Capture an ordinary step, without the hooks that begin it, in two CUDA graphs, and return
+        a function that replays it.
 
         pool: of memory for what no graph keeps beyond its replay; the graphs may share it.
         UserError if the gradients of a replay are not those of the step itself.
@@ -173,7 +176,7 @@ class Step:
         return step
 
     def close(self) -> None:
-        """Free what a compiled model of 774M would keep from the next one."""
+        """Free the memory that a compiled model would keep from the next one."""
         del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
         gc.collect()
         torch.compiler.reset()
@@ -182,7 +185,7 @@ class Step:
 
 
 def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:
-    """What replays `part` from a CUDA graph."""
+    """A function that replays `part` from a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, pool):
@@ -191,7 +194,7 @@ def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:
 
 
 def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bool = False) -> Step:
-    """A step, on a GPU compiled, checked and warm."""
+    """A warmed-up step; on a GPU its blocks are compiled and checked."""
     start = time.perf_counter()
     step = Step(name, job, device, matmul, fused)
     on_gpu = device.type == "cuda"
@@ -210,8 +213,8 @@ def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bo
 
 
 def check_compiled(step: Step) -> None:
-    """UserError if a block, given what it is given in a step, has other gradients compiled than
-    uncompiled.
+    """Raise a `UserError` unless each block has the same gradients compiled and uncompiled, on the
+    arguments that it gets in a step.
 
     Block by block and matrix by matrix, because a last bit grows on its way through a model: it
     flips codes of FP8, and these flip what MVUE keeps. With FP8 in all linears of GPT-2 a last bit
@@ -230,9 +233,9 @@ def check_compiled(step: Step) -> None:
 
 
 def held(step: Step) -> dict[str, float]:
-    """Memory as figures: weights, gradients and the state of the optimizer alone (`trained`), with
-    masks and packed operands (`held`), and on a GPU the peak of what torch allocated for this step,
-    beside what was there before it was built, over steps of each kind."""
+    """Memory as figures of a row: `trained` (weights, gradients and optimizer state), `held` (also
+    masks and packed operands), and on a GPU the peak over steps of each kind that torch allocated
+    above what was there before this step was built."""
     trained, everything = sizes.trained_and_held(step.converted, step.optimizer)
     figures = {"trained MiB": trained / MIB, "held MiB": everything / MIB}
     if step.device.type == "cpu":
