@@ -117,6 +117,8 @@ def run(options: argparse.Namespace) -> None:
     report.finish()
     if options.table:
         write_table(report.record, options.table)
+    if report.refused:
+        raise UserError("; ".join(report.refused))
 
 
 def run_probe(options: argparse.Namespace) -> None:

@@ -43,7 +43,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                 steps = {
                     name: ready(name, job, options.device, matmul, options.fused) for name in group
                 }
-                gate(group, job, options.device, matmul)
+                for name in group:
+                    gate(name, job, options.device, matmul)
                 calls = {name: step.ordinary for name, step in steps.items()}
                 times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
                 for name, step in steps.items():
@@ -86,7 +87,7 @@ def profiled(step: Step) -> Kernels:
             "calls": event.count / STEPS,
         }
         for event in profile.key_averages()
-        if event.device_type == where and not event.is_user_annotation
+        if event.device_type == where and not getattr(event, "is_user_annotation", False)
     ]
     return sorted(rows, key=lambda row: -row["ms"])
 

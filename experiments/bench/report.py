@@ -111,6 +111,7 @@ class Report:
         self.environment = environment(device, revision)
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
+        self.refused: list[str] = []
         self.console = rich.console.Console(stderr=True)
         self.record = {"device": self.environment["device"], "benchmarks": {}}
         if out.exists():
@@ -153,6 +154,12 @@ class Report:
     def leave_out(self, text: str) -> None:
         if text not in self.left_out:
             self.left_out.append(text)
+
+    def refuse(self, text: str) -> None:
+        """Leave out what was to be measured and is wrong; the command ends with status 1."""
+        self.note(text)
+        self.refused.append(text)
+        self.leave_out(text)
 
     def save(self, earlier: list[dict[str, Any]]) -> None:
         """Save the record: the new rows replace rows of `earlier` with the same keys."""

@@ -97,26 +97,32 @@ def compared(
     steps: dict[str, Step] = {}
     memory: dict[str, dict[str, float]] = {}
     calls: dict[str, Call] = {}
-    for name in names:
-        steps[name] = step = ready(name, job, options.device, matmul, options.fused)
+    for name in list(names):
+        try:
+            steps[name] = step = ready(name, job, options.device, matmul, options.fused)
+            gate(name, job, options.device, matmul)
+        except Exception as error:
+            # What this torch does not compile, or what is wrong, is no reason to measure nothing.
+            if name == "dense" or isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            steps.pop(name, None)
+            names.remove(name)
+            report.refuse(f"{shape}, {name}: {type(error).__name__}: {first_line(error)}")
+            continue
         memory[name] = held(step)
-        report.note(f"{shape}, {name}: {'compiled and ' if on_gpu else ''}warm")
+        report.note(f"{shape}, {name}: green, {'compiled and ' if on_gpu else ''}warm")
         calls[name] = step.ordinary
         if step.converted.searching:
             calls[f"{name}, masks chosen"] = step.searching
-    # Not before: the first step finds nothing that another has compiled or measured.
-    gate(names, job, options.device, matmul)
-    report.note(f"correctness of the linears of {shape}: green")
     if on_gpu:
-        pool = torch.cuda.graph_pool_handle()
-        calls |= {f"{name}, graphs": step.capture(pool) for name, step in steps.items()}
+        calls |= captured(shape, steps, report)
     times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
     dense = steps["dense"]
     weights = sum(p.numel() for p in dense.parameters)
     rows = []
     for name, step in steps.items():
         period = step.converted.searching + 1
-        found = figures(name, names, times, period)
+        found = figures(name, times, period)
         found = {f"{job.unit}/s": 1e3 * job.items / times[name].ms, **found, **memory[name]}
         for part, mib in memory[name].items():
             found[f"{part.removesuffix(' MiB')} over dense"] = mib / memory["dense"][part]
@@ -136,7 +142,28 @@ def compared(
     return rows
 
 
-def figures(name: str, names: list[str], times: dict[str, Time], period: int) -> dict[str, float]:
+def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Call]:
+    """The steps that are replayed from graphs; the report says which cannot be captured."""
+    calls: dict[str, Call] = {}
+    pool = torch.cuda.graph_pool_handle()
+    for name, step in steps.items():
+        try:
+            calls[f"{name}, graphs"] = step.capture(pool)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            pool = torch.cuda.graph_pool_handle()  # the capture may still hold the other one
+            step.optimizer.zero_grad()
+            report.leave_out(f"{shape}, {name}, in CUDA graphs: {first_line(error)}")
+    return calls
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def figures(name: str, times: dict[str, Time], period: int) -> dict[str, float]:
     """Times beside that of an ordinary launched step, and ratios to those of dense.
 
     period: steps of which one chooses masks.
@@ -150,7 +177,8 @@ def figures(name: str, names: list[str], times: dict[str, Time], period: int) ->
     if replayed := times.get(f"{name}, graphs"):
         found["step in CUDA graphs ms"] = replayed.ms
         found["in graphs p20 ms"], found["in graphs p80 ms"] = replayed.p20, replayed.p80
-        found["in graphs, times as fast as dense"] = times["dense, graphs"].ms / replayed.ms
+        if dense := times.get("dense, graphs"):
+            found["in graphs, times as fast as dense"] = dense.ms / replayed.ms
         found["launched over graphs"] = launched / replayed.ms
     return found
 
@@ -159,9 +187,8 @@ def precision(device: torch.device) -> str:
     return "bfloat16 autocast" if device.type == "cuda" else "float32"
 
 
-def gate(names: list[str], job: Workload, device: torch.device, matmul: str) -> None:
+def gate(name: str, job: Workload, device: torch.device, matmul: str) -> None:
     """UserError if the products of a linear of the model are wrong."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for name in names:
-        for widths in job.linears:
-            linear.gate(name, (job.tokens, *widths), dtype, device, matmul)
+    for widths in job.linears:
+        linear.gate(name, (job.tokens, *widths), dtype, device, matmul)

@@ -123,6 +123,24 @@ def test_the_fused_optimizer_is_named(tmp_path):
     assert rows["t_sr_ste"]["backend"] == "dense; FusedAdamW"
 
 
+def test_what_is_wrong_is_left_out_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
+    original = linear.gate
+
+    def gate(name, *rest):
+        if name == "slope":
+            raise UserError("slope is off")
+        original(name, *rest)
+
+    monkeypatch.setattr(linear, "gate", gate)
+    out = tmp_path / "cpu.json"
+    asked = ["--only", "slope", "ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    assert main(["train", "--device", "cpu", *asked]) == 1
+    record = json.loads(out.read_text())["benchmarks"]["train"]
+    assert [row["name"] for row in record["rows"]] == ["ste"]
+    assert "tiny, slope: UserError: slope is off" in record["left_out"]
+    assert "error: tiny, slope: UserError: slope is off" in capsys.readouterr().err
+
+
 def test_quick_runs_all_linears_and_a_stack(tmp_path):
     out = tmp_path / "cpu.json"
     asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
