@@ -10,7 +10,8 @@ operations in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,10 +49,11 @@ class Weight24:
     packed: Packed24 | None = None
     transposed: Packed24 | None = None
 
+    @cached_property
     def tensors(self) -> dict[str, Tensor | None]:
         """All fields by name, of packed matrices their bytes."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found.items()}
+        found = vars(self).items()
+        return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +134,9 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
             f"weight has shape {tuple(weight.shape)}; it must have two dims, both multiples of 4"
         )
     for name in ("grad", "exp_avg", "exp_avg_sq", "mask", "dense"):
-        if getattr(given, name) is not None:
-            checks.same_shape(weight, getattr(given, name), f"weight and {name}")
+        other = given.tensors[name]
+        if other is not None and other.shape != weight.shape:
+            checks.same_shape(weight, other, f"weight and {name}")
     if mask is None and (rule.alpha or rule.choose or rule.source == "mask"):
         raise ValueError(f"{rule} needs a mask")
     if mask is not None and mask.dtype != torch.bool:
@@ -147,5 +150,5 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
             raise ValueError("the whole weight is not 2:4: it has no packed form")
         if packed.shape != shape:
             raise ValueError(f"there is room for a {packed.shape} matrix, not for {tuple(shape)}")
-    if checks.one_device(**given.tensors()) != device:
+    if checks.one_device(**given.tensors) != device:
         raise ValueError(f"weights on {device} and {weight.device}: step each device's apart")

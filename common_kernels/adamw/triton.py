@@ -56,7 +56,7 @@ def adamw24_(
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
     written = ("weight", "exp_avg", "exp_avg_sq", "mask", "dense", "packed", "transposed")
-    tensors = [t for w in weights for n, t in w.tensors().items() if n in written and t is not None]
+    tensors = [t for w in weights for n, t in w.tensors.items() if n in written and t is not None]
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -66,15 +66,15 @@ def fits(given: Weight24) -> bool:
     packs = given.packed is not None or given.transposed is not None
     return not (packs and (rows % TILE or columns % TILE)) and all(
         t.is_contiguous() and (t.ndim == 0 or t.data_ptr() % 16 == 0)
-        for t in given.tensors().values()
+        for t in given.tensors.values()
         if t is not None
     )
 
 
 def kind(given: Weight24) -> tuple:
     """What is equal for the weights of one launch."""
-    there = tuple(None if t is None else t.dtype for t in vars(given).values())
-    return tuple(given.weight.shape), there
+    held = (*given.tensors.values(), given.packed, given.transposed)
+    return tuple(given.weight.shape), tuple(None if t is None else t.dtype for t in held)
 
 
 def start(
@@ -118,7 +118,7 @@ def logarithm(beta: float) -> float:
 def addresses(given: Weight24) -> tuple[int, ...]:
     """Of what the kernel reads, in its order; of the weight for what is not there."""
     nothing = given.weight.data_ptr()
-    out = [nothing if t is None else t.data_ptr() for t in given.tensors().values()]
+    out = [nothing if t is None else t.data_ptr() for t in given.tensors.values()]
     for packed in (given.packed, given.transposed):  # the metadata follow the values
         values = given.weight.numel() // 2
         address = nothing

@@ -120,8 +120,8 @@ def check(name: str, w: Tensor) -> None:
     derived.mask.copy_(got.mask)
     skip = torch.ones((), device=w.device)  # then it derives alone
     adamw24_([derived], RATES, PASSES[name].rule, found_inf=skip, backend="cpu")
-    theirs, names = derived.tensors(), ("mask", "packed", "transposed")
-    pairs = [(a, theirs[n]) for n, a in got.tensors().items() if n in names]
+    theirs, names = derived.tensors, ("mask", "packed", "transposed")
+    pairs = [(a, theirs[n]) for n, a in got.tensors.items() if n in names]
     same = all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
     if not (close and same):
         raise UserError(

@@ -44,7 +44,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     _works: Mapping[str, StepWork] = {}  # by name; the method's dict, which may empty it
-    _by_weight: Mapping[Tensor, StepWork] = {}  # of the step that runs
+    _by_weight: Mapping[int, StepWork] = {}  # of the step that runs, by the weight's id
 
     def __init__(
         self,
@@ -63,19 +63,20 @@ class FusedAdamW(torch.optim.AdamW):
 
         Those that were taken before are forgotten.
         """
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        layers = Counter(work.layer.weight for work in works.values())
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        weights = {name: id(work.layer.weight) for name, work in works.items()}
+        layers = Counter(weights.values())
         taken = {
             name: work
             for name, work in works.items()
-            if layers[work.layer.weight] == 1 and _can_do(work, groups.get(work.layer.weight))
+            if layers[weights[name]] == 1 and _can_do(work, groups.get(weights[name]))
         }
         self._works = taken
         return taken
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights, and do the work that was taken."""
-        self._by_weight = {work.layer.weight: work for work in self._works.values()}
+        self._by_weight = {id(work.layer.weight): work for work in self._works.values()}
         try:
             return super().step(closure)
         finally:
@@ -86,9 +87,9 @@ class FusedAdamW(torch.optim.AdamW):
         with work are updated here, and struck out."""
         has_complex = super()._init_group(group, *lists)
         params = lists[0]
-        mine = [i for i, p in enumerate(params) if p in self._by_weight]
+        mine = [i for i, p in enumerate(params) if id(p) in self._by_weight]
         if mine:
-            self._update(group, [self._by_weight[params[i]] for i in mine])
+            self._update(group, [self._by_weight[id(params[i])] for i in mine])
             for entries in filter(None, lists):  # one is of amsgrad and stays empty
                 for i in reversed(mine):
                     del entries[i]

@@ -190,7 +190,7 @@ def test_any_strides(backend):
     """Transposed, shifted and gapped tensors take the same step, to the bit on one path."""
     want = given((8, 12))
     adamw24_([apart := copy(want)], RATES, Rule(alpha=0.3, choose="exact"), backend="cpu")
-    parts = {name: t for name, t in copy(want).tensors().items() if t is not None}
+    parts = {name: t for name, t in copy(want).tensors.items() if t is not None}
     gap = torch.zeros(8, 24)
     gap[:, ::2] = want.exp_avg
     strange = Weight24(
