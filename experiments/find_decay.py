@@ -44,7 +44,7 @@ FEASIBLE = (0.60, 0.95)
 
 
 @dataclass(frozen=True)
-class Search:
+class DecaySearch:
     """A search for decay factors. config: the training that they are for. candidates: the factors
     to try, in ascending order."""
 
@@ -134,7 +134,7 @@ class Outcome:
         return self.flip_rate / dense.flip_rate
 
 
-def find(search: Search, report: Callable[[str], None] = say) -> dict[str, Any]:
+def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Run what is missing, write and report the comparison; returns the content of `decay.json`.
 
     Raises:
@@ -171,7 +171,7 @@ def find(search: Search, report: Callable[[str], None] = say) -> dict[str, Any]:
         return record
 
 
-def outcome(search: Search, alpha: float | None, report: Callable[[str], None]) -> Outcome:
+def outcome(search: DecaySearch, alpha: float | None, report: Callable[[str], None]) -> Outcome:
     """The finished run with this decay factor, or the dense one; it is trained if it is missing."""
     config = search.dense_run() if alpha is None else search.sparse_run(alpha)
     result = pretraining.run(config, report)
@@ -247,7 +247,7 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _draw(outcomes: list[Outcome], mus: list[float], search: Search, path: Path) -> None:
+def _draw(outcomes: list[Outcome], mus: list[float], search: DecaySearch, path: Path) -> None:
     """Draw the flip rates against the step, and mu of each candidate in the band of
     feasible ones."""
     from matplotlib import colormaps
@@ -284,16 +284,16 @@ def _draw(outcomes: list[Outcome], mus: list[float], search: Search, path: Path)
     figure.savefig(path, dpi=200, format="png")
 
 
-def freeze_search(composed: Any) -> Search:
-    """The `Search` of a composed `find_decay.yaml`."""
+def freeze_search(composed: Any) -> DecaySearch:
+    """The `DecaySearch` of a composed `find_decay.yaml`."""
     config, values = freeze(composed), plain(composed, "candidates")["candidates"]
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
         raise UserError(f"candidates={values}; it must be a list of numbers, like [6e-5,2e-4]")
-    return Search(config, tuple(map(float, values)))
+    return DecaySearch(config, tuple(map(float, values)))
 
 
 @driver("find_decay", freeze_search)
-def main(search: Search) -> None:
+def main(search: DecaySearch) -> None:
     find(search)
 
 

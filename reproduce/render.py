@@ -187,7 +187,7 @@ def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
     facts = {
         "Corpus": [_corpus(run.result["corpus"]) for run in runs if "corpus" in run.result],
         "Device": [_device(run.result) for run in runs],
-        "Code": [_revision(run.result["environment"]) for run in runs],
+        "Code": [revision(run.result["environment"]) for run in runs],
     }
     for name, values in facts.items():
         distinct = list(dict.fromkeys(values))
@@ -264,7 +264,8 @@ def _device(result: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _revision(environment: dict[str, Any]) -> str:
+def revision(environment: dict[str, Any]) -> str:
+    """The revision of the code in words; `environment`: what `git_state` says, or more."""
     if environment["git_revision"] is None:
         return "unknown revision (no git checkout)"
     changed = " with uncommitted changes" if environment["git_dirty"] else ""

@@ -20,13 +20,13 @@ from experiments.bench.compare import compare
 from experiments.bench.report import (
     Report,
     draw_roofline,
-    environment,
+    provenance,
     read_record,
     write_table,
 )
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
-from experiments.support.results import environment as run_environment
+from experiments.support.results import environment
 
 BENCHMARKS = {
     "ops": "every operator beside a copy",
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
     options.device = torch.device(options.device or ("cuda" if there else "cpu"))
     torch.set_num_threads(options.threads)
     if options.out is None:
-        device = environment(options.device, None)["device"]
+        device = provenance(options.device, None)["device"]
         name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())
         options.out = Path("runs", "bench", f"{name}.json")
     parts = [*options.only, *(getattr(options, "shapes", []))]
@@ -126,7 +126,7 @@ def run_probe(options: argparse.Namespace) -> None:
         raise UserError("probe asks questions of a GPU, and torch sees none here")
     from experiments.bench import probe
 
-    header = {"bench": "probe", "environment": run_environment()}
+    header = {"bench": "probe", "environment": environment()}
     probe.run(lambda record: write_json(options.out, {**header, **record}))
     print(f"written to {options.out}")
 

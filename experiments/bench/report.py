@@ -69,7 +69,7 @@ def flat(row: Row) -> dict[str, Any]:
     return {**{key: fields.pop(key) for key in KEY}, **time, **fields, "share": share}
 
 
-def environment(device: torch.device, revision: str | None) -> dict[str, Any]:
+def provenance(device: torch.device, revision: str | None) -> dict[str, Any]:
     """Device, versions and git revision, which every row carries."""
     git = git_state()
     on_gpu = device.type == "cuda"
@@ -108,7 +108,7 @@ class Report:
         so."""
         self.benchmark, self.out, self.only = benchmark, out, only
         self.whole = tuple(only) == ("*",) if whole is None else whole
-        self.environment = environment(device, revision)
+        self.environment = provenance(device, revision)
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.refused: list[str] = []

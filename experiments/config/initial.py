@@ -198,7 +198,7 @@ def weight_files(directory: Path, weights: str) -> dict[str, str]:
     """
     names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
     if _checkpoint(directory) is None:
-        check_files(directory, read_training(directory), *names)
+        check_run_files(directory, read_training(directory), *names)
     return {name: file_hash(directory / name) for name in names if (directory / name).is_file()}
 
 
@@ -221,7 +221,7 @@ def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
     return None
 
 
-def check_files(directory: Path, result: dict[str, Any], *names: str) -> None:
+def check_run_files(directory: Path, result: dict[str, Any], *names: str) -> None:
     """Raise a `UserError` that names the command to make the run again, where there is `damage`."""
     if wrong := damage(directory, result, *names):
         how = result.get("command") or f"the settings are in {directory / 'config.json'}"
@@ -259,7 +259,7 @@ def _of_run(model: nn.Module, directory: Path, file: str) -> dict[str, Tensor]:
     """The weights of a finished run by name; where they have low-rank terms, `model` gets
     parameters for them."""
     path = directory / file
-    check_files(directory, read_training(directory), file)
+    check_run_files(directory, read_training(directory), file)
     try:
         state = load_file(path)
     except SafetensorError as error:

@@ -99,7 +99,9 @@ class TranslationPairs:
         self.end: int = corpus.manifest["tokenizer"]["end_of_text"]
         self.limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.train, self.val = (Split(self._sentences(s), self.limit) for s in ("train", "val"))
+        self.train, self.val = (
+            ShortPairs(self._sentences(s), self.limit) for s in ("train", "val")
+        )
         for name, split in (("train", self.train), ("val", self.val)):
             if not len(split.pairs):
                 raise UserError(
@@ -197,7 +199,7 @@ class TranslationPairs:
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-class Split:
+class ShortPairs:
     """The pairs of a split that are short enough, sorted by their longer sentence, then by target
     and source."""
 

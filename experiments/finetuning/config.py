@@ -193,10 +193,10 @@ class FinetuneConfig:
         if not glue.is_folder(self.data):
             return None
         if self.task == SQUAD:
-            return glue.fingerprint(squad.files(self.data))
+            return glue.content_hash(squad.files(self.data))
         if self.task == GLUE:
             glue.check_present(list(self.recipes), self.data)
-        return glue.fingerprint([path for t in self.recipes for path in glue.files(t, self.data)])
+        return glue.content_hash([path for t in self.recipes for path in glue.files(t, self.data)])
 
     def weights_hash(self) -> str:
         """Hash of the weights that are fine-tuned."""

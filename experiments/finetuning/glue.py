@@ -164,7 +164,7 @@ def check_present(tasks: Sequence[str], data: str) -> None:
         )
 
 
-def fingerprint(paths: Sequence[Path]) -> str:
+def content_hash(paths: Sequence[Path]) -> str:
     """Hash of the content of files, 16 hex digits."""
     digest = hashlib.sha256()
     for path in paths:

@@ -14,7 +14,7 @@ from torch import nn
 
 import methods
 from experiments.config.compose import typed
-from experiments.config.initial import AVERAGED, LATENT, check_files, load_weights
+from experiments.config.initial import AVERAGED, LATENT, check_run_files, load_weights
 from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
 from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
@@ -142,7 +142,7 @@ class FinishedRun:
         ):
             raise UserError(f"{self.directory / FILE} names no tokenizer; run it again")
         if record["kind"] != "gpt2":
-            check_files(self.directory, self.result, record["file"])
+            check_run_files(self.directory, self.result, record["file"])
         return load_encoding(self.directory, record)
 
     def model(self, weights: str = "sparse") -> nn.Module:
@@ -190,7 +190,7 @@ class FinishedRun:
             UserError: its file is missing or damaged.
         """
         path = self.directory / LATENT
-        check_files(self.directory, self.result, LATENT)
+        check_run_files(self.directory, self.result, LATENT)
         try:
             return load_file(path) if path.is_file() else {}
         except SafetensorError as error:

@@ -27,7 +27,7 @@ FROM = 0.15  # share of the steps left out: all curves fall from the same height
 Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
-def differences(shown: Shown, arms: Iterable[str], share: float) -> Markup:
+def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
     """The figure of differences to the baseline for some arms of a block."""
     rows = [shown.rows[arm] for arm in arms]
     return forest(rows, shown.baseline, shown.yardstick, shown.gap, share, shown.quantity)
@@ -76,7 +76,7 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
     if kind != "pilot":
         if shown.baseline in shown.arms:
             caption = f"All arms of block {name}, the best above; arrows lead out of the figure."
-            drawn = differences(shown, shown.rows, margin.share)
+            drawn = difference_figure(shown, shown.rows, margin.share)
             parts.append(html.details(caption, tag("figure", drawn), open=True))
             parts.append(_curves(shown))
         parts.append(_notes(shown))

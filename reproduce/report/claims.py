@@ -77,7 +77,7 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
         told = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
         p = min(c["p_expected"], c["p_contrary"]) if not c["why"] else math.nan
-        numbers = [signed(c["effect"]), interval(c["low"], c["high"]), c["n"], plain(p, ".2g")]
+        numbers = [signed(c["effect"]), interval(c["low"], c["high"]), c["n"], formatted(p, ".2g")]
         rows.append([name, told, f"{c['expect']}{within}", *numbers])
     heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "n", "p"]
     return html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 2))
@@ -100,8 +100,8 @@ def _measured(claim: Found, measured: Found, links: Links) -> Markup:
         [
             line["label"],
             badge(line["verdict"]),
-            plain(line["paper"], ".3f"),
-            plain(line["ours"], ".3f"),
+            formatted(line["paper"], ".3f"),
+            formatted(line["ours"], ".3f"),
             interval(line["low"], line["high"], ".3f"),
             line["n"],
         ]
@@ -139,14 +139,14 @@ def of_arm(found: Found, block: str, arm: str) -> Markup:
     return html.listed(told) if told else text("-")
 
 
-def plain(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     """A number in this format; `-` if there is none or it is not finite."""
     return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
 def signed(value: float) -> str:
     """A difference with its sign and four digits; `-` if it is not finite."""
-    return plain(value, "+.4f").replace("-", MINUS) if math.isfinite(value) else "-"
+    return formatted(value, "+.4f").replace("-", MINUS) if math.isfinite(value) else "-"
 
 
 def interval(low: float, high: float, form: str = "+.4f") -> str:

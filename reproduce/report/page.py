@@ -14,6 +14,7 @@ from reproduce.blocks import EVIDENCE
 from reproduce.claims import Claims, read_claims
 from reproduce.reading import read_tables
 from reproduce.records import Evidence, read_evidence
+from reproduce.render import revision
 from reproduce.report import blocks, claims, html, speed, tables
 from reproduce.report.figures import STYLE, standalone
 from reproduce.report.gather import (
@@ -113,7 +114,9 @@ def build(runs: Path, folder: Path) -> str:
         tag("header", _opening(rules, evidence, found)),
         tag("nav", tag("ul", contents), aria_label="Contents"),
         tag("main", sections),
-        tag("footer", tag("p", f"Written by python -m reproduce report at {_revision()}.")),
+        tag(
+            "footer", tag("p", f"Written by python -m reproduce report at {revision(git_state())}.")
+        ),
         tag("script", Markup(SCRIPT)),
     )
     style = STYLE.read_text(encoding="utf-8") + (HERE / "style.css").read_text(encoding="utf-8")
@@ -131,7 +134,7 @@ def build(runs: Path, folder: Path) -> str:
 def main_figure(rules: Claims, evidence: Evidence) -> Markup:
     """The figure of the leading methods of the main block, as differences to dense."""
     block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
-    return blocks.differences(block, block.leading, rules.margin.share)
+    return blocks.difference_figure(block, block.leading, rules.margin.share)
 
 
 def _opening(rules: Claims, evidence: Evidence, found: dict[str, Any]) -> Markup:
@@ -256,10 +259,3 @@ def _sources(evidence: Evidence, links: Links) -> Markup:
         tag("ul", listed),
         html.table("Records by revision and device", heads, rows, words=(0, 1, 3)),
     )
-
-
-def _revision() -> str:
-    state = git_state()
-    known = state["git_revision"]
-    changed = " with uncommitted changes" if state["git_dirty"] else ""
-    return f"revision {known[:12]}{changed}" if known else "an unknown revision"

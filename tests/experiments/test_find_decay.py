@@ -12,7 +12,7 @@ import pytest
 from experiments import find_decay
 from experiments.config.compose import one_line_errors
 from experiments.config.run import load
-from experiments.find_decay import Outcome, Search, find, freeze_search, recommend
+from experiments.find_decay import DecaySearch, Outcome, find, freeze_search, recommend
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
@@ -32,7 +32,7 @@ def search(tiny):
         candidates = tuple(a for a in arguments if isinstance(a, float))
         overrides = [a for a in arguments if isinstance(a, str)]
         method = [] if any("method=" in o for o in overrides) else ["method=t_sr_ste"]
-        return Search(tiny(*method, "train.warmup_steps=12", *overrides), candidates)
+        return DecaySearch(tiny(*method, "train.warmup_steps=12", *overrides), candidates)
 
     return make
 

@@ -163,7 +163,7 @@ def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp
         config(gpt2, "rte", f"data.source={folder}", "recipe.epochs=1") for folder in folders
     )
     result = finetune.run(one, quiet)
-    assert result["data_hash"] == glue.fingerprint(glue.files("rte", str(folders[0])))
+    assert result["data_hash"] == glue.content_hash(glue.files("rte", str(folders[0])))
     assert one.directory() != other.directory() and one.digest() != other.digest()
     assert finetune.finished(other) is None
     assert finetune.finished(config(gpt2, "rte", "data.source=who/glue", "recipe.epochs=1")) is None

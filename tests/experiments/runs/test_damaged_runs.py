@@ -98,7 +98,7 @@ def test_a_run_that_is_not_whole_is_not_done_and_its_command_mends_it(config, na
     harm(path)
     assert pretraining.finished(config) is None
     with pytest.raises(UserError, match=f"{name} .*; make the run again: ") as caught:
-        initial.check_files(directory, read_training(directory))
+        initial.check_run_files(directory, read_training(directory))
     assert "\n" not in str(caught.value)
     words = shlex.split(str(caught.value).partition("again: ")[2])
     assert words[:3] == ["python", "-m", "experiments.pretrain"]
