@@ -10,30 +10,36 @@ from common_kernels.adamw.reference import adamw
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("cpu", "triton")
 RATES = Rates(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 SHAPES = ((8, 12), (68, 132), (64, 128))  # in one block, across borders, whole blocks
 NAN = float("nan")
 
 
+def number(value):
+    return torch.tensor(value, device=DEVICE)
+
+
 def given(shape, seed=0, grad=torch.float32, operand=torch.bfloat16, packs=(False, False)):
     generator = torch.Generator().manual_seed(seed)
 
     def normal():
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(DEVICE)
 
-    weight = normal().clone()
-    packed, transposed = (Packed24.empty(s, operand) if p else None
-                          for p, s in zip(packs, (shape, shape[::-1]), strict=True))  # fmt: skip
+    packed, transposed = (
+        Packed24.empty(s, operand, torch.device(DEVICE)) if p else None
+        for p, s in zip(packs, (shape, shape[::-1]), strict=True)
+    )
     return Weight24(
-        weight=weight,
+        weight=normal(),
         grad=normal().to(grad),
         exp_avg=0.1 * normal(),
         exp_avg_sq=0.1 + normal().square(),
-        step=torch.tensor(4.0),
+        step=number(4.0),
         mask=transposable_mask24(normal()),
-        scale=torch.tensor(1.25),
-        dense=torch.empty(shape, dtype=operand),
+        scale=number(1.25),
+        dense=torch.empty(shape, dtype=operand, device=DEVICE),
         packed=packed,
         transposed=transposed,
     )
@@ -80,7 +86,7 @@ def test_update_by_definition(backend, grad, shape):
         assert torch.equal(weight.dense, torch.where(old.mask, weight.weight, 0).bfloat16())
 
 
-def test_without_decay_it_is_torchs_adamw_to_the_bit_on_a_cpu():
+def test_without_decay_it_is_torchs_adamw_to_the_bit():
     weight = given((8, 12))
     parameter = torch.nn.Parameter(weight.weight.clone())
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -100,7 +106,7 @@ def test_without_decay_it_is_torchs_adamw_to_the_bit_on_a_cpu():
 def test_first_step_and_a_beta_of_zero(backend):
     """1 - beta2^t is 0.001 at t = 1: its rounding must not show."""
     for betas in ((0.9, 0.999), (0.0, 0.0)):
-        weight, rates = given((8, 12)), Rates(lr=torch.tensor(0.01), betas=betas)
+        weight, rates = given((8, 12)), Rates(lr=number(0.01), betas=betas)
         weight.step.zero_()
         before = copy(weight)
         adamw24_([weight], rates, Rule(), backend=backend)
@@ -156,14 +162,14 @@ def test_operands_of_a_kept_mask_of_the_soft_threshold_and_of_the_whole_weight(b
 def test_gradient_scale_and_a_step_that_is_left_out(backend):
     weight = given((8, 12))
     before = copy(weight)
-    scale, fine = torch.tensor(7.0), torch.tensor(0.0)
+    scale, fine = number(7.0), number(0.0)
     adamw24_([weight], RATES, Rule(alpha=0.3), grad_scale=scale, found_inf=fine, backend=backend)
     assert weight.step == 5
     assert within_rounding(weight, before, alpha=0.3, grad_scale=7.0)
 
     before = copy(weight)
     broken = replace(weight, grad=torch.full_like(weight.grad, NAN))
-    adamw24_([broken], RATES, Rule(choose="rows"), found_inf=torch.tensor(1.0), backend=backend)
+    adamw24_([broken], RATES, Rule(choose="rows"), found_inf=number(1.0), backend=backend)
     for name in ("weight", "exp_avg", "exp_avg_sq", "step"):
         assert torch.equal(getattr(broken, name), getattr(before, name))
     assert torch.equal(broken.mask, nm_mask(before.weight))  # a choice that was due was made
@@ -178,9 +184,9 @@ def test_nan_and_ties(backend):
         tensor.zero_()
     weight.grad[0, 3] = NAN
     adamw24_([weight], RATES, Rule(choose="rows"), backend=backend)
-    first = torch.tensor([True, True, False, False])  # the lower index wins
+    first = number([True, True, False, False])  # the lower index wins
     assert torch.equal(weight.mask[1:], first.repeat(7, 2))
-    assert torch.equal(weight.mask[0, :4], torch.tensor([True, False, False, True]))
+    assert torch.equal(weight.mask[0, :4], number([True, False, False, True]))
     for tensor in (weight.weight, weight.exp_avg, weight.exp_avg_sq, weight.dense):
         assert tensor[0, 3].isnan() and tensor.isnan().sum() == 1
 
@@ -191,7 +197,7 @@ def test_any_strides(backend):
     want = given((8, 12))
     adamw24_([apart := copy(want)], RATES, Rule(alpha=0.3, choose="exact"), backend="cpu")
     parts = {name: t for name, t in copy(want).tensors.items() if t is not None}
-    gap = torch.zeros(8, 24)
+    gap = torch.zeros(8, 24, device=DEVICE)
     gap[:, ::2] = want.exp_avg
     strange = Weight24(
         **parts
@@ -199,9 +205,7 @@ def test_any_strides(backend):
             "weight": parts["weight"].t().contiguous().t(),
             "grad": parts["grad"].t().contiguous().t(),
             "exp_avg": gap[:, ::2],
-            "mask": torch.cat([torch.zeros(1, dtype=torch.bool), want.mask.flatten()])[1:].view(
-                8, 12
-            ),
+            "mask": torch.cat([number([False]), want.mask.flatten()])[1:].view(8, 12),
         }
     )
     adamw24_([strange], RATES, Rule(alpha=0.3, choose="exact"), backend=backend)

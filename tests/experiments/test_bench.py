@@ -138,7 +138,8 @@ def test_a_packer_that_writes_other_bytes_is_named(small, monkeypatch):
 def test_a_step_in_one_pass_that_goes_wrong_is_named(name, monkeypatch):
     """Kernels, beside operators of their own; then with a mask that is not the weight's."""
     monkeypatch.setenv("SPARSE24_BACKEND", "triton")
-    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
     passes.check(name, w)
     right = passes.one_pass
 

@@ -14,6 +14,7 @@ import methods
 from common_kernels import nm_mask, transposable_mask24
 from methods.nn.gemms import Products
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # for kernels; with the rest no bit changes
 T_SR_STE = {"alpha": 0.1, "mvue": "off", "total_steps": 8, "refresh_every": 2}
 TAKEN = [
     ("ste", {}),
@@ -39,9 +40,12 @@ LEFT = [
 class Run:
     """Two sparse linears and a dense one, with gradients that follow from the step."""
 
-    def __init__(self, name, options, make=methods.FusedAdamW, packed=False, **settings):
+    def __init__(
+        self, name, options, make=methods.FusedAdamW, packed=False, device="cpu", **settings
+    ):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8))
+        linears = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8)
+        self.model = nn.Sequential(*linears).to(device)
         self.method = methods.build(name, include=["0", "1"], measure_every=0, **options)
         self.method.convert(self.model, dtype=torch.bfloat16)
         if packed:
@@ -53,7 +57,8 @@ class Run:
     def gradients(self, step):
         generator = torch.Generator().manual_seed(step)
         for parameter in self.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = drawn.to(parameter.device)
 
     def step(self, step):
         self.method.on_step_begin(step)
@@ -92,7 +97,8 @@ def assert_equal(one, other):
 def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeypatch):
     """The kernels, over refreshes and a phase: masks and operands are exactly those of the weights
     that there are; from equal states a step leaves the weights of torch's to rounding."""
-    run, other = Run(name, options, packed=packed), Run(name, options, fused, packed=packed)
+    run = Run(name, options, packed=packed, device=DEVICE)
+    other = Run(name, options, fused, packed=packed, device=DEVICE)
     for step in (3, 4, 5):
         run.method.on_step_begin(step)  # in step 4 of 8 t_sr_ste turns dense
         other.load(run.state())
@@ -280,3 +286,30 @@ def test_weights_that_two_layers_share_are_left_to_the_hooks():
     model[0].weight.grad = torch.ones(8, 8)
     method.on_gradients(0, optimizer)
     assert not method._works
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("name", "options"), TAKEN, ids=str)
+def test_replayed_from_a_cuda_graph_it_is_the_launched_step(name, options):
+    """Hooks and optimizer in one graph, with a mask that is due: the same kernels, to the bit."""
+    launched, replayed = (
+        Run(name, options, packed=True, device="cuda", capturable=True) for _ in range(2)
+    )
+    for step in (1, 3):
+        launched.step(step)
+    replayed.load(launched.state())
+    launched.step(5)  # so that nothing is compiled during the capture
+    replayed.method.on_step_begin(5)
+    replayed.gradients(5)
+    before = [p.clone() for p in replayed.model.parameters()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.method.on_gradients(5, replayed.optimizer)
+        replayed.optimizer.step()
+        replayed.method.on_step_end(5)
+    assert all(torch.equal(*pair) for pair in zip(replayed.model.parameters(), before, strict=True))
+    graph.replay()
+    assert_equal(replayed, launched)
+    graph.replay()
+    launched.step(5)
+    assert_equal(replayed, launched)
