@@ -230,6 +230,7 @@ def _train(
         "sparsity": legality.total(legality.measure(model, patterns)),
         "converted": list(patterns),
         "backend": backend.resolve(device),
+        "acceleration": method.acceleration.as_dict() if method.acceleration else None,
         "started": started,
         "ended": time.time(),
     }
