@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # BERT, whose tokens see those after them.
 FAMILIES = ("gpt2", "opt", "llama", "mistral")
 # The rates of dropout and layer drop in their configs.
-_DROPOUT = (
+DROPOUT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     *("dropout", "attention_dropout", "activation_dropout", "layerdrop"),
 )
@@ -65,7 +65,7 @@ class CausalLM(Model):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if config.model_type not in FAMILIES:
                 raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
-            dropout = {name: getattr(config, name) for name in _DROPOUT if hasattr(config, name)}
+            dropout = {name: getattr(config, name) for name in DROPOUT if hasattr(config, name)}
             for name in dropout:
                 setattr(config, name, 0.0)
         model = read_checkpoint(

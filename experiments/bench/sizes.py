@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from experiments.bench.arms import Converted
+from experiments.support.memory import buffer_bytes
 
 
 def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -16,7 +16,7 @@ def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) 
         state = [t for s in optimizer.state.values() for t in s.values()]
         sizes["optimizer"] = sum(t.nbytes for t in state if isinstance(t, torch.Tensor))
     for kind in ("masks", "packed", "operands"):
-        sizes[kind] = sum(size(layer, kind) for layer in converted.layers.values())
+        sizes[kind] = sum(buffer_bytes(layer, kind) for layer in converted.layers.values())
     return sizes
 
 
@@ -27,13 +27,3 @@ def trained_and_held(
     sizes = parts(converted, optimizer)
     trained = 2 * sizes["weights"] + sizes["optimizer"]
     return trained, trained + sum(sizes[kind] for kind in ("masks", "packed", "operands"))
-
-
-def size(layer: nn.Module, kind: str) -> int:
-    """Bytes of the buffers of this kind."""
-    total = 0
-    for name, buffer in layer.named_buffers():
-        is_mask = buffer.dtype in (torch.bool, torch.uint8)
-        found = "packed" if name.startswith("packed") else "masks" if is_mask else "operands"
-        total += buffer.nbytes if found == kind else 0
-    return total

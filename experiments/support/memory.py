@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from experiments.support.errors import UserError
 
@@ -33,6 +34,16 @@ def require(what: str, needed: float, device: torch.device, remedy: str) -> None
             f"{what} need {needed / _GIB:,.1f} GiB of memory, {where} has {there / _GIB:,.1f} "
             f"GiB; {remedy}"
         )
+
+
+def buffer_bytes(layer: nn.Module, kind: str) -> int:
+    """Bytes of the buffers of a converted layer that are `masks`, `packed` or `operands`."""
+    total = 0
+    for name, buffer in layer.named_buffers():
+        is_mask = buffer.dtype in (torch.bool, torch.uint8)
+        found = "packed" if name.startswith("packed") else "masks" if is_mask else "operands"
+        total += buffer.nbytes if found == kind else 0
+    return total
 
 
 def is_exhausted(error: BaseException) -> bool:

@@ -1,0 +1,1 @@
+"""What a training will need, said before it is begun and without a GPU."""

@@ -1,0 +1,281 @@
+"""Bytes that a training step holds, counted on tensors without numbers.
+
+Model, method and one micro-batch are made as the trainer makes them, of PyTorch's fake tensors:
+they have shapes, dtypes and storages, and take no memory. The forward pass runs on them under
+autocast, and what autograd keeps of it for the backward pass is counted, each storage once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import methods
+from common_kernels.prepare import MULTIPLE
+from experiments.support.memory import buffer_bytes
+from methods.nn.linear import SparseLinear
+
+# Moments that an optimizer keeps of each weight.
+MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a model under a method and of one micro-batch, before GPUs share them.
+
+    parameters: numbers of the plain model. trained, frozen: weights; the latter are a
+        teacher's. moments: of the optimizer. masks, packed, operands: of the converted layers.
+    casts: copies of weights in autocast's dtype, from forward to backward. activations: what else
+        autograd keeps. checkpointed: the same if each block keeps its input alone, and one of them
+        what it computes anew.
+    loss: what the loss holds for a moment beside that.
+    block, root: numbers of the weights of the largest block, and of those outside of blocks.
+    width: bytes of a number under autocast.
+    """
+
+    parameters: int
+    trained: int
+    frozen: int
+    moments: int
+    masks: int
+    packed: int
+    operands: int
+    casts: int
+    activations: int
+    checkpointed: int
+    loss: int
+    block: int
+    root: int
+    width: int
+
+
+def footprint(
+    build: Callable[[], nn.Module],
+    method: methods.Method,
+    loss: Callable[[nn.Module], Tensor],
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    optimizer: str = "adamw",
+    compiled: bool = True,
+    packed: bool = True,
+) -> Footprint:
+    """The footprint of a training step.
+
+    Args:
+        build: the plain model; called on the meta device. loss: that of one micro-batch; called
+            with the model, among fake tensors. dtype: of autocast, None for none.
+        compiled: the loss then keeps the logits in autocast's dtype, not their logarithms in fp32.
+        packed: products with a 2:4 operand take it in packed form.
+    """
+    with torch.device("meta"):
+        model = build()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Watch() as watch, _quiet():
+        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        _on_cpu(model)
+        method.convert(model, dtype)
+        layers = method.sparse_layers
+        for layer in layers.values() if packed else ():
+            _hold_packed(layer)
+        own = {id(p): p for p in model.parameters()}
+        teacher = getattr(method, "teacher", None)
+        if teacher is not None:
+            own |= {id(p): p for p in teacher.parameters()}
+        model.train()
+        watch.weights = {_storage(p) for p in own.values()}
+        saved = _Saved(model, {*watch.weights, *map(_storage, model.buffers())}, watch, dtype)
+        autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
+        with autocast, saved.counting(), _Fused():
+            loss(model)
+        trained = sum(p.nbytes for p in own.values() if p.requires_grad)
+        numbers = {block: sum(p.numel() for p in block.parameters()) for block in saved.blocks}
+        narrow = compiled and teacher is None and dtype is not None
+        return Footprint(
+            parameters=parameters,
+            trained=trained,
+            frozen=sum(p.nbytes for p in own.values()) - trained,
+            moments=MOMENTS[optimizer] * trained,
+            **{kind: _held(layers, kind) for kind in ("masks", "packed", "operands")},
+            casts=saved.casts,
+            activations=sum(saved.of_blocks.values()) + saved.outside(narrow),
+            checkpointed=saved.inputs
+            + max(saved.of_blocks.values(), default=0)
+            + saved.outside(narrow),
+            loss=0 if narrow else 2 * saved.largest,
+            block=max(numbers.values(), default=0),
+            root=sum(p.numel() for p in model.parameters()) - sum(numbers.values()),
+            width=4 if dtype is None else dtype.itemsize,
+        )
+
+
+def _held(layers: dict[str, SparseLinear], kind: str) -> int:
+    return sum(buffer_bytes(layer, kind) for layer in layers.values())
+
+
+def _hold_packed(layer: SparseLinear) -> None:
+    """Allocate the operands of the products that run sparse on a GPU, where they can: in half
+    precision, in shapes that fit. They are not filled: there are no numbers."""
+    fits = not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+    if layer.dtype.itemsize != 2 or not fits:
+        return
+    layer.pack = lambda: None  # type: ignore[method-assign]
+    try:
+        layer.accelerate(layer.sparse_products())
+    finally:
+        del layer.pack
+
+
+def _on_cpu(model: nn.Module) -> None:
+    """Put fake tensors of the CPU, which autocast knows, in the place of those of the meta device;
+    what is tied stays so."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+class _Fused(TorchFunctionMode):
+    """Leaves out the dropout of attention, with which the CPU has no fused kernel. A GPU has, and
+    keeps nothing of it: the backward pass draws it anew."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+class _Watch(TorchDispatchMode):
+    """Gives 0 for a tensor's number that is asked for, such as a count of what is wrong, and
+    remembers in `casts` the copies of `weights` in another dtype; both are storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: set[int] = set()
+        self.casts: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and _storage(args[0]) in self.weights:
+            self.casts[_storage(result)] = result
+        return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of operators that meet a tensor without numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks: what stands in lists of modules of one class that hold linears."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if (
+            isinstance(module, nn.ModuleList | nn.Sequential)
+            and len({type(child) for child in children}) == 1
+            and any(isinstance(m, nn.Linear) for m in children[0].modules())
+            and any(p.requires_grad for p in children[0].parameters())
+            and not any(f"{name}.".startswith(f"{other}.") for other in found)
+        ):
+            found |= {f"{name}.{i}": child for i, child in enumerate(children)}
+    return list(found.values())
+
+
+class _Saved:
+    """Storages that autograd keeps of a forward pass, by the block that they belong to."""
+
+    def __init__(
+        self, model: nn.Module, own: set[int], watch: _Watch, dtype: torch.dtype | None
+    ) -> None:
+        self.blocks, self.seen, self.watch, self.dtype = _blocks(model), own, watch, dtype
+        self.kept: list[Any] = []  # so that no storage takes the place of another
+        self.here: int | None = None
+        self.of_blocks: dict[int, int] = {}
+        self.others: list[Tensor] = []
+        self.casts = self.inputs = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        hooks = []
+        for number, block in enumerate(self.blocks):
+            hooks += [
+                block.register_forward_pre_hook(self._enter(number), with_kwargs=True),
+                block.register_forward_hook(lambda *_: self._leave()),
+            ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._take, lambda tensor: tensor):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor outside of blocks: the logits."""
+        return max((_bytes(tensor) for tensor in self.others), default=0)
+
+    def outside(self, narrow: bool) -> int:
+        """Bytes outside of blocks. narrow: the logits count in autocast's dtype."""
+        total, most = 0, self.largest
+        for tensor in self.others:
+            size = _bytes(tensor)
+            if narrow and size == most and self.dtype is not None:
+                size = size // tensor.dtype.itemsize * self.dtype.itemsize
+            total += size
+        return total
+
+    def _enter(self, number: int) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any, options: Any) -> None:
+            self.here = number
+            given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+            self.inputs += given[0].nbytes if given and given[0].requires_grad else 0
+
+        return enter
+
+    def _leave(self) -> None:
+        self.here = None
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.seen:
+            return tensor
+        self.seen.add(storage._cdata)
+        self.kept.append(storage)
+        if storage._cdata in self.watch.casts:
+            self.casts += storage.nbytes()
+        elif self.here is None:
+            self.others.append(tensor)
+        else:
+            self.of_blocks[self.here] = self.of_blocks.get(self.here, 0) + storage.nbytes()
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,231 @@
+"""Memory, steps, tokens and days of a training, on so many GPUs.
+
+What one GPU holds follows from the footprint of a step (experiments/planning/footprint.py) and
+from how the GPUs share it. `ddp`: each holds all, and a second copy of the gradients in buckets.
+`fsdp2`: weights, gradients, moments, masks and operands are shared; of at most two blocks at a
+time, and of what is outside of blocks, each gathers the weights in autocast's dtype and has whole
+gradients. For one GPU this is compared with H200 runs (tests/experiments/planning); sharing is
+projected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from experiments.config.run import RunConfig
+from experiments.data.mlm import MLMConfig
+from experiments.images.dataset import ImageConfig
+from experiments.planning import shapes
+from experiments.planning.footprint import Footprint, footprint
+from experiments.planning.speed import Speed, nearest
+from experiments.support.errors import UserError
+from experiments.training import averages
+from experiments.training.optimization import DTYPES, micro_batch_size
+
+SHARDS = ("ddp", "fsdp2")
+MIB, GIB = 2**20, 2**30
+_MOST = 1024  # GPUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """gpus: that share a training. shard: `ddp` or `fsdp2`. checkpointing: of activations, block by
+    block. gpu_memory: GiB of one GPU that a training can use; an H200 has 139.8. json: a file for
+    the plan; null = none."""
+
+    gpus: int = 1
+    shard: str = "ddp"
+    checkpointing: bool = False
+    gpu_memory: float = 139.0
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard not in SHARDS:
+            raise ValueError(f"plan.shard={self.shard}; choose one of {', '.join(SHARDS)}")
+        if not 1 <= self.gpus <= _MOST:
+            raise ValueError(f"plan.gpus={self.gpus}; it must lie in [1, {_MOST}]")
+        if not self.gpu_memory > 0:
+            raise ValueError(f"plan.gpu_memory={self.gpu_memory}; it must be above 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A run that is planned. hf: the transformers config of its checkpoint, if it has one."""
+
+    run: RunConfig
+    options: Options
+    hf: Any = None
+
+    def micro_batch(self, gpus: int) -> int:
+        """Samples of a micro-batch on each of so many GPUs; a UserError if they cannot share."""
+        run, quantizes = self.run, self.run.build_method().quantizes
+        return micro_batch_size(run.train, run.impl.micro_batch, gpus, quantizes)
+
+    @cache  # noqa: B019
+    def footprint(self, samples: int) -> Footprint:
+        """That of a micro-batch of so many samples."""
+        run, method = self.run, self.run.build_method()
+        tokens = shapes.tokens_per_sample(run, self.hf)
+        try:
+            return footprint(
+                lambda: shapes.build(run, self.hf),
+                method,
+                shapes.loss_of(run, method, samples, tokens),
+                dtype=DTYPES[run.train.dtype],
+                optimizer=run.train.optimizer,
+                compiled=run.impl.compile,
+                packed=run.impl.matmul != "dense",
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def memory(self, gpus: int, shard: str) -> dict[str, int]:
+        """Bytes on one of the GPUs by what they are for, and their `peak`."""
+        samples = self.micro_batch(gpus)
+        train = self.run.train
+        accumulation = train.batch_size // (samples * gpus)
+        return per_gpu(
+            self.footprint(samples), gpus, shard, accumulation > 1,
+            checkpointing=self.options.checkpointing, averaged=averages.is_kept(train),
+        )  # fmt: skip
+
+    def needed(self) -> tuple[int, str] | None:
+        """The fewest GPUs, a power of two, that have the memory, and how they share it."""
+        gpus = 1
+        while gpus <= _MOST:
+            for shard in SHARDS[: 1 if gpus == 1 else 2]:
+                try:
+                    peak = self.memory(gpus, shard)["peak"]
+                except UserError:
+                    continue  # the batch cannot be shared by so many
+                if peak <= self.options.gpu_memory * GIB:
+                    return gpus, shard
+            gpus *= 2
+        return None
+
+
+def per_gpu(
+    need: Footprint,
+    gpus: int,
+    shard: str,
+    accumulates: bool,
+    checkpointing: bool = False,
+    averaged: bool = False,
+) -> dict[str, int]:
+    """Bytes on one GPU by what they are for, and their `peak`.
+
+    accumulates: there is more than one micro-batch in a step. Gradients then stay beside the
+    activations; otherwise these go as gradients come.
+    """
+    shared = shard == "fsdp2" and gpus > 1
+    share = gpus if shared else 1
+    communication = need.trained if shard == "ddp" and gpus > 1 else 0
+    if shared:
+        weights = (2 * need.block + need.root) * need.width
+        gradients = (need.block + need.root) * (need.width + 4)
+        communication = weights + gradients + (weights if need.frozen else 0)
+    held = {
+        "weights": need.trained // share,
+        "teacher": need.frozen // share,
+        "optimizer": need.moments // share,
+        "averages": need.trained // share if averaged else 0,
+        "masks": need.masks // share,
+        "packed operands": need.packed // share,
+        "dense operands": need.operands // share,
+        "communication": communication,
+    }
+    gradients = need.trained // share
+    forward = {
+        "weights under autocast": 0 if shared else need.casts,
+        "activations": need.checkpointed if checkpointing else need.activations,
+        "loss": need.loss,
+    }
+    step = sum(forward.values())
+    most = gradients + step if accumulates else max(gradients, step)
+    return {**held, "gradients": gradients, **forward, "peak": sum(held.values()) + most}
+
+
+def plan(planned: Planned) -> dict[str, Any]:
+    """The whole plan as plain values; bytes in MiB.
+
+    Raises:
+        UserError: the GPUs cannot share the batch, or there is no plan for such a model.
+    """
+    run, options = planned.run, planned.options
+    shapes.check(run)
+    samples = planned.micro_batch(options.gpus)
+    need = planned.footprint(samples)
+    memory = planned.memory(options.gpus, options.shard)
+    total = int(run.train.samples_before[-1])
+    tokens = total * shapes.tokens_per_sample(run, planned.hf)
+    speed = _speed(run, need)
+    units = total if isinstance(run.data, ImageConfig) else tokens
+    return {
+        "model": run.model_name,
+        "method": run.method,
+        "parameters": need.parameters,
+        "gpus": options.gpus,
+        "shard": options.shard if options.gpus > 1 else None,
+        "micro_batch": samples,
+        "micro_batches": run.train.batch_size // (samples * options.gpus),
+        "dtype": run.train.dtype,
+        "compiled": run.impl.compile,
+        "checkpointing": options.checkpointing,
+        "memory_mib": {name: round(size / MIB, 1) for name, size in memory.items()},
+        "gpu_memory_mib": options.gpu_memory * GIB / MIB,
+        "fits": memory["peak"] <= options.gpu_memory * GIB,
+        "needed": planned.needed(),
+        "steps": run.train.steps,
+        "samples": total,
+        "tokens": tokens,
+        "speed": None if speed is None else dataclasses.asdict(speed),
+        "days": None if speed is None else units / (speed.per_second * options.gpus * 86400),
+    }
+
+
+def _speed(run: RunConfig, need: Footprint) -> Speed | None:
+    family = "images" if isinstance(run.data, ImageConfig) else "causal"
+    if isinstance(run.data, MLMConfig) or run.dino is not None:
+        return None
+    fp8 = getattr(run.method_options, "fp8", None)
+    names = {None: run.method, "paper": f"{run.method}, fp8=paper simulated"}
+    return nearest(family, names.get(fp8, f"{run.method}, fp8"), need.parameters)
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The plan for a reader."""
+    shared = f" with {found['shard']}, projected" if found["shard"] else ""
+    yield (
+        f"{found['model']}, {found['method']}: {found['parameters']:,} weights; {found['gpus']} "
+        f"GPU{'s' if found['gpus'] > 1 else ''}{shared}"
+    )
+    yield (
+        f"micro-batch {found['micro_batch']} x {found['micro_batches']}, {found['dtype']}, "
+        f"{'compiled' if found['compiled'] else 'not compiled'}, "
+        f"{'with' if found['checkpointing'] else 'no'} activation checkpointing"
+    )
+    for name, size in found["memory_mib"].items():
+        if size:
+            yield f"  {name:<24}{size:>12,.0f} MiB"
+    room = f"{found['gpu_memory_mib'] / 1024:,.0f} GiB of a GPU"
+    yield f"fits into the {room}" if found["fits"] else f"does not fit into the {room}"
+    if found["needed"] is None:
+        yield f"no number of GPUs up to {_MOST} has the memory: lower impl.micro_batch"
+    else:
+        gpus, shard = found["needed"]
+        yield f"GPUs needed: {gpus}" + (f" with {shard}" if gpus > 1 else "")
+    yield f"{found['steps']:,} steps, {found['samples']:,} samples, {found['tokens']:,} tokens"
+    if found["speed"] is None:
+        yield "days: no training of such a model was measured"
+        return
+    speed = found["speed"]
+    dense = ", this method was not measured" if speed["as_dense"] else ""
+    yield (
+        f"{found['days']:,.2g} days at {speed['per_second'] * found['gpus']:,.0f} "
+        f"{speed['unit']}/s: one H200 on {speed['row']}{dense}, x {speed['factor']:.3g} by the "
+        f"number of weights{', x ' + str(found['gpus']) if found['gpus'] > 1 else ''}"
+    )

@@ -1,0 +1,63 @@
+"""How fast a training will be, by the measured step of the model that is most like its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MEASURED = Path(__file__).parents[1] / "bench_results" / "h200.json"
+# Shapes of the measured models of a family, and the weights of one in millions: None where the
+# shape says how many.
+_MODELS = {
+    "causal": (re.compile(r"GPT-2 (\d+)M, \d+ x \d+"), None),
+    "images": (re.compile(r"ViT-L/16, \d+ images"), 304),
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Samples or tokens a second on one GPU.
+
+    row: the measured one that it follows from. factor: on its speed, how many times as many weights
+    it has. as_dense: the method itself was not measured.
+    """
+
+    per_second: float
+    unit: str
+    row: str
+    factor: float
+    as_dense: bool
+
+
+def nearest(family: str, method: str, parameters: int) -> Speed | None:
+    """The speed of the measured model that is nearest in size, with this method or, if it was never
+    measured, dense. None: no model of this family was measured.
+
+    Args:
+        family: `causal` for language models whose tokens see those before them, `images` for ViTs.
+        method: as the rows name it, `s_ste, fp8` say.
+    """
+    if family not in _MODELS:
+        return None
+    pattern, millions = _MODELS[family]
+    found = []
+    for row in json.loads(MEASURED.read_text(encoding="utf-8"))["benchmarks"]["train"]["rows"]:
+        if match := pattern.fullmatch(row["shape"]):
+            found.append((1e6 * (millions or int(match[1])), row))
+    for name in (method, "dense"):
+        own = [(size, row) for size, row in found if row["name"] == name]
+        if not own:
+            continue
+        size, row = min(own, key=lambda pair: abs(math.log(pair[0] / parameters)))
+        figure = next(key for key in row["figures"] if key.endswith("/s"))
+        return Speed(
+            per_second=row["figures"][figure] * size / parameters,
+            unit=figure.removesuffix("/s"),
+            row=f"{row['shape']}, {row['name']}",
+            factor=size / parameters,
+            as_dense=name != method,
+        )
+    return None
