@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import methods
-from common_kernels.prepare import MULTIPLE
+from common_kernels.pack.operands import MULTIPLE
 from experiments.support.memory import buffer_bytes
 from methods.nn.linear import SparseLinear
 
