@@ -74,6 +74,12 @@ def _shard(layer: Any, like: Any) -> None:
             f"a converted weight is placed as {like.placements}; shard it along dim 0, as "
             "fully_shard does by itself, and along no other"
         )
+    place, wanted = like.to_local().device.type, like.device_mesh.device_type
+    if place != wanted:
+        raise ValueError(
+            f"a converted weight lies on {place} and its mesh on {wanted}: CPU offload is not "
+            "served; leave offload_policy out"
+        )
     if layer.conv1d is not None:
         raise ValueError(
             "a Conv1D of transformers cannot be sharded; load the model with models.gpt2.from_hf "
@@ -155,6 +161,7 @@ class ShardedLayer:
                     if p.is_shard())
         return whole(self) if -(-len(weight) // ranks) % together else rows(self)
 
+    @torch.compiler.disable  # the rest of a compiled model is compiled around it
     def forward(self, x: Tensor) -> Tensor:
         like = under_autocast(x.new_empty(0))
         derived = self._derived(like)

@@ -122,6 +122,20 @@ def test_weights_that_were_changed_by_hand_are_followed(mesh):
     assert torch.equal(mask, nm_mask(weight))
 
 
+def test_a_compiled_model_computes_the_same(mesh):
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model, method = converted("t_sr_ste", dense_fraction=0.0)
+        if compiled:
+            model.compile(backend="aot_eager")
+        fully_shard(model, mesh=mesh)
+        one_step(model, method)
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    torch._dynamo.reset()
+
+
 def test_a_model_that_was_evaluated_before_a_step_is_noticed(mesh):
     """FSDP leaves the root's weights gathered after a forward pass without a backward pass."""
     model, method = converted()
@@ -148,6 +162,11 @@ def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, monkeypatch):
     model, method = converted()
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     with pytest.raises(ValueError, match="shard it along dim 0"):
+        method.on_step_begin(0)
+
+    model, method = converted()
+    fully_shard(model, mesh=mesh).to_empty(device="meta")
+    with pytest.raises(ValueError, match="CPU offload is not served"):
         method.on_step_begin(0)
 
     model, method = converted()
