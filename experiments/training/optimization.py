@@ -193,13 +193,18 @@ class Optimization:
         self.method.on_step_begin(step)
         total = self._accumulate(batches, shares)
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.train.grad_clip or math.inf
-        )
-        finite = bool(torch.isfinite(norm))
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        length = float(norm)  # waits for the device
+        finite = math.isfinite(length)
         if not finite and not self.scaler.is_enabled():
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(total)
+        # torch's clip_grad_norm_, which reads and writes shorter gradients, too, times 1.
+        if finite and length + 1e-6 > (self.train.grad_clip or math.inf):
+            torch.nn.utils.clip_grads_with_norm_(
+                self.model.parameters(), self.train.grad_clip, norm
+            )
         if finite:
             self.model.on_gradients(step)
             self.method.on_gradients(step, self.optimizer)
@@ -209,7 +214,7 @@ class Optimization:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.on_step_end(step)
         self.method.on_step_end(step)
-        return total, float(norm)
+        return total, length
 
     def _accumulate(self, batches: Iterator[Batch], shares: Sequence[float]) -> Tensor:
         """Forward and backward of each micro-batch; returns the loss of the step."""
