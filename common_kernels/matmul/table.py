@@ -92,7 +92,8 @@ def _refuse_capture(problem: Problem) -> None:
 
 
 def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> Entry | None:
-    """The entry of a product that differs in the number of tokens of a micro-batch alone.
+    """The entry of a product that differs in the number of tokens of a micro-batch alone, its times
+    those for as many tokens as there are here.
 
     In wgrad, whose result is not transposed, these are the columns of the sparse matrix.
     """
@@ -104,7 +105,11 @@ def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> En
 
     same = [p for p in known if replace(p, **{name: getattr(problem, name)}) == problem]
     near = [p for p in same if factor(p) <= within]
-    return known[min(near, key=factor)] if near else None
+    if not near:
+        return None
+    nearest = min(near, key=factor)
+    found, share = known[nearest], getattr(problem, name) / getattr(nearest, name)
+    return replace(found, ms=share * found.ms, dense_ms=share * found.dense_ms)
 
 
 class Trial:

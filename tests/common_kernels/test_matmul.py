@@ -212,7 +212,10 @@ def test_what_was_measured_is_kept_and_serves_other_numbers_of_tokens(fake_libra
     monkeypatch.setattr(table, "measure", lambda *args: pytest.fail("measured again"))
     assert table.entry(PROBLEM, 0) == found  # from the file
     near = Problem(64, 128, 64, BF16, BF16, True, True)
-    assert table.entry(near, 0).algorithm == 2
+    other = table.entry(near, 0)
+    assert other.algorithm == 2
+    times = (other.ms, other.dense_ms)
+    assert times == pytest.approx((3.0 * 64 / 96, 3.5 * 64 / 96))
     rows = json.loads(table.cache_file().read_text())["a GPU"]
     assert [row["tokens"] for row in rows] == [96]
     monkeypatch.undo()
