@@ -77,6 +77,7 @@ class Watched:
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     given = options.overrides or (QUICK if options.quick else GPU if on_gpu else CPU)
+    dense: dict[str, float] = {}
     for name in report.chosen(NAMES):
         chosen = arms.ARMS[name].options  # as in `train`, so that no phase is another
         method = [f"method={name}", *(f"method.{key}={value}" for key, value in chosen.items())]
@@ -95,10 +96,12 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         share = goals.share_of_peak(loop.flops, step.ms)
         within = step.ms <= (1 + APART) * bare
         report.note(f"{name}: the command {step.ms:.4g} ms, {step.ms / bare - 1:+.1%}")
+        if name == "dense":
+            dense["dense"] = step.ms
         report.add(
             Row(
                 name, config.train.dtype, loop.shape, loop.used, step,
-                peers={"bare loop": bare},
+                peers={"bare loop": bare, **dense},
                 figures={
                     f"{loop.unit}/s": 1e3 * loop.items / step.ms,
                     "beside the bare loop %": 100 * (step.ms / bare - 1),

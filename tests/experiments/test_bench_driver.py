@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
-from experiments.bench import driver
+from experiments.bench import arms, driver
 from experiments.bench.__main__ import main
 from experiments.bench.driver import Watched
+from experiments.config.run import load
 from experiments.support.errors import UserError
 
 
@@ -34,6 +35,16 @@ def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
     assert bare == pytest.approx(sum(loops) / 2)
     assert figures["step alone ms"] > 0 and figures["first record s"] > 0
     assert not (tmp_path / "runs").exists()  # the run itself is not kept
+
+
+@pytest.mark.parametrize("given", [driver.GPU, driver.CPU, driver.QUICK])
+def test_the_runs_that_are_timed_by_default_are_whole(given):
+    """No phase of a method and no evaluation is left out of the steps that count."""
+    for name in driver.NAMES:
+        options = [f"method.{k}={v}" for k, v in arms.ARMS[name].options.items()]
+        train = load([*given, f"method={name}", *options]).train
+        counted = train.steps - max(train.steps // 4, train.log_every)
+        assert train.eval_every < counted and train.steps >= 8 * train.log_every
 
 
 def test_a_step_is_the_time_between_records_of_what_has_warmed_up():
