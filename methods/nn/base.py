@@ -278,8 +278,9 @@ class Method:
         """Before the first micro-batch of optimizer step `step`."""
         self._begin(step)
         self.micro_batch = 0
-        for name, layer in self.sparse_layers.items():
-            layer.key[0].fill_(layer_seed(self.config.seed, name, step))
+        layers = self.sparse_layers
+        self._set_keys(0, [layer_seed(self.config.seed, name, step) for name in layers])
+        for layer in layers.values():
             layer.sample()
         if self._measures(step):
             self._masks_before = [(layer, mask.clone()) for layer, mask in self._masks()]
@@ -315,9 +316,15 @@ class Method:
     def open_micro_batch(self) -> None:
         """Give the coming forward and backward pass random bits of their own."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        for layer in self.sparse_layers.values():
-            layer.key[1].fill_(self.micro_batch * size + rank)
+        self._set_keys(1, [self.micro_batch * size + rank] * len(self.sparse_layers))
         self.micro_batch += 1
+
+    def _set_keys(self, place: int, values: list[int]) -> None:
+        """Fill one place of all layers' keys, in two launches."""
+        numbers = [layer.key[place] for layer in self.sparse_layers.values()]
+        if numbers:
+            torch._foreach_zero_(numbers)
+            torch._foreach_add_(numbers, values)
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         """After unscaling and clipping, before `optimizer.step()`.
