@@ -59,13 +59,24 @@ class Acceleration:
         """How many times as fast the sparse products alone make a step that took so long."""
         return 1 + self.saved_ms * micro_batches / step_ms
 
+    def gains(self) -> dict[str, float | None]:
+        """How many times as fast the measured products of each layer are as dense ones; None where
+        none was measured."""
+        found: dict[str, float | None] = {}
+        for name, choices in self.layers.items():
+            dense = sum(choice.dense_ms or 0.0 for choice in choices.values())
+            saved = sum(choice.saved_ms for choice in choices.values())
+            found[name] = dense / (dense - saved) if dense else None
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """For a JSON file."""
         layers = {
             name: {product: asdict(choice) for product, choice in choices.items()}
             for name, choices in self.layers.items()
         }
-        return {"tokens": self.tokens, "saved_ms": self.saved_ms, "layers": layers}
+        gains = {"saved_ms": self.saved_ms, "gains": self.gains()}
+        return {"tokens": self.tokens, **gains, "layers": layers}
 
     def _choices(self) -> list[tuple[str, Choice]]:
         return [(n, choice) for choices in self.layers.values() for n, choice in choices.items()]
