@@ -1,4 +1,4 @@
-"""What a fine-tuning is: a pre-trained model, a task, a recipe."""
+"""The config of a fine-tuning: a pre-trained model, a task and a recipe."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TASKS = (*glue.TASKS, SQUAD)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a task is fine-tuned. Batches are in sequences; of SQuAD these are windows.
+    """Settings by which a task is fine-tuned. Batches are counted in sequences (SQuAD: windows).
 
     learning_rate: peak; it rises from 0 over `warmup_fraction` of the steps and falls to 0.
-    grad_clip: global norm; 0 = off. dropout: before the classifier; the trunk keeps its own.
-    max_length: tokens of a sequence. stride: between two windows of a SQuAD context, `stride_is`
-    the `overlap`, the tokens that they share, or the `step` from one start to the next.
-    padding: up to the `longest` sequence of a batch, or always to `max_length`. dtype: of autocast.
+    grad_clip: global norm; 0 = off. dropout: rate before the classifier; the trunk keeps its own.
+    max_length: most tokens of a sequence. stride: tokens by which two windows of a SQuAD context
+    overlap, or with stride_is=step those from the start of one to the start of the next.
+    padding: to the `longest` sequence of a batch, or always to `max_length`. dtype: of autocast.
     """
 
     epochs: int
@@ -85,7 +85,7 @@ class Recipe:
         """The settings of the training on so many sequences.
 
         Raises:
-            UserError: one that no training has.
+            UserError: a setting that no training can have.
         """
         steps = self.epochs * math.ceil(samples / self.batch_size)
         try:
@@ -109,7 +109,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of transformers, with what is asked of a `FinishedRun`."""
+    """A checkpoint of transformers, with the part of `FinishedRun` that fine-tuning uses."""
 
     config: HFConfig
     method: str = "dense"
@@ -151,8 +151,9 @@ class Checkpoint:
 class FinetuneConfig:
     """One fine-tuning, or with `task="glue"` all that the recipe lists.
 
-    source: directory of a finished run, or a checkpoint of transformers. weights: those of it that
-    are fine-tuned. recipes: by task. data: a folder, or an id on the hub.
+    source: directory of a finished run, or a checkpoint of transformers. weights: which of its
+    weights are fine-tuned, `sparse` or `dense`. recipes: by task. data: a folder, or an id on the
+    hub.
     """
 
     seed: int
@@ -171,11 +172,11 @@ class FinetuneConfig:
         return self.recipes[self.task]
 
     def single(self, task: str) -> FinetuneConfig:
-        """This config for one of its tasks."""
+        """The same config for one of its tasks."""
         return dataclasses.replace(self, task=task, recipes={task: self.recipes[task]})
 
     def open(self) -> FinishedRun | Checkpoint:
-        """What is fine-tuned.
+        """The finished run or the checkpoint that is fine-tuned.
 
         Raises:
             UserError: the run is not finished, or there is no such checkpoint.
@@ -214,7 +215,7 @@ class FinetuneConfig:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on, but for the weights of a run."""
+        """Everything that the result depends on; a run enters by its config, not by its weights."""
         return {"seed": self.seed, "source": self.open().config_hash, **self._settings()}
 
     def digest(self) -> str:
@@ -281,12 +282,12 @@ class _Data:
 
 
 def load(overrides: list[str] | None = None) -> FinetuneConfig:
-    """`composed` of `experiments/conf/finetune.yaml`, as a fine-tuning."""
+    """The fine-tuning that `experiments/conf/finetune.yaml` and hydra overrides compose."""
     return composed("finetune", freeze_finetuning, overrides)
 
 
 def freeze_finetuning(composed: Any) -> FinetuneConfig:
-    """The typed form of a composed `DictConfig`."""
+    """The `FinetuneConfig` of a composed `DictConfig`."""
     fields = [f.name for f in dataclasses.fields(_Top)]
     groups = plain(composed, "data", "impl", "model", "recipe", *fields)
     top = typed(_Top, "the config", {key: groups[key] for key in fields})
@@ -315,7 +316,7 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
 
 
 def _listed(tasks: Any) -> tuple[str, ...]:
-    """The tasks of `task=glue`."""
+    """The tasks that `task=glue` stands for."""
     names = tuple(tasks) if isinstance(tasks, list) else ()
     if not names or len({*names}) < len(names) or not {*names} <= {*glue.TASKS}:
         raise UserError(
@@ -325,7 +326,7 @@ def _listed(tasks: Any) -> tuple[str, ...]:
 
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:
-    """The recipe with the values of this task where they differ by task."""
+    """The recipe with the values of one task in the place of those that differ by task."""
     for key, value in recipe.items():
         unknown = set(value) - {*TASKS, "default"} if isinstance(value, dict) else set()
         if unknown or (isinstance(value, dict) and not value.keys() & {task, "default"}):

@@ -40,13 +40,13 @@ MAX_BROKEN = 0.01  # of the lines of a file, where short ones are left out
 
 @dataclass(frozen=True)
 class Task:
-    """Where a task's examples are and what is asked about them.
+    """A task: where its examples are, and what its labels are.
 
-    texts, label: names of the columns in the files. labels: what can stand in the label column,
-    in the order of the classes; none for STS-B, whose label is a number from 0 to 5. header: of
-    files that have none. dev: the name of each dev split and of its file. hub_texts: the columns
-    on the hub, where their names are others. broken_lines: short lines of the training file
-    are left out and counted, at most 1 % of it, because the published one has some.
+    texts, label: names of the columns in the files. labels: possible values of the label column,
+    in the order of the classes; none for STS-B, whose label is a number from 0 to 5. header: names
+    of the columns, where the files have no header. dev: the name of each dev split and of its file.
+    hub_texts: names of the columns on the hub, where they differ. broken_lines: short lines of the
+    training file are left out and counted, at most 1 % of it, because the published one has some.
     """
 
     folder: str
@@ -60,7 +60,7 @@ class Task:
 
     @property
     def n_labels(self) -> int:
-        """Classes; 1 for a number."""
+        """Number of classes; 1 where the label is a number."""
         return len(self.labels) or 1
 
 
@@ -92,8 +92,11 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Examples:
-    """texts: one or two of each example. labels [n]: classes (int64) or numbers (float64).
-    left_out: broken lines of the file."""
+    """The examples of a split.
+
+    texts: one or two of each example. labels [n]: classes (int64) or numbers (float64). left_out:
+    number of broken lines of the file.
+    """
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
@@ -126,7 +129,7 @@ def load(task: str, data: str) -> dict[str, Examples]:
 
 
 def is_folder(data: str) -> bool:
-    """Whether `data` is a folder here; else it is an id on the hub.
+    """True if `data` is a folder here; else it is an id on the hub.
 
     Raises:
         UserError: it can be neither.
@@ -150,7 +153,7 @@ def files(task: str, data: str) -> list[Path]:
 
 
 def check_present(tasks: Sequence[str], data: str) -> None:
-    """A UserError that tells the tasks that are in a folder from those that are not, if any."""
+    """Raise a UserError that names the tasks whose folders are not in `data`, if there are any."""
     present = [task for task in tasks if (Path(data) / TASKS[task].folder).is_dir()]
     if absent := [f"{t} ({TASKS[t].folder})" for t in tasks if t not in present]:
         remedy = (
@@ -312,7 +315,7 @@ def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
 
 @dataclass(frozen=True)
 class Frame:
-    """How texts become one sequence of tokens.
+    """The special tokens with which texts become one sequence.
 
     BERT: [CLS] a [SEP] b [SEP], the second text and its [SEP] of type 1. Causal models: a b, with
     nothing between them, as transformers joins them for GPT-2 and FST's and S-STE's runs had them.
@@ -326,7 +329,7 @@ class Frame:
 
     @classmethod
     def of(cls, encoding: Encoding) -> Frame:
-        """That of the models that a tokenizer is for.
+        """The frame of the models that a tokenizer is made for.
 
         Raises:
             UserError: it has BERT's [CLS], but not the other two.
@@ -344,7 +347,7 @@ class Frame:
         return len(self.start) + (texts - 1) * len(self.between) + len(self.end)
 
     def join(self, texts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
-        """(ids of one sequence, never empty; where in it tokens of type 1 begin)."""
+        """(ids of one sequence, never empty; index of its first token of type 1)."""
         first = [*self.start, *texts[0]]
         if len(texts) == 1:
             ids = [*first, *self.end] or [self.pad]
@@ -372,7 +375,7 @@ def encode(
 
 
 def predictions(task: str, logits: np.ndarray) -> np.ndarray:
-    """Classes, or numbers, of logits [n, n_labels]."""
+    """The predicted classes (STS-B: numbers) [n] of logits [n, n_labels]."""
     return logits.argmax(axis=1) if TASKS[task].labels else logits[:, 0]
 
 

@@ -40,7 +40,8 @@ MAX_ANSWER = 30  # tokens
 
 @dataclass(frozen=True)
 class Question:
-    """answers: (text, index of its first character in the context), the accepted ones."""
+    """A question about a context. answers: the accepted ones, as (text, index of its first
+    character in the context)."""
 
     id: str
     question: str
@@ -130,7 +131,7 @@ def _questions(content: Any, source: str) -> Iterator[Question]:
 
 
 def _rows(dataset: Any, source: str) -> Iterator[Question]:
-    """The hub has the answers of a question as two lists."""
+    """The questions of the hub's data set, which has the answers of a question as two lists."""
     get = partial(_get, source=source)
     for row in dataset:
         answers = get(row, "answers", dict)
@@ -202,7 +203,7 @@ def _library_tokenizer(text: str) -> Any:
 
 
 def _continues(byte: int) -> bool:
-    """Whether a byte of UTF-8 is one inside a character."""
+    """True if a byte of UTF-8 lies inside a character."""
     return byte & 0xC0 == 0x80
 
 
@@ -299,8 +300,8 @@ def best_answers(
 
 
 def normalize(text: str) -> str:
-    """As SQuAD's official evaluation compares answers: lower case, no ASCII punctuation, no
-    articles, single spaces."""
+    """An answer in the form that SQuAD's official evaluation compares: lower case, no ASCII
+    punctuation, no articles, single spaces."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 

@@ -25,7 +25,8 @@ EVAL_BATCH = 64  # sequences per forward pass, unless impl.micro_batch says
 
 @dataclass(frozen=True)
 class Encoded:
-    """ids [T]: int32. second: where tokens of type 1 begin. target: as the head takes it."""
+    """One sequence. ids: int32 [T]. second: index of the first token of type 1. target: class,
+    number or span, as the head takes it."""
 
     ids: np.ndarray
     second: int
@@ -38,11 +39,12 @@ def _encoded(ids: list[int], second: int, target: Any) -> Encoded:
 
 @dataclass(frozen=True)
 class Problem:
-    """A task as sequences.
+    """A task: its sequences, its metrics and its head.
 
-    examples: their numbers by split, which for SQuAD are not those of the windows, and with QQP
-    that of the `broken_lines` that were left out. metrics: of the logits [..., outputs] of each
-    sequence, by dev split. head: makes the model of a pretrained one.
+    examples: number of examples by split (of SQuAD there are more sequences, the windows), for QQP
+    also that of the `broken_lines` left out. pad: token id that fills shorter sequences. metrics:
+    function of the logits [..., outputs] of each sequence, by dev split. head: function that puts
+    the task's head on a pretrained model.
     """
 
     train: list[Encoded]
@@ -153,7 +155,7 @@ class TaskSource:
 
     @property
     def tokens_per_sample(self) -> int:
-        """The mean over the sequences, without padding."""
+        """Tokens of a sequence without padding, on average."""
         return round(sum(len(s.ids) for s in self.problem.train) / len(self.problem.train))
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
@@ -182,7 +184,11 @@ class TaskMetrics:
         self.problem, self.batch, self.length = problem, batch or EVAL_BATCH, length
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
-        """Raises a UserError where logits are NaN."""
+        """The metrics of the trainer's model.
+
+        Raises:
+            UserError: logits are NaN.
+        """
         logits: dict[str, list[np.ndarray]] = {}
         for split, sequences in self.problem.dev.items():
             logits[split] = []

@@ -9,7 +9,7 @@ from experiments.config.settings import TrainConfig
 
 
 def is_kept(train: TrainConfig) -> bool:
-    """Whether a training has an averaged copy."""
+    """True if a training keeps an averaged copy."""
     return bool(train.ema or train.average_last)
 
 

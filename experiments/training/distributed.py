@@ -1,4 +1,4 @@
-"""The process group under torchrun, and none without it."""
+"""The processes that torchrun started together, or this one alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class World:
         return self.rank == 0
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """`work()` on every rank, on rank 0 before the others: it prepares what they then find.
+        """Return `work()`, done on rank 0 before the other ranks, which find what it has prepared.
 
         Its UserError is everybody's.
         """

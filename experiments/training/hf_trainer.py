@@ -106,7 +106,7 @@ class MethodCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After the Trainer has loaded the plain weights of the best model, if it was to."""
+        """Called after the Trainer has loaded the plain weights of the best model, if it was to."""
         self._hook.remove()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint) / STATE, args)
@@ -120,13 +120,13 @@ class MethodCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Between two micro-batches of a step."""
+        """Called between two micro-batches of a step."""
         self.method.open_micro_batch()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After clipping, which unscales."""
+        """Called after clipping, which unscales."""
         optimizer = kwargs["optimizer"]  # in accelerate's wrapper, which a method need not know
         if args.fp16 and not base.all_finite(kwargs["model"].parameters()):
             return  # the scaler will skip this step
@@ -135,7 +135,7 @@ class MethodCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Before `state.global_step` is raised."""
+        """Called before `state.global_step` is raised."""
         self.method.on_step_end(state.global_step)
 
     def on_log(
@@ -192,7 +192,7 @@ class MethodCallback(TrainerCallback):
 
 
 def plain_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state` of `model` as that of the plain model of the same function, under its names."""
+    """The state dict of the plain model of the same function, made of `state`, that of `model`."""
     for name, layer in model.named_modules():
         kinds = SparseLinear | compressed.SparsePlusLowRank | slorb.BoostedLinear
         if isinstance(layer, kinds):
@@ -221,7 +221,8 @@ def _save_plain(
 
 
 def _expect_plain(model: nn.Module, incompatible: Any) -> None:
-    """No word of the names by which a plain checkpoint differs: the callback loads the rest."""
+    """Drop from a loader's report, in place, the names by which a plain checkpoint differs: the
+    callback loads what these stand for."""
     layers = [n for n, layer in model.named_modules() if isinstance(layer, SparseLinear)]
     for keys in incompatible:
         keys[:] = [key for key in keys if key.rpartition(".")[0] not in layers]

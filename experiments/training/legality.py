@@ -1,4 +1,4 @@
-"""How sparse each linear of a model is, and whether its pattern holds."""
+"""Measures the density of each linear of a model, and counts groups that break its pattern."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from common_kernels import check_nm
 
 @dataclass(frozen=True)
 class LinearSparsity:
-    """One linear with weight [out, in] = `shape`.
+    """The zeros of one linear with weight [out, in] = `shape`.
 
-    pattern: n non-zeros in m consecutive inputs. illegal_groups: of `groups` groups of m those with
-    more than n non-zeros.
+    pattern: (n, m), at most n non-zeros in m consecutive inputs. groups: number of groups of m
+    inputs; illegal_groups: number of those with more than n non-zeros.
     """
 
     name: str
@@ -45,7 +45,7 @@ class LinearSparsity:
 
 @torch.no_grad()
 def measure(model: nn.Module, patterns: Mapping[str, tuple[int, int]]) -> list[LinearSparsity]:
-    """The linears named in `patterns`, each against its own pattern (n, m)."""
+    """The sparsity of the linears named in `patterns`, each against its own pattern (n, m)."""
     rows = []
     for name, (n, m) in patterns.items():
         weight = model.get_parameter(f"{name}.weight")
@@ -74,14 +74,14 @@ def total(rows: Sequence[LinearSparsity]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
-    """A Markdown table of the rows, their sum last; of `dense` weights without patterns."""
+    """A Markdown table of the rows, their sum last. dense: leave the patterns out."""
     names, *lines = _cells(rows, dense)
     ruled = [names, ["---"] * len(names), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
 
 
 def text(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
-    """The same in columns as wide as the terminal, or 80; long names go on in a second line."""
+    """The table in columns as wide as the terminal, or 80; long names go on in a second line."""
     import rich.console
     import rich.table
 
@@ -99,7 +99,7 @@ def text(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
 
 
 def _cells(rows: Sequence[LinearSparsity], dense: bool) -> list[list[str]]:
-    """The heads of the columns, a line for each row, and their sum."""
+    """The cells of `table`: the heads of the columns, a line for each row, and their sum."""
     summed = total(rows)
     lines = [["linear", "shape", "density"] + ([] if dense else ["N:M", "illegal groups"])]
     for row in rows:

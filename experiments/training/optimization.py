@@ -34,7 +34,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class NonFiniteGradient(Exception):
     """The gradient of a step is not finite, and nothing of that step has touched the weights.
 
-    loss: of the step on this rank.
+    loss: the step's loss on this rank.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -114,7 +114,7 @@ def make_optimizer(
 
 
 def _training_bytes(model: nn.Module, optimizer: str) -> int:
-    """What a step needs at least, beside activations."""
+    """Bytes of weights, gradients and moments, the least that a step needs beside activations."""
     copies = 3 if optimizer == "lion" else 4  # weights, gradients, and one or two moments
     parameters = sum(p.nbytes * (copies if p.requires_grad else 1) for p in model.parameters())
     return parameters + sum(buffer.nbytes for buffer in model.buffers())
@@ -175,8 +175,8 @@ class Optimization:
         """One optimizer step on as many micro-batches as there are `shares`.
 
         Args:
-            batches: on any device. shares: of each micro-batch's samples in those of the step on
-                this rank; the loss of the step is the mean over its samples.
+            batches: the micro-batches, on any device. shares: for each of them its part of the
+                samples of the step on this rank; the loss of the step is the mean over its samples.
         Returns: (mean loss on this rank, norm of the gradient before clipping). Where the norm is
             not finite, the loss scaler has left the step out.
         Raises:
@@ -258,7 +258,7 @@ class Optimization:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on: model, method, optimizer, scaler."""
+        """The state of all that the next step depends on: model, method, optimizer, scaler."""
         return {
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
@@ -278,7 +278,7 @@ class Optimization:
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's random generators, of which dropout draws."""
+    """The states of torch's random generators, from which dropout draws."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()

@@ -1,7 +1,7 @@
 """One training, from its config to its result.
 
-What is written into the run directory: `config.json`, `metrics.jsonl`, `checkpoints/` while it
-runs, and at the end `model.safetensors` (plain weights, pruned entries zero) and `result.json`.
+The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it runs, and at the end
+`model.safetensors` (plain weights, pruned entries zero) and `result.json`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _ended(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _to_make_again(config: RunConfig, result: dict[str, Any]) -> str | None:
-    """Why a run that ended is not done."""
+    """The reason for which a run that ended is made again; None if there is none."""
     if result.get("init") != config.init_weights():
         return f"{config.init} has other weights than when {config.directory()} began with them"
     return damage(config.directory(), result)
@@ -137,7 +137,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
 
 
 def notes(config: RunConfig, source: Source) -> list[str]:
-    """What was changed so that the run could be made, in sentences for its report and result."""
+    """Sentences, for the report and the result, on settings that were changed to fit the data."""
     said = list(config.notes)
     asked, there = config.train.eval_samples, source.eval_size
     if asked > there:
@@ -153,7 +153,7 @@ def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
 
 
 def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
-    """The converted model on its device, and its data.
+    """The converted model on its device, its method, the report on it, and its data.
 
     What can be refused without the data is refused before they are prepared.
     """
@@ -292,7 +292,7 @@ def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> lis
 
 
 def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
-    """By layer, the state that `finalize` gives up: dense master weights, masks, scales."""
+    """The state that `finalize` gives up, by layer: dense master weights, masks, scales."""
     return {
         name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
         for name, layer in method.sparse_layers.items()
@@ -321,7 +321,7 @@ def _finalized_averages(trainer: Trainer) -> nn.Module | None:
 
 @contextmanager
 def process_settings(impl: ImplConfig) -> Iterator[None]:
-    """Threads and backend of this run; what they were comes back for the next one."""
+    """Set the threads and the backend of a run; restore what they were at the end."""
     threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
     before = os.environ.get(name)
     torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
@@ -338,6 +338,6 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """All parameters as safetensors, atomically; a tied tensor is stored under its first name."""
+    """Write all parameters as safetensors, atomically; a tied tensor goes under its first name."""
     tensors = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}
     checkpoint.write_atomic(path, lambda p: save_file(tensors, p))

@@ -1,7 +1,7 @@
-"""What changes from optimizer step to optimizer step: learning rate and weight decay.
+"""The learning rate and the weight decay of each optimizer step.
 
-Steps count from 0. p is the share of the run's samples seen before a step, the share of its steps
-unless the batch grows.
+Steps count from 0. p is the share of the run's samples that were seen before a step; where the
+batch does not grow that is the share of its steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from experiments.config.settings import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of one step.
+    """The learning rate of one step, by `train.schedule`.
 
     cosine: linear warm-up, then half a cosine from the peak to the minimum (nanoGPT).
     linear: linear warm-up, then a line from the peak to the minimum.

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.support.results import FILE, NoResult, read_training
+from experiments.support.results import FILE, NoResult, check_shape, read_training
 from methods.nn.acceleration import Acceleration
 
+_SHAPE = {"config": {"train": dict, "impl": dict}, "environment": {"device": str}}
 # Settings without which steps of two runs take as long as with them.
 _IDLE = ("matmul", "checkpoint_every", "loggers")
 
@@ -55,6 +56,7 @@ def of_dense(directory: Path, config: dict[str, Any], device: str) -> float | No
     for path in sorted(directory.parents[1].glob(f"dense*/seed*/{FILE}")):
         try:
             result = read_training(path.parent)
+            check_shape(path.parent, result, _SHAPE)
         except NoResult:
             continue
         alike = _of_steps(result["config"]) == _of_steps(config)

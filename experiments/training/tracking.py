@@ -1,4 +1,4 @@
-"""Where a run's figures go: a JSONL file, which is the truth, and optional viewers.
+"""Writes a run's figures to a JSONL file, which is what counts, and to optional viewers.
 
 However often a run is stopped and goes on, it is one run at Weights & Biases, and one event file of
 TensorBoard.
@@ -22,9 +22,9 @@ WANDB_ID = "wandb_id.txt"
 class MetricsLog:
     """Appends one JSON object per record to `metrics.jsonl`; each has a `step`.
 
-    lines: of the records so far. A checkpoint keeps them, and a resumed run begins with those of
-        its checkpoint: whatever became of the file, none is missing and none is there twice.
-    config: of the run, for the viewers.
+    lines: the lines of the records so far. A checkpoint keeps them, and a resumed run begins with
+        those of its checkpoint: whatever became of the file, none is missing or there twice.
+    config: the run's config, shown by the viewers.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def check_viewers(viewers: tuple[str, ...]) -> None:
-    """A UserError for a viewer that is not installed."""
+    """Raise a UserError for a viewer that is not installed."""
     for name in viewers:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"impl.loggers has {name}: run `pip install sparse24[logging]`")
@@ -99,7 +99,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _tensorboard(directory: Path, config: dict[str, Any]) -> Any:
-    """A new event file, which is to show the records so far as well, in the place of the old."""
+    """The writer of a new event file in the place of the old; the caller repeats the records."""
     from torch.utils.tensorboard import SummaryWriter
 
     for old in directory.glob("events.out.tfevents.*"):
@@ -110,8 +110,8 @@ def _tensorboard(directory: Path, config: dict[str, Any]) -> Any:
 
 
 def _wandb(directory: Path, config: dict[str, Any]) -> Any:
-    """The run of this directory, which keeps its id: a directory that was removed and made again is
-    another run, whose records Weights & Biases would not take into the old one."""
+    """The Weights & Biases run of this directory, which keeps its id in a file. A directory that
+    was removed and made again is another run: the old one would not take its records."""
     import wandb
 
     path = directory / WANDB_ID

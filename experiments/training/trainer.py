@@ -1,6 +1,6 @@
 """One trainer for every model and method, in pre-training and in fine-tuning.
 
-All that a step (experiments/training/optimization.py) depends on is the saved state and the step's
+A step (experiments/training/optimization.py) depends on nothing but the saved state and the step's
 number, so a run that is stopped anywhere and started again goes on as if nothing had happened.
 """
 
@@ -35,7 +35,7 @@ from experiments.training.tracking import MetricsLog
 from methods import Method, refresh
 from models.base import Model
 
-# What `Trainer` is told of the model at an evaluation, by name.
+# Measures the model of a trainer; returns numbers by name.
 Evaluation = Callable[["Trainer"], dict[str, float]]
 
 
@@ -43,12 +43,12 @@ class Trainer:
     """Trains `model`, converted by `method` and on its device, on the batches of `source`.
 
     Args:
-        evaluation: the figures of the model as it stands, which is in evaluation mode then; called
-            every `train.eval_every` steps, or after each epoch where `train` has epochs.
-        identity: names the config and the first weights; a checkpoint with another identity, or
+        evaluation: measures the model, which is in evaluation mode then; called every
+            `train.eval_every` steps, or after each epoch where `train` has epochs, and at the end.
+        identity: hashes of the config and the first weights; a checkpoint with another identity, or
             made on other data, is refused.
         micro_batch: samples per rank and forward pass. compiled, fused: see `Optimization`.
-        config: of the run, for the viewers of its log.
+        config: the run's config, shown by the viewers of its log.
         group: what the settings of `train` are called in messages.
     """
 
@@ -135,17 +135,19 @@ class Trainer:
         self._join_skipped()
 
     def log_last(self, means: dict[str, float]) -> None:
-        """The evaluation after the last step, of the weights as the method leaves them."""
+        """Record the evaluation after the last step, and close the log."""
         self._log_evaluation(means)
         if self.log is not None:
             self.log.close()
 
     def _stop(self) -> AbstractContextManager[Stop]:
-        """Ranks that share a step cannot stop each after its own: there, a signal ends all."""
+        """Delays a signal to the end of a step. Ranks that share steps cannot do so each by itself:
+        there a signal ends the process at once."""
         return deferred_stop() if self.world.size == 1 else nullcontext(Stop())
 
     def _join_skipped(self) -> list[int]:
-        """What the source left out on any rank, now known to all; every rank must call it."""
+        """The samples that the source left out on any rank, made known to all. Every rank must call
+        it."""
         skipped: set[int] = getattr(self.source, "skipped", set())
         if self.world.size > 1:
             parts: list[Any] = [None] * self.world.size
@@ -158,7 +160,7 @@ class Trainer:
             self.log.write(record)
 
     def _evaluation_due(self) -> bool:
-        """Whether there is an evaluation before this step."""
+        """True if the model is evaluated before this step."""
         epoch = self.train.epoch_steps
         if epoch is not None:
             return self.step > 0 and self.step % epoch == 0
@@ -227,13 +229,13 @@ class Trainer:
         return norm
 
     def _micro_batches(self, step: int) -> list[range]:
-        """This rank's part of a step, as samples of its batch; a last one may be short."""
+        """This rank's micro-batches of a step as indices into its batch; the last may be small."""
         samples, size = int(self.train.batch_sizes[step]), self.micro_batch
         firsts = range(self.world.rank * size, samples, self.world.size * size)
         return [range(first, min(first + size, samples)) for first in firsts]
 
     def _requests(self) -> Iterator[Request]:
-        """This rank's micro-batches from here on."""
+        """This rank's micro-batches of all steps that are left, as the source is asked for them."""
         for step in range(self.step, self.train.steps):
             for part in self._micro_batches(step):
                 yield step, part
@@ -252,7 +254,7 @@ class Trainer:
         return means
 
     def evaluate_averages(self) -> dict[str, float]:
-        """With masks and scales of their own; nothing without averaged weights."""
+        """The figures of the averaged weights, with masks and scales of their own, if any."""
         if not self.averages:
             return {}
         with self.averaged():
@@ -268,7 +270,8 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The averaged weights in the model, with masks and operands derived from them."""
+        """Put the averaged weights into the model, masks and operands derived from them; at the end
+        its own come back."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         with torch.no_grad():
             parameters = dict(self.model.named_parameters())

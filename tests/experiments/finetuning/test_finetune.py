@@ -455,7 +455,7 @@ class Recorder:
 
     def __getattr__(self, name):
         value = getattr(self.own, name)
-        if name not in ("on_step_begin", "loss", "on_gradients", "on_step_end"):
+        if name not in ("on_step_begin", "micro_batch_loss", "on_gradients", "on_step_end"):
             return value
 
         def call(*args):
@@ -482,12 +482,12 @@ def test_the_hooks_of_a_method_come_in_order_once_per_step(gpt2):
     sizes = [[8, 8, 4], [8, 8, 4], [8]] * 2
     expected = []
     for step, micro in enumerate(sizes):
-        losses = [("loss", n) for n in micro]
+        losses = [("micro_batch_loss", n) for n in micro]
         hooks = [("on_step_begin", step), *losses, ("on_gradients", step), ("on_step_end", step)]
         expected += hooks
     seen = []
     for name, args in recorder.calls:
-        if name == "loss":
+        if name == "micro_batch_loss":
             assert args[0] is t.model
             seen.append((name, len(args[1]["target"])))
         elif name == "on_gradients":
