@@ -12,7 +12,7 @@ are translated by beam search, with the averaged weights where there are some
 
 The translations go into `translations.txt` of the run, a line each; `bleu`, `bleu_tokenized` and
 `exact_match`, all in percent (experiments/evaluation/bleu.py), into the metrics of `result.json`,
-with `val_bleu`, that of the validation split.
+with the first two of the validation split as `val_bleu` and `val_bleu_tokenized`.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[st
         "bleu_tokenized": scores.bleu_tokenized,
         "exact_match": scores.exact_match,
         "val_bleu": validation.bleu,
+        "val_bleu_tokenized": validation.bleu_tokenized,
     }
     result["search"] = dataclasses.asdict(config.search)
     result["bleu_signature"] = scores.signature

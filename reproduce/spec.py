@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 TIERS = ("smoke", "mini", "full")
 SHOWN_AS = ("mean_std", "mean", "sum", "paired", "ratio", "speedup")
-TRAINING = ("pretrain", "dino")
+TRAINING = ("pretrain", "dino", "translate")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
 FIGURES = ("curves", "bars", "lines", "none")

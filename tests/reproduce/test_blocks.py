@@ -142,7 +142,11 @@ def test_block_d_has_the_rows_of_torchao_s_table():
         ("[3, 1]", "[3, 3]", "two seeds are the same: [3, 3]"),
         ("[method=dense]", "method=dense", "the file: arms.dense: 'method=dense' is no list"),
         ("  dense:", "  ste_2e-3:", "arms 'ste_2e-3' and 'ste 2e-3' would have the same file"),
-        ("title: T", "title: T\ndriver: training", "driver=training; choose one of pretrain, dino"),
+        (
+            "title: T",
+            "title: T\ndriver: training",
+            "driver=training; choose one of pretrain, dino, translate",
+        ),
         ("seeds: [3, 1]", "seeds: [3, 1", "while parsing"),
         (TEXT, "", "it holds no keys"),
     ],

@@ -118,7 +118,7 @@ LEFT = {
 }
 UNCONFIRMED = {
     *("fst_table5", "fst_table6", "fst_table7", "fst_table8", "fst_table10"),
-    "fst_table9",
+    *("fst_table1", "fst_table9"),
     *("sste_table1", "sste_table2", "sste_table3", "sste_table6", "sste_table7", "sste_table8"),
     "sste_figure4",
 }

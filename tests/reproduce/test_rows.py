@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from experiments import dino
+from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
@@ -30,6 +31,7 @@ TINY = {
         *("model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32"),
         *("data.name=masked", "data.vocab_size=100"),
     ],
+    "transformer": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32"],
     "deit": ["model.width=16", "model.depth=1", "model.heads=2"],
     "vit": ["model.width=16", "model.depth=1", "model.heads=2"],
 }
@@ -61,7 +63,8 @@ def short(table, data):
         return BENCH
     overrides = table.tiers["smoke"].overrides
     [family] = {o.removeprefix("model=").partition("_")[0] for o in overrides if "model=" in o}
-    return [*SHORT, *TINY[family], *(data if family in ("gpt2", "bert") else [])]
+    needed = {"gpt2": data, "bert": data, "transformer": data[1:]}.get(family, [])
+    return [*SHORT, *TINY[family], *needed]
 
 
 def first_row(table):
@@ -86,6 +89,7 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
     runs, data = shared
     # Its fits take half a minute: tests/experiments has them.
     monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 50.0, "linear_top1": 60.0})
+    monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
     for table in (first_row(t) for t in TABLES if t.command == command):
         planned, said = plan(table, "smoke", runs, short(table, data)), []
         execute(planned.jobs, said.append)
