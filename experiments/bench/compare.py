@@ -18,15 +18,13 @@ import rich.console
 import rich.markup
 import rich.table
 
-from experiments.bench.report import read_record
+from experiments.bench.report import identity, read_record
 from experiments.support.checkpoint import write_atomic
 from experiments.support.errors import UserError
 
 WITHIN = 0.03
 GRAPHS, OVER_DENSE = "step in CUDA graphs ms", "in graphs, times as fast as dense"
 PEERS = ("dense", "clone")  # a row is judged by the first of these that it has
-# How products were named in older records.
-FORMER = {"Y": "fprop", "dX": "dgrad", "dW": "wgrad"}
 HEADS = ("benchmark", "name", "dtype", "shape", "old ms", "new ms", "new/old", "peer", "old x",
          "new x", "verdict")  # fmt: skip
 
@@ -65,7 +63,7 @@ def pairs(old: dict[str, Any], new: dict[str, Any]) -> list[Pair]:
             before.setdefault(_key(row), []).append(row)
         for row in timed(part["rows"]):
             rows = before.get(_key(row), [])
-            same = [r for r in rows if _backend(r) == _backend(row)]
+            same = [r for r in rows if identity(r) == identity(row)]
             for earlier in (same or rows)[-1:]:
                 shared = row["peers"].keys() & earlier["peers"].keys()
                 peer = next((p for p in PEERS if p in shared and p != row["name"]), "")
@@ -91,10 +89,6 @@ def timed(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return row["name"], row["dtype"], row["shape"]
-
-
-def _backend(row: dict[str, Any]) -> list[str]:
-    return [FORMER.get(word, word) for word in row["backend"].replace(",", " ").split()]
 
 
 def cells(pair: Pair) -> list[str]:

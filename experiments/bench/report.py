@@ -5,7 +5,8 @@ A record is one JSON file for one device:
     {"device": NAME, "benchmarks": {BENCHMARK: {"rows": [...], "left_out": [...]}}}
 
 A row says what ran where with which versions, so rows of several runs may stand in one record: a
-row takes the place of an older one with the same name, dtype, shape and backend.
+row takes the place of an older one with the same name, dtype, shape and backend, whichever of its
+products the backend runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state
 
 KEY = ("name", "dtype", "shape", "backend")
+PRODUCTS = {"fprop", "dgrad", "wgrad", "Y", "dX", "dW"}  # the last three are of older records
 MIB = 2**20
 
 
@@ -90,6 +92,12 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def identity(row: dict[str, Any]) -> tuple[str, ...]:
+    """What tells rows of a benchmark apart."""
+    words = set(row["backend"].replace(",", " ").replace(";", " ").split()) - PRODUCTS
+    return row["name"], row["dtype"], row["shape"], *sorted(words)
 
 
 class Report:
@@ -163,8 +171,8 @@ class Report:
 
     def save(self, earlier: list[dict[str, Any]]) -> None:
         """Save the record: the new rows replace rows of `earlier` with the same keys."""
-        new = {tuple(row[k] for k in KEY): row for row in self.rows}
-        old = {tuple(row[k] for k in KEY): row for row in earlier}
+        new = {identity(row): row for row in self.rows}
+        old = {identity(row): row for row in earlier}
         rows = list({**old, **new}.values())
         self.record["benchmarks"][self.benchmark] = {"rows": rows, "left_out": self.left_out}
         write_json(self.out, self.record)

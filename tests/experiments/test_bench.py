@@ -279,6 +279,11 @@ def test_rows_of_several_runs_stand_in_one_record(tmp_path):
     both = run(row("c"), benchmark="linear")
     assert both == {"ops": [("a", 2.0), ("b", 3.0)], "linear": [("c", 2.0)]}
     assert run(row("d"))["ops"] == [("d", 2.0)]
+    by = {"backend": "cusparselt Y dX"}
+    run(replace(row("slope"), **by), benchmark="linear")
+    again = [replace(row("slope", 3.0), backend=b) for b in ("cusparselt fprop", "dense")]
+    found = run(*again, benchmark="linear", only=["slope"])
+    assert found["linear"] == [("slope", 3.0), ("slope", 3.0)]  # of other products, and dense
 
 
 def test_a_run_that_is_cut_keeps_its_rows_and_the_old_ones(tmp_path):
