@@ -82,13 +82,25 @@ def resume(run, folder):
     load(run, state)
 
 
-def whole(x):
-    """A copy of `x` with every DTensor in it gathered."""
+def own(x):
+    """A copy of `x` with the rows of this rank, in a list, for every DTensor."""
     if isinstance(x, dict):
-        return {key: whole(value) for key, value in x.items()}
-    if isinstance(x, DTensor):
-        return x.full_tensor()
-    return copy.deepcopy(x)
+        return {key: own(value) for key, value in x.items()}
+    return [x.to_local().clone()] if isinstance(x, DTensor) else copy.deepcopy(x)
+
+
+def whole(parts):
+    """What all ranks have `own` of."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: whole([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(whole(part) for part in zip(*parts, strict=True))
+    if isinstance(first, list) and first and isinstance(first[0], torch.Tensor):
+        return torch.cat([part[0] for part in parts])
+    if isinstance(first, list) and first and isinstance(first[0], tuple):
+        return [whole(part) for part in zip(*parts, strict=True)]
+    return first
 
 
 def finished(run):
@@ -97,7 +109,7 @@ def finished(run):
         run.method.finalize(run.model)
     except ValueError as error:
         return str(error)
-    return whole(get_model_state_dict(run.model))
+    return own(get_model_state_dict(run.model))
 
 
 def _train(rank, ranks, meeting_point, checkpoints, results):
@@ -116,14 +128,13 @@ def _train(rank, ranks, meeting_point, checkpoints, results):
             state = parts_of(run) if step else {"model": get_model_state_dict(run.model)}
             if step == RESUMED and ranks == 2:
                 dcp.save(state, checkpoint_id=folder)
-            state = whole(state)
+            state = own(state)
             loss = torch.tensor(run.step(step, share=run.share()), dtype=torch.float64)
             dist.all_reduce(loss)
-            gradients = {n: g.full_tensor() for n, g in run.gradients.items()}
+            gradients = own(run.gradients)
             steps.append((state, float(loss) / ranks, gradients, run.method.metrics()))
-        found[case.id] = steps, whole(get_model_state_dict(run.model)), finished(run)
-    if rank == 0:
-        torch.save(found, results)
+        found[case.id] = steps, own(get_model_state_dict(run.model)), finished(run)
+    torch.save(found, f"{results}{rank}")
     dist.barrier()
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
@@ -134,9 +145,9 @@ def folder(tmp_path_factory):
 
 
 def trained(ranks, folder):
-    store, results = (folder / f"store{ranks}").as_uri(), folder / f"steps{ranks}.pt"
+    store, results = (folder / f"store{ranks}").as_uri(), folder / f"steps{ranks}of"
     mp.spawn(_train, (ranks, store, folder, results), nprocs=ranks)
-    return torch.load(results, weights_only=True)
+    return whole([torch.load(f"{results}{rank}", weights_only=True) for rank in range(ranks)])
 
 
 @pytest.fixture(scope="module")
