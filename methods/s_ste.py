@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common_kernels import mvue24, quantize_fp8, soft_threshold24
+from common_kernels import mvue24, soft_threshold24
 from common_kernels.adamw import Rule
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands import project_quantize24_
@@ -32,10 +32,11 @@ from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 
 from .nn import base
-from .nn.fp8_gemms import FP8, Fp8Formats, fp8_linear
-from .nn.gemms import DENSE, Products, under_autocast
+from .nn.fp8_gemms import FP8
+from .nn.fp8_linear import Fp8Linear
+from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
-from .nn.operands import Dense, Fp8
+from .nn.operands import Dense
 from .nn.optimizer import StepWork
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
@@ -88,60 +89,32 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, 1.0)
 
 
-class Linear(SparseLinear):
-    """State beyond the base class: `scale` (beta, fp32, saved). Derived and not saved: with
-    `mvue_weight` `operand_dgrad` [out, in]; with FP8 the codes of both operands, `codes` and
-    `codes_dgrad` [out, in], and their `code_scales` (fp32 [2]). On FP8 units `codes_dgrad` is
-    [in, out], and `packed` takes the place of `codes` where fprop runs sparse."""
+class Linear(Fp8Linear):
+    """State beyond the base class: `scale` (beta, fp32, saved); with `mvue_weight` and without FP8
+    `operand_dgrad` [out, in], the weight of dgrad, derived and not saved."""
 
     config: Config
     scale: Tensor
     operand_dgrad: Tensor | None
-    codes: Tensor | None
-    codes_dgrad: Tensor | None
-    code_scales: Tensor
 
     @property
     def mvue(self) -> str | None:
         return None if self.config.mvue == "off" else self.config.mvue
-
-    @property
-    def fp8(self) -> Fp8Formats | None:
-        """Formats of FP8 products; None for the dtype of the run."""
-        return FP8[self.config.fp8]
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         weight = self.weight.detach()
         projected = soft_threshold24(weight, config.gamma)
         self.register_buffer("scale", projection_scale(weight, projected, config.beta))
-        for operand in ("operand_dgrad", "codes", "codes_dgrad"):
-            self.register_buffer(operand, None, persistent=False)
-        if config.mvue_weight and not self.fp8:
-            self.operand_dgrad = torch.empty_like(weight, dtype=self.dtype)
-        if self.fp8:
-            self._hold_codes()
+        own = torch.empty_like(weight, dtype=self.dtype) if config.mvue_weight else None
+        self.register_buffer("operand_dgrad", None if self.fp8 else own, persistent=False)
 
-    def _hold_codes(self) -> None:
-        """Room for what the FP8 products take."""
-        assert self.fp8
-        (rows, columns), device, products = self.weight.shape, self.weight.device, self.products
-        fprop, dgrad = FORMATS[self.fp8.fprop], FORMATS[self.fp8.dgrad]
-        self.packed = self.codes = None
-        if products.fprop:
-            self.packed = Packed24.empty((rows, columns), fprop, device).buffer
-        else:
-            self.codes = torch.empty(rows, columns, dtype=fprop, device=device)
-        shape = (columns, rows) if products.fp8 else (rows, columns)
-        self.codes_dgrad = torch.empty(shape, dtype=dgrad, device=device)
-        self.register_buffer("code_scales", torch.ones(2, device=device), persistent=False)
-
-    def projected(self) -> Tensor:
+    def exact_weight(self) -> Tensor:
         """beta * S(W) in fp32."""
         return self.scale * soft_threshold24(self.weight.detach(), self.config.gamma).float()
 
     def effective_weight(self) -> Tensor:
-        return self.projected().to(self.weight.dtype)
+        return self.exact_weight().to(self.weight.dtype)
 
     @property
     def rows_together(self) -> int:  # type: ignore[override]
@@ -154,15 +127,8 @@ class Linear(SparseLinear):
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
 
     def derive(self) -> None:
-        if self.products.fp8:
-            self._pack_codes()
-            return
         super().derive()
-        if self.fp8:
-            projected = self.projected()
-            self._quantize(0, self.codes, projected, self.fp8.fprop)
-            self._quantize(1, self.codes_dgrad, projected, self.fp8.dgrad)
-        elif self.operand_dgrad is not None:
+        if self.operand_dgrad is not None:
             self.operand_dgrad.copy_(self.sparse_weight)
 
     def pack(self) -> None:
@@ -174,7 +140,10 @@ class Linear(SparseLinear):
         else:
             pack24_(fprop.matrix, weight, "soft", scale=self.scale, dense=dense)
 
-    def _pack_codes(self) -> None:
+    def quantize(self) -> None:
+        if not self.products.fp8:
+            super().quantize()
+            return
         assert self.fp8 and self.codes_dgrad is not None
         packed, shape = self.packed, (self.out_features, self.in_features)
         project_quantize24_(
@@ -186,59 +155,18 @@ class Linear(SparseLinear):
             self.scale,
         )
 
-    def _quantize(self, place: int, held: Tensor | None, weight: Tensor, fmt: str) -> None:
-        assert held is not None
-        codes, scale = quantize_fp8(weight, fmt)
-        held.copy_(codes)
-        self.code_scales[place].copy_(scale)
-
     def sparse_products(self) -> Products:
-        sparse = replace(super().sparse_products(), fprop=True)
-        if not self.fp8:
-            return sparse
-        if not self.fp8.on_units or self.config.gamma or self.config.mvue_weight:
+        return replace(super().sparse_products(), fprop=True)
+
+    def candidates(self) -> Products:
+        if self.recipe and (self.config.gamma or self.config.mvue_weight):
             return DENSE  # simulated only
-        return replace(sparse, fp8=True)
-
-    def allocate(self) -> None:
-        if self.fp8:
-            self._hold_codes()
-        if self.products.fp8:
-            self.operand = None
-            self.refresh()
-        else:
-            super().allocate()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        super()._apply(*args, **kwargs)
-        if self.fp8:  # a cast would take codes and their scales for numbers
-            self.allocate()
-        return self
+        return super().candidates()
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        if not self.fp8:
-            fprop, dgrad = super().operands(dtype)
-            own = self.operand_dgrad
-            return fprop, dgrad if own is None else Dense(own.to(dtype))
-        scale, scale_dgrad = self.code_scales.unbind()
-        on_units, shape = self.products.fp8, None
-        codes, codes_dgrad = self.codes, self.codes_dgrad
-        if codes is None:
-            codes, shape = self.packed, (self.out_features, self.in_features)
-        assert codes is not None and codes_dgrad is not None
-        return Fp8(codes, scale, on_units, shape), Fp8(codes_dgrad, scale_dgrad, on_units)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]; in evaluation without FP8."""
-        if not self.fp8:
-            return super().forward(x)
-        x = under_autocast(x)
-        if not self.training and not torch.is_grad_enabled():
-            return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
-        operands, wgrad = self.operands(x.dtype), self.products.wgrad
-        return fp8_linear(
-            x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, self.fp8, wgrad
-        )
+        fprop, dgrad = super().operands(dtype)
+        own = self.operand_dgrad
+        return fprop, dgrad if own is None else Dense(own.to(dtype))
 
     @torch.no_grad()
     def sample(self) -> None:
@@ -247,10 +175,10 @@ class Linear(SparseLinear):
             return
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
-            self._quantize(1, self.codes_dgrad, sample, self.fp8.dgrad)
-            return
-        assert self.operand_dgrad is not None
-        self.operand_dgrad.copy_(sample)
+            self._quantize(1, sample, self.fp8.dgrad, self.codes_dgrad, None)
+        else:
+            assert self.operand_dgrad is not None
+            self.operand_dgrad.copy_(sample)
 
 
 class Method(base.Method):

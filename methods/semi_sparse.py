@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -47,6 +47,7 @@ from common_kernels import nm_mask, transposable_mask24
 
 from .nn import base
 from .nn.conversion import some_names, weight_of
+from .nn.fp8_gemms import FP8
 from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
@@ -64,17 +65,23 @@ class Config(base.Config):
         activation only, see above).
     refresh_every: optimizer steps between two choices of the weight's mask.
     sparse_fraction: share of `total_steps`, the first ones, that is sparse.
+    fp8: FP8 products while weights are sparse, `off`, `paper`, `hybrid` or `hopper`: as for
+        `methods.t_sr_ste`.
     """
 
     mode: str = "weight"
     algorithm: str = "greedy"
     refresh_every: int = 1
     sparse_fraction: float = 1.0
+    fp8: str = field(default="off", metadata={"added": True})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("mode", self.mode, MODES)
         base.check_choice("algorithm", self.algorithm, ("greedy", "exact", "rows"))
+        base.check_choice("fp8", self.fp8, tuple(FP8))
+        if self.mode == "activation" and self.fp8 != "off":
+            raise ValueError(f"fp8={self.fp8} needs mode=weight; mode=activation has no FP8")
         if self.mode == "weight" and self.algorithm == "rows":
             raise ValueError("algorithm=rows with mode=weight is the method ste; use that")
         if self.refresh_every < 1:
@@ -152,6 +159,10 @@ class Method(SwitchedMethod):
         self.dense_start = math.inf
         if config.sparse_fraction < 1.0:
             self.dense_start = round(config.sparse_fraction * config.total_steps)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.config.fp8 != "off"
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.sparse_fraction < 1.0 and not self.config.total_steps:

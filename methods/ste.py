@@ -6,26 +6,51 @@
     wgrad  dY          X             none; flows to W unmasked
 
 M keeps the two largest magnitudes of four consecutive inputs and is chosen again in every
-optimizer step. The model ends 2:4 sparse. The baseline "hard threshold" of S-STE.
+optimizer step. The model ends 2:4 sparse. The baseline "hard threshold" of S-STE. With `fp8` the
+products are in FP8 (nn/fp8_gemms.py): fprop is the sparse one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from common_kernels.adamw import Rule
 
 from .nn import base
+from .nn.fp8_gemms import FP8
+from .nn.fp8_linear import Fp8Linear
 from .nn.linear import MaskedLinear, SparseLinear
 from .nn.optimizer import StepWork
 
 
+@dataclass(frozen=True, kw_only=True)
 class Config(base.Config):
-    """No options beyond those of every method."""
+    """Options of STE.
+
+    fp8: FP8 products, `off`, `paper`, `hybrid` or `hopper`: as for `methods.s_ste`.
+    """
+
+    fp8: str = field(default="off", metadata={"added": True})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_choice("fp8", self.fp8, tuple(FP8))
+
+
+class Linear(Fp8Linear, MaskedLinear):
+    """`MaskedLinear` with the option of FP8."""
 
 
 class Method(base.Method):
     Config = Config
-    Linear = MaskedLinear
+    Linear = Linear
+
+    @property
+    def quantizes(self) -> bool:
+        return self.config.fp8 != "off"
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        assert isinstance(layer, MaskedLinear)
+        assert isinstance(layer, Linear)
+        if layer.recipe:
+            return None
         return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)

@@ -14,6 +14,7 @@ The decay is that of SR-STE (arXiv 2102.04010) on the gradient, after unscaling 
 The last `dense_fraction` of the steps trains all weights without pruning, MVUE or decay (section
 4): the model ends dense. With `dense_fraction=0` it ends 2:4 sparse, along both dims. In the
 dense phase the masks are virtual, as those of `methods.dense`: chosen and counted, not applied.
+With `fp8` the products of the sparse phase are in FP8 (nn/fp8_gemms.py), all three sparse.
 
 The released code keeps masks and counters as attributes of Parameters, which a checkpoint leaves
 out, and enters the dense phase at one step number: resumed after it, a run stays sparse. It
@@ -24,7 +25,7 @@ both follow from the number of the optimizer step. It trains one step more befor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from common_kernels.masks import ALGORITHMS
 
 from . import sr_ste
 from .nn import base
+from .nn.fp8_gemms import FP8
 from .nn.gemms import Products
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
@@ -54,6 +56,8 @@ class Config(sr_ste.Config):
     dense_fraction: share of `total_steps` that is dense.
     dense_phase: where these steps lie: at the `end`, or at the `start`, with which the paper
         compares (section 4.3); then the model ends 2:4 sparse.
+    fp8: FP8 products in the sparse phase, `off`, `paper`, `hybrid` or `hopper`: as for
+        `methods.s_ste`, but that `hopper` has W in e5m2 for dgrad, which is a sparse product here.
     """
 
     refresh_every: int = 40
@@ -61,6 +65,7 @@ class Config(sr_ste.Config):
     mvue: str = "exact"
     dense_fraction: float = 1 / 6
     dense_phase: str = "end"
+    fp8: str = field(default="off", metadata={"added": True})
 
     alpha_on_gradients: ClassVar[float] = 6e-5
 
@@ -71,6 +76,7 @@ class Config(sr_ste.Config):
         base.check_choice("algorithm", self.algorithm, ALGORITHMS)
         base.check_choice("mvue", self.mvue, ("exact", "sequential", "off"))
         base.check_choice("dense_phase", self.dense_phase, ("end", "start"))
+        base.check_choice("fp8", self.fp8, tuple(FP8))
         if not 0.0 <= self.dense_fraction <= 1.0:
             raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
 
@@ -101,6 +107,10 @@ class Method(SwitchedMethod, sr_ste.Method):
         self.dense_stop = math.inf
         if config.dense_phase == "start" and dense < steps:
             self.dense_start, self.dense_stop = 0, dense
+
+    @property
+    def quantizes(self) -> bool:
+        return self.config.fp8 != "off"
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.dense_fraction and not self.config.total_steps:

@@ -18,8 +18,8 @@ from experiments.bench import dense_fp8
 from experiments.bench.report import Report
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
-from methods import s_ste
 from methods.nn.compressed import CompressedLinear
+from methods.nn.fp8_linear import Fp8Linear
 from methods.nn.gemms import Products, sample_tokens
 from methods.nn.linear import SparseLinear
 
@@ -294,6 +294,8 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
     of_forward = of_backward = x
     if fp8:
         fprop, gradient, dgrad, wgrad = FORMATS[fp8]
+        if isinstance(layer, Fp8Linear) and layer.fp8:
+            dgrad = layer.fp8.dgrad  # e5m2 where its weight is 2:4
         forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
         of_forward, of_backward = fake_fp8(x, fprop), fake_fp8(x, wgrad)
         seen = fake_fp8(dy32, gradient)
@@ -319,8 +321,8 @@ def weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:
         values, pattern = layer.values.detach(), layer.pattern
         kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
         return layer.effective_weight().float(), expand_nm(kept, layer.row_mask, *pattern).float()
-    if isinstance(layer, s_ste.Linear) and layer.fp8:
-        weight = layer.projected()
+    if isinstance(layer, Fp8Linear) and layer.fp8:
+        weight = layer.exact_weight().float()
     elif isinstance(layer, SparseLinear):
         weight = layer.effective_weight().float()
     else:

@@ -229,7 +229,7 @@ class Method:
         chosen, why = {}, {}
         for name, layer in self.sparse_layers.items():
             of = (
-                layer.sparse_products(),
+                layer.candidates(),
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
                 layer.dtype,

@@ -1,8 +1,8 @@
-"""The three GEMMs of S-STE in FP8 (section 5 of the paper); notation as in gemms.py.
+"""The three GEMMs in FP8, as S-STE has them (section 5 of the paper); notation as in gemms.py.
 
     GEMM   operands      paper          hybrid         hopper
     fprop  X, Wf         e4m3, e4m3     e4m3, e4m3     e4m3, e4m3
-    dgrad  dY, Wb        e5m2, e5m2     e5m2, e4m3     e5m2, e4m3
+    dgrad  dY, Wb        e5m2, e5m2     e5m2, e4m3     e5m2, e4m3 (e5m2 where Wb is 2:4 along `out`)
     wgrad  S(dY), X      e5m2, e5m2     e5m2, e4m3     e5m2, e5m2
 
 Every operand is quantised once in each format that takes it, with one scale for the whole tensor of
@@ -17,7 +17,7 @@ On FP8 units (compute capability 9.0; `hopper` alone, whose formats are what the
 products with e5m2 in one operand at most, sparse ones with both operands in one format):
 
     fprop  sparse (cuSPARSELt), or dense where faster               given in bf16
-    dgrad  dense (cuBLAS)                                           given in bf16
+    dgrad  dense (cuBLAS), or of e5m2 sparse or bf16 codes          given in bf16
     wgrad  sparse along the tokens, or bf16 codes where faster      given in fp32
 
 They differ from the simulation of the same recipe by the accumulation of the FP8 units and by the
@@ -27,7 +27,8 @@ one of its own, so that dY is searched for its largest magnitude once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class Fp8Formats:
     on_units: bool = False  # what FP8 units multiply; the sample of dY has half of dY's scale
 
 
-FP8 = {
+FP8: dict[str, Any] = {
     "off": None,
     # S-STE: both operands of a product share a format, so the backward pass is all e5m2.
     "paper": Fp8Formats(fprop="e4m3", gradient="e5m2", dgrad="e5m2", wgrad="e5m2"),
@@ -60,6 +61,8 @@ FP8 = {
     "hybrid": Fp8Formats(fprop="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
     "hopper": Fp8Formats("e4m3", "e5m2", dgrad="e4m3", wgrad="e5m2", on_units=True),
 }
+# Of weights that are 2:4 along `out` as well: a sparse product takes both operands in one format.
+FP8_BOTH_WAYS = {**FP8, "hopper": replace(FP8["hopper"], dgrad="e5m2")}
 
 
 class _Fp8Linear(torch.autograd.Function):

@@ -127,7 +127,7 @@ def problems(
     biased = biased and not sparse.fp8
     return {
         "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
-        "dgrad": Problem(columns, rows, linear, dtype, dtype, True, True),
+        "dgrad": Problem(columns, rows, linear, backward, result, True, True),
         "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }
 

@@ -67,6 +67,10 @@ class SparseLinear(nn.Linear):
         for wgrad a sample of dY along the tokens."""
         return Products(wgrad=self.mvue == "exact")
 
+    def candidates(self) -> Products:
+        """Those that `Method.accelerate` may choose."""
+        return self.sparse_products()
+
     @property
     def products(self) -> Products:
         """Which products run sparse."""

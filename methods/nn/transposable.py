@@ -8,16 +8,24 @@ from typing import Any
 from common_kernels import adamw, transposable_mask24
 from common_kernels.pack.operands import pack_both24_
 
+from .fp8_gemms import FP8_BOTH_WAYS, Fp8Formats
+from .fp8_linear import Fp8Linear
 from .gemms import Products
 from .optimizer import StepWork
 from .phases import SwitchedLinear
 
 
-class TransposableLinear(SwitchedLinear):
-    """The mask is transposable, so that the operand of dgrad is 2:4 along `out` as well."""
+class TransposableLinear(Fp8Linear, SwitchedLinear):
+    """The mask is transposable, so that the operand of dgrad is 2:4 along `out` as well. FP8 is for
+    the sparse phase."""
 
     config: Any
     rows_together = 4
+    recipes = FP8_BOTH_WAYS
+
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        return None if self.is_dense else self.recipe
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=True)
@@ -39,7 +47,7 @@ class TransposableLinear(SwitchedLinear):
         Args:
             alpha: of the masked decay. chooses: whether a mask is due.
         """
-        if self.config.algorithm not in adamw.CHOICES:
+        if self.recipe or self.config.algorithm not in adamw.CHOICES:
             return None
         choose, source = self.config.algorithm if chooses else None, "mask"
         if self.is_dense:

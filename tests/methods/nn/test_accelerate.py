@@ -211,6 +211,7 @@ def test_fp8_with_other_operands_stays_simulated(options):
         ("s_ste", {}),
         ("s_ste", {"fp8": "hopper"}),
         ("s_ste", {"fp8": "paper"}),  # simulated
+        ("t_sr_ste", {"dense_fraction": 0.0, "mvue": "off", "fp8": "hopper"}),
         ("slope", {}),
     ],
 )

@@ -107,7 +107,7 @@ def chosen(device, matmul, **options):
     method = methods.build("s_ste", include=["*"], **options)
     method.convert(layer, dtype=torch.bfloat16)
     return choose_products(
-        layer.sparse_products(), (128, 64), True, torch.bfloat16, device, 256, matmul
+        layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul
     )
 
 
@@ -193,5 +193,5 @@ def test_a_cast_of_the_model_leaves_codes_and_scales_right():
     nn.init.normal_(layer.weight, std=1e-3)
     methods.build("s_ste", include=["*"], fp8="paper").convert(layer)
     layer.half()
-    want = fake_fp8(layer.projected(), "e5m2")
+    want = fake_fp8(layer.exact_weight(), "e5m2")
     assert torch.equal(layer.codes_dgrad.float() / layer.code_scales[1], want)

@@ -32,6 +32,8 @@ LEFT = [
     ("s_ste", {"gamma": 0.1}),
     ("s_ste", {"beta": "mse_dynamic"}),
     ("s_ste", {"mvue_weight": True}),
+    ("ste", {"fp8": "paper"}),
+    ("t_sr_ste", T_SR_STE | {"fp8": "hopper"}),
     ("semi_sparse", {"mode": "activation"}),
     ("t_sr_ste", T_SR_STE | {"algorithm": "two_approx"}),
 ]

@@ -1,0 +1,163 @@
+"""A layer whose products are in FP8 if its method's option `fp8` says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from common_kernels import quantize_fp8
+from common_kernels.fp8.cpu import FORMATS, scale_of
+from common_kernels.pack import Packed24
+from common_kernels.pack.cpu import buffer_bytes
+from common_kernels.pack.operands import pack24_
+
+from .fp8_gemms import FP8, Fp8Formats, fp8_linear
+from .gemms import DENSE, Products, under_autocast
+from .linear import SparseLinear
+from .operands import Dense, Fp8
+
+
+class Fp8Linear(SparseLinear):
+    """State beyond the class that it is joined with, not saved, with FP8: the codes of the operands
+    of fprop and dgrad, `codes` and `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units
+    (`Products.fp8`) packed codes in `packed` and `packed_transposed` take their place where a
+    product runs sparse, and `operand` is not held.
+    """
+
+    codes: Tensor | None
+    codes_dgrad: Tensor | None
+    code_scales: Tensor
+
+    recipes: ClassVar[dict[str, Fp8Formats | None]] = FP8
+
+    @property
+    def recipe(self) -> Fp8Formats | None:
+        """Formats of the products in phases that have FP8; None for the dtype of the run."""
+        return self.recipes[self.config.fp8]
+
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        """Formats of the products now."""
+        return self.recipe
+
+    @property
+    def _dgrad_on_units(self) -> bool:
+        """Whether dgrad's codes are [in, out]: packed, or dense in a format that cuBLAS multiplies
+        with dY's, which are e5m2."""
+        if not self.products.fp8:
+            return False
+        return self.products.dgrad or (self.fp8 is not None and self.fp8.dgrad == "e4m3")
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        for codes in ("codes", "codes_dgrad", "code_scales"):
+            self.register_buffer(codes, None, persistent=False)
+        if self.recipe:
+            self._hold_codes()
+
+    def exact_weight(self) -> Tensor:
+        """`effective_weight` before it is rounded to the master's dtype."""
+        return self.effective_weight()
+
+    def candidates(self) -> Products:
+        sparse = super().candidates()
+        if not self.recipe:
+            return sparse
+        return replace(sparse, fp8=True) if self.recipe.on_units else DENSE  # simulated only
+
+    def allocate(self) -> None:
+        if self.recipe:
+            self._hold_codes()
+        if not self.products.fp8:
+            super().allocate()
+            return
+        self.operand = None
+        self.refresh()
+
+    @torch.no_grad()
+    def _hold_codes(self) -> None:
+        """Room for what the FP8 products take, in a phase without FP8 for the simulation's."""
+        fp8, products = self.recipe, self.products
+        assert fp8
+        (rows, columns), device = self.weight.shape, self.weight.device
+
+        def room(held: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
+            if held is not None and (held.dtype, held.shape) == (dtype, shape):
+                return held
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def packed(held: Tensor | None, dtype: torch.dtype) -> Tensor:
+            return room(held, torch.uint8, buffer_bytes(rows, columns, dtype))
+
+        fprop, dgrad = FORMATS[fp8.fprop], FORMATS[fp8.dgrad]
+        self.packed = packed(self.packed, fprop) if products.fprop else None
+        self.codes = None if products.fprop else room(self.codes, fprop, rows, columns)
+        self.packed_transposed = packed(self.packed_transposed, dgrad) if products.dgrad else None
+        shape = (columns, rows) if self._dgrad_on_units else (rows, columns)
+        self.codes_dgrad = None if products.dgrad else room(self.codes_dgrad, dgrad, *shape)
+        self.code_scales = room(self.code_scales, torch.float32, 2)
+
+    def derive(self) -> None:
+        if not self.products.fp8:
+            super().derive()
+        if self.fp8:
+            self.quantize()
+
+    def quantize(self) -> None:
+        """Derive the codes of both operands, dense or packed."""
+        assert self.fp8
+        weight, fp8 = self.exact_weight(), self.fp8
+        self._quantize(0, weight, fp8.fprop, self.codes, self.packed)
+        turned = weight.t() if self._dgrad_on_units else weight
+        self._quantize(1, turned, fp8.dgrad, self.codes_dgrad, self.packed_transposed)
+
+    def _quantize(
+        self, place: int, weight: Tensor, fmt: str, codes: Tensor | None, packed: Tensor | None
+    ) -> None:
+        scale = self.code_scales[place]
+        if codes is not None:
+            own, own_scale = quantize_fp8(weight, fmt)
+            codes.copy_(own)
+            scale.copy_(own_scale)
+            return
+        assert packed is not None
+        mask = self.current_mask()
+        scale.copy_(scale_of(weight, fmt))
+        out = Packed24((packed,), (weight.shape[0], weight.shape[1]), FORMATS[fmt])
+        pack24_(out, weight, "mask", mask.t() if place else mask, scale)
+
+    def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        if not self.fp8:
+            return super().operands(dtype)
+        scale, scale_dgrad = self.code_scales.unbind()
+        rows, columns = self.out_features, self.in_features
+        if self.packed is None:
+            assert self.codes is not None
+            fprop = Fp8(self.codes, scale, self.products.fp8)
+        else:
+            fprop = Fp8(self.packed, scale, True, (rows, columns))
+        if self.packed_transposed is None:
+            assert self.codes_dgrad is not None
+            return fprop, Fp8(self.codes_dgrad, scale_dgrad, self._dgrad_on_units)
+        return fprop, Fp8(self.packed_transposed, scale_dgrad, True, (columns, rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; in evaluation without FP8."""
+        if not self.fp8:
+            return super().forward(x)
+        x = under_autocast(x)
+        if not self.training and not torch.is_grad_enabled():
+            return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
+        operands, wgrad = self.operands(x.dtype), self.products.wgrad
+        return fp8_linear(
+            x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, self.fp8, wgrad
+        )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        if self.recipe:  # a cast would take codes and their scales for numbers
+            self.allocate()
+        return self
