@@ -51,6 +51,5 @@ class Method(base.Method):
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         assert isinstance(layer, Linear)
-        if layer.recipe:
-            return None
-        return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)
+        rule = Rule(choose="rows")
+        return StepWork(layer=layer, rule=rule, mask=layer.mask, derives=not layer.recipe)

@@ -348,11 +348,13 @@ class Method:
         self._end(step)
         due = self._chooses(step)
         for name, layer in self.sparse_layers.items():
-            if name in self._works and self._works[name].done:
-                continue
-            if due:
-                layer.refresh_mask()
-            layer.refresh()
+            work = self._works.get(name)
+            if work is None or not work.done:
+                if due:
+                    layer.refresh_mask()
+                layer.refresh()
+            elif not work.derives:
+                layer.refresh()
         self._works.clear()
         if self._masks_before is not None:
             pairs = zip(self._masks_before, self._masks(), strict=True)

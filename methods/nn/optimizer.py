@@ -19,14 +19,16 @@ from .linear import SparseLinear
 class StepWork:
     """What a step does with the weight of `layer` beside AdamW's update.
 
-    mask, scale: those of the layer that `rule` reads or writes. done: the layer's weight, mask and
-        operands are those after the step.
+    mask, scale: those of the layer that `rule` reads or writes. derives: whether it ends with the
+        operands; else, as for those in FP8, `on_step_end` derives them. done: the layer's weight,
+        mask and, if derived, operands are those after the step.
     """
 
     layer: SparseLinear
     rule: Rule
     mask: Tensor | None = None
     scale: Tensor | None = None
+    derives: bool = True
     done: bool = False
 
 
@@ -138,7 +140,12 @@ def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
 def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
     layer = work.layer
     assert layer.weight.grad is not None
-    packed, transposed = layer.packed_operands()
+    operands: dict[str, Any] = {}
+    if work.derives:
+        packed, transposed = layer.packed_operands()
+        operands["dense"] = layer.operand
+        operands["packed"] = None if packed is None else packed.matrix
+        operands["transposed"] = None if transposed is None else transposed.matrix
     return Weight24(
         weight=layer.weight,
         grad=layer.weight.grad,
@@ -147,9 +154,7 @@ def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
         step=state["step"],
         mask=work.mask,
         scale=work.scale,
-        dense=layer.operand,
-        packed=None if packed is None else packed.matrix,
-        transposed=None if transposed is None else transposed.matrix,
+        **operands,
     )
 
 

@@ -157,8 +157,11 @@ class ShardedLayer:
         together = self.rows_together  # type: ignore[attr-defined]
         if self.viewed or not together:
             return whole(self)
-        ranks = max(n for n, p in zip(weight.device_mesh.shape, weight.placements, strict=True)
-                    if p.is_shard())
+        ranks = max(
+            n
+            for n, p in zip(weight.device_mesh.shape, weight.placements, strict=True)
+            if p.is_shard()
+        )
         return whole(self) if -(-len(weight) // ranks) % together else rows(self)
 
     @torch.compiler.disable  # the rest of a compiled model is compiled around it

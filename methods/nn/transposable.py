@@ -47,10 +47,10 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
         Args:
             alpha: of the masked decay. chooses: whether a mask is due.
         """
-        if self.recipe or self.config.algorithm not in adamw.CHOICES:
+        if self.config.algorithm not in adamw.CHOICES:
             return None
         choose, source = self.config.algorithm if chooses else None, "mask"
         if self.is_dense:
             source = "whole"
         rule = adamw.Rule(alpha=alpha, choose=choose, source=source)
-        return StepWork(layer=self, rule=rule, mask=self.mask)
+        return StepWork(layer=self, rule=rule, mask=self.mask, derives=not self.recipe)
