@@ -54,7 +54,7 @@ from models.gpt2 import GPT
 from models.hf import CausalLM
 
 if TYPE_CHECKING:
-    from experiments.finetuning.glue import Encoding
+    from experiments.finetuning.inputs import Encoding
 
 LARGEST = 10**6  # copies of a prompt
 

@@ -16,7 +16,7 @@ from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.finetuning import glue, squad
+from experiments.finetuning import glue, inputs, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_seed
@@ -125,7 +125,7 @@ class Checkpoint:
         bert = self.config.model_type == "bert"
         return self.config.build_ours() if bert else self.config.build()
 
-    def tokenizer(self) -> glue.Encoding:
+    def tokenizer(self) -> inputs.Encoding:
         return folder_tokenizer(str(self.config.folder))
 
     def method_for(

@@ -1,4 +1,4 @@
-"""The nine tasks of GLUE (Wang et al., arXiv 1804.07461): files, labels, inputs and metrics.
+"""The nine tasks of GLUE (Wang et al., arXiv 1804.07461): files, labels and metrics.
 
 Examples come from a local folder in GLUE's own layout (`CoLA/train.tsv`, `SST-2/dev.tsv`, ...), or
 from the hub (`nyu-mll/glue`). The files have no quoting: a quotation mark is a character, and a
@@ -19,19 +19,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from experiments.data.tokenizer import CLS, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
 from experiments.support.hub import load_dataset
-
-if TYPE_CHECKING:
-    import tiktoken
-
-    Encoding = tiktoken.Encoding | HFTokenizer
 
 HUB = "nyu-mll/glue"
 REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
@@ -308,67 +302,6 @@ def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
         columns = [split[name] for name in texts]
         splits[ours] = Examples(list(zip(*columns, strict=True)), labels)
     return splits
-
-
-# ------------------------------------------------------------------ inputs
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The special tokens with which texts become one sequence.
-
-    BERT: [CLS] a [SEP] b [SEP], the second text and its [SEP] of type 1. Causal models: a b, with
-    nothing between them, as transformers joins them for GPT-2 and FST's and S-STE's runs had them.
-    `pad` fills the end of shorter sequences, where no model looks.
-    """
-
-    start: tuple[int, ...]
-    between: tuple[int, ...]
-    end: tuple[int, ...]
-    pad: int
-
-    @classmethod
-    def of(cls, encoding: Encoding) -> Frame:
-        """The frame of the models that a tokenizer is made for.
-
-        Raises:
-            UserError: it has BERT's [CLS], but not the other two.
-        """
-        special = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
-        if CLS in special:
-            if missing := [name for name in (SEP, PAD) if name not in special]:
-                raise UserError(f"the tokenizer has {CLS}, but no {', '.join(missing)}")
-            separator = (special[SEP],)
-            return cls((special[CLS],), separator, separator, special[PAD])
-        return cls((), (), (), encoding.eot_token)
-
-    def special(self, texts: int) -> int:
-        """Number of tokens that belong to no text."""
-        return len(self.start) + (texts - 1) * len(self.between) + len(self.end)
-
-    def join(self, texts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
-        """(ids of one sequence, never empty; index of its first token of type 1)."""
-        first = [*self.start, *texts[0]]
-        if len(texts) == 1:
-            ids = [*first, *self.end] or [self.pad]
-            return ids, len(ids)
-        first += self.between
-        return [*first, *texts[1], *self.end] or [self.pad], len(first)
-
-
-def encode(
-    encoding: Encoding, frame: Frame, texts: Sequence[tuple[str, ...]], max_length: int
-) -> list[tuple[list[int], int]]:
-    """`Frame.join` of each example, at most `max_length` tokens; of two texts the longer one gives
-    way first."""
-    columns = [encoding.encode_ordinary_batch(list(column)) for column in zip(*texts, strict=True)]
-    encoded = []
-    for parts in zip(*columns, strict=True):
-        room = max_length - frame.special(len(parts))
-        first, second = len(parts[0]), len(parts[1]) if len(parts) == 2 else 0
-        first = min(first, max(room - second, room - room // 2))
-        encoded.append(frame.join([parts[0][:first], *(p[: room - first] for p in parts[1:])]))
-    return encoded
 
 
 # ------------------------------------------------------------------ metrics

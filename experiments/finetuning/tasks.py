@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.config.settings import EpochConfig
 from experiments.data.source import Batch, Request
-from experiments.finetuning import glue, squad
+from experiments.finetuning import glue, inputs, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
 from experiments.support.errors import UserError
 from experiments.training.trainer import Trainer
@@ -55,22 +55,22 @@ class Problem:
     head: Callable[[Any], Head]
 
 
-def load_problem(config: FinetuneConfig, encoding: glue.Encoding) -> Problem:
+def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
     """Read and encode the data of one task.
 
     Raises:
         UserError: files are missing or wrong.
     """
     make = _squad if config.task == SQUAD else _glue
-    return make(config, encoding, glue.Frame.of(encoding))
+    return make(config, encoding, inputs.Frame.of(encoding))
 
 
-def _glue(config: FinetuneConfig, encoding: glue.Encoding, frame: glue.Frame) -> Problem:
+def _glue(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
     task, recipe = config.task, config.recipe
     splits = glue.load(task, config.data)
     sequences = {}
     for split, own in splits.items():
-        encoded = glue.encode(encoding, frame, own.texts, recipe.max_length)
+        encoded = inputs.encode(encoding, frame, own.texts, recipe.max_length)
         labels = own.labels.tolist()
         sequences[split] = [_encoded(*e, y) for e, y in zip(encoded, labels, strict=True)]
 
@@ -91,7 +91,7 @@ def _glue(config: FinetuneConfig, encoding: glue.Encoding, frame: glue.Frame) ->
     )
 
 
-def _squad(config: FinetuneConfig, encoding: glue.Encoding, frame: glue.Frame) -> Problem:
+def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
     recipe, questions = config.recipe, squad.load(config.data)
 
     def windows(split: str) -> list[squad.Window]:

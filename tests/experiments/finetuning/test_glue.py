@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
-from experiments.finetuning import glue
-from experiments.finetuning.glue import Examples, Frame, load, metrics
+from experiments.finetuning import glue, inputs
+from experiments.finetuning.glue import Examples, load, metrics
+from experiments.finetuning.inputs import Frame
 from experiments.support.errors import UserError
 
 GLUE = Path(__file__).parent / "glue"
@@ -234,16 +235,16 @@ def test_bert_sees_cls_a_sep_b_sep_and_gpt2_a_b(bpe, wordpiece):
     frame = Frame.of(wordpiece)
     pad, cls, sep = (wordpiece.special_tokens[t] for t in ("[PAD]", "[CLS]", "[SEP]"))
     assert frame.pad == pad
-    [single] = glue.encode(wordpiece, frame, [("Anna waits",)], 32)
+    [single] = inputs.encode(wordpiece, frame, [("Anna waits",)], 32)
     assert single == ([cls, *a, sep], len(a) + 2)  # no token of type 1
-    [pair] = glue.encode(wordpiece, frame, [("Anna waits", "in the garden .")], 32)
+    [pair] = inputs.encode(wordpiece, frame, [("Anna waits", "in the garden .")], 32)
     assert pair == ([cls, *a, sep, *b, sep], len(a) + 2)
     a, b = bpe.encode_ordinary_batch(["Anna waits", "in the garden ."])
     frame = Frame.of(bpe)
     assert frame.pad == bpe.eot_token
-    [pair] = glue.encode(bpe, frame, [("Anna waits", "in the garden .")], 64)
+    [pair] = inputs.encode(bpe, frame, [("Anna waits", "in the garden .")], 64)
     assert pair == ([*a, *b], len(a))
-    assert glue.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
+    assert inputs.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
 
 
 def test_a_tokenizer_with_a_part_of_berts_tokens_is_refused(wordpiece):
@@ -265,13 +266,13 @@ def test_the_longer_text_gives_way_first(lengths, kept):
             return [[ord(c) for c in text] for text in texts]
 
     texts = ("a" * lengths[0], "b" * lengths[1])
-    encoded = glue.encode(Letters(), Frame.of(Letters()), [texts], 8)
+    encoded = inputs.encode(Letters(), Frame.of(Letters()), [texts], 8)
     assert encoded == [([97] * kept[0] + [98] * kept[1], kept[0])]
-    framed = glue.encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
+    framed = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
     assert framed == [([1, *[97] * kept[0], 2, *[98] * kept[1], 2], kept[0] + 2)]
-    odd = glue.encode(Letters(), Frame.of(Letters()), [("a" * 9, "b" * 9)], 7)
+    odd = inputs.encode(Letters(), Frame.of(Letters()), [("a" * 9, "b" * 9)], 7)
     assert odd == [([97] * 4 + [98] * 3, 4)]
-    alone = glue.encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)
+    alone = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)
     assert alone == [([1, 97, 97, 2], 4)]
 
 

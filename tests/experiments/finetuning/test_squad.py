@@ -13,7 +13,7 @@ from experiments import finetune
 from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
 from experiments.finetuning import squad
 from experiments.finetuning import tasks as finetune_tasks
-from experiments.finetuning.glue import Frame
+from experiments.finetuning.inputs import Frame
 from experiments.finetuning.squad import (
     Question,
     Window,
