@@ -12,6 +12,9 @@ import gc
 from collections import Counter
 from typing import Any
 
+import rich.box
+import rich.console
+import rich.table
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
@@ -64,7 +67,21 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                     )  # fmt: skip
                 for step in steps.values():
                     step.close()
+    for shape, profiles in written.items():
+        print_kinds(shape, profiles)
     report.note(f"every kernel: {path}")
+
+
+def print_kinds(shape: str, profiles: dict[str, Kernels]) -> None:
+    """Print the milliseconds of each kind in a step, a column for each model."""
+    table = rich.table.Table("kernels, ms a step", title=shape, box=rich.box.SIMPLE, pad_edge=False)
+    columns = [by_kind(profile) for profile in profiles.values()]
+    for name in profiles:
+        table.add_column(name, justify="right")
+    for figure in [*(f"{kind} ms" for kind in kernels.KINDS), "kernels ms"]:
+        cells = [f"{figures.get(figure, 0.0):.2f}" for figures in columns]
+        table.add_row(figure.removesuffix(" ms"), *cells)
+    rich.console.Console().print(table)
 
 
 def profiled(step: Step) -> Kernels:

@@ -71,7 +71,7 @@ def test_every_kernel_of_this_project_has_a_kind():
     assert found == ours, f"experiments/bench/kernels.py: {found ^ ours}"
 
 
-def test_a_profile_is_a_row_of_kinds_and_a_file_of_kernels(tmp_path, monkeypatch):
+def test_a_profile_is_a_row_of_kinds_and_a_file_of_kernels(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jobs, "QUICK_JOBS", {"tiny": jobs.stack(1, 2, (16, 32), 2, 8)})
     out = tmp_path / "cpu.json"
     asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
@@ -81,6 +81,7 @@ def test_a_profile_is_a_row_of_kinds_and_a_file_of_kernels(tmp_path, monkeypatch
     assert row["name"] == "t_sr_ste" and row["peers"].keys() == {"dense"}
     seen = {"dense product ms", "sampling ms", "packing, decay, masks ms", "optimizer ms"}
     assert seen <= figures.keys() <= kinds | {"kernels ms", "kernels"}
+    assert f"{figures['dense product ms']:.2f}" in capsys.readouterr().out
     total = sum(ms for name, ms in figures.items() if name in kinds)
     assert figures["kernels ms"] == pytest.approx(total)
     listed = json.loads((tmp_path / "cpu_kernels.json").read_text())["tiny"]["t_sr_ste"]
