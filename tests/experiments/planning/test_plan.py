@@ -180,7 +180,7 @@ def planned(*overrides):
     return composed("plan", driver.freeze_plan, list(overrides))
 
 
-HEADERS = ("ast_naive_llama2_7b", "slope_opt_2b7", "slope_opt_66b")
+HEADERS = ("ast_naive_llama2_7b", "s_ste_gpt2_1558m", "slope_opt_2b7", "slope_opt_66b")
 
 
 @pytest.mark.parametrize("name", HEADERS)
