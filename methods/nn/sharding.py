@@ -24,6 +24,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import pack_mask, unpack_mask
@@ -157,12 +159,7 @@ class ShardedLayer:
         together = self.rows_together  # type: ignore[attr-defined]
         if self.viewed or not together:
             return whole(self)
-        ranks = max(
-            n
-            for n, p in zip(weight.device_mesh.shape, weight.placements, strict=True)
-            if p.is_shard()
-        )
-        return whole(self) if -(-len(weight) // ranks) % together else rows(self)
+        return whole(self) if chunk_of(weight) % together else rows(self)
 
     @torch.compiler.disable  # the rest of a compiled model is compiled around it
     def forward(self, x: Tensor) -> Tensor:
@@ -202,20 +199,26 @@ class ShardedLayer:
         del self.viewed, self.derived
 
 
+def shard_dim(tensor: Any) -> int:
+    """The dim of the mesh whose ranks hold the shards of a DTensor."""
+    return [p.is_shard() for p in tensor.placements].index(True)
+
+
+def chunk_of(tensor: Any) -> int:
+    """Rows of a rank; the last ranks may have fewer, or none."""
+    return -(-len(tensor) // tensor.device_mesh.size(shard_dim(tensor)))
+
+
 def gathered(buffer: Any, device: torch.device) -> Tensor:
     """The whole of a sharded buffer [rows, columns]; a mask travels as bits."""
-    from torch.distributed.tensor import DTensor
-
     local = buffer.to_local().to(device)
-    if buffer.dtype != torch.bool:
-        return buffer.full_tensor()
-    bits = pack_mask(local)
-    shape = torch.Size((len(buffer), bits.shape[1]))
-    packed = DTensor.from_local(
-        bits, buffer.device_mesh, buffer.placements, run_check=False, shape=shape,
-        stride=(shape[1], 1),
-    )  # fmt: skip
-    return unpack_mask(packed.full_tensor(), buffer.shape[1])
+    bits = pack_mask(local) if buffer.dtype == torch.bool else local
+    bits = F.pad(bits, (0, 0, 0, chunk_of(buffer) - len(bits)))
+    mesh, dim = buffer.device_mesh, shard_dim(buffer)
+    found = bits.new_empty(len(bits) * mesh.size(dim), bits.shape[1])
+    dist.all_gather_into_tensor(found, bits, group=mesh.get_group(dim))
+    found = found[: len(buffer)]
+    return unpack_mask(found, buffer.shape[1]) if buffer.dtype == torch.bool else found
 
 
 def _not_saved(
