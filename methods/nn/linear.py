@@ -189,7 +189,10 @@ class SparseLinear(nn.Linear):
 
         Packed ones are in one dtype and serve no other.
         """
-        fprop, dgrad = self.packed_operands() if dtype == self.dtype else (None, None)
+        fprop = dgrad = None
+        products = self.products
+        if dtype == self.dtype and (products.fprop or products.dgrad):
+            fprop, dgrad = self.packed_operands()
         if fprop is None or dgrad is None:
             dense = Dense(self.sparse_weight.to(dtype))
             return fprop or dense, dgrad or dense

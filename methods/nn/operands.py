@@ -21,8 +21,6 @@ from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.matmul import linear24
 from common_kernels.pack import Packed24
 
-# In each class the tensors come first: see `save`.
-
 
 class Dense(NamedTuple):
     """A matrix [out, in] as it is, with or without zeros."""
@@ -96,21 +94,26 @@ class Fp8(NamedTuple):
 
 
 Operand = Dense | Packed | Fp8
+TENSORS = {Dense: 1, Packed: 1, Fp8: 2}  # how many fields, the first ones, are tensors
 
 
 def save(ctx: Any, operand: Operand | None, *tensors: Tensor | None) -> None:
     """Save an operand and tensors for the backward pass of an autograd.Function."""
-    own = [field for field in operand or () if isinstance(field, Tensor)]
-    ctx.operand = None if operand is None else (type(operand), operand[len(own) :], len(own))
-    ctx.save_for_backward(*own, *tensors)
+    if operand is None:
+        ctx.operand = None
+        ctx.save_for_backward(*tensors)
+        return
+    count = TENSORS[type(operand)]
+    ctx.operand = type(operand), count, operand[count:]
+    ctx.save_for_backward(*operand[:count], *tensors)
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
     """What `save` was given."""
-    if ctx.operand is None:
-        return None, *ctx.saved_tensors
-    kind, rest, count = ctx.operand
     tensors = ctx.saved_tensors
+    if ctx.operand is None:
+        return None, *tensors
+    kind, count, rest = ctx.operand
     return kind(*tensors[:count], *rest), *tensors[count:]
 
 
