@@ -18,6 +18,7 @@ from typing import Any
 
 from experiments.config.run import RunConfig
 from experiments.data.mlm import MLMConfig
+from experiments.data.parallel import PairsConfig
 from experiments.images.dataset import ImageConfig
 from experiments.planning import shapes
 from experiments.planning.footprint import Footprint, footprint
@@ -153,10 +154,9 @@ def plan(planned: Planned) -> dict[str, Any]:
     """The whole plan as plain values; bytes in MiB.
 
     Raises:
-        UserError: the GPUs cannot share the batch, or there is no plan for such a model.
+        UserError: the GPUs cannot share the batch, or the method does not fit the model.
     """
     run, options = planned.run, planned.options
-    shapes.check(run)
     samples = planned.micro_batch(options.gpus)
     need = planned.footprint(samples)
     memory = planned.memory(options.gpus, options.shard)
@@ -189,7 +189,7 @@ def plan(planned: Planned) -> dict[str, Any]:
 
 def _speed(run: RunConfig, need: Footprint) -> Speed | None:
     family = "images" if isinstance(run.data, ImageConfig) else "causal"
-    if isinstance(run.data, MLMConfig) or run.dino is not None:
+    if isinstance(run.data, MLMConfig | PairsConfig) or run.dino is not None:
         return None
     fp8 = getattr(run.method_options, "fp8", None)
     names = {None: run.method, "paper": f"{run.method}, fp8=paper simulated"}

@@ -18,14 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import methods
-from experiments.config.initial import HFConfig
 from experiments.config.run import RunConfig
 from experiments.data.mlm import MLMConfig
+from experiments.data.parallel import PairsConfig
 from experiments.support.errors import UserError
 from models.bert import BertConfig, BertLM
 from models.dino import DINO
 from models.gpt2 import GPT, GPTConfig
 from models.hf import DROPOUT, CausalLM
+from models.transformer import Transformer, TransformerConfig
 from models.vit import ViT, ViTConfig
 
 # OPT (Zhang et al., arXiv 2205.01068, table 1): layers, heads, width.
@@ -110,20 +111,20 @@ def build(run: RunConfig, hf: Any = None) -> nn.Module:
         return CausalLM(AutoModelForCausalLM.from_config(hf), shape.block_size)
     if isinstance(shape, ViTConfig):
         return ViT(shape) if run.dino is None else DINO(ViT(shape), run.dino)
-    return BertLM(shape) if isinstance(shape, BertConfig) else GPT(shape)
-
-
-def check(run: RunConfig) -> None:
-    """Raise a UserError unless the run has a model of a kind that is planned for."""
-    if not isinstance(run.model, GPTConfig | BertConfig | ViTConfig | HFConfig):
-        raise UserError(f"model={run.model_name}: there is no plan for models of its kind")
+    kinds: dict[type, Callable[[Any], nn.Module]] = {
+        GPTConfig: GPT, BertConfig: BertLM, TransformerConfig: Transformer
+    }  # fmt: skip
+    return kinds[type(shape)](shape)
 
 
 def tokens_per_sample(run: RunConfig, hf: Any = None) -> int:
-    """Tokens that a linear layer of the model sees of one sample."""
+    """Tokens that a linear layer of the model sees of one sample; of a bundle of pairs, as many as
+    it can have."""
     shape: Any = run.model
     if isinstance(shape, ViTConfig):
         return shape.tokens
+    if isinstance(run.data, PairsConfig):
+        return run.data.batch_tokens
     if isinstance(run.data, MLMConfig):
         return run.data.sequence_length or shape.block_size
     return shape.block_size or hf.max_position_embeddings
@@ -156,9 +157,13 @@ def loss_of(
         most = run.data.max_predictions or tokens
         predicted = samples * min(most, max(1, round(run.data.mask_probability * tokens)))
         return lambda model: _masked_loss(model, samples, tokens, predicted)
+    names: tuple[str, ...] = ("input", "target")
+    if isinstance(run.data, PairsConfig):
+        longest = min(run.data.max_tokens or shape.block_size, shape.block_size, tokens)
+        samples, tokens = samples * (tokens // longest), longest
+        names = ("source", "source_mask", *names)
     return lambda model: method.loss(
-        model,
-        {name: torch.zeros(samples, tokens, dtype=torch.int64) for name in ("input", "target")},
+        model, {name: torch.zeros(samples, tokens, dtype=torch.int64) for name in names}
     )
 
 

@@ -198,6 +198,7 @@ def test_an_experiment_file_names_the_gpus_it_needs(name):
         ("slope_bert_large_phase1", 336_756_544, 7038 * 65_536 * 128),
         ("t_sr_ste_deit_tiny", 5_717_416, None),
         ("dino_vit_l_060", 326_948_096, None),
+        ("sr_ste_transformer_base", 63_110_144, None),
     ],
 )
 def test_every_family_has_a_plan(name, parameters, tokens):
@@ -230,8 +231,6 @@ def test_what_cannot_be_planned_is_one_line():
         planned("model=hf", "model.path=a/b")
     with pytest.raises(UserError, match="cannot be shared by 3 processes"):
         plan(planned("model=gpt2_nano", "plan.gpus=3"))
-    with pytest.raises(UserError, match="no plan for models of its kind"):
-        plan(planned("model=transformer_nano"))
     with pytest.raises(UserError, match=r"plan\.gpus=0; it must lie in"):
         planned("model=gpt2_nano", "plan.gpus=0")
 
