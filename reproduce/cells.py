@@ -14,16 +14,19 @@ from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
+MARK = "*"  # behind ours, where the paper's value lies outside its interval
 
 Numbers = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed cell: its text, and the numbers behind it by name."""
+    """One printed cell: its text, and the numbers behind it by name. values: by seed, for the
+    mean that it shows."""
 
     text: str
     numbers: Numbers = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
 
 
 def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | None:
@@ -75,6 +78,12 @@ def offered(table: Table, tier: str, path: str) -> bool:
     return True
 
 
+def measured(table: Table, tier: str, column: Column) -> bool:
+    """True if the tier measures a column."""
+    path = column.value_in(tier)
+    return path is not None and offered(table, tier, path)
+
+
 def ours(
     table: Table,
     tier: str,
@@ -105,14 +114,16 @@ def ours(
         there = len(runs) == wanted and path.partition(".")[0] not in measures
         not_run = "not run yet" if table.tiers[tier].block else "not run"
         return Cell("not measured" if there else not_run, {"n": 0})
-    few = f" (n={n} of {wanted})" if n < wanted else ""
+    few = f" (n={n})" if n < wanted else ""
     form = column.format
     match column.show:
         case "mean_std":
             mean, std = stats.mean(list(own.values())), stats.std(list(own.values()))
             spread = f" ± {std:{form}}" if n > 1 else ""
-            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{few}"
-            return Cell(text, {"mean": mean, "std": std if n > 1 else None, "n": n})
+            of_n = f" (n={n})" if table.paper and n > 1 else few
+            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{of_n}"
+            numbers: Numbers = {"mean": mean, "std": std if n > 1 else None, "n": n}
+            return Cell(text, numbers, list(own.values()))
         case "paired":
             differences = [v - base[seed] for seed, v in own.items()]
             mean, (low, high) = stats.mean(differences), stats.paired_interval(differences)
@@ -145,28 +156,34 @@ def _values(
     return {seed: column.scale * v for seed, v in found.items() if v is not None}
 
 
+def compared(table: Table, tier: str) -> bool:
+    """True if a tier has the paper's setting, so that differences to it are taken: the full tier
+    alone, and never of speed, which was measured on another device."""
+    return tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
+
+
 def paper(
     table: Table, tier: str, variant: Variant, row: TableRow, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
-    """(cell of the published value, cell of our difference to it). The difference is taken in the
-    full tier alone, which has the paper's setting; the smoke tier trains and times something else,
-    so it shows no published value.
+    """(cell of the published value, cell of our difference to it). The smoke tier trains and times
+    something else: it shows no published value.
 
-    Speed is not compared like that: it was measured on another device.
+    The text of the difference is `MARK` if its 95 % interval (Student's t over the seeds, the one
+    rule of this project's comparisons) does not hold 0, else "".
     """
     cell = published_cell(table, variant, row, column)
     if cell is None:
         named = published_name(table, variant, row, column) or row.published
-        return Cell("not available" if named else "extra row of ours"), Cell("-")
+        return Cell("not available" if named else "-"), Cell("")
     if tier == "smoke":
-        return Cell("another workload"), Cell("-")
+        return Cell("-"), Cell("")
     published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
     mean = own.numbers.get("mean")
-    taken = tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
-    if not taken or cell.value is None or not isinstance(mean, float):
-        return published, Cell("-")
-    difference = mean - cell.value
-    return published, Cell(f"{difference:+{column.format}}", {"difference": difference})
+    if not compared(table, tier) or cell.value is None or not isinstance(mean, float):
+        return published, Cell("")
+    low, high = stats.paired_interval([v - cell.value for v in own.values])
+    outside = low > 0 or high < 0  # False of one seed, which has no interval
+    return published, Cell(MARK * outside, {"difference": mean - cell.value})
 
 
 def published_cell(

@@ -30,12 +30,14 @@ class Published:
         labels = [self.evidence] * (self.evidence != "primary") + ["doubtful"] * bool(self.doubt)
         label = f" ({', '.join(labels)})" if labels else ""
         if self.value is None:
-            return f"none: {self.note}{label}"
+            return f"none{label}"
         return in_unit(f"{self.value:{spec}}", self.unit) + label
 
     @property
     def reservation(self) -> str:
         """The reason to read it with care, and its source; "" if there is none."""
+        if self.value is None:
+            return f"some are none: {self.note}"
         if self.doubt:
             return f"as printed in {self.source}, but {self.doubt}"
         if (self.evidence, self.confidence) == ("primary", "high"):

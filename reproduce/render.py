@@ -3,71 +3,86 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import textwrap
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from experiments.bench.timing import load_text
-from reproduce.cells import Cell, Numbers, offered, ours, paper, published_cell, value
+from reproduce.cells import (
+    MARK,
+    Cell,
+    Numbers,
+    compared,
+    measured,
+    offered,
+    ours,
+    paper,
+    published_cell,
+    value,
+)
 from reproduce.engine import PlacedRun
+from reproduce.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
 from reproduce.scale import of_records
 from reproduce.spec import BENCH, Column, Table, TableRow, Variant
 
-ABSENT = ("not measured", "not in this tier")  # cells for which a whole column is left out
+NOT_OFFERED = "not offered"  # by a row or a variant
+Key = tuple[str, str, str]  # labels of variant, row and column
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered table. header: the lines above it. cells: its rows of printed cells. units: by the
-    table's columns, which need not be columns of the rendered text."""
+    """A rendered table. header: the lines above it. grid: its rows and columns as printed. units:
+    by the table's columns, which need not be columns of the grid. summary: the long form, a line
+    for every variant and row."""
 
     title: str
     header: list[str]
     units: dict[str, str]
-    columns: list[str]
-    cells: list[list[str]]
+    grid: Grid
     summary: list[Numbers]
     per_run: list[Numbers]
 
     def markdown(self) -> str:
-        """The header and the table as Markdown."""
-        lines = [f"# {self.title}", "", *(f"- {line}" for line in self.header), ""]
-        lines += [_markdown_row(self.columns), _markdown_row("---" for _ in self.columns)]
-        lines += [_markdown_row(row) for row in self.cells]
-        return "\n".join(lines) + "\n"
+        """The header and the table as Markdown, in lines of 80 characters where words allow."""
+        header = "".join(f"{_wrapped(line)}\n" for line in self.header)
+        return f"# {self.title}\n\n{header}\n{self.grid.markdown()}"
 
     def print(self) -> None:
-        """Print header and table on the terminal."""
+        """Print header and table on the terminal, in the same parts as in Markdown."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table as RichTable
 
-        # Into a file or a pipe without line breaks inside cells, whatever the terminal's width.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
         console.print(f"\n{self.title}", style="bold", markup=False)
         for line in self.header:
-            console.print(f"- {line}", markup=False)
-        table = RichTable(box=SIMPLE_HEAD)
-        for number, column in enumerate(self.columns):
-            words = number == 0 or column in ("of", "method")
-            table.add_column(column, justify="left" if words else "right", overflow="fold")
-        for row in self.cells:
-            table.add_row(*map(escape, row))
-        console.print(table)
+            console.print(_wrapped(line, console.width), markup=False)
+        for part in self.grid.parts(min(WIDTH, console.width)):
+            table = RichTable(box=SIMPLE_HEAD, title=part.groups[0] or None, title_justify="left")
+            for head in part.stubs:
+                table.add_column(escape(head), overflow="fold")
+            for head in part.columns:
+                table.add_column(escape(head), justify="right", overflow="fold")
+            for row in part.printed():
+                table.add_row(*map(escape, [*row.names, *row.values]))
+            console.print(table)
+
+
+def _wrapped(line: str, width: int = WIDTH) -> str:
+    return textwrap.fill(
+        f"- {line}", width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
-    """The table of a tier from the finished runs; cells that are missing say so.
-
-    A paper's table has one line per metric, variant and method, ours beside the published value; a
-    table of our own has one line per variant and method, the metrics side by side.
-    """
+    """The table of a tier from the finished runs, in the paper's rows and columns; cells that are
+    missing say so."""
     variants = table.variants_of(tier)
     rows = [row for row in table.rows_of(tier) if not row.stage]
-    n = len(table.tiers[tier].seeds)
-    mine: dict[tuple[str, str, str], Cell] = {}
-    papers: dict[tuple[str, str, str], tuple[Cell, Cell]] = {}
+    mine: dict[Key, Cell] = {}
+    papers: dict[Key, tuple[Cell, Cell]] = {}
     units = {column.label: _unit(table, variants, rows, column) for column in table.columns}
     for variant in variants:
         of = {
@@ -80,41 +95,16 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
             for column in table.columns:
                 key = (variant.label, row.label, column.label)
                 there = not row.not_run and (not variant.rows or row.label in variant.rows)
-                cell = Cell("not offered", {"n": 0})
+                cell = Cell(NOT_OFFERED, {"n": 0})
                 if there:
                     runs_of, baseline = of[row.label], of[rows[0].label]
                     cell = ours(table, tier, column, runs_of, baseline, units[column.label])
                 mine[key] = cell
                 if table.paper and (column.published or column.label in row.cells):
                     papers[key] = paper(table, tier, variant, row, column, cell)
-    not_run = {row.label for row in rows if row.not_run}
     named = [variant.label for variant in variants] != [""]
-    lines = [(variant.label, row.label) for variant in variants for row in rows]
-    of_column = ["of"] if named else []
-    if table.paper:
-        no_paper = (Cell("-"), Cell("-"))
-        columns = ["metric", *of_column, "method", "paper", f"ours (n={n})", "difference", "tier"]
-        cells = []
-        for column in table.columns:
-            for label, row_label in lines:
-                key = (label, row_label, column.label)
-                if row_label in not_run and key not in papers:
-                    continue
-                published, difference = papers.get(key, no_paper)
-                nothing = "paper" not in published.numbers and mine[key].text in ABSENT
-                if table.tiers[tier].block and nothing:  # nobody's numbers: named in the header
-                    continue
-                texts = [published.text, mine[key].text, difference.text, tier]
-                cells.append([column.label, *([label] if named else []), row_label, *texts])
-    else:
-        columns = [*of_column, "method", *(_heading(column, n) for column in table.columns)]
-        cells = [
-            [*([label] if named else []), row_label]
-            + [mine[label, row_label, column.label].text for column in table.columns]
-            for label, row_label in lines
-        ]
     summary = []
-    for label, row_label in lines:
+    for label, row_label in [(variant.label, row.label) for variant in variants for row in rows]:
         numbers: Numbers = {"of": label} if named else {}
         numbers |= {"method": row_label, "tier": tier}
         for column in table.columns:
@@ -122,24 +112,91 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
             for part in (mine[key], *papers.get(key, ())):
                 numbers |= {f"{column.label}: {name}": v for name, v in part.numbers.items()}
         summary.append(numbers)
+    confirmed = {column for (*_, column), (cell, _) in papers.items() if "paper" in cell.numbers}
+    shown = [c for c in table.columns if measured(table, tier, c) or c.label in confirmed]
+    theirs = {column for *_, column in papers} if tier != "smoke" else set()
+    beside = any(column.label in theirs for column in shown)
+    unknown = theirs - {column.label for column in shown}
     return Rendered(
         title=table.title,
-        header=_header(table, tier, runs),
+        header=_header(table, tier, runs, unknown),
         units=units,
-        columns=columns,
-        cells=cells,
+        grid=_grid(table, tier, shown, mine, papers if beside else None),
         summary=summary,
         per_run=[_per_run(table, tier, run) for run in runs],
     )
 
 
-def _heading(column: Column, n: int) -> str:
-    return f"{column.label} (n={n})" if column.show == "mean_std" else column.label
+def _grid(
+    table: Table,
+    tier: str,
+    columns: list[Column],
+    mine: dict[Key, Cell],
+    papers: dict[Key, tuple[Cell, Cell]] | None,
+) -> Grid:
+    """The cells in the paper's rows and columns, which are told by where its values are found:
+    what `published_column` names, and quantities unless `published_row` does, lies across.
+
+    papers: None if its values are not to be shown.
+    """
+    labels: dict[str, list[str]] = {
+        "variant": [variant.label for variant in table.variants_of(tier)],
+        "row": [row.label for row in table.rows_of(tier) if not row.stage],
+        "column": [column.label for column in columns],
+    }
+    lying = {axis for axis in labels if f"{{{axis}}}" in table.published_column}
+    if "{column}" not in table.published_row:
+        lying.add("column")
+    down = [axis for axis in labels if axis not in lying]
+    # Quantities before variants: what the paper shows comes first, what is ours follows.
+    across = [axis for axis in ["column", "variant", "row"] if axis in lying]
+    # A single variant says nothing between other names: the header has it.
+    single = len(labels["variant"]) == 1 and ["variant"] not in (down, across)
+    told = labels.keys() - {"variant" if single else ""}
+
+    def places(axes: list[str]) -> list[dict[str, str]]:
+        return [dict(zip(axes, p, strict=True)) for p in product(*(labels[a] for a in axes))]
+
+    def names(place: dict[str, str]) -> list[str]:
+        return [label for axis, label in place.items() if axis in told]
+
+    offers = {column.label for column in columns if measured(table, tier, column)}
+
+    def own(key: Key) -> str:
+        if key[-1] not in offers or mine[key].text == NOT_OFFERED:
+            return BLANK
+        return mine[key].text + (papers[key][1].text if papers and key in papers else "")
+
+    lines = []
+    for at in places(down):
+        keys = [_key(at | place) for place in places(across)]
+        if papers is not None:
+            theirs = [papers[key][0].text if key in papers else BLANK for key in keys]
+            lines.append(Line([*names(at), PAPER], theirs))
+        source = [OURS] * (papers is not None)
+        lines.append(Line([*names(at), *source], [own(key) for key in keys]))
+    stubs = [STUBS[axis] for axis in down if axis in told] + [SOURCE] * (papers is not None)
+    n = len(table.tiers[tier].seeds)
+    of_n = {c.label for c in columns if c.show == "mean_std" and n > 1 and not table.paper}
+    groups, heads = [], []
+    for place in places(across):
+        group, *within = names(place)
+        groups.append(group if within else "")
+        heads.append(", ".join(within) or group + f" (n={n})" * (group in of_n))
+    return Grid(stubs, groups, heads, lines)
 
 
-def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
+def _key(place: dict[str, str]) -> Key:
+    return place["variant"], place["row"], place["column"]
+
+
+def _header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) -> list[str]:
+    """The lines above a table. unknown: columns of the paper's that neither it nor we have."""
     chosen = table.tiers[tier]
     lines = [f"Tier {tier}: {chosen.setting}"]
+    variants = [variant.label for variant in table.variants_of(tier) if variant.label]
+    if len(variants) == 1:
+        lines.append(f"All rows: {variants[0]}.")
     if table.paper:
         lines.append(f"The paper: {table.published_setting}.")
         lines += table.notes
@@ -149,6 +206,8 @@ def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
             lines.append("This tier is not the paper's setting: no difference to it is taken.")
         elif chosen.incomparable:
             lines.append(f"No difference to the paper is taken: {chosen.incomparable}.")
+        if compared(table, tier):
+            lines.append(_marking(len(chosen.seeds)))
         if tier != "smoke":  # which shows no published value
             lines += _reservations(table, tier)
         not_run: dict[str, list[str]] = {}
@@ -164,11 +223,15 @@ def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
         for what, labels in absent.items():
             if labels:
                 lines.append(f"Not in this tier ({what}): {'; '.join(labels)}.")
+    lacking = [c.label for c in table.columns if not measured(table, tier, c)]
+    if lacking:
+        told = f"Not measured in this tier: {'; '.join(lacking)}."
+        if unknown:
+            left_out = [label for label in lacking if label in unknown]
+            which = "all of them" if left_out == lacking else "; ".join(left_out)
+            told += f" Left out, the paper's values being not available either: {which}."
+        lines.append(told)
     if chosen.block:
-        columns = {column.label: column.value_in(tier) for column in table.columns}
-        absent_columns = [k for k, v in columns.items() if v is None or not offered(table, tier, v)]
-        if absent_columns:
-            lines.append(f"Not measured in this tier: {'; '.join(absent_columns)}.")
         told = of_records(run.result for run in runs) or "none yet"
         lines.append(
             f"Nothing is trained for this tier: it shows the records of block {chosen.block} "
@@ -180,8 +243,8 @@ def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
     told = f"Runs: {len(runs)} of {trained}, {of_seeds}."
     if len(chosen.seeds) > 1 and table.driver != BENCH:
         told += (
-            " ± is the standard deviation over seeds; [ ] is the 95 % interval of the difference "
-            "at equal seeds, that is, equal initial weights and data."
+            " ± is the standard deviation over seeds; in brackets stands the 95 % interval of the "
+            "difference at equal seeds, that is, equal initial weights and data."
         )
     lines.append(told)
     facts = {
@@ -199,6 +262,15 @@ def _header(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
         lines.append(f"Products: {'; '.join(used)}.")
         lines += _load(runs)
     return lines
+
+
+def _marking(n: int) -> str:
+    if n < 2:
+        return "One seed has no interval: no difference to the paper is marked."
+    return (
+        f"Ours is marked {MARK} where the paper's value lies outside the 95 % interval of our mean "
+        "over the seeds (Student's t)."
+    )
 
 
 def _load(runs: list[PlacedRun]) -> list[str]:
@@ -287,7 +359,3 @@ def _per_run(table: Table, tier: str, run: PlacedRun) -> Numbers:
         "git_dirty": environment["git_dirty"],
         "device": environment["device"],
     }
-
-
-def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

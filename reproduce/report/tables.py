@@ -10,6 +10,8 @@ from pathlib import Path
 
 from experiments.support.errors import UserError
 from reproduce import coverage
+from reproduce.grid import OURS, PAPER, SOURCE, Grid
+from reproduce.grid import read as read_grid
 from reproduce.render import render
 from reproduce.report import html
 from reproduce.report.figures import badge
@@ -19,19 +21,18 @@ from reproduce.spec import Table
 
 MEASURED = Path(__file__).parents[1] / "measured"
 Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdict
-NOTHING = ("-", "extra row of ours")  # cells in which the paper has no value
 ArmsOf = Callable[[Table], Markup | None]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A rendered table. path: its file; None if nothing was run for it."""
+    """A rendered table. path: its file; None if nothing was run for it. grid: None if there is
+    nothing to show."""
 
     tier: str
     path: Path | None
     header: list[str]
-    columns: list[str]
-    cells: list[list[str]]
+    grid: Grid | None
 
     def fact(self, name: str) -> str:
         """A line of the header by its name, Device or Code; "" if there is none."""
@@ -50,11 +51,8 @@ def found(table: Table, runs: Path) -> list[Made]:
     offered = [name for name, tier in table.tiers.items() if not tier.unavailable]
     tier = offered[-1]
     empty = render(table, tier, [])
-    if "paper" not in empty.columns:
-        return [Made(tier, None, empty.header, empty.columns, [])]
-    at = empty.columns.index("paper")
-    told = [cells for cells in empty.cells if cells[at] not in NOTHING]
-    return [Made(tier, None, empty.header, empty.columns, told)]
+    grid = empty.grid.of_source(PAPER) if SOURCE in empty.grid.stubs else None
+    return [Made(tier, None, empty.header, grid)]
 
 
 def _own(table: Table, tier: str, runs: Path) -> Path:
@@ -68,12 +66,13 @@ def read(path: Path) -> Made:
     Raises:
         UserError: the file holds no table.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
-    if len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
+    told = path.read_text(encoding="utf-8")
+    grid = read_grid(told)
+    if grid is None:
         raise UserError(f"{path} holds no table; make it again or remove it")
-    header = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return Made(path.stem.rpartition("-")[2], path, header, rows[0], rows[2:])
+    unwrapped = told.replace("\n  ", " ").splitlines()
+    header = [line.removeprefix("- ") for line in unwrapped if line.startswith("- ")]
+    return Made(path.stem.rpartition("-")[2], path, header, grid)
 
 
 def section(
@@ -128,38 +127,41 @@ def _where(made: Made) -> str:
 def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     device = made.fact("Device").partition(",")[0] or "-"
     revision = revisions(made.fact("Code"))
-    words = [n for n, c in enumerate(made.columns) if c in ("metric", "of", "method", "tier")]
-    at = {column: n for n, column in enumerate(made.columns)}
-    rows = []
-    for cells in made.cells:
-        given: list[object] = list(cells)
-        if "metric" in at:  # one line per metric: the paper's layout
-            label = ", ".join(cells[at[part]] for part in ("of", "method") if part in at)
-            verdict = verdicts.get((table.name, cells[at["metric"]], label))
-            given.insert(at["tier"], badge(verdict) if verdict else "-")
-        rows.append([*given, revision, html.unbroken(device)])
-    heads = list(made.columns)
-    if "metric" in at:
-        heads.insert(at["tier"], "verdict")
-        words.append(len(heads) - 1)
-    else:
-        heads, rows = [*heads, "tier"], [[*row[:-2], made.tier, *row[-2:]] for row in rows]
-    heads += ["revision", "device"]
-    words += [len(heads) - 2, len(heads) - 1]
     source: list[object] = [f"Tier {made.tier} was not run here; the paper's values stand above."]
     if made.path is not None:
         beside = [made.path, made.path.with_suffix(".csv")]
         beside.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
         there = [path for path in beside if path.is_file()]
-        source = ["From ", html.listed([links.to(path) for path in there]), "."]
+        files = html.listed([links.to(path) for path in there])
+        source = ["From ", files, f"; revision {revision}, {html.unbroken(device)}."]
     paper = f" paper={table.paper}" if table.paper else ""
     line = f"python -m reproduce {table.command}{paper} tier={made.tier}"
     return html.text(
-        html.table(f"{table.title}, tier {made.tier}", heads, rows, words) if rows else None,
+        _grid(table, made, verdicts) if made.grid and made.grid.lines else None,
         html.details("Settings and reservations", tag("ul", [tag("li", h) for h in made.header])),
         tag("p", source, " Make it:"),
         html.command(line),
     )
+
+
+def _grid(table: Table, made: Made, verdicts: Verdicts) -> Markup:
+    """The table in the paper's shape, in one part, with verdicts beside our values."""
+    assert made.grid is not None
+    grid = made.grid
+    sourced = grid.stubs[-1] == SOURCE
+    heads = [", ".join(filter(None, name)) for name in zip(grid.groups, grid.columns, strict=True)]
+    rows = []
+    for line, shown in zip(grid.lines, grid.printed(), strict=True):
+        label = ", ".join(line.names[:-1] if sourced else line.names)
+        ours = not sourced or line.names[-1] == OURS
+        found = [verdicts.get((table.name, head, label)) if ours else None for head in heads]
+        values: list[object] = [
+            [value, " ", badge(verdict)] if verdict else value
+            for value, verdict in zip(line.values, found, strict=True)
+        ]
+        rows.append([*shown.names, *values])
+    words = range(len(grid.stubs))
+    return html.table(f"{table.title}, tier {made.tier}", [*grid.stubs, *heads], rows, words)
 
 
 def revisions(told: str) -> str:

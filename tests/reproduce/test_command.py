@@ -157,5 +157,5 @@ def test_a_table_with_a_hole_exits_with_1(tmp_path, capsys):
     assert main(["tiny"], tmp_path, tmp_path / "runs") == 1
     captured = capsys.readouterr()
     assert captured.out.count("failed: ") == 2
-    assert "| dense | not run |" in (tmp_path / "runs/tables/tiny-smoke.md").read_text()
+    assert "| dense  | not run |" in (tmp_path / "runs/tables/tiny-smoke.md").read_text()
     assert captured.err == "missing: dense, seed 5; S-STE, seed 5\n"

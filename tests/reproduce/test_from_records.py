@@ -147,13 +147,16 @@ def test_records_take_the_place_of_runs(folders):
     ]  # fmt: skip
     assert found[2].directory == path
     rendered = render(filled, "mini", found)
-    cells = {(row[0], row[1]): row[2:4] for row in rendered.cells}
-    assert cells["loss", "dense"] == ["-", "2.20 ± 0.20"]
-    assert cells["loss", "half (ours)"] == ["-", "not run yet"]
-    assert cells["tail", "dense"] == ["-", "4.00 ± 0.00"]  # the last tenth of ten steps
+    grid = rendered.grid
+    assert grid.stubs == ["method"]  # no column has a published name
+    cells = {(head, line.names[0]): value for line in grid.lines
+             for head, value in zip(grid.columns, line.values, strict=True)}  # fmt: skip
+    assert cells["loss", "dense"] == "2.20 ± 0.20 (n=3)"
+    assert cells["loss", "half (ours)"] == "not run yet"
+    assert cells["tail", "dense"] == "4.00 ± 0.00 (n=3)"  # the last tenth of ten steps
     perplexities = [math.exp(loss) for loss in (2.0, 2.2, 2.4)]
-    assert cells["perplexity", "dense"][1].startswith(f"{sum(perplexities) / 3:.3f} ± ")
-    assert cells["minus dense", "STE"][1].startswith("+2.40 [")  # of 7.0, 0.1 and 0.1
+    assert cells["perplexity", "dense"].startswith(f"{sum(perplexities) / 3:.3f} ± ")
+    assert cells["minus dense", "STE"].startswith("+2.40 [")  # of 7.0, 0.1 and 0.1
     assert {row for _, row in cells} == {"dense", "half (ours)", "STE"}
     assert not any(column == "BLEU" for column, _ in cells)  # nobody's numbers
     header = "\n".join(rendered.header)
@@ -201,7 +204,7 @@ def test_what_is_not_there_is_told(folders):
         collect(table("v"), "mini", **folders)
     collected = collect(table(), "mini", **folders)
     rendered = render(collected.table, "mini", collected.runs)
-    assert {row[3] for row in rendered.cells} == {"not run yet"}
+    assert {text for line in rendered.grid.lines for text in line.values} == {"not run yet"}
 
 
 def test_rows_of_an_arm_alone_are_in_such_tiers_only():
@@ -232,9 +235,7 @@ def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp
         "(python -m reproduce run t)\n"
     )
     stem = folders["runs"] / "tables" / "t-mini"
-    assert (
-        "| loss | dense | - | 2.00 (n=1 of 3) | - | mini |" in stem.with_suffix(".md").read_text()
-    )
+    assert "| dense       |  2.00 (n=1) |" in stem.with_suffix(".md").read_text()
     assert stem.with_suffix(".png").is_file()
     assert '"done": 1' in stem.with_suffix(".json").read_text()
     assert not list(folders["runs"].glob("*/*/*/result.json"))

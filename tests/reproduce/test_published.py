@@ -34,7 +34,7 @@ def test_primary_second_hand_empty_and_missing(tmp_path):
     assert primary.text(".2f") == "12.50 %"
     assert primary.source == "a source"
     assert look_up("w", "Table 1", "notes", "c", path).text(".1f") == "12.5 (second-hand)"
-    assert look_up("w", "Table 1", "none", "c", path).text(".1f") == "none: out of memory"
+    assert look_up("w", "Table 1", "none", "c", path).text(".1f") == "none"
     assert look_up("w", "Table 1", "r", "other", path) is None
 
 

@@ -1,0 +1,154 @@
+"""Lays a table out as the papers do, and splits it into parts that fit 80 columns.
+
+A line has names (of its row) and values. The paper's values stand above ours, in lines of their
+own, so that a column is as wide as the wider of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WIDTH = 80
+BLANK = "-"  # a cell that the paper or the tier does not have
+PAPER, OURS = "paper", "ours"
+SOURCE = "source"  # heading over these two
+STUBS = {"variant": "of", "row": "method", "column": "metric"}  # headings over names, by axis
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of values with the names of its row."""
+
+    names: list[str]
+    values: list[str]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as it is printed. stubs: headings over the names. columns: headings over the values.
+    groups: by column, the quantity that it belongs to, whose columns have a part of their own; ""
+    where the heading says it."""
+
+    stubs: list[str]
+    groups: list[str]
+    columns: list[str]
+    lines: list[Line]
+
+    def parts(self, width: int = WIDTH) -> list[Grid]:
+        """The table cut into parts by columns, as many in each as fit into `width` characters of
+        Markdown. Names stand in every part; lines without a value there are left out."""
+        names = sum(w + 3 for w in _widths([self.stubs, *(line.names for line in self.lines)]))
+        values = _widths([self.columns, *(line.values for line in self.lines)])
+        parts: list[list[int]] = []
+        for number, wide in enumerate(values):
+            last = parts[-1] if parts else []
+            taken = 1 + names + sum(values[n] + 3 for n in last) + wide + 3
+            if not last or taken > width or self.groups[last[0]] != self.groups[number]:
+                parts.append([])
+            parts[-1].append(number)
+        return [self._of(part) for part in parts]
+
+    def _of(self, chosen: list[int]) -> Grid:
+        groups, columns = ([own[n] for n in chosen] for own in (self.groups, self.columns))
+        lines = [Line(line.names, [line.values[n] for n in chosen]) for line in self.lines]
+        kept = [line for line in lines if set(line.values) != {BLANK}]
+        return Grid(self.stubs, groups, columns, kept)
+
+    def markdown(self, width: int = WIDTH) -> str:
+        """The parts as Markdown, padded so that the text itself is a table, too."""
+        return "\n".join("".join(f"{line}\n" for line in _text(p)) for p in self.parts(width))
+
+    def printed(self) -> list[Line]:
+        """The lines, where one below another of the same row leaves its names blank."""
+        lines = []
+        before: list[str] | None = None
+        for line in self.lines:
+            *names, source = line.names
+            same = self.stubs[-1] == SOURCE and names == before
+            lines.append(Line([*[""] * len(names), source] if same else line.names, line.values))
+            before = names
+        return lines
+
+    def of_source(self, source: str) -> Grid:
+        """The lines of `paper` or `ours` alone, without the column that says so."""
+        kept = [line for line in self.lines if line.names[-1] == source]
+        lines = [Line(line.names[:-1], line.values) for line in kept]
+        return Grid(self.stubs[:-1], self.groups, self.columns, lines)
+
+
+def read(text: str) -> Grid | None:
+    """The table that `Grid.markdown` wrote somewhere in the text, its parts put together again;
+    None if there is none."""
+    parts: list[Grid] = []
+    group = ""
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.strip().splitlines()
+        if lines and all(line.startswith("| ") for line in lines):
+            rows = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines]
+            part = _part(rows, group)
+            if part is None or (parts and part.stubs != parts[0].stubs):
+                return None
+            parts.append(part)
+        group = paragraph.strip().strip("*") if paragraph.startswith("**") else ""
+    return _joined(parts) if parts else None
+
+
+def _part(rows: list[list[str]], group: str) -> Grid | None:
+    known = [head in (*STUBS.values(), SOURCE) for head in rows[0]]
+    count = known.index(False) if False in known else 0
+    if count == 0 or len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
+        return None
+    stubs, columns = rows[0][:count], rows[0][count:]
+    lines: list[Line] = []
+    for row in rows[2:]:  # the second is the rule below the headings
+        names = row[:count]
+        if lines and stubs[-1] == SOURCE and not any(names[:-1]):  # as above it
+            names = [*lines[-1].names[:-1], names[-1]]
+        lines.append(Line(names, row[count:]))
+    return Grid(stubs, [group] * len(columns), columns, lines)
+
+
+def _joined(parts: list[Grid]) -> Grid:
+    stubs, found = parts[0].stubs, [{tuple(x.names): x.values for x in p.lines} for p in parts]
+    sourced = stubs[-1] == SOURCE
+    # A part lacks the rows that have no value in it, so that the longest knows the order best.
+    longest = sorted(found, key=len, reverse=True)
+    order = {(key[:-1] if sourced else key): None for own in longest for key in own}
+    keys = [(*key, source) for key in order for source in (PAPER, OURS)] if sourced else order
+    lines = [
+        Line(
+            list(key),
+            [
+                value
+                for part, own in zip(parts, found, strict=True)
+                for value in own.get(key, [BLANK] * len(part.columns))
+            ],
+        )
+        for key in keys
+        if any(key in own for own in found)
+    ]
+    groups = [group for part in parts for group in part.groups]
+    return Grid(stubs, groups, [head for part in parts for head in part.columns], lines)
+
+
+def _widths(rows: Iterable[list[str]]) -> list[int]:
+    return [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _text(part: Grid) -> list[str]:
+    """The lines of a part in Markdown."""
+    rows = [[*line.names, *line.values] for line in part.printed()]
+    heads, left = [*part.stubs, *part.columns], len(part.stubs)
+    widths = _widths([heads, *rows])
+
+    def line(cells: list[str]) -> str:
+        padded = [
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * w if n < left else "-" * (w - 1) + ":" for n, w in enumerate(widths)]
+    group = part.groups[0]
+    return [*([f"**{group}**", ""] if group else []), line(heads), line(rule), *map(line, rows)]
