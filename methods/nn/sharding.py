@@ -180,7 +180,7 @@ class ShardedLayer:
         layer: Any = self
         found = {n: gathered(b, x.device) for n, b in self._buffers.items() if is_sharded(b)}
         for name, own in self.derived.items():
-            dtype = x.dtype if own.dtype == layer.dtype else own.dtype
+            dtype = x.dtype if own.dtype == layer.dtype and own.ndim == 2 else own.dtype
             found[name] = torch.empty_like(own, dtype=dtype, device=x.device)
         with _showing(self, found):
             layer.derive()

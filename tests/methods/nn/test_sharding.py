@@ -190,3 +190,24 @@ def test_a_conv1d_is_refused(mesh, hf_model):
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="Conv1D of transformers cannot be sharded"):
         method.on_step_begin(0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["ste", "t_sr_ste", "s_ste"])
+def test_codes_and_their_scales_are_those_of_a_whole_layer(name, autocast, mesh):
+    """Simulated FP8, after a dense phase where there is one; scales stay in fp32."""
+    options = {"dense_fraction": 0.5, "total_steps": 2, "dense_phase": "start"}
+    found = []
+    for sharded in (False, True):
+        model, method = converted(name, fp8="paper", **(options if name == "t_sr_ste" else {}))
+        if sharded:
+            fully_shard(model, mesh=mesh)
+        for step in (0, 1):
+            method.on_step_begin(step)
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                method.loss(model, {"x": x}).backward()
+            method.on_gradients(step)
+            method.on_step_end(step)
+        found.append(x.grad)
+    assert torch.equal(*found)
