@@ -60,7 +60,8 @@ class Rendered:
         for line in self.header:
             console.print(_wrapped(line, console.width), markup=False)
         for part in self.grid.parts(min(WIDTH, console.width)):
-            table = RichTable(box=SIMPLE_HEAD, title=part.groups[0] or None, title_justify="left")
+            group = escape(part.groups[0]) or None
+            table = RichTable(box=SIMPLE_HEAD, title=group, title_justify="left")
             for head in part.stubs:
                 table.add_column(escape(head), overflow="fold")
             for head in part.columns:

@@ -151,7 +151,7 @@ def _grid(table: Table, made: Made, verdicts: Verdicts) -> Markup:
     sourced = grid.stubs[-1] == SOURCE
     heads = [", ".join(filter(None, name)) for name in zip(grid.groups, grid.columns, strict=True)]
     rows = []
-    for line, shown in zip(grid.lines, grid.printed(), strict=True):
+    for line in grid.lines:
         label = ", ".join(line.names[:-1] if sourced else line.names)
         ours = not sourced or line.names[-1] == OURS
         found = [verdicts.get((table.name, head, label)) if ours else None for head in heads]
@@ -159,7 +159,7 @@ def _grid(table: Table, made: Made, verdicts: Verdicts) -> Markup:
             [value, " ", badge(verdict)] if verdict else value
             for value, verdict in zip(line.values, found, strict=True)
         ]
-        rows.append([*shown.names, *values])
+        rows.append([*line.names, *values])
     words = range(len(grid.stubs))
     return html.table(f"{table.title}, tier {made.tier}", [*grid.stubs, *heads], rows, words)
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -247,3 +248,12 @@ def test_a_list_says_where_the_numbers_come_from(tmp_path):
     spec = replace(table(), paper=None)
     told = coverage.lines([spec], tmp_path, {})
     assert "  t tier=mini: not made (the records of block t; `python -m reproduce run t`)" in told
+
+
+def test_the_example_in_the_docs_is_what_the_records_give(tmp_path):
+    """S-STE's Table 4 in docs/tables.md, its first parts."""
+    (spec,) = [table for table in TABLES if table.name == "sste_table4"]
+    collected = collect(spec, "mini", tmp_path)
+    shown = render(collected.table, "mini", collected.runs).grid.parts()[:2]
+    docs = Path(__file__).parents[2] / "docs" / "tables.md"
+    assert "\n".join(part.markdown() for part in shown) in docs.read_text(encoding="utf-8")

@@ -208,6 +208,17 @@ def test_a_paper_s_table_made_of_small_models(text):
     assert "#files-a-slope-rank-16" in part
 
 
+def test_a_measured_table_has_the_paper_s_shape(text):
+    """SLoPe's Table 1: the paper's row above ours, whose cells have the verdicts."""
+    part = text.partition('id="table-slope-table1"')[2].partition('id="table-slope-table2"')[0]
+    heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", part)
+    assert heads == ["method", "source", "training", "inference", "inference, r=1.56%",
+                     "inference, r=6.25%"]  # fmt: skip
+    theirs, ours = re.findall(r"<tr><th scope=\"row\">OPT-66B / SLoPe</th>.*?</tr>", part)
+    assert "paper" in theirs and "1.20x" in theirs and "badge" not in theirs
+    assert "1.26x" in ours and "confirmed" in ours
+
+
 def test_arguments_that_mean_nothing(capsys, tmp_path):
     for options in (["picture=x"], ["figure="], ["figure=a", "figure=b"]):
         assert reproduce(["report", *options], runs=tmp_path) == 2
