@@ -109,7 +109,7 @@ class Column:
         `metrics.jsonl` over the last tenth of the steps, or `<measure>.<metric>` and
         `<measure>.<task>.<metric>` for a measurement's metrics, `<measure>.mean` for the mean of
         its tasks' scores; several with commas for their mean; `exp.<value>` for the exponential
-        of one. None cannot be measured. tiers: another value in some tiers.
+        of one. None cannot be measured. tiers: another value in some tiers, or None.
     show: over the seeds, `mean_std`, `mean` or `sum`; against the first row at the same seeds,
         `paired` (mean difference with its 95 % interval), `ratio` (mean quotient) or `speedup`
         (mean of its inverse, for times).
@@ -125,7 +125,7 @@ class Column:
     published: str | None = None
     scale: float = 1.0
     unit: str = ""
-    tiers: dict[str, str] = field(default_factory=dict)
+    tiers: dict[str, str | None] = field(default_factory=dict)
 
     def value_in(self, tier: str) -> str | None:
         """The column's `value` in a tier."""

@@ -250,6 +250,14 @@ def test_a_list_says_where_the_numbers_come_from(tmp_path):
     assert "  t tier=mini: not made (the records of block t; `python -m reproduce run t`)" in told
 
 
+@pytest.mark.parametrize(("spec", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])
+def test_every_table_can_be_made_of_the_committed_records(spec, tier, tmp_path):
+    """A column that the block's runs do not have must say so in the spec."""
+    collected = collect(spec, tier, tmp_path)
+    rendered = render(collected.table, tier, collected.runs)
+    assert len(rendered.per_run) == len(collected.runs)
+
+
 def test_the_example_in_the_docs_is_what_the_records_give(tmp_path):
     """S-STE's Table 4 in docs/tables.md, its first parts."""
     (spec,) = [table for table in TABLES if table.name == "sste_table4"]
