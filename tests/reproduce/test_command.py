@@ -59,12 +59,16 @@ def test_the_default_is_every_paper_and_the_smallest_tier():
 
 
 def test_a_tier_that_is_not_offered(capsys, tmp_path):
-    assert main(["table2", "paper=sste", "tier=full"], runs=tmp_path) == 1
-    assert capsys.readouterr().err == (
-        "sste_table2, tier full, is not offered: there is no WMT14 translation driver in this "
-        "project\n"
+    (tmp_path / "tiny.yaml").write_text(
+        "title: T\ntiers: {full: {unavailable: no machine is large enough}}\n"
+        "rows: [{label: dense, overrides: [method=dense]}]\ncolumns: []\n",
+        encoding="utf-8",
     )
-    assert list(tmp_path.iterdir()) == []
+    assert main(["tiny", "tier=full"], tmp_path, tmp_path / "runs") == 1
+    assert capsys.readouterr().err == (
+        "tiny, tier full, is not offered: no machine is large enough\n"
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 SPEC = """
