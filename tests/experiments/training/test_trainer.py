@@ -245,7 +245,7 @@ def poison(monkeypatch, step):
     """Make the loss of one step NaN."""
     from methods.nn.base import Method
 
-    original = Method.loss
+    original = Method.micro_batch_loss
 
     def loss(self, model, batch):
         value = original(self, model, batch)
@@ -257,7 +257,7 @@ def poison(monkeypatch, step):
         self.poisoned = current
         begin(self, current)
 
-    monkeypatch.setattr(Method, "loss", loss)
+    monkeypatch.setattr(Method, "micro_batch_loss", loss)
     monkeypatch.setattr(Method, "on_step_begin", on_step_begin)
 
 
