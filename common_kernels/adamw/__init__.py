@@ -150,5 +150,12 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
             raise ValueError("the whole weight is not 2:4: it has no packed form")
         if packed.shape != shape:
             raise ValueError(f"there is room for a {packed.shape} matrix, not for {tuple(shape)}")
+    written = {t.dtype for t in (given.dense, given.packed, given.transposed) if t is not None}
+    packs = given.packed is not None or given.transposed is not None
+    if len(written) > 1 or (packs and written - {torch.bfloat16, torch.float16}):
+        raise ValueError(
+            f"operands of {' and '.join(sorted(map(str, written)))}: dense and packed ones must "
+            "share a dtype, packed ones a 16-bit one; convert the model anew after a cast"
+        )
     if checks.one_device(**given.tensors) != device:
         raise ValueError(f"weights on {device} and {weight.device}: step each device's apart")

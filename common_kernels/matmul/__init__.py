@@ -25,7 +25,7 @@ from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
 from common_kernels.matmul import cuda_build, cusparselt
-from common_kernels.matmul.cusparselt import Problem
+from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
 from common_kernels.pack.operands import fill_up
 
@@ -214,7 +214,8 @@ def _product(buffer: Tensor, dense: Tensor, bias: Tensor | None, problem: Proble
     with torch.cuda.device(buffer.device):
         out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
         stream = torch.cuda.current_stream().cuda_stream
-        _plan(problem, buffer.device.index, stream).run(buffer, dense, out, bias)
+        plan = _plan(problem, buffer.device.index, stream)
+        plan.run(aligned(buffer), aligned(dense), out, bias)
     return out
 
 
@@ -252,7 +253,7 @@ def measured(problem: Problem, device: torch.device) -> tuple[float, float] | No
     return None if entry is None else (entry.ms, entry.dense_ms)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # never dropped: a captured graph uses the memory of its plans
 def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
     """For each stream its own: a plan has one place for a bias. (Two graphs that were captured on
     one stream share it: do not replay them at the same time.)"""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from common_kernels.matmul import cuda_build
-from common_kernels.matmul.cusparselt import Problem
-from common_kernels.matmul.table import Trial, replay_ms
+from common_kernels.matmul.cusparselt import Problem, aligned
+from common_kernels.matmul.table import Trial, refuse_capture, replay_ms
 from common_kernels.pack import Packed24, convert24
 
 SOURCE = cuda_build.SOURCES / "product24_sm90.cu"
@@ -160,7 +160,7 @@ class Plan:
             values, metadata: the packed matrix [rows, columns].
             bias: bf16 [rows]. scales: fp32 numbers by which the sum is multiplied, on the device.
         """
-        a = self._arguments
+        a = _Arguments.from_buffer_copy(self._arguments)  # another thread may launch this plan, too
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=out.device)
         a.values, a.metadata, a.x = values.data_ptr(), metadata.data_ptr(), x.data_ptr()
         a.result, a.workspace = out.data_ptr(), workspace.data_ptr()
@@ -187,10 +187,11 @@ def linear(packed: Packed24, x: Tensor, bias: Tensor | None = None) -> Tensor:
     if tokens:
         kind = (packed.dtype, result, True, True, bias is not None)
         problem = Problem(rows, columns, tokens, *kind)
-        bias = None if bias is None else bias.to(result).contiguous()
+        bias = None if bias is None else aligned(bias.to(result).contiguous())
         with torch.cuda.device(x.device):
             plan = fastest(problem, packed.layout, torch.cuda.current_device())
-            plan.run(packed.values, packed.meta, x.contiguous(), out, bias)
+            values, meta = aligned(packed.values), aligned(packed.meta)
+            plan.run(values, meta, aligned(x.contiguous()), out, bias)
     return out
 
 
@@ -200,7 +201,14 @@ def fastest(problem: Problem, layout: str, device: int) -> Plan:
 
     Raises:
         CudaProductError: none serves the product, or none is right.
+        RuntimeError: it must be measured while a CUDA graph is captured.
     """
+    refuse_capture(problem)
+    with torch.autocast("cuda", enabled=False):
+        return _measured(problem, layout, device)
+
+
+def _measured(problem: Problem, layout: str, device: int) -> Plan:
     trial = Trial(problem, device)
     a = convert24(trial.packed, layout)
     best, least = None, float("inf")

@@ -102,7 +102,11 @@ def _version_of_nvcc() -> str:
     nvcc = compiler()
     if nvcc is None:
         raise BuildError(str(missing()))
-    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{nvcc} does not run: {error}") from error
+    return done.stdout
 
 
 def _version_of_cutlass() -> str:

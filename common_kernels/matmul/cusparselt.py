@@ -64,6 +64,11 @@ class Problem:
         return shape[::-1] if self.result_transposed else shape
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its memory begins where the kernels of a GPU can load it, else a copy."""
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Raises CuSparseLtError where there is none."""

@@ -61,11 +61,11 @@ def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
     known = _table(device)
     found = known.get(problem)
     if found is None and (near := _nearest(problem, known, within)) is not None:
-        _refuse_capture(problem)
+        refuse_capture(problem)
         if near.algorithm == NONE or Trial(problem, device).is_right(near.algorithm):
             found = known[problem] = near
     if found is None:
-        _refuse_capture(problem)
+        refuse_capture(problem)
         found = known[problem] = measure(problem, device)
         try:
             save(cache_file(), device, {problem: found})
@@ -83,7 +83,8 @@ def known(problem: Problem, device: int) -> Entry | None:
     return _table(device).get(problem)
 
 
-def _refuse_capture(problem: Problem) -> None:
+def refuse_capture(problem: Problem) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: nothing can be measured then."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{problem} has not been measured yet: run it once before it is captured in a CUDA "

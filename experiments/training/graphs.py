@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from experiments.data.source import Batch
 from experiments.support.errors import UserError
+from models.hf import CausalLM
 
 # Steps of one kind that are launched before it is captured: in them torch compiles and libraries
 # allocate their workspaces, which a capture does not allow.
@@ -26,12 +27,17 @@ Part = tuple[Batch, float]  # a micro-batch on the device and its share of the s
 Kind = tuple[object, ...]
 
 
-def require_graphs(device: torch.device, ranks: int) -> None:
+def require_graphs(device: torch.device, ranks: int, model: nn.Module) -> None:
     """Refuse what graphs cannot serve.
 
     Raises:
-        UserError: there is no GPU, or there are several processes.
+        UserError: there is no GPU, there are several processes, or the model is of transformers.
     """
+    if isinstance(model, CausalLM):
+        raise UserError(
+            "impl.cuda_graphs=true with a model of transformers: while it is captured, it takes an "
+            "explicit mask and with it a slower attention; set impl.cuda_graphs=false"
+        )
     if device.type != "cuda":
         raise UserError("impl.cuda_graphs=true needs a GPU; set impl.cuda_graphs=false")
     if ranks > 1:

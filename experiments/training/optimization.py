@@ -147,7 +147,7 @@ class Optimization:
         group: str = "train",
     ) -> None:
         if graphed:
-            require_graphs(device, ranks)
+            require_graphs(device, ranks, model)
         self.model, self.method, self.train = model, method, train
         self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
         memory.require(
@@ -208,7 +208,8 @@ class Optimization:
         if finite:
             self.model.on_gradients(step)
             self.method.on_gradients(step, self.optimizer)
-        self.scaler.step(self.optimizer)
+            # Entries may be finite where their norm is not, which the scaler would not see.
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self._count_skipped(finite, step)
         self.optimizer.zero_grad(set_to_none=True)

@@ -339,7 +339,11 @@ class Method:
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         """All that `on_gradients` and `on_step_end` do with the weight of `layer` in this step, for
-        an optimizer that can do it in one pass; None: only they can."""
+        an optimizer that can do it in one pass; None: only they can.
+
+        A method whose layer chooses masks or derives operands in a way of its own returns None, or
+        the work that says so.
+        """
         return None
 
     @torch.no_grad()

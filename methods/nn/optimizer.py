@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class FusedAdamW(torch.optim.AdamW):
     gradients, which stay as they are. Nothing in `step` waits for the device.
     """
 
-    _works: Mapping[str, StepWork] = {}  # by name; the method's dict, which may empty it
+    _works: tuple[Mapping[str, StepWork], ...] = ()  # one a method, which may empty its own
     _by_weight: Mapping[int, StepWork] = {}  # of the step that runs, by the weight's id
 
     def __init__(
@@ -63,7 +64,7 @@ class FusedAdamW(torch.optim.AdamW):
     def take(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
         """Those of `works`, by name, that the next step will do: what is left in this dict then.
 
-        Those that were taken before are forgotten.
+        Several methods may give their works; each empties its dict before it gives others.
         """
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         weights = {name: id(work.layer.weight) for name, work in works.items()}
@@ -73,16 +74,19 @@ class FusedAdamW(torch.optim.AdamW):
             for name, work in works.items()
             if layers[weights[name]] == 1 and _can_do(work, groups.get(weights[name]))
         }
-        self._works = taken
+        self._works = (*filter(None, self._works), taken)
         return taken
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights, and do the work that was taken."""
-        self._by_weight = {id(work.layer.weight): work for work in self._works.values()}
+        works = [work for taken in self._works for work in taken.values()]
+        self._by_weight = {id(work.layer.weight): work for work in works}
+        # torch wraps the step of each class to call hooks, of which one call is enough.
+        step = inspect.unwrap(torch.optim.AdamW.step, stop=lambda f: not hasattr(f, "hooked"))
         try:
-            return super().step(closure)
+            return step(self, closure)
         finally:
-            self._works, self._by_weight = {}, {}
+            self._works, self._by_weight = (), {}
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """torch's, which makes the state and lists what `step` updates next; of that the weights

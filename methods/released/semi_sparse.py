@@ -17,6 +17,8 @@ from torch import Tensor
 from common_kernels import transposable_mask24
 
 from .. import semi_sparse
+from ..nn.linear import SparseLinear
+from ..nn.optimizer import StepWork
 from ..nn.transposable import TransposableLinear
 
 Config = semi_sparse.Config
@@ -44,3 +46,7 @@ class Method(semi_sparse.Method):
                 "about mode=weight and algorithm=greedy"
             )
         self.Linear = Linear  # type: ignore[misc]
+
+    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+        """None: an optimizer would choose the masks by magnitude."""
+        return None

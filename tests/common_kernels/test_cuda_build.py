@@ -8,7 +8,7 @@ import torch
 
 from common_kernels import matmul24, nm_mask, pack24
 from common_kernels.matmul import chosen, cuda, cuda_build, unavailable
-from common_kernels.matmul.cusparselt import Problem
+from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.pack import cpu
 
 # Writes its own arguments into the library, or fails on the macro FAIL.
@@ -72,6 +72,19 @@ def test_another_source_or_compiler_makes_another_library(toolchain):
     nvcc.write_text(NVCC.replace("13.2", "13.3"))
     cuda_build.folder.cache_clear()
     assert cuda_build.folder(toolchain) not in (before, after)
+
+
+def test_a_compiler_that_does_not_run_is_named(toolchain):
+    cuda_build.compiler().write_text("#!/bin/false")
+    with pytest.raises(cuda_build.BuildError, match=r"nvcc does not run: "):
+        cuda_build.build(toolchain, {"one": {}}, lambda _: None)
+
+
+def test_memory_that_kernels_cannot_load_is_copied():
+    flat = torch.arange(17, dtype=torch.bfloat16)
+    assert aligned(flat) is flat
+    view = flat[1:]
+    assert aligned(view).data_ptr() % 16 == 0 and torch.equal(aligned(view), view)
 
 
 def test_an_error_of_the_compiler_is_one_line_and_leaves_nothing(toolchain):

@@ -22,6 +22,7 @@ from experiments.training.trainer import Trainer
 from methods import FusedAdamW, s_ste, sr_ste, ste, t_sr_ste
 from models.base import Model
 from models.gpt2 import GPT
+from models.hf import CausalLM
 
 
 class Stop(Exception):
@@ -372,7 +373,7 @@ def test_replayed_steps_are_the_same_and_go_on(build, tmp_path, monkeypatch, kin
     with two micro-batches a step: the first writes the gradients, the second adds to them."""
     capture = capture_by_calling(lambda part: part.func.__self__.model)
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(module, "require_graphs", lambda device, ranks: None)
+    monkeypatch.setattr(module, "require_graphs", lambda *_: None)
     overrides = (*options, "train.dtype=fp16", "impl.micro_batch=2", "train.batch_size=4")
     launched = build(*overrides, f"runs={tmp_path / 'launched'}", kind=kind, nan=(5,))
     launched.fit()
@@ -449,7 +450,13 @@ def test_a_step_of_another_kind_is_launched_again(monkeypatch):
 )
 def test_graphs_are_refused_where_they_cannot_serve(device, ranks, message):
     with pytest.raises(UserError, match=message):
-        graphs.require_graphs(torch.device(device), ranks)
+        graphs.require_graphs(torch.device(device), ranks, nn.Linear(2, 2))
+
+
+def test_graphs_are_refused_for_a_model_of_transformers():
+    model = CausalLM.__new__(CausalLM)
+    with pytest.raises(UserError, match="with a model of transformers"):
+        graphs.require_graphs(torch.device("cuda"), 1, model)
 
 
 def test_time_and_skipped_steps_add_up(build):

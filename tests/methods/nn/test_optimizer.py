@@ -262,6 +262,45 @@ def test_rates_of_a_group_and_in_tensors():
     assert_equal(run, other)
 
 
+@pytest.mark.parametrize("name", ["released.semi_sparse", "released.t_sr_ste"])
+def test_defects_of_released_code_are_the_same_in_one_pass(name):
+    """A layer that chooses its masks otherwise keeps its own choice."""
+    options = T_SR_STE if name.endswith("t_sr_ste") else {"algorithm": "greedy"}
+    run, other = (Run(name, options, make) for make in (methods.FusedAdamW, fused))
+    for step in range(3):
+        run.step(step)
+        other.step(step)
+        assert_equal(run, other)
+
+
+def test_two_models_share_an_optimizer():
+    """Neither method's decay is lost."""
+    pairs = []
+    for make in (methods.FusedAdamW, fused):
+        runs = [Run("sr_ste", {"alpha": 1.0}, make) for _ in range(2)]
+        weights = [p for run in runs for p in run.model.parameters()]
+        optimizer = make(weights, lr=1e-2)
+        for step in range(3):
+            for number, run in enumerate(runs):
+                run.method.on_step_begin(step)
+                run.gradients(2 * step + number)
+            for run in runs:
+                run.method.on_gradients(step, optimizer)
+            optimizer.step()
+            for run in runs:
+                run.method.on_step_end(step)
+        pairs.append(runs)
+    for run, other in zip(*pairs, strict=True):
+        assert_equal(run, other)
+
+
+def test_a_hook_of_the_optimizer_runs_once_a_step():
+    run, calls = Run("ste", {}), []
+    run.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    run.step(0)
+    assert calls == [1]
+
+
 def test_hooks_do_what_the_optimizer_did_not_come_to():
     """A loop that leaves `optimizer.step` out, then one that does not pass it on; other weights."""
     run, other = Run("sr_ste", {"alpha": 0.1}), Run("sr_ste", {"alpha": 0.1}, fused)
