@@ -1,4 +1,4 @@
-"""What a training needs, before it is begun: `python -m experiments.plan experiment=...`.
+"""Say what a training needs before it is begun: `python -m experiments.plan experiment=...`.
 
 Prints the memory of a GPU by what it is for, the number of GPUs that have enough, steps, tokens,
 and days at the measured speed of the model that is most like it. Takes the settings of

@@ -31,3 +31,19 @@ class Model(nn.Module):
     def metrics(self) -> dict[str, float]:
         """The model's own entries of the training log, by name."""
         return {}
+
+
+def check_sizes(config: Any) -> None:
+    """Refuse the sizes of a text model's config that no model can have.
+
+    Raises:
+        ValueError: a size is below 1, or `n_embd` is no multiple of `n_head`.
+    """
+    for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "n_inner"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if config.n_embd % config.n_head:
+        raise ValueError(
+            f"n_embd must be a multiple of n_head, got n_embd={config.n_embd}, "
+            f"n_head={config.n_head}"
+        )

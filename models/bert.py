@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
+from models.base import Model, check_sizes
 from models.positions import sinusoids
 
 if TYPE_CHECKING:
@@ -75,14 +75,7 @@ class BertConfig:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "n_inner"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
-                f"n_head={self.n_head}"
-            )
+        check_sizes(self)
         if self.glu and self.ffn_width % 2:
             raise ValueError(f"n_inner must be even with glu, got {self.ffn_width}")
         if self.positions not in ("learned", "sinusoidal"):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
+from models.base import Model, check_sizes
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -53,14 +53,7 @@ class GPTConfig:
     n_inner: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "n_inner"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
-                f"n_head={self.n_head}"
-            )
+        check_sizes(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.gelu not in ("erf", "tanh"):

@@ -58,7 +58,7 @@ class Weight24:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a step does with a weight beside AdamW's update.
+    """The work of a step on a weight beside AdamW's update.
 
     alpha: factor of the masked decay, added to the gradient under the mask before this step.
     choose: the mask of the updated weight: `rows` is nm_mask's, `exact` and `greedy` are

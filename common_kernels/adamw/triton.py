@@ -61,7 +61,7 @@ def adamw24_(
 
 
 def fits(given: Weight24) -> bool:
-    """Whether the kernel can address the tensors: rows, whole vectors, whole blocks if packed."""
+    """True if the kernel can address the tensors: rows, whole vectors, whole blocks if packed."""
     rows, columns = given.weight.shape
     packs = given.packed is not None or given.transposed is not None
     return not (packs and (rows % TILE or columns % TILE)) and all(
@@ -72,7 +72,7 @@ def fits(given: Weight24) -> bool:
 
 
 def kind(given: Weight24) -> tuple:
-    """What is equal for the weights of one launch."""
+    """The shape and dtypes of a weight's tensors, which are equal within a launch."""
     held = (*given.tensors.values(), given.packed, given.transposed)
     return tuple(given.weight.shape), tuple(None if t is None else t.dtype for t in held)
 
@@ -116,7 +116,7 @@ def logarithm(beta: float) -> float:
 
 
 def addresses(given: Weight24) -> tuple[int, ...]:
-    """Of what the kernel reads, in its order; of the weight for what is not there."""
+    """The addresses of what the kernel reads, in its order; the weight's for a missing tensor."""
     nothing = given.weight.data_ptr()
     out = [nothing if t is None else t.data_ptr() for t in given.tensors.values()]
     for packed in (given.packed, given.transposed):  # the metadata follow the values
@@ -161,7 +161,7 @@ def pointer(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    """Where a matrix starts, at a multiple of 16 bytes."""
+    """Returns the pointer to a matrix, known to be a multiple of 16 bytes."""
     return tl.multiple_of(pointer(row, PLACE, DTYPE), 16)
 
 

@@ -60,11 +60,11 @@ class Config:
 
     @property
     def layout(self) -> str:
-        """That of the packed matrix: it follows from the columns taken at a time."""
+        """The layout of the packed matrix, which follows from the columns taken at a time."""
         return LAYOUTS[self.dtype.itemsize == 2 and self.tile[2] >= 128]
 
     def macros(self) -> dict[str, int]:
-        """Those that the source is compiled with."""
+        """The macros that the source is compiled with, by name."""
         sizes = zip("MNK", self.tile, strict=True)
         return {
             "FP8": int(self.dtype.itemsize == 1),

@@ -32,7 +32,7 @@ class BuildError(RuntimeError):
 
 
 def missing() -> str | None:
-    """What the machine lacks to compile the sources, in one line; None if it lacks nothing."""
+    """One line on what the machine lacks to compile the sources; None if it lacks nothing."""
     lacking = []
     if compiler() is None:
         lacking.append("nvcc (on PATH, under CUDA_HOME, or from the package nvidia-cuda-nvcc)")

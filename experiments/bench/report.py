@@ -95,7 +95,7 @@ def _version(package: str) -> str | None:
 
 
 def identity(row: dict[str, Any]) -> tuple[str, ...]:
-    """What tells rows of a benchmark apart."""
+    """Name, dtype, shape and backend words of a row, which tell rows of a benchmark apart."""
     words = set(row["backend"].replace(",", " ").replace(";", " ").split()) - PRODUCTS
     return row["name"], row["dtype"], row["shape"], *sorted(words)
 

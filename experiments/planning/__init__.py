@@ -1,1 +1,1 @@
-"""What a training will need, said before it is begun and without a GPU."""
+"""Estimates of what a training will need, made before it is begun and without a GPU."""

@@ -68,7 +68,7 @@ class Planned:
 
     @cache  # noqa: B019
     def footprint(self, samples: int) -> Footprint:
-        """That of a micro-batch of so many samples."""
+        """The memory of a step whose micro-batch has so many samples."""
         run, method = self.run, self.run.build_method()
         tokens = shapes.tokens_per_sample(run, self.hf)
         try:

@@ -1,4 +1,4 @@
-"""What sparse products gave a training, for its `result.json`."""
+"""The gain that sparse products gave a training, for its `result.json`."""
 
 from __future__ import annotations
 

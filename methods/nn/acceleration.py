@@ -1,4 +1,4 @@
-"""What `Method.accelerate` chose, why, and what that saves."""
+"""The record of what `Method.accelerate` chose, why, and what that saves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def saved_ms(self) -> float:
-        """What the sparse product saves; 0 where the product is dense or was not measured."""
+        """Milliseconds that the sparse product saves; 0 where it is dense or was not measured."""
         if not self.sparse or self.ms is None or self.dense_ms is None:
             return 0.0
         return self.dense_ms - self.ms
@@ -51,8 +51,8 @@ class Acceleration:
 
     @property
     def saved_ms(self) -> float:
-        """What the sparse products alone save in a micro-batch: without the packing, sampling and
-        masks that a method adds, and without what runs at the same time."""
+        """Milliseconds that the sparse products alone save in a micro-batch: without the packing,
+        sampling and masks that a method adds, and without what runs at the same time."""
         return sum(choice.saved_ms for _, choice in self._choices())
 
     def gain(self, step_ms: float, micro_batches: int = 1) -> float:

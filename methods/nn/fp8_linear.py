@@ -45,7 +45,7 @@ class Fp8Linear(SparseLinear):
 
     @property
     def _dgrad_on_units(self) -> bool:
-        """Whether dgrad's codes are [in, out]: packed, or dense in a format that cuBLAS multiplies
+        """True if dgrad's codes are [in, out]: packed, or dense in a format that cuBLAS multiplies
         with dY's, which are e5m2."""
         if not self.products.fp8:
             return False

@@ -68,7 +68,7 @@ class SparseLinear(nn.Linear):
         return Products(wgrad=self.mvue == "exact")
 
     def candidates(self) -> Products:
-        """Those that `Method.accelerate` may choose."""
+        """The products that `Method.accelerate` may choose."""
         return self.sparse_products()
 
     @property
@@ -107,7 +107,7 @@ class SparseLinear(nn.Linear):
         return Packed24.empty((rows, columns), self.dtype, next(self.parameters()).device)
 
     def packed_operands(self) -> tuple[Packed | None, Packed | None]:
-        """Those of fprop and of dgrad, where they are held."""
+        """The packed operands of fprop and of dgrad, None where they are not held."""
         rows, columns = self.out_features, self.in_features
         fprop, dgrad = self.packed, self.packed_transposed
         return (
@@ -116,7 +116,7 @@ class SparseLinear(nn.Linear):
         )
 
     def room_for_both(self) -> tuple[Packed24, Packed24]:
-        """Where a kernel that writes both packed operands does so; what is not held is new."""
+        """Both packed operands for a kernel that writes both; one that is not held is new."""
         rows, columns = self.out_features, self.in_features
         fprop, dgrad = self.packed_operands()
         return (
@@ -185,7 +185,7 @@ class SparseLinear(nn.Linear):
         raise NotImplementedError(f"{type(self).__name__} has no packed operands")
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """What fprop and dgrad take for inputs of `dtype`.
+        """The operands that fprop and dgrad take for inputs of `dtype`.
 
         Packed ones are in one dtype and serve no other.
         """

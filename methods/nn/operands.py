@@ -1,4 +1,4 @@
-"""What a product of a linear layer takes in the place of the weight: `Dense`, `Packed` or `Fp8`.
+"""Operands of a linear layer's products, in the place of the weight: `Dense`, `Packed`, `Fp8`.
 
 An operand stands for a matrix A [out, in] and knows its two products, T tokens at a time:
 
@@ -109,7 +109,7 @@ def save(ctx: Any, operand: Operand | None, *tensors: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
-    """What `save` was given."""
+    """The operand that `save` was given."""
     tensors = ctx.saved_tensors
     if ctx.operand is None:
         return None, *tensors

@@ -18,7 +18,7 @@ from .linear import SparseLinear
 
 @dataclass(eq=False, kw_only=True)
 class StepWork:
-    """What a step does with the weight of `layer` beside AdamW's update.
+    """The work of a step on the weight of `layer` beside AdamW's update.
 
     mask, scale: those of the layer that `rule` reads or writes. derives: whether it ends with the
         operands; else, as for those in FP8, `on_step_end` derives them. done: the layer's weight,
@@ -62,7 +62,7 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, fused=True)
 
     def take(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
-        """Those of `works`, by name, that the next step will do: what is left in this dict then.
+        """The works, by name, that the next step will do: those still in this dict then.
 
         Several methods may give their works; each empties its dict before it gives others.
         """
@@ -123,7 +123,7 @@ class FusedAdamW(torch.optim.AdamW):
                 work.done = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this class or of `torch.optim.AdamW`."""
+        """Load a state dict of this class or of `torch.optim.AdamW`."""
         own = {"fused": True, "foreach": None}
         groups = [{**group, **own} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})

@@ -34,7 +34,7 @@ from .gemms import under_autocast
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
+    """True if `tensor` is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # else there are none, and it takes time
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -113,7 +113,7 @@ def _sharded_class(cls: Any) -> type:
 
 
 class ShardedLayer:
-    """What differs in a converted layer while its parameters are sharded; see the module.
+    """The behaviour of a converted layer while its parameters are sharded; see the module.
 
     derived: shapes and dtypes of the operands' buffers, on the meta device.
     viewed: whether its tensors are shown as plain ones now, by `rows`, `whole` or the forward pass.
@@ -138,7 +138,7 @@ class ShardedLayer:
             self.settle()  # type: ignore[attr-defined]
 
     def sample(self) -> None:
-        """What is drawn is drawn where it is used."""
+        """Does nothing: samples are drawn where they are used."""
 
     def reload(self) -> None:
         with whole(self):
