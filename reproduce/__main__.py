@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
-from reproduce import coverage, smoke_tasks
+from reproduce import coverage, everything
+from reproduce.making import attempt
 from reproduce.reading import TABLES, read_tables
 from reproduce.spec import TIERS, Table
 
 RUNS = Path("runs")
+ALL = "all"
 USAGE = """\
 python -m reproduce quickstart
     every method against dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
-    Table 2 of every paper that has one, or of one; likewise table1 to table10,
-    tableB2, figure4, figure7; mini shows what the blocks have measured
+    Table 2 of every paper that has one, or of one; likewise table1, figure7 and
+    the others of --list; mini shows what the blocks have measured
+python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
+    every table and figure, one after the other, a summary in runs/tables and
+    the page of results; what is finished is not run again
 python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
     the many small runs that claims are judged by, on all GPUs; the blocks are
     in reproduce/blocks
@@ -53,6 +58,8 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
     are none."""
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
+    if command == ALL:
+        chosen = [table for table in tables if table.paper]
     if not chosen:
         names = {table.command for table in tables}
         known = ", ".join(sorted(names, key=lambda name: (len(name), name)))
@@ -74,60 +81,6 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         known = ", ".join(dict.fromkeys(name for table in chosen for name in table.tiers))
         raise UsageError(f"no tier {tier!r} of {command}; choose of {known}")
     return Request(chosen, tier)
-
-
-def make(table: Table, tier: str, runs: Path) -> bool:
-    """Run what a table misses, then write and print it; True if every cell of the tier
-    has a value."""
-    if tier not in table.tiers or table.tiers[tier].unavailable:
-        reason = table.tiers[tier].unavailable if tier in table.tiers else "it has no such tier"
-        print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
-        return False
-    # Only now: these need torch, which takes seconds.
-    from experiments.support.checkpoint import csv_text, write_json, write_text
-    from reproduce import from_records
-    from reproduce.engine import execute, finished_runs
-    from reproduce.figure import draw
-    from reproduce.jobs import INPUTS, needs_inputs, plan
-    from reproduce.render import render
-
-    print(f"{table.title}, tier {tier}", flush=True)
-    stem = coverage.stem(table, tier, runs)
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
-    if table.tiers[tier].block:
-        found = from_records.collect(table, tier, runs)
-        table, done, lacking = found.table, found.runs, found.missing
-        for warning in found.warnings:
-            print(warning, file=sys.stderr)
-        missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in lacking.items()]
-        jobs, made = len(done) + sum(map(len, lacking.values())), len(done)
-    else:
-        planned = plan(table, tier, runs)
-        if needs_inputs(table, tier):
-            smoke_tasks.write(runs / INPUTS)
-        execute(planned.jobs, lambda message: print(message, flush=True))
-        done, jobs = finished_runs(planned), len(planned.jobs)
-        missing = [str(job) for job in planned.jobs if job.result() is None]
-        made = jobs - len(missing)
-    rendered = render(table, tier, done)
-    for suffix, text in {
-        ".md": rendered.markdown(),
-        ".csv": csv_text(rendered.summary),
-        "-runs.csv": csv_text(rendered.per_run),
-    }.items():
-        write_text(stem.with_name(stem.name + suffix), text)
-    drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
-    write_json(stem.with_name(f"{stem.name}.json"), coverage.record(jobs, made))
-    rendered.print()
-    print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
-    if missing:
-        block = table.tiers[tier].block
-        told = f" (python -m reproduce run {block})" if block else ""
-        print(f"missing: {'; '.join(missing)}{told}", file=sys.stderr)
-    return not missing
 
 
 def run(arguments: list[str], runs: Path) -> bool:
@@ -176,16 +129,6 @@ def write_page(options: list[str], runs: Path) -> None:
         page.main(runs)
 
 
-def attempt(table: Table, tier: str, runs: Path) -> bool:
-    """`make`, with a `UserError` printed as one line, so that the next table is made all
-    the same."""
-    try:
-        return make(table, tier, runs)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return False
-
-
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
     """Run the command line with these arguments and return the exit status."""
     raise_on_sigterm()
@@ -209,8 +152,10 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
                 print(line)
             return 0
         request = parse(arguments, tables)
-        complete = [attempt(table, request.tier, runs) for table in request.tables]
-        return 0 if all(complete) else 1
+        if arguments[0] == ALL:
+            return 0 if everything.run(request.tables, request.tier, runs) else 1
+        made = [attempt(table, request.tier, runs) for table in request.tables]
+        return 0 if all(one.complete for one in made) else 1
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

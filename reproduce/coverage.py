@@ -7,13 +7,16 @@ Needs neither torch nor the drivers: `python -m reproduce --list` answers at onc
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reproduce.spec import Table
 
-FILE = Path(__file__).with_name("coverage.yaml")
+HERE = Path(__file__).parent
+FILE = HERE / "coverage.yaml"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class Item:
         """The name in words, `table 6` or `figure 7`."""
         kind = "" if self.number.startswith(("figure", "appendix")) else "table "
         return kind + self.number.replace("figure", "figure ")
+
+    @property
+    def count(self) -> int:
+        """How many numbered tables or figures it stands for: those of a range, `B6-B9`, say."""
+        ends = [int(end) for end in re.findall(r"\d+", self.number)]
+        return ends[-1] - ends[0] + 1 if ends else 0
 
 
 def items(path: Path = FILE) -> dict[str, list[Item]]:
@@ -51,15 +60,23 @@ def items(path: Path = FILE) -> dict[str, list[Item]]:
 def state(table: Table, tier: str, runs: Path) -> str:
     """How many runs of a tier were done when it was last made, from the file that `make` wrote:
     looking at the runs themselves would compose every config of every table."""
-    try:
-        made = json.loads(stem(table, tier, runs).with_suffix(".json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    made = read_record(table, tier, runs)
+    if made is None:
         return "not made"
     return f"{made['done']} of {made['jobs']} runs done at the last call"
 
 
+def read_record(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
+    """The `record` of a tier, or None if it was not made."""
+    path = stem(table, tier, runs).with_suffix(".json")
+    if not path.is_file():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
 def record(jobs: int, done: int) -> dict[str, Any]:
-    """The content of the file that `state` reads."""
+    """The content of the file that `read_record` reads."""
     return {"jobs": jobs, "done": done}
 
 
@@ -83,7 +100,44 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
                 told.append(f"    not covered: {item.reason}")
             for table in found:
                 told += [f"  {line}" for line in _tiers(table, runs)]
-    return told
+    return [*told, "", counts(tables, runs, [item for known in papers.values() for item in known])]
+
+
+def counts(tables: list[Table], runs: Path, known: list[Item]) -> str:
+    """A line that counts the numbered tables and figures: all, covered, run and measured."""
+    specs: dict[tuple[str | None, str | None], Table] = {(t.paper, t.number): t for t in tables}
+    covered = {item: specs[key] for item in known if (key := (item.paper, item.number)) in specs}
+    run = [item for item, table in covered.items() if was_run(table, runs)]
+    kept = [item for item, table in covered.items() if was_measured(table)]
+    of, having, ran, measured = (sum(i.count for i in part) for part in (known, covered, run, kept))
+    return (
+        f"{of} numbered tables and figures: {having} covered by a spec, {of - having} not, each "
+        f"with its reason; {ran} run here (all runs of a tier); {measured} measured (a committed "
+        "table of the full tier, or committed records of all rows of the tier mini)"
+    )
+
+
+def was_run(table: Table, runs: Path) -> bool:
+    """True if all runs of a tier were done when it was last made here."""
+    made = [read_record(table, tier, runs) for tier in table.tiers]
+    return any(one is not None and one["jobs"] == one["done"] for one in made)
+
+
+def was_measured(table: Table) -> bool:
+    """True if a full tier or the records of all rows of a block's tier are committed."""
+    if any((HERE / "measured").glob(f"*/{table.name}-full.md")):
+        return True
+    blocks = [name for name, tier in table.tiers.items() if tier.block]
+    rows = {name: [row.arm for row in table.rows_of(name) if row.arm] for name in blocks}
+    return any(
+        all(any(_records(table.tiers[name].block, arm)) for arm in arms)
+        for name, arms in rows.items()
+    )
+
+
+def _records(block: str, arm: str) -> Iterator[Path]:
+    folder, _, name = arm.rpartition("/")
+    return (HERE / "evidence" / (folder or block)).glob(f"{name}-seed*.json")
 
 
 def _tiers(table: Table, runs: Path) -> list[str]:

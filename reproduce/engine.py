@@ -40,14 +40,14 @@ def run_job(job: Job, report: Report) -> Any:
     return job.module.run(job.config, report)
 
 
-def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
-    """Run the jobs that are not finished, in order. A failure is reported in one line, and the rest
-    go on."""
+def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
+    """Run the jobs that are not finished, in order, and return how many there were. A failure is
+    reported in one line, and the rest go on."""
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     if waiting and needs_gpu(job.config for _, job in waiting):
         report("nothing is run: they need a GPU, and torch sees none here; tier=smoke needs none")
-        return
+        return len(waiting)
     start = time.monotonic()
     for position, (number, job) in enumerate(waiting):
         elapsed = time.monotonic() - start
@@ -74,6 +74,7 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> None:
             report(f"failed: {job}: {reason}")
     if waiting:
         report(f"{clock(time.monotonic() - start)} for {len(waiting)} runs")
+    return len(waiting)
 
 
 def needs_gpu(configs: Iterable[Any]) -> bool:

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Figure 7 of the papers: `bash reproduce/figure7.sh [paper=NAME] [tier=smoke|mini|full]`.
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-make_table figure7 "$@"
+table.sh

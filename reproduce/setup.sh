@@ -53,9 +53,3 @@ use_environment() {
         fail "the installation failed; pip says why above. Start the same command again to go on"
     echo "$installed" >"$stamp"
 }
-
-# `make_table NAME [paper=..] [tier=..]`: the body of the scripts of tables and figures.
-make_table() {
-    use_environment hf
-    exec "$python" -m reproduce "$@"
-}

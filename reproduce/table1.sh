@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Table 1 of the papers: `bash reproduce/table1.sh [paper=NAME] [tier=smoke|mini|full]`.
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-make_table table1 "$@"
+table.sh

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Table 2 of the papers: `bash reproduce/table2.sh [paper=NAME] [tier=smoke|mini|full]`.
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-make_table table2 "$@"
+table.sh

@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# Table 6 of the papers: `bash reproduce/table6.sh [paper=NAME] [tier=smoke|mini|full]`.
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-make_table table6 "$@"
+table.sh

@@ -9,7 +9,9 @@ import pytest
 
 from experiments.support.errors import UserError
 from reproduce import __main__ as command
+from reproduce import making
 from reproduce.__main__ import main, parse
+from reproduce.making import Made
 from reproduce.reading import read_tables
 
 
@@ -138,9 +140,9 @@ def test_a_table_from_nothing(tmp_path, capsys):
 def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeypatch):
     """`table2` of two papers: the first has a row that does not compose."""
     made = []
-    monkeypatch.setattr(command, "make", lambda table, *_: made.append(table.name) or table.bad())
+    monkeypatch.setattr(making, "make", lambda table, *_: made.append(table.name) or table.bad())
     tables = [SimpleNamespace(name=n, command="table2", paper=n, tiers=["smoke"], bad=b)
-              for n, b in (("a", refuse), ("b", lambda: True))]  # fmt: skip
+              for n, b in (("a", refuse), ("b", Made))]  # fmt: skip
     monkeypatch.setattr(command, "read_tables", lambda folder: tables)
     assert main(["table2"], tmp_path, tmp_path) == 1
     assert made == ["a", "b"]

@@ -11,7 +11,7 @@ import yaml
 
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
-from reproduce import blocks, from_records
+from reproduce import blocks, from_records, making
 from reproduce.blocks import read_block
 from reproduce.from_records import collect
 from reproduce.reading import read_tables
@@ -219,8 +219,6 @@ def test_rows_of_an_arm_alone_are_in_such_tiers_only():
 
 
 def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp_path):
-    from reproduce import __main__ as command
-
     monkeypatch.setattr(from_records, "BLOCKS", folders["blocks"])
     spec = table()
     keep(folders, "t", "dense", 0, 2.0, where="own")
@@ -228,7 +226,7 @@ def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp
     write_json(old, json.loads(old.read_text()) | {"config_hash": "0" * 16})
     collected = collect(spec, "mini", **folders)
     monkeypatch.setattr(from_records, "collect", lambda *_: collected)
-    assert command.make(spec, "mini", folders["runs"]) is False
+    assert making.make(spec, "mini", folders["runs"]) == making.Made(9, 1, 1)
     captured = capsys.readouterr()
     assert captured.err == (
         f"left out: block t, it, seeds 1: its config is another one now ({old})\n"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from reproduce.reading import read_tables
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "reproduce").glob("*.sh")), ROOT / "tests" / "run.sh"]
 
@@ -117,3 +119,24 @@ def test_a_broken_environment_is_named(clone):
     done = use(clone)
     assert done.returncode == 1
     assert f"{clone}/.venv has no working Python" in done.stderr
+
+
+def test_every_table_and_figure_has_a_script():
+    """Links to one file, which goes by the name that it is called by."""
+    links = {path.stem for path in (ROOT / "reproduce").glob("*.sh") if path.is_symlink()}
+    assert links == {table.command for table in read_tables() if table.paper} | {"all"}
+    for name in links:
+        assert (ROOT / "reproduce" / f"{name}.sh").readlink() == Path("table.sh")
+
+
+def test_a_script_asks_for_what_it_is_called(clone):
+    """Whichever folder one stands in, with the arguments as they are."""
+    shutil.copy(ROOT / "reproduce" / "table.sh", clone / "reproduce")
+    (clone / "reproduce" / "figure4.sh").symlink_to("table.sh")
+    (clone / "reproduce" / "__init__.py").touch()
+    (clone / "reproduce" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
+    done = subprocess.run(
+        ["bash", clone / "reproduce" / "figure4.sh", "paper=sste", "tier=full"],
+        cwd="/", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "['figure4', 'paper=sste', 'tier=full']", done.stderr

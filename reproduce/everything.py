@@ -1,0 +1,137 @@
+"""Makes all tables and figures of the papers, one after the other: `python -m reproduce all`.
+
+The summary says of each how it ended and how many minutes it has taken, those of earlier calls
+included. It is written after every table, so a call that was interrupted loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from experiments.support.errors import UserError
+from reproduce.making import Made, attempt, not_offered
+from reproduce.spec import Table
+
+
+@dataclass
+class Line:
+    """One table in the summary. status: `complete`, `incomplete`, `failed` or `not offered`;
+    reason: why, of the last two. jobs, done: as of `making.Made`. minutes: of all calls."""
+
+    spec: str
+    script: str
+    status: str = "not begun"
+    jobs: int = 0
+    done: int = 0
+    minutes: float = 0.0
+    reason: str = ""
+
+    def end(self, made: Made) -> None:
+        """Take over how a table ended."""
+        self.jobs, self.done, self.reason = made.jobs, made.done, made.reason
+        status = "failed" if made.reason else "incomplete"
+        self.status = "complete" if made.complete else status
+
+
+def run(tables: list[Table], tier: str, runs: Path) -> bool:
+    """Make every table that has the tier, then the page of results; True if all are complete."""
+    summary = Summary(tables, tier, runs)
+    wanted = [table for table in tables if not not_offered(table, tier)]
+    start = time.monotonic()
+    for number, table in enumerate(wanted, 1):
+        elapsed = time.monotonic() - start
+        told = f" after {elapsed / 60:.1f} minutes" if number > 1 else ""
+        print(f"== [{number}/{len(wanted)}] {table.name}{told}", flush=True)
+        summary.make(table)
+    try:
+        from reproduce.report import page
+
+        page.main(runs)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        summary.write()
+        return False
+    print(f"\n{summary.write()}\nwritten: {summary.stem}.md, .json")
+    return all(summary.lines[table.name].status == "complete" for table in wanted)
+
+
+class Summary:
+    """The lines of all tables of a tier, kept in `runs/tables/all-<tier>.md` and `.json`."""
+
+    def __init__(self, tables: list[Table], tier: str, runs: Path) -> None:
+        self.tier, self.runs = tier, runs
+        self.stem = runs / "tables" / f"all-{tier}"
+        self.lines: dict[str, Line] = {}
+        kept = self._kept()
+        for table in tables:
+            line = self.lines[table.name] = Line(table.name, script(table))
+            line.minutes = kept.get(table.name, 0.0)
+            if reason := not_offered(table, tier):
+                line.status, line.reason = "not offered", reason
+
+    def _kept(self) -> dict[str, float]:
+        """The minutes of earlier calls, by spec."""
+        try:
+            content = json.loads(self.stem.with_suffix(".json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        return {line["spec"]: line["minutes"] for line in content["tables"]}
+
+    def make(self, table: Table) -> None:
+        """Make a table and write down how it ended, or that it was interrupted."""
+        line, start = self.lines[table.name], time.monotonic()
+        line.status = "interrupted"
+        try:
+            line.end(attempt(table, self.tier, self.runs))
+        except Exception as error:  # an error of ours in one table shall not keep the others back
+            traceback.print_exc()
+            line.end(Made(reason=f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        finally:
+            line.minutes += (time.monotonic() - start) / 60
+            self.write()
+
+    def write(self) -> str:
+        """Write both files and return the text."""
+        from experiments.support.checkpoint import write_json, write_text
+
+        lines = list(self.lines.values())
+        write_json(
+            self.stem.with_suffix(".json"),
+            {"tier": self.tier, "tables": [asdict(line) for line in lines]},
+        )
+        text = self.text()
+        write_text(self.stem.with_suffix(".md"), text)
+        return text
+
+    def text(self) -> str:
+        """The summary as Markdown."""
+        from reproduce.grid import Grid
+        from reproduce.grid import Line as Row
+
+        lines = [line for line in self.lines.values() if line.status != "not offered"]
+        rows = [
+            Row([line.spec], [line.status, f"{line.done} of {line.jobs}", f"{line.minutes:.1f}"])
+            for line in lines
+        ]
+        grid = Grid(["spec"], [""] * 3, ["status", "runs", "minutes"], rows)
+        done = sum(line.status == "complete" for line in lines)
+        minutes = sum(line.minutes for line in lines)
+        told = [
+            f"# All tables and figures, tier {self.tier}\n",
+            f"{done} of {len(lines)} complete, {minutes:.0f} minutes in all calls.\n",
+            grid.markdown(),
+        ]
+        for line in self.lines.values():
+            if line.reason:
+                told.append(f"- {line.spec}: {line.status}: {line.reason}")
+        return "\n".join(told).rstrip() + "\n"
+
+
+def script(table: Table) -> str:
+    """The command that makes a table alone."""
+    return f"reproduce/{table.command}.sh paper={table.paper}"

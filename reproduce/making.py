@@ -1,0 +1,98 @@
+"""Makes one table: runs what it misses, then writes and prints it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.support.errors import UserError
+from reproduce import coverage, smoke_tasks
+from reproduce.spec import Table
+
+
+@dataclass(frozen=True)
+class Made:
+    """The state of a table's tier after it was asked for. jobs: trainings, benchmarks and
+    measurements that it consists of; done: those that are finished, and `before` how many were when
+    it was asked for. reason: why it could not be made, if so."""
+
+    jobs: int = 0
+    done: int = 0
+    before: int = 0
+    reason: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """True if every cell of the tier has a value."""
+        return self.done == self.jobs and not self.reason
+
+
+def make(table: Table, tier: str, runs: Path) -> Made:
+    """Run what a table misses, then write and print it."""
+    if reason := not_offered(table, tier):
+        print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
+        return Made(reason=f"not offered: {reason}")
+    # Only now: these need torch, which takes seconds.
+    from experiments.support.checkpoint import csv_text, write_json, write_text
+    from reproduce import from_records
+    from reproduce.engine import execute, finished_runs
+    from reproduce.figure import draw
+    from reproduce.jobs import INPUTS, needs_inputs, plan
+    from reproduce.render import render
+
+    print(f"{table.title}, tier {tier}", flush=True)
+    stem = coverage.stem(table, tier, runs)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
+    if table.tiers[tier].block:
+        found = from_records.collect(table, tier, runs)
+        table, done, lacking = found.table, found.runs, found.missing
+        for warning in found.warnings:
+            print(warning, file=sys.stderr)
+        missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in lacking.items()]
+        made = Made(len(done) + sum(map(len, lacking.values())), len(done), len(done))
+    else:
+        planned = plan(table, tier, runs)
+        if needs_inputs(table, tier):
+            smoke_tasks.write(runs / INPUTS)
+        waiting = execute(planned.jobs, lambda message: print(message, flush=True))
+        done, jobs = finished_runs(planned), len(planned.jobs)
+        missing = [str(job) for job in planned.jobs if job.result() is None]
+        made = Made(jobs, jobs - len(missing), jobs - waiting)
+    rendered = render(table, tier, done)
+    for suffix, text in {
+        ".md": rendered.markdown(),
+        ".csv": csv_text(rendered.summary),
+        "-runs.csv": csv_text(rendered.per_run),
+    }.items():
+        write_text(stem.with_name(stem.name + suffix), text)
+    drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
+    write_json(stem.with_name(f"{stem.name}.json"), coverage.record(made.jobs, made.done))
+    rendered.print()
+    print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
+    if missing:
+        block = table.tiers[tier].block
+        told = f" (python -m reproduce run {block})" if block else ""
+        print(f"missing: {'; '.join(missing)}{told}", file=sys.stderr)
+    return made
+
+
+def not_offered(table: Table, tier: str) -> str:
+    """The reason why a table has no such tier; "" if it has."""
+    if tier not in table.tiers:
+        return "it has no such tier"
+    return table.tiers[tier].unavailable
+
+
+def attempt(table: Table, tier: str, runs: Path) -> Made:
+    """`make`, with a `UserError` printed as one line, so that the next table is made all
+    the same."""
+    try:
+        return make(table, tier, runs)
+    except UserError as error:
+        reason = " ".join(str(error).split())
+        print(f"error: {reason}", file=sys.stderr)
+        return Made(reason=reason)
