@@ -1,7 +1,7 @@
 """Measures one cell of a speed or memory table on the device at hand.
 
-A driver like those of `experiments`: `load`, `run`, `finished`; speed.py has what is timed. The
-result is known by its config and the device, and is kept.
+A driver like those of `experiments`: `load`, `run`, `finished`; speed.py and operator_speed.py have
+what is timed. The result is known by its config and the device, and is kept.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce import speed
+from reproduce import operator_speed, speed
 
+MEASURES = {**speed.MEASURES, **operator_speed.MEASURES}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,8 +34,9 @@ class Config:
 
     what: `linear` (batch * length tokens, width -> inner); `gpt2` (a feed-forward network and a
         whole block); `decoder` (a layer of a language model, with `ranks` of adapters at
-        inference); `sam` (timm's image encoder of SAM, forward and backward). method: of
-        experiments.bench.ARMS.
+        inference); `sam` (timm's image encoder of SAM, forward and backward); `search` (for
+        transposable masks of a weight width -> inner); `geglu` (batch * length tokens, inner
+        features); `product` (of two matrices width x width). method: of experiments.bench.ARMS.
     inner: width of the feed-forward network; null = 4 * width. kv_heads: of a LLaMA layer; null =
         a GPT-2 block, which has OPT's shapes. ranks: of adapters, in percent of the width.
     model, image: timm's name, and the side of its images; width and heads if not those of timm.
@@ -66,7 +68,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         known = {
-            "what": tuple(speed.MEASURES),
+            "what": tuple(MEASURES),
             "method": tuple(ARMS),
             "precision": tuple(PRECISIONS),
             "device": ("auto", "cuda"),
@@ -159,7 +161,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        metrics, used = speed.MEASURES[config.what](config, report)
+        metrics, used = MEASURES[config.what](config, report)
     finally:
         torch.set_num_threads(threads)
         gc.collect()

@@ -131,6 +131,15 @@ def ours(
                 return Cell(f"{mean:{form}}{few or ' (n=1)'}", {"mean": mean, "n": 1})
             text = f"{mean:{form}} [{low:{form}}, {high:{form}}]{few}"
             return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
+        case "interval":
+            mean, (low, high) = (
+                stats.mean(list(own.values())),
+                stats.paired_interval([*own.values()]),
+            )
+            spread = f" [{low:{form}}, {high:{form}}]" if n > 1 else ""
+            numbers = {"mean": mean, "low": low, "high": high, "n": n} if n > 1 else {"mean": mean}
+            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{few}"
+            return Cell(text, {"n": n, **numbers}, list(own.values()))
         case "ratio":
             amount = stats.mean([v / base[seed] for seed, v in own.items()])
         case "speedup":

@@ -247,6 +247,8 @@ def _header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) -
             " ± is the standard deviation over seeds; in brackets stands the 95 % interval of the "
             "difference at equal seeds, that is, equal initial weights and data."
         )
+    if len(chosen.seeds) > 1 and any(column.show == "interval" for column in table.columns):
+        told += " In brackets stands the 95 % interval of the mean (Student's t)."
     lines.append(told)
     facts = {
         "Corpus": [_corpus(run.result["corpus"]) for run in runs if "corpus" in run.result],

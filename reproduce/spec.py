@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TIERS = ("smoke", "mini", "full")
-SHOWN_AS = ("mean_std", "mean", "sum", "paired", "ratio", "speedup")
+SHOWN_AS = ("mean_std", "mean", "interval", "sum", "paired", "ratio", "speedup")
 TRAINING = ("pretrain", "dino", "translate")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
@@ -110,9 +110,9 @@ class Column:
         `<measure>.<task>.<metric>` for a measurement's metrics, `<measure>.mean` for the mean of
         its tasks' scores; several with commas for their mean; `exp.<value>` for the exponential
         of one. None cannot be measured. tiers: another value in some tiers, or None.
-    show: over the seeds, `mean_std`, `mean` or `sum`; against the first row at the same seeds,
-        `paired` (mean difference with its 95 % interval), `ratio` (mean quotient) or `speedup`
-        (mean of its inverse, for times).
+    show: over the seeds, `mean_std`, `mean`, `interval` (the mean with its 95 % interval) or `sum`;
+        against the first row at the same seeds, `paired` (mean difference with its 95 % interval),
+        `ratio` (mean quotient) or `speedup` (mean of its inverse, for times).
     format: Python format of a number. published: the column's name in `published.json`; then the
         published value and our difference to it are shown beside ours. scale: factor of what is
         shown, 100 for a share in percent. unit: printed, where no published value has one.

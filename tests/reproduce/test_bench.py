@@ -5,7 +5,7 @@ import torch
 
 from experiments.bench.timing import in_turns
 from experiments.support.errors import UserError
-from reproduce import bench, speed
+from reproduce import bench, operator_speed, speed
 from reproduce.bench import Config, load
 
 
@@ -113,3 +113,34 @@ def test_network_and_block_are_measured_in_turns(method, tmp_path, monkeypatch):
         dense = method == "t_sr_ste"  # FST ends dense: there is nothing to measure
         assert (f"{part} inference" not in calls) is dense
         assert (found[f"{part}_inference_speedup"] == 1.0) is dense
+
+
+@pytest.mark.parametrize("what", operator_speed.MEASURES)
+def test_rates_of_operators_are_those_of_their_times(what, tmp_path):
+    config = quick(what=what, method="s_ste", inner=64, runs=str(tmp_path))
+    found = bench.run(config, lambda message: None)["metrics"]
+    if what == "search":
+        assert found["exact_gbs"] == pytest.approx(4 * 64 * 32 / found["exact_ms"] / 1e6)
+        ratio = found["two_approx_fp32_ms"] / found["exact_fp32_ms"]
+        assert found["over_two_approx_fp32"] == pytest.approx(ratio)
+    elif what == "geglu":  # 16 tokens of 2 x 64 features in fp32
+        assert found["ours_row_gbs"] == pytest.approx(4 * 16 * 128 * 4 / found["ours_row_ms"] / 1e6)
+        assert found["over_torch"] == found["torch_column_ms"] / found["ours_column_ms"]
+    else:
+        assert found["tflops"] == pytest.approx(2 * 32**3 / found["ms"] / 1e9)
+
+
+def test_a_wrong_operator_is_not_timed(monkeypatch):
+    monkeypatch.setattr(operator_speed, "nm_mask", lambda w: torch.zeros_like(w, dtype=torch.bool))
+    config = quick(what="product", method="s_ste")
+    monkeypatch.setattr(operator_speed, "multiply", lambda x, w, dtype, i: x[i])
+    with pytest.raises(UserError, match="the product of s_ste is off by"):
+        operator_speed.of_product(config, print)
+    approximate = operator_speed.transposable_mask24
+    monkeypatch.setattr(
+        operator_speed,
+        "transposable_mask24",
+        lambda w, algorithm: approximate(w) & (algorithm == "exact"),
+    )
+    with pytest.raises(UserError, match="the 2-approximation is none on"):
+        operator_speed.check_two_approx(torch.randn(8, 8))

@@ -84,6 +84,15 @@ def test_whole_table(runs):
     )
 
 
+def test_an_interval_of_the_mean(runs):
+    columns = [Column("loss", "metrics.val_loss", "interval", ".2f", unit="nats")]
+    rendered = render(own_table([0, 1, 2], columns), "smoke", runs)
+    assert body(rendered)[0] == "| dense | 2.00 [-0.48, 4.48] nats |"  # 4.303 / sqrt(3)
+    assert rendered.summary[0]["loss: low"] == pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-4)
+    assert any("95 % interval of the mean" in line for line in rendered.header)
+    assert body(render(own_table([0], columns), "smoke", runs[:1]))[0] == "| dense | 1.00 nats |"
+
+
 def test_csv_has_all_digits(runs):
     rendered = render(own_table([0, 1, 2]), "smoke", runs)
     summary = list(csv.DictReader(io.StringIO(csv_text(rendered.summary))))
