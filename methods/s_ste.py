@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common_kernels import mvue24, soft_threshold24
+from common_kernels import mvue24, quantize_fp8, soft_threshold24
 from common_kernels.adamw import Rule
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands import project_quantize24_
@@ -116,6 +116,9 @@ class Linear(Fp8Linear):
     def effective_weight(self) -> Tensor:
         return self.exact_weight().to(self.weight.dtype)
 
+    def quantized_weight(self) -> tuple[Tensor, Tensor | None]:
+        return self.exact_weight(), None
+
     @property
     def rows_together(self) -> int:  # type: ignore[override]
         return 0 if self.config.beta == "mse_dynamic" else 1
@@ -175,7 +178,10 @@ class Linear(Fp8Linear):
             return
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
         if self.fp8:
-            self._quantize(1, sample, self.fp8.dgrad, self.codes_dgrad, None)
+            assert self.codes_dgrad is not None
+            codes, scale = quantize_fp8(sample, self.fp8.dgrad)
+            self.codes_dgrad.copy_(codes)
+            self.code_scales[1].copy_(scale)
         else:
             assert self.operand_dgrad is not None
             self.operand_dgrad.copy_(sample)

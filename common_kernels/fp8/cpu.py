@@ -5,23 +5,37 @@ import torch
 from common_kernels import chunks
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+NAMES = {dtype: name for name, dtype in FORMATS.items()}
 EXPONENT = 0x7F800000
 
 
-def scale_of(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    """Largest code / amax, or the largest fp32 number where that overflows: zeros stay zeros."""
-    if x.numel() == 0:
-        return torch.ones((), device=x.device)
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in fp32, NaN if there is one; x must not be empty."""
     low, high = x.aminmax()
-    amax = torch.maximum(-low, high).float().abs()  # of -0.0 too
+    return torch.maximum(-low, high).float().abs()  # of -0.0 too
+
+
+def scale_from(amax: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Largest code / amax, or the largest fp32 number where that overflows: zeros stay zeros."""
     # Tensor by tensor: a Python number over a tensor is its reciprocal times the number.
     top = torch.full_like(amax, torch.finfo(FORMATS[fmt]).max)
     return (top / amax).clamp_max(torch.finfo(torch.float32).max)
 
 
+def scale_of(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    """The scale of `quantize_fp8`; 1 for an empty x."""
+    return scale_from(amax_of(x), fmt) if x.numel() else torch.ones((), device=x.device)
+
+
+def codes_of(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
+    """x * scale in the format: rounded to nearest even, the largest code beyond its range."""
+    top = torch.finfo(FORMATS[fmt]).max
+    return (x.float() * scale).clamp_(-top, top).to(FORMATS[fmt])
+
+
 def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
-    top, scale = torch.finfo(FORMATS[fmt]).max, scale_of(x, fmt)
-    return (x.float() * scale).clamp_(-top, top).to(FORMATS[fmt]), scale
+    scale = scale_of(x, fmt)
+    return codes_of(x, scale, fmt), scale
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:

@@ -17,8 +17,6 @@ from common_kernels.pack import BUFFERED, Packed24, cpu
 from common_kernels.pack.operands import MULTIPLE, fill_up, row_major
 from common_kernels.soft_threshold import soft_threshold24
 
-NAMES = {dtype: name for name, dtype in fp8.FORMATS.items()}
-
 
 def quantize_both(
     x: Tensor, fmt: str, fmt_transposed: str, *, backend: str | None = None
@@ -116,12 +114,12 @@ def _project_quantize24_(
     projected = soft_threshold24(w).float() * beta
     dtype = dtype if codes is None else codes.dtype
     if dtype is not None:
-        own, scales[0] = fp8.quantize_fp8(projected, NAMES[dtype])
+        own, scales[0] = fp8.quantize_fp8(projected, fp8.NAMES[dtype])
         if codes is not None:
             codes.copy_(own)
         if buffer is not None:
             buffer.copy_(cpu.pack(own, nm_mask(w), BUFFERED))
-    other, scales[1] = fp8.quantize_fp8(projected, NAMES[transposed.dtype])
+    other, scales[1] = fp8.quantize_fp8(projected, fp8.NAMES[transposed.dtype])
     transposed.copy_(other.t())
 
 

@@ -18,7 +18,7 @@ OURS = {
     PACKING: (
         "check", "compress", "decay", "double_prune", "exact", "expand", "flips", "greedy", "mask",
         "mask24", "pack", "pack_both", "pack_both_compressed", "pack_mask", "project",
-        "projected_amax", "soft", "unpack_mask",
+        "projected_amax", "quantize24", "soft", "unpack_mask", "weight_amax",
     ),
     QUANTISING: ("amax", "fp8", "quantize_both", "rescale"),
     OPTIMIZER: ("adamw",),

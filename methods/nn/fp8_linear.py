@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from common_kernels import quantize_fp8
-from common_kernels.fp8.cpu import FORMATS, scale_of
+from common_kernels.fp8.cpu import FORMATS
+from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import Packed24
 from common_kernels.pack.cpu import buffer_bytes
-from common_kernels.pack.operands import pack24_
 
 from .fp8_gemms import FP8, Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, under_autocast
@@ -62,6 +61,10 @@ class Fp8Linear(SparseLinear):
         """`effective_weight` before it is rounded to the master's dtype."""
         return self.effective_weight()
 
+    def quantized_weight(self) -> tuple[Tensor, Tensor | None]:
+        """The weight that the codes are of, and the mask that it is under; None: it is whole."""
+        return self.weight.detach(), self.current_mask()
+
     def candidates(self) -> Products:
         sparse = super().candidates()
         if not self.recipe:
@@ -108,26 +111,21 @@ class Fp8Linear(SparseLinear):
 
     def quantize(self) -> None:
         """Derive the codes of both operands, dense or packed."""
-        assert self.fp8
-        weight, fp8 = self.exact_weight(), self.fp8
-        self._quantize(0, weight, fp8.fprop, self.codes, self.packed)
-        turned = weight.t() if self._dgrad_on_units else weight
-        self._quantize(1, turned, fp8.dgrad, self.codes_dgrad, self.packed_transposed)
+        quantize24_(*self._room_for_codes(), self.code_scales, *self.quantized_weight())
 
-    def _quantize(
-        self, place: int, weight: Tensor, fmt: str, codes: Tensor | None, packed: Tensor | None
-    ) -> None:
-        scale = self.code_scales[place]
-        if codes is not None:
-            own, own_scale = quantize_fp8(weight, fmt)
-            codes.copy_(own)
-            scale.copy_(own_scale)
-            return
-        assert packed is not None
-        mask = self.current_mask()
-        scale.copy_(scale_of(weight, fmt))
-        out = Packed24((packed,), (weight.shape[0], weight.shape[1]), FORMATS[fmt])
-        pack24_(out, weight, "mask", mask.t() if place else mask, scale)
+    def _room_for_codes(self) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
+        """Where the codes of the weight [out, in] go, and those of its transpose."""
+        assert self.fp8
+        (rows, columns), fp8 = self.weight.shape, self.fp8
+        fprop: Any = self.codes
+        dgrad: Any = self.codes_dgrad
+        if self.packed is not None:
+            fprop = Packed24((self.packed,), (rows, columns), FORMATS[fp8.fprop])
+        if self.packed_transposed is not None:
+            dgrad = Packed24((self.packed_transposed,), (columns, rows), FORMATS[fp8.dgrad])
+        elif not self._dgrad_on_units:
+            dgrad = dgrad.t()
+        return fprop, dgrad
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
         if not self.fp8:

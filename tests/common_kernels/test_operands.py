@@ -12,6 +12,7 @@ from common_kernels.fp8.operands import (
     rescale,
     scaled_linear,
 )
+from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.matmul import linear24, mm24
 from common_kernels.pack.operands import (
     pack24_,
@@ -144,6 +145,18 @@ def cases():
                 of(buffer, dtype=FP8[0]), *o, backend=backend)),
             {"buffer": buffer[: 128 * 40], "codes": codes, "transposed_codes": other,
              "scales": scales, "w": w, "beta": one},
+        ),
+        "quantize24_": (
+            in_place(lambda buffer, *o, backend: quantize24_(
+                of(buffer, dtype=FP8[0]), *o, backend=backend)),
+            {"buffer": buffer[: 128 * 40], "codes": other, "scales": scales, "w": w,
+             "mask": mask},
+        ),
+        "quantize_compressed24_": (
+            in_place(lambda buffer, *o, backend: quantize_compressed24_(
+                of(buffer, dtype=FP8[0]), *o, backend=backend)),
+            {"buffer": buffer[: 128 * 40], "codes": other, "scales": scales, "values": values,
+             "row_mask": bits, "column_mask": columns},
         ),
         "rescale": (
             pure(lambda y, scale, other, bias, backend: rescale(

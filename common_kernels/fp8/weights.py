@@ -1,0 +1,197 @@
+"""FP8 codes of a weight for both directions of its products, packed or dense, in one read.
+
+What is written is what `quantize_fp8` and `pack24` would give of the weight under its mask and of
+its transpose, to the bit.
+"""
+
+import torch
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.compressed import expand_nm, unpack_mask
+from common_kernels.fp8 import cpu as fp8
+from common_kernels.library import custom_op
+from common_kernels.pack import BUFFERED, Packed24, cpu
+
+TILE = 64  # the kernel's; other shapes take the path in PyTorch
+
+
+def quantize24_(
+    own: Packed24 | Tensor,
+    other: Packed24 | Tensor,
+    scales: Tensor,
+    w: Tensor,
+    mask: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write the codes of w [rows, columns] under `mask` into `own`, and those of its transpose into
+    `other`, after one search for the largest magnitude.
+
+    Args:
+        own: [rows, columns], other: [columns, rows]; packed, or dense in an FP8 dtype.
+        scales: fp32 [2], receives those of own and of other.
+        mask: bool [rows, columns], unchecked: at most two of four along the columns where `own` is
+            packed, along the rows where `other` is. None for the whole of w, which is not packed.
+    """
+    checks.float_tensor(w, "w")
+    if w.ndim != 2:
+        raise ValueError(f"w must have two dims, not shape {tuple(w.shape)}")
+    if mask is not None:
+        checks.same_shape(w, mask, "w and mask")
+    elif isinstance(own, Packed24) or isinstance(other, Packed24):
+        raise ValueError("the whole weight is not 2:4; give a mask, or room for dense codes")
+    rows, columns = w.shape
+    first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
+    device = checks.one_device(w=w, mask=mask, scales=scales, own=first, other=second)
+    name = backends.resolve(device, backend)
+    _quantize24_(first, own.dtype, second, other.dtype, scales, w, mask, name)
+
+
+def quantize_compressed24_(
+    own: Packed24 | Tensor,
+    other: Packed24 | Tensor,
+    scales: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write the codes of SLoPe's two operands: of W * A into `own`, of (W * A * B)^T into `other`.
+
+    Args:
+        own, other, scales: as for `quantize24_`; what is packed has n = 2, m = 4.
+        values: [rows, columns * n / m], the entries of W under A. row_mask: uint8 [rows, columns /
+            8], the bits of A. column_mask: for each value whether B keeps it, packed likewise
+            (`common_kernels.compressed`).
+    """
+    checks.float_tensor(values, "values")
+    if (isinstance(own, Packed24) or isinstance(other, Packed24)) and (n, m) != (2, 4):
+        raise ValueError(f"a {n}:{m} weight has no packed form; give room for dense codes")
+    rows, columns = values.shape[0], values.shape[1] * m // n
+    first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
+    device = checks.one_device(
+        values=values, row_mask=row_mask, column_mask=column_mask, scales=scales, own=first,
+        other=second,
+    )  # fmt: skip
+    name = backends.resolve(device, backend)
+    _quantize_compressed24_(
+        first, own.dtype, second, other.dtype, scales, values, row_mask, column_mask, n, m, name
+    )
+
+
+def _bytes(given: Packed24 | Tensor, rows: int, columns: int) -> Tensor:
+    """What is to be written: a buffer of uint8, or codes."""
+    if tuple(given.shape) != (rows, columns):
+        raise ValueError(
+            f"there is room for a {tuple(given.shape)} matrix, not for {(rows, columns)}"
+        )
+    if given.dtype not in fp8.NAMES:
+        raise TypeError(f"codes are of float8_e4m3fn or float8_e5m2, not of {given.dtype}")
+    return given.buffer if isinstance(given, Packed24) else given
+
+
+@custom_op("sparse24::quantize24_", mutates_args=("own", "other", "scales"))
+def _quantize24_(
+    own: Tensor,
+    own_dtype: torch.dtype,
+    other: Tensor,
+    other_dtype: torch.dtype,
+    scales: Tensor,
+    w: Tensor,
+    mask: Tensor | None,
+    backend: str,
+) -> None:
+    if backend == "triton" and _fits(*w.shape):
+        from common_kernels.fp8 import weights_triton
+
+        mask = None if mask is None else mask.contiguous()
+        with (
+            weights_triton.target(own, own_dtype, w.numel()) as first,
+            weights_triton.target(other, other_dtype, w.numel(), turned=True) as second,
+        ):
+            weights_triton.quantize24_(first, second, scales, w.contiguous(), mask)
+        return
+    pruned = w if mask is None else torch.where(mask, w, 0.0)
+    scales.copy_(_scales(pruned, own_dtype, other_dtype))
+    _write(own, own_dtype, scales[0], pruned, mask)
+    _write(other, other_dtype, scales[1], pruned.t(), None if mask is None else mask.t())
+
+
+@_quantize24_.register_fake
+def _(own, own_dtype, other, other_dtype, scales, w, mask, backend):
+    return None
+
+
+@custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))
+def _quantize_compressed24_(
+    own: Tensor,
+    own_dtype: torch.dtype,
+    other: Tensor,
+    other_dtype: torch.dtype,
+    scales: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    n: int,
+    m: int,
+    backend: str,
+) -> None:
+    rows, columns = values.shape[0], values.shape[1] * m // n
+    if backend == "triton" and (n, m) == (2, 4) and _fits(rows, columns):
+        from common_kernels.fp8 import weights_triton
+
+        with (
+            weights_triton.target(own, own_dtype, rows * columns) as first,
+            weights_triton.target(other, other_dtype, rows * columns, turned=True) as second,
+        ):
+            weights_triton.quantize_compressed24_(
+                first, second, scales, values.contiguous(), row_mask.contiguous(),
+                column_mask.contiguous(),
+            )  # fmt: skip
+        return
+    kept = unpack_mask(column_mask, values.shape[1])
+    twice = torch.where(kept, values, 0.0)
+    scales[0] = _scales(values, own_dtype)
+    scales[1] = _scales(twice, other_dtype)
+    mask, both = None, None
+    if own.dtype == torch.uint8:
+        mask = unpack_mask(row_mask, columns)
+    if other.dtype == torch.uint8:
+        both = (expand_nm(kept.to(values.dtype), row_mask) != 0).t()
+    _write(own, own_dtype, scales[0], expand_nm(values, row_mask, n, m), mask)
+    _write(other, other_dtype, scales[1], expand_nm(twice, row_mask, n, m).t(), both)
+
+
+@_quantize_compressed24_.register_fake
+def _(
+    own, own_dtype, other, other_dtype, scales, values, row_mask, column_mask, n, m, backend
+):  # fmt: skip
+    return None
+
+
+def _fits(rows: int, columns: int) -> bool:
+    return rows * columns > 0 and rows % TILE == 0 and columns % TILE == 0
+
+
+def _scales(x: Tensor, *dtypes: torch.dtype) -> Tensor:
+    """The scale of x in each dtype, after one search for the largest magnitude."""
+    if not x.numel():
+        return x.new_ones(len(dtypes), dtype=torch.float32)
+    amax = fp8.amax_of(x)
+    return torch.stack([fp8.scale_from(amax, fp8.NAMES[dtype]) for dtype in dtypes])
+
+
+def _write(
+    out: Tensor, dtype: torch.dtype, scale: Tensor, pruned: Tensor, mask: Tensor | None
+) -> None:
+    codes = fp8.codes_of(pruned, scale, fp8.NAMES[dtype])
+    if out.dtype != torch.uint8:
+        out.copy_(codes)
+        return
+    assert mask is not None
+    out.copy_(cpu.pack(codes, mask, BUFFERED))

@@ -1,0 +1,226 @@
+# mypy: ignore-errors
+"""FP8 codes of a weight in Triton, for both directions in one read, bit for bit those of
+weights.py's path in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from common_kernels import backend
+from common_kernels.fp8.cpu import NAMES
+from common_kernels.fp8.operands_triton import codes_like, constants, encode
+from common_kernels.fp8.triton import scale_from
+from common_kernels.launch import launch, magnitude
+from common_kernels.pack.compressed_triton import expanded, load_kept
+from common_kernels.pack.operands import row_major
+from common_kernels.pack.triton import bools, entries_stored, load_row, split, stack, store_meta
+
+TILE = 64
+BLOCK = 2048  # entries in a program of weight_amax_kernel
+WHOLE, MASK, BITS = 0, 1, 2  # what a weight is given under
+
+
+class Target(NamedTuple):
+    """Where codes go: the values of a packed matrix and its metadata, or a dense matrix."""
+
+    out: torch.Tensor
+    meta: torch.Tensor | None
+
+    @property
+    def fmt(self) -> str:
+        return NAMES[self.out.dtype]
+
+
+@contextmanager
+def target(
+    out: torch.Tensor, dtype: torch.dtype, entries: int, turned: bool = False
+) -> Iterator[Target]:
+    """The target in a buffer (uint8) or in dense codes, or where these are not row-major (or, with
+    `turned`, the transpose of what is) in others that are copied to them afterwards."""
+    if out.dtype == torch.uint8:
+        yield Target(*split(out, entries, dtype))
+    elif turned and out.t().is_contiguous():
+        yield Target(out, None)
+    else:
+        with row_major(out) as written:
+            yield Target(written, None)
+
+
+def quantize24_(
+    own: Target, other: Target, scales: torch.Tensor, w: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """weights.quantize24_ of w [64 a, 64 b], which is row-major as its mask is."""
+    amax = torch.zeros(1, dtype=torch.int32, device=w.device)
+    masked, kind = (w, WHOLE) if mask is None else (mask.view(torch.uint8), MASK)
+    launch(
+        weight_amax_kernel, triton.cdiv(w.numel(), BLOCK), w.device, w, masked, amax, w.numel(),
+        KIND=kind, BLOCK=BLOCK,
+    )  # fmt: skip
+    rows, columns = w.shape
+    start(own, other, scales, (w, masked, w), amax.expand(2), rows, columns, kind)
+
+
+def quantize_compressed24_(
+    own: Target,
+    other: Target,
+    scales: torch.Tensor,
+    values: torch.Tensor,
+    row_mask: torch.Tensor,
+    column_mask: torch.Tensor,
+) -> None:
+    """weights.quantize_compressed24_ of a 2:4 weight [64 a, 64 b], as above."""
+    amax = torch.zeros(2, dtype=torch.int32, device=values.device)
+    launch(
+        weight_amax_kernel, triton.cdiv(values.numel(), BLOCK), values.device,
+        values, column_mask, amax, values.numel(), KIND=BITS, BLOCK=BLOCK,
+    )  # fmt: skip
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    start(own, other, scales, (values, row_mask, column_mask), amax, rows, columns, BITS)
+
+
+def start(
+    own: Target,
+    other: Target,
+    scales: torch.Tensor,
+    given: tuple[torch.Tensor, ...],
+    amax: torch.Tensor,
+    rows: int,
+    columns: int,
+    kind: int,
+) -> None:
+    # 0: not now, 1: packed, 2: dense, 3: dense and the transpose of a row-major matrix
+    forms = [1 if t.meta is not None else 2 if t.out.is_contiguous() else 3 for t in (own, other)]
+    parts = [forms]
+    if forms == [2, 2] and own.fmt == other.fmt:
+        # One after the other: see operands_triton.project_quantize24_.
+        parts = [[2, 0], [0, 2]]
+    device, interpreted = scales.device, backend.interpreted()
+    written = own.out, other.out
+    if interpreted:  # it casts to FP8 wrongly, so that codes are stored in fp32 first
+        written = tuple(
+            codes_like(t.out.t().shape if form == 3 else t.out.shape, t.fmt, device)
+            for t, form in zip((own, other), forms, strict=True)
+        )
+    for now in parts:
+        launch(
+            quantize24_kernel, rows // TILE * (columns // TILE), device,
+            *given, amax[:1], amax[1:], scales,
+            written[0], written[0] if own.meta is None else own.meta,
+            written[1], written[1] if other.meta is None else other.meta, rows, columns,
+            *constants(own.fmt), *constants(other.fmt),
+            KIND=kind, OWN=now[0], OTHER=now[1], num_warps=8,
+        )  # fmt: skip
+    if interpreted:
+        for target, codes, form in zip((own, other), written, forms, strict=True):
+            target.out.copy_(codes.t() if form == 3 else codes)
+
+
+@triton.jit
+def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest magnitudes as fp32 bits: under a mask, or of all entries and then of those whose
+    bit is set."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    bits = magnitude(tl.load(x + at, mask=inside, other=0).to(tl.float32))
+    if KIND == 1:
+        bits = tl.where(tl.load(mask + at, mask=inside, other=0) != 0, bits, 0)
+    tl.atomic_max(amax, tl.max(bits, 0))
+    if KIND == 2:
+        kept = tl.load(mask + at // 8, mask=inside, other=0) >> (at % 8).to(tl.uint8) & 1 != 0
+        tl.atomic_max(amax + 1, tl.max(tl.where(kept, bits, 0), 0))
+
+
+@triton.jit
+def quantize24_kernel(
+    x, mask, column_mask, amax, amax_t, scales, own, meta, other, meta_t, rows, columns,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
+    KIND: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """64 x 64 entries: 16 x 16 tiles of 4 x 4. OWN, OTHER: see `start`."""
+    s, s_t = scale_from(tl.load(amax), TOP), scale_from(tl.load(amax_t), TOP_T)
+    if tl.program_id(0) == 0:
+        tl.store(scales, s)
+        tl.store(scales + 1, s_t)
+    across = columns // 64
+    top = (tl.program_id(0) // across).to(tl.int64) * 64
+    left = (tl.program_id(0) % across).to(tl.int64) * 64
+    # Entries, and whether each counts for the one and for the other direction.
+    a, k, b = (), (), ()
+    for i in tl.static_range(4):
+        if KIND == 2:
+            one, two, places, keeps_one, keeps_two = load_kept(
+                x, mask, column_mask, top + i, left, columns
+            )
+            row, kept = expanded(one, two, places, keeps_one, keeps_two)
+        else:
+            row = load_row(x, top + i, columns, left)
+            if KIND == 1:
+                places = bools(load_row(mask, top + i, columns, left))
+            else:
+                true = tl.full([256], True, tl.int1)
+                places = true, true, true, true
+            kept = places
+        a += (row,)
+        k += (places,)
+        b += (kept,)
+    if OWN == 1:
+        pairs, nibbles = (), ()
+        for i in tl.static_range(4):
+            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
+            pairs += (encode(pair * s, TOP, SMALLEST, LIFT),)
+            nibbles += (nibble,)
+        pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
+        store_packed(own, meta, pair, nibble, top, left, columns)
+    if OWN == 2:
+        quads = ()
+        for i in tl.static_range(4):
+            quads += (encode(four(a[i], k[i]) * s, TOP, SMALLEST, LIFT),)
+        store_dense(own, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
+    if OTHER == 1:
+        pairs, nibbles = (), ()
+        for j in tl.static_range(4):
+            column_b = (b[0][j], b[1][j], b[2][j], b[3][j])
+            pair, nibble = entries_stored(a[0][j], a[1][j], a[2][j], a[3][j], column_b)
+            pairs += (encode(pair * s_t, TOP_T, SMALLEST_T, LIFT_T),)
+            nibbles += (nibble,)
+        pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
+        store_packed(other, meta_t, pair, nibble, left, top, rows)
+    if OTHER == 2 or OTHER == 3:
+        quads = ()
+        for i in tl.static_range(4):
+            quads += (encode(four(a[i], b[i]) * s_t, TOP_T, SMALLEST_T, LIFT_T),)
+        if OTHER == 3:
+            store_dense(other, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
+        else:
+            store_dense(other, tl.permute(stack(quads), 1, 2, 0, 3), left, top, rows)
+
+
+@triton.jit
+def four(a, k):
+    """The four entries of a row of each tile, `[256, 4]` in fp32, 0 where k is not."""
+    a0, a1 = tl.where(k[0], a[0].to(tl.float32), 0.0), tl.where(k[1], a[1].to(tl.float32), 0.0)
+    a2, a3 = tl.where(k[2], a[2].to(tl.float32), 0.0), tl.where(k[3], a[3].to(tl.float32), 0.0)
+    return tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [256, 4])
+
+
+@triton.jit
+def store_packed(values, meta, pairs, nibbles, top, left, columns):
+    """As pack.triton.store_tiles, for one-byte types."""
+    r = top + tl.arange(0, 64)[:, None]
+    at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
+    tl.store(values + at, tl.reshape(pairs, [64, 32]).to(values.dtype.element_ty))
+    store_meta(meta, tl.reshape(nibbles, [64, 16]), top // 64, left // 4, columns, True, 16)
+
+
+@triton.jit
+def store_dense(out, quads, top, left, columns):
+    """64 x 64 entries, in any dims in the order of rows, from (top, left) on."""
+    at = (top + tl.arange(0, 64)[:, None]) * columns + left + tl.arange(0, 64)[None, :]
+    tl.store(out + at, tl.reshape(quads, [64, 64]).to(out.dtype.element_ty))

@@ -1,0 +1,204 @@
+"""FP8 codes of a weight for both directions in one read: against the definition, and byte for byte
+against the operators that do one thing each."""
+
+import pytest
+import torch
+
+from common_kernels import (
+    compress_nm,
+    double_prune_bits,
+    expand_nm,
+    nm_mask,
+    pack_mask,
+    quantize_fp8,
+    transposable_mask24,
+    unpack_mask,
+)
+from common_kernels.fp8 import reference
+from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
+from common_kernels.pack import Packed24, pack24, unpack24
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
+formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])  # of the transpose; own: e4m3
+
+
+def weight(rows=128, columns=192, dtype=torch.float32, seed=0):
+    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    w[0, :4], w[4:8, 8], w[1, 1] = 1.0, -0.0, -1e-6  # ties, an empty group, what vanishes
+    return w.to(DEVICE, dtype)
+
+
+def room(form, shape, fmt):
+    """Uninitialised: `turned` codes are the transpose of a row-major matrix."""
+    if form == "packed":
+        return Packed24.empty(shape, DTYPES[fmt], DEVICE)
+    codes = torch.empty(shape if form == "dense" else shape[::-1], dtype=DTYPES[fmt], device=DEVICE)
+    return codes if form == "dense" else codes.t()
+
+
+def written(codes):
+    """The bytes."""
+    codes = codes.buffer if isinstance(codes, Packed24) else codes.contiguous()
+    return codes.view(torch.uint8)
+
+
+def expected(form, w, mask, fmt):
+    codes, scale = quantize_fp8(torch.where(mask, w, 0.0).contiguous(), fmt)
+    if form == "packed":
+        codes = pack24(codes, mask.contiguous(), "cusparselt_sm90")
+    return written(codes), scale
+
+
+@backends
+@formats
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ("packed", "packed"), ("packed", "dense"), ("dense", "packed"), ("dense", "dense"),
+        ("dense", "turned"), ("turned", "packed"),
+    ],
+)  # fmt: skip
+def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
+    w = weight()
+    mask = transposable_mask24(weight(seed=1))  # not that of the largest entries
+    first, second = room(own, w.shape, "e4m3"), room(other, w.shape[::-1], fmt)
+    scales = torch.empty(2, device=DEVICE)
+    quantize24_(first, second, scales, w, mask, backend=backend)
+    for codes, scale, (want, want_scale) in (
+        (first, scales[0], expected(own, w, mask, "e4m3")),
+        (second, scales[1], expected(other, w.t(), mask.t(), fmt)),
+    ):
+        assert torch.equal(written(codes), want) and scale == want_scale
+
+
+@backends
+@formats
+@pytest.mark.parametrize(
+    ("own", "other"), [("packed", "packed"), ("dense", "turned"), ("packed", "dense")]
+)
+def test_a_compressed_weight(own, other, fmt, backend):
+    """Columns are pruned by an older weight, whose largest entry another one is."""
+    w = weight()
+    row_mask = pack_mask(nm_mask(w))
+    values = compress_nm(w, row_mask)
+    columns = double_prune_bits(compress_nm(weight(seed=1), row_mask), row_mask)
+    values.view(-1)[unpack_mask(columns, 96).view(-1).logical_not().nonzero()[0]] = 30.0
+    first, second = room(own, w.shape, "e4m3"), room(other, w.shape[::-1], fmt)
+    scales = torch.empty(2, device=DEVICE)
+    quantize_compressed24_(first, second, scales, values, row_mask, columns, backend=backend)
+    w, mask = expand_nm(values, row_mask), unpack_mask(row_mask, 192)
+    both = expand_nm(unpack_mask(columns, 96).float(), row_mask) != 0
+    for codes, scale, (want, want_scale) in (
+        (first, scales[0], expected(own, w, mask, "e4m3")),
+        (second, scales[1], expected(other, w.t(), both.t(), fmt)),
+    ):
+        assert torch.equal(written(codes), want) and scale == want_scale
+    assert scales[0] < 448 / 29 and scales[1] > 448 / 29 * (1 if fmt == "e4m3" else 128)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_definition(backend, dtype):
+    w = weight(64, 64, dtype)
+    mask = transposable_mask24(w)
+    given = w.cpu(), mask.cpu(), mask.cpu()
+    want, want_t, want_scales = reference.quantize24(*given, "e4m3", "e5m2")
+    own, other = room("packed", (64, 64), "e4m3"), room("packed", (64, 64), "e5m2")
+    scales = torch.empty(2, device=DEVICE)
+    quantize24_(own, other, scales, w, mask, backend=backend)
+    assert torch.equal(unpack24(own).float().cpu(), want)
+    assert torch.equal(unpack24(other).float().cpu(), want_t)
+    assert torch.equal(scales.cpu(), want_scales)
+
+
+@backends
+@pytest.mark.parametrize("shape", [(64, 64), (24, 12), (0, 8)])
+def test_the_whole_of_a_weight_of_any_shape(backend, shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    own, other = room("dense", shape, "e4m3"), room("dense", shape[::-1], "e5m2")
+    scales = torch.empty(2, device=DEVICE)
+    quantize24_(own, other, scales, w, backend=backend)
+    for codes, scale, x, fmt in ((own, scales[0], w, "e4m3"), (other, scales[1], w.t(), "e5m2")):
+        want, want_scale = quantize_fp8(x, fmt)
+        assert torch.equal(written(codes), written(want)) and scale == want_scale
+
+
+@backends
+def test_other_patterns_have_dense_codes(backend):
+    w = weight(64, 64)
+    row_mask = pack_mask(nm_mask(w, 1, 4))
+    values = compress_nm(w, row_mask, 1, 4)
+    columns = double_prune_bits(values, row_mask, 1, 4)
+    own, other = room("dense", (64, 64), "e4m3"), room("turned", (64, 64), "e5m2")
+    scales = torch.empty(2, device=DEVICE)
+    given = scales, values, row_mask, columns, 1, 4
+    quantize_compressed24_(own, other, *given, backend=backend)
+    want, want_scale = quantize_fp8(expand_nm(values, row_mask, 1, 4), "e4m3")
+    assert torch.equal(written(own), written(want)) and scales[0] == want_scale
+    twice = torch.where(unpack_mask(columns, values.shape[1]), values, 0.0)
+    want, want_scale = quantize_fp8(expand_nm(twice, row_mask, 1, 4).t(), "e5m2")
+    assert torch.equal(written(other), written(want)) and scales[1] == want_scale
+    with pytest.raises(ValueError, match="a 1:4 weight has no packed form"):
+        quantize_compressed24_(room("packed", (64, 64), "e4m3"), other, *given)
+
+
+@backends
+@pytest.mark.parametrize("number", [0.0, torch.nan, torch.inf])
+def test_weights_without_a_scale(backend, number):
+    """Zeros stay zeros; what is not finite makes NaN, as `quantize_fp8` does."""
+    w = torch.full((64, 64), 0.0, device=DEVICE)
+    w[3, 5] = number
+    mask = transposable_mask24(w)
+    own, other = room("packed", (64, 64), "e4m3"), room("packed", (64, 64), "e5m2")
+    scales = torch.empty(2, device=DEVICE)
+    quantize24_(own, other, scales, w, mask, backend=backend)
+    for codes, scale, x, fmt in ((own, scales[0], w, "e4m3"), (other, scales[1], w.t(), "e5m2")):
+        want, want_scale = quantize_fp8(x, fmt)
+        want = torch.where(mask if x is w else mask.t(), want.float(), 0.0)
+        got = unpack24(codes).float()
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(scale, want_scale, rtol=0, atol=0, equal_nan=True)
+
+
+W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+BITS = pack_mask(nm_mask(W))
+VALUES = compress_nm(W, BITS)
+
+
+def rooms():
+    return (
+        torch.empty(64 * 40, dtype=torch.uint8), DTYPES["e4m3"],
+        torch.empty(64, 64, dtype=DTYPES["e5m2"]), DTYPES["e5m2"], torch.empty(2),
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="its CPU side; on a GPU the fakes are the same")
+@pytest.mark.parametrize("name", ["quantize24_", "quantize_compressed24_"])
+def test_opcheck(name):
+    given = {
+        "quantize24_": (W, nm_mask(W)),
+        "quantize_compressed24_": (VALUES, BITS, double_prune_bits(VALUES, BITS), 2, 4),
+    }[name]
+    # The schema's test multiplies mutated arguments, which FP8 cannot do.
+    torch.library.opcheck(
+        getattr(torch.ops.sparse24, name).default, (*rooms(), *given, "cpu"),
+        test_utils=("test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused():
+    w, scales = weight(64, 128), torch.empty(2, device=DEVICE)
+    mask = nm_mask(w)
+    own, other = room("packed", (64, 128), "e4m3"), room("dense", (128, 64), "e4m3")
+    with pytest.raises(ValueError, match="give a mask, or room for dense codes"):
+        quantize24_(own, other, scales, w)
+    with pytest.raises(ValueError, match=r"room for a \(128, 64\) matrix, not for \(64, 128\)"):
+        quantize24_(other, other, scales, w, mask)
+    with pytest.raises(TypeError, match=r"not of torch\.float32"):
+        quantize24_(own, w.t(), scales, w, mask)
+    with pytest.raises(ValueError, match="w must have two dims"):
+        quantize24_(own, other, scales, w[0], mask)
