@@ -6,9 +6,11 @@ other, in one table.
 is fine-tuned densely.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
-dev split after each epoch, and at the end `result.json`; for `glue` also `glue.csv`. The result is
+dev split after each epoch, and at the end `model.safetensors`, `predictions/` and `result.json`;
+for `glue` also `glue.csv` and, where the data have test splits, `submission.zip`. The result is
 that of the last epoch, never the best one, as in the papers. A finished run is recognised and not
-repeated; one that was stopped goes on from its last checkpoint. One process, one device.
+repeated; one that was stopped goes on from its last checkpoint. Under torchrun the ranks share each
+batch.
 """
 
 from __future__ import annotations

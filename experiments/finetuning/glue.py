@@ -2,7 +2,8 @@
 
 Examples come from a local folder in GLUE's own layout (`CoLA/train.tsv`, `SST-2/dev.tsv`, ...), or
 from the hub (`nyu-mll/glue`). The files have no quoting: a quotation mark is a character, and a
-tab always separates. Test splits have no public labels; results are those of the dev splits.
+tab always separates. Test splits have no public labels; results are those of the dev splits, and
+predictions of the test splits that are there go into the files that GLUE's server takes.
 
 Each task has one number by which papers compare, `score`, after Devlin et al. (arXiv 1810.04805,
 table 1): F1 for MRPC and QQP, Spearman's correlation for STS-B, Matthews' for CoLA, accuracy for
@@ -56,6 +57,14 @@ class Task:
     def n_labels(self) -> int:
         """Number of classes; 1 where the label is a number."""
         return len(self.labels) or 1
+
+    @property
+    def tests(self) -> dict[str, str]:
+        """The files of the test splits, by the names that their predictions have at GLUE."""
+        if self.folder != "MNLI":
+            return {self.folder: "test.tsv"}
+        files = {"MNLI-m": "test_matched.tsv", "MNLI-mm": "test_mismatched.tsv"}
+        return files | {"AX": "../diagnostic/diagnostic.tsv"}
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -122,6 +131,25 @@ def load(task: str, data: str) -> dict[str, Examples]:
     return splits | {name: _examples(spec, folder / file) for name, file in spec.dev}
 
 
+def load_tests(task: str, data: str) -> dict[str, list[tuple[str, ...]]]:
+    """The texts of the test splits that are there, by the names of `Task.tests`.
+
+    Raises:
+        UserError: a column is missing, or a line is short.
+    """
+    spec = TASKS[task]
+    if not is_folder(data):
+        return _tests_from_hub(spec, task, data)
+    paths = {name: _folder(task, data) / file for name, file in spec.tests.items()}
+    found = {}
+    for name, path in paths.items():
+        if path.is_file():
+            columns = _columns(path, spec.texts, ())
+            rows = _rows(path, columns, ())
+            found[name] = [tuple(row[columns[text]] for text in spec.texts) for _, row in rows]
+    return found
+
+
 def is_folder(data: str) -> bool:
     """True if `data` is a folder here; else it is an id on the hub.
 
@@ -136,12 +164,13 @@ def is_folder(data: str) -> bool:
 
 
 def files(task: str, data: str) -> list[Path]:
-    """The files that `load` reads from a folder, those of them that are there.
+    """The files that `load` and `load_tests` read from a folder, those of them that are there.
 
     Raises:
         UserError: the task's own folder is missing.
     """
-    names = ["train.tsv", *(file for _, file in TASKS[task].dev), *_MRPC_FILES]
+    spec = TASKS[task]
+    names = ["train.tsv", *(file for _, file in spec.dev), *_MRPC_FILES, *spec.tests.values()]
     paths = [_folder(task, data) / name for name in names]
     return [path for path in paths if path.is_file()]
 
@@ -304,12 +333,34 @@ def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:
     return splits
 
 
-# ------------------------------------------------------------------ metrics
+def _tests_from_hub(spec: Task, task: str, data: str) -> dict[str, list[tuple[str, ...]]]:
+    names = {"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}
+    dataset = load_dataset(data, task, REVISION if data == HUB else None)
+    splits = {name: dataset.get(names.get(name, "test")) for name in spec.tests if name != "AX"}
+    if "AX" in spec.tests and data == HUB:
+        splits["AX"] = load_dataset(data, "ax", REVISION)["test"]
+    texts = spec.hub_texts or spec.texts
+    return {
+        name: list(zip(*(split[column] for column in texts), strict=True))
+        for name, split in splits.items()
+        if split is not None
+    }
+
+
+# ------------------------------------------------------------------ predictions and metrics
 
 
 def predictions(task: str, logits: np.ndarray) -> np.ndarray:
     """The predicted classes (STS-B: numbers) [n] of logits [n, n_labels]."""
     return logits.argmax(axis=1) if TASKS[task].labels else logits[:, 0]
+
+
+def written(task: str, predicted: np.ndarray) -> list[str]:
+    """Predictions as GLUE's server takes them."""
+    labels = TASKS[task].labels
+    if not labels:
+        return [f"{value:.3f}" for value in predicted.clip(0.0, 5.0)]
+    return [labels[int(value)] for value in predicted]
 
 
 def metrics(

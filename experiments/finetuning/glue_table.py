@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
-import functools
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.finetuning import glue, tuning
 from experiments.finetuning.config import FinetuneConfig
 from experiments.support import checkpoint, results
-from experiments.support.progress import say
+from experiments.support.progress import say, silent
+from experiments.training.distributed import world
+
+SUBMISSION = "submission.zip"  # for GLUE's server
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
@@ -35,40 +39,65 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
-    directory = config.directory()
-    if (done := finished(config)) is not None:
-        report(f"done already: {directory}")
-        return done
-    tuning.open_model(config, config.open())
-    identity = {"config_hash": config.digest(), "config": config.as_dict()}
-    for task in config.recipes:  # a file that is bad is found before hours of training
-        glue.load(task, config.data)
-    parts = {task: tuning.run(config.single(task), report) for task in config.recipes}
+    with world(config.impl.device) as here:
+        report = report if here.is_main else silent
+        if (done := finished(config)) is not None:
+            report(f"done already: {config.directory()}")
+            return done
+        tuning.open_model(config, config.open())
+        for task in config.recipes:  # a file that is bad is found before hours of training
+            here.main_first(partial(glue.load, task, config.data))
+        parts = {task: tuning.run(config.single(task), report) for task in config.recipes}
+        result = _result(config, parts)
+        if here.is_main:
+            result = _write(config, parts, result)
+        for line in _table(parts, result["metrics"]):
+            report(line)
+        report(f"written to {config.directory()}")
+        return result
+
+
+def _result(config: FinetuneConfig, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     scores = {task: part["metrics"]["score"] for task, part in parts.items()}
-    metrics = {**scores, "score": sum(scores.values()) / len(scores)}
+    return {
+        "config_hash": config.digest(),
+        "config": config.as_dict(),
+        "seed": config.seed,
+        "tier": config.tier,
+        "task": config.task,
+        "mode": config.mode,
+        "metrics": {**scores, "score": sum(scores.values()) / len(scores)},
+        "tasks": {task: part["metrics"] for task, part in parts.items()},
+        "directories": {task: str(config.single(task).directory()) for task in parts},
+        # The same linears in each task; the worst of each figure.
+        "sparsity": {
+            key: max(part["sparsity"][key] for part in parts.values())
+            for key in ("density", "illegal_groups", "groups")
+        },
+        "converted": next(iter(parts.values()))["converted"],
+    }
+
+
+def _write(
+    config: FinetuneConfig, parts: dict[str, dict[str, Any]], result: dict[str, Any]
+) -> dict[str, Any]:
+    directory = config.directory()
     with checkpoint.exclusive(directory):
-        checkpoint.write_atomic(directory / "glue.csv", functools.partial(_write_csv, parts))
-        result = {
-            **identity,
-            "seed": config.seed,
-            "tier": config.tier,
-            "task": config.task,
-            "mode": config.mode,
-            "metrics": metrics,
-            "tasks": {task: part["metrics"] for task, part in parts.items()},
-            "directories": {task: str(config.single(task).directory()) for task in parts},
-            # The same linears in each task; the worst of each figure.
-            "sparsity": {
-                key: max(part["sparsity"][key] for part in parts.values())
-                for key in ("density", "illegal_groups", "groups")
-            },
-            "converted": next(iter(parts.values()))["converted"],
+        checkpoint.write_atomic(directory / "glue.csv", partial(_write_csv, parts))
+        predictions = {
+            f"{name}.tsv": Path(result["directories"][task]) / tuning.PREDICTIONS / f"{name}.tsv"
+            for task in parts
+            for name in glue.TASKS[task].tests
         }
-        result = results.write_result(directory, result)
-    for line in _table(parts, metrics):
-        report(line)
-    report(f"written to {directory}")
-    return result
+        if there := {name: path for name, path in predictions.items() if path.is_file()}:
+            checkpoint.write_atomic(directory / SUBMISSION, partial(_write_zip, there))
+        return results.write_result(directory, result)
+
+
+def _write_zip(files: dict[str, Path], path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, file in files.items():
+            archive.write(file, name)
 
 
 def _table(parts: dict[str, dict[str, Any]], metrics: dict[str, float]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from experiments.config.settings import EpochConfig
@@ -37,21 +39,28 @@ def _encoded(ids: list[int], second: int, target: Any) -> Encoded:
     return Encoded(np.array(ids, dtype=np.int32), second, target)
 
 
+Logits = dict[str, list[np.ndarray]]  # of each sequence, by split
+
+
 @dataclass(frozen=True)
 class Problem:
     """A task: its sequences, its metrics and its head.
 
-    examples: number of examples by split (of SQuAD there are more sequences, the windows), for QQP
-    also that of the `broken_lines` left out. pad: token id that fills shorter sequences. metrics:
-    function of the logits [..., outputs] of each sequence, by dev split. head: function that puts
-    the task's head on a pretrained model.
+    tests: test splits, whose targets are not known and 0 here. examples: number of examples by
+    split (of SQuAD there are more sequences, the windows), for QQP also that of the `broken_lines`
+    left out. pad: token id that fills shorter sequences. metrics: function of the logits
+    [..., outputs] of each sequence, by dev split. files: the texts of files of predictions by their
+    names, of the logits of dev and test splits. head: function that puts the task's head on a
+    pretrained model.
     """
 
     train: list[Encoded]
     dev: dict[str, list[Encoded]]
+    tests: dict[str, list[Encoded]]
     examples: dict[str, int]
     pad: int
-    metrics: Callable[[dict[str, list[np.ndarray]]], dict[str, float]]
+    metrics: Callable[[Logits], dict[str, float]]
+    files: Callable[[Logits], dict[str, str]]
     head: Callable[[Any], Head]
 
 
@@ -68,15 +77,28 @@ def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
 def _glue(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
     task, recipe = config.task, config.recipe
     splits = glue.load(task, config.data)
-    sequences = {}
-    for split, own in splits.items():
-        encoded = inputs.encode(encoding, frame, own.texts, recipe.max_length)
-        labels = own.labels.tolist()
-        sequences[split] = [_encoded(*e, y) for e, y in zip(encoded, labels, strict=True)]
 
-    def metrics(logits: dict[str, list[np.ndarray]]) -> dict[str, float]:
-        predicted = {k: glue.predictions(task, np.stack(rows)) for k, rows in logits.items()}
-        return glue.metrics(task, predicted, splits)
+    def encoded(texts: Sequence[tuple[str, ...]], labels: Sequence[Any]) -> list[Encoded]:
+        found = inputs.encode(encoding, frame, texts, recipe.max_length)
+        return [_encoded(*each, label) for each, label in zip(found, labels, strict=True)]
+
+    sequences = {split: encoded(own.texts, own.labels.tolist()) for split, own in splits.items()}
+    tests = {
+        name: encoded(texts, [0] * len(texts))
+        for name, texts in glue.load_tests(task, config.data).items()
+    }
+
+    def predicted(logits: Logits) -> dict[str, np.ndarray]:
+        return {k: glue.predictions(task, np.stack(rows)) for k, rows in logits.items()}
+
+    def files(logits: Logits) -> dict[str, str]:
+        texts = {}
+        for split, values in predicted(logits).items():
+            columns = {"prediction": glue.written(task, values)}
+            if split in splits:
+                columns["label"] = glue.written(task, splits[split].labels)
+            texts[f"{split}.tsv"] = _tsv(columns)
+        return texts
 
     sizes = {split: len(examples) for split, examples in splits.items()}
     if glue.TASKS[task].broken_lines:
@@ -84,9 +106,11 @@ def _glue(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame
     return Problem(
         train=sequences.pop("train"),
         dev=sequences,
+        tests=tests,
         examples=sizes,
         pad=frame.pad,
-        metrics=metrics,
+        metrics=lambda logits: glue.metrics(task, predicted(logits), splits),
+        files=files,
         head=lambda model: Classifier(model, glue.TASKS[task].n_labels, recipe.dropout),
     )
 
@@ -100,19 +124,26 @@ def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Fram
 
     dev = windows("dev")
 
-    def metrics(logits: dict[str, list[np.ndarray]]) -> dict[str, float]:
-        return squad.metrics(
-            questions["dev"], squad.best_answers(questions["dev"], dev, logits["dev"])
-        )
+    def answers(logits: Logits) -> dict[str, str]:
+        return squad.best_answers(questions["dev"], dev, logits["dev"])
 
     return Problem(
         train=[_encoded(w.ids, w.second, w.answer) for w in windows("train")],
         dev={"dev": [_encoded(w.ids, w.second, w.answer) for w in dev]},
+        tests={},
         examples={split: len(asked) for split, asked in questions.items()},
         pad=frame.pad,
-        metrics=metrics,
+        metrics=lambda logits: squad.metrics(questions["dev"], answers(logits)),
+        files=lambda logits: {"dev.json": json.dumps(answers(logits), indent=1) + "\n"},
         head=SpanPredictor,
     )
+
+
+def _tsv(columns: dict[str, list[str]]) -> str:
+    """Columns after a running number, as GLUE's server takes them."""
+    rows = enumerate(zip(*columns.values(), strict=True))
+    lines = [("index", *columns), *((str(number), *row) for number, row in rows)]
+    return "".join("\t".join(line) + "\n" for line in lines)
 
 
 def collate(sequences: list[Encoded], pad: int, length: int | None) -> dict[str, Tensor]:
@@ -175,32 +206,62 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class TaskMetrics:
-    """The metrics of a task on its dev splits, as a trainer's `evaluation`.
+    """The metrics of a task on its dev splits, as a trainer's `evaluation`. Ranks share the work.
 
-    batch: sequences per forward pass; None: `EVAL_BATCH`. length: as for `TaskSource`.
+    batch: sequences per forward pass; None: `EVAL_BATCH`. length: as for `TaskSource`. `logits` and
+    `losses` are those of the last evaluation, by split.
     """
 
     def __init__(self, problem: Problem, batch: int | None, length: int | None) -> None:
         self.problem, self.batch, self.length = problem, batch or EVAL_BATCH, length
+        self.logits: Logits = {}
+        self.losses: dict[str, float] = {}
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
-        """The metrics of the trainer's model.
+        """The metrics of the trainer's model, equal on all ranks.
 
         Raises:
             UserError: logits are NaN.
         """
-        logits: dict[str, list[np.ndarray]] = {}
         for split, sequences in self.problem.dev.items():
-            logits[split] = []
-            for first in range(0, len(sequences), self.batch):
-                part = sequences[first : first + self.batch]
-                batch = collate(part, self.problem.pad, self.length)
-                del batch["target"]
-                output, _, _ = trainer.forward(batch)
-                if output.isnan().any():
-                    raise UserError(
-                        f"the model's logits on {split} are NaN after step {trainer.step}; lower "
-                        "recipe.learning_rate, or choose recipe.dtype=fp32"
-                    )
-                logits[split].extend(output.float().cpu().numpy())
-        return self.problem.metrics(logits)
+            self.logits[split], self.losses[split] = self._run(trainer, split, sequences)
+        return self.problem.metrics({split: self.logits[split] for split in self.problem.dev})
+
+    @torch.no_grad()
+    def files(self, trainer: Trainer) -> dict[str, str]:
+        """The files of predictions: of dev splits those of the last evaluation, of test splits made
+        now, of the same model."""
+        trainer.model.eval()
+        tests = {
+            name: self._run(trainer, name, sequences)[0]
+            for name, sequences in self.problem.tests.items()
+        }
+        return self.problem.files(self.logits | tests)
+
+    def _run(
+        self, trainer: Trainer, split: str, sequences: list[Encoded]
+    ) -> tuple[list[np.ndarray], float]:
+        """(logits of each sequence, mean loss)."""
+        parts = [sequences[i : i + self.batch] for i in range(0, len(sequences), self.batch)]
+        here = trainer.world
+        turns = -(-len(parts) // here.size)
+        # Every rank runs the model as often; what is done twice counts once.
+        mine = [min(turn * here.size + here.rank, len(parts) - 1) for turn in range(turns)]
+        found: dict[int, tuple[list[np.ndarray], float]] = {}
+        for index in mine:
+            batch = collate(parts[index], self.problem.pad, self.length)
+            output, loss, _ = trainer.forward(batch)
+            if output.isnan().any():
+                raise UserError(
+                    f"the model's logits on {split} are NaN after step {trainer.step}; lower "
+                    "recipe.learning_rate, or choose recipe.dtype=fp32"
+                )
+            logits = list(output.float().cpu().numpy())
+            found[index] = logits, float(loss) * len(parts[index])
+        if here.size > 1:
+            everywhere: list[Any] = [None] * here.size
+            dist.all_gather_object(everywhere, found)
+            found = {index: each for own in everywhere for index, each in own.items()}
+        ordered = [found[index] for index in range(len(parts))]
+        total = sum(loss for _, loss in ordered)
+        return [row for logits, _ in ordered for row in logits], total / max(1, len(sequences))

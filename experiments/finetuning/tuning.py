@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from common_kernels import backend
+from experiments.config.initial import WEIGHTS, damage
 from experiments.config.settings import EpochConfig
 from experiments.data.tokenizer import check_vocabulary
 from experiments.finetuning.config import Checkpoint, FinetuneConfig
@@ -18,11 +22,11 @@ from experiments.finetuning.tasks import Problem, TaskMetrics, TaskSource, load_
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
-from experiments.support.progress import say
+from experiments.support.progress import say, silent
 from experiments.training import legality
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
-from experiments.training.pretraining import process_settings
+from experiments.training.pretraining import process_settings, save_model
 from experiments.training.tracking import check_viewers
 from experiments.training.trainer import Trainer
 from methods import Method, dense
@@ -31,6 +35,7 @@ from models.gpt2 import GPT
 from models.heads import Head
 from models.hf import CausalLM
 
+PREDICTIONS = "predictions"
 _SHAPE = {"metrics": dict, "pretrained": {"weights_hash": str}}
 
 
@@ -43,7 +48,8 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     result = results.read_finished(config.directory(), config.digest(), _SHAPE)
     if result is None or result["pretrained"]["weights_hash"] != config.weights_hash():
         return None
-    return result
+    # Those of an older version kept no files.
+    return None if "files" in result and damage(config.directory(), result) else result
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
@@ -53,26 +59,30 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
     directory = config.directory()
-    if (done := finished(config)) is not None:
-        report(f"done already: {directory}")
-        return done
     with process_settings(config.impl), world(config.impl.device) as here:
-        if here.size > 1:
-            raise UserError("fine-tuning takes one process; start it without torchrun")
+        report = report if here.is_main else silent
+        if (done := finished(config)) is not None:
+            report(f"done already: {directory}")
+            return done
         check_viewers(config.impl.loggers)
         source, hashes = config.open(), Hashes.of(config)
         pretrained = open_model(config, source)
-        problem = load_problem(config, source.tokenizer())
+        encoding = source.tokenizer()
+        problem = here.main_first(lambda: load_problem(config, encoding))
         if Hashes.of(config) != hashes:
             raise UserError(f"{config.source} or {config.data} was changed while it was read")
         model, method, train = prepare_model(config, source, pretrained, problem, here)
-        with checkpoint.exclusive(directory):
-            if (done := finished(config)) is not None:  # by another process, since it was asked
+        with checkpoint.exclusive(directory) if here.is_main else nullcontext():
+            # By another process, since it was asked.
+            if (done := here.main_first(lambda: finished(config))) is not None:
                 report(f"done already: {directory}")
                 return done
             kind = "dense" if isinstance(method, dense.Method) else "sparse"
             report(f"{config.task}, {kind}, seed {config.seed} -> {directory}")
             trainer = make_trainer(config, hashes, problem, model, method, train, here, report)
+            if here.size > 1:  # the head used the seed itself; dropout differs by rank
+                seeds = np.random.SeedSequence([config.seed, here.rank])
+                torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
             result = _train(config, trainer, source, hashes, problem)
             report(f"{config.task}: {metrics_text(result['metrics'])}")
@@ -143,16 +153,48 @@ def prepare_model(
         dtype, matmul = DTYPES[recipe.dtype], config.impl.matmul
         method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
         # Shorter batches run sparse, too; the products are measured for the longest.
-        longest = _micro_batch(config) * recipe.max_length
+        longest = _micro_batch(config, here) * recipe.max_length
         method.accelerate(longest, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, train
 
 
-def _micro_batch(config: FinetuneConfig) -> int:
-    batch = config.recipe.batch_size
-    return min(config.impl.micro_batch or batch, batch)
+def _micro_batch(config: FinetuneConfig, here: World) -> int:
+    """Sequences per rank and forward pass, where a step has its full batch."""
+    share = -(-config.recipe.batch_size // here.size)
+    return min(config.impl.micro_batch or share, share)
+
+
+class _Tuner(Trainer):
+    """A trainer that looks at the zeros before each checkpoint, and at the end."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        # Those of the end of training. S-STE, which goes on choosing, keeps none.
+        self.masks = {
+            name: buffer.clone()
+            for name, buffer in self.model.named_buffers()
+            if name.rpartition(".")[2] in ("mask", "row_mask")
+        }
+
+    def save(self, own: dict[str, Tensor] | None = None) -> None:
+        self.check_zeros()
+        super().save(own)
+
+    def check_zeros(self) -> None:
+        """Raise a RuntimeError if a group of a sparse layer has too many non-zeros, or a mask that
+        stays has changed."""
+        if not self.method.sparse_layers:
+            return
+        illegal = self.method.metrics()["illegal_groups"]
+        now = dict(self.model.named_buffers())
+        changed = [name for name, mask in self.masks.items() if not torch.equal(mask, now[name])]
+        if illegal or changed:
+            raise RuntimeError(
+                f"after step {self.step} {illegal} groups have too many non-zeros, and "
+                f"{len(changed)} masks are not those of the start: {', '.join(changed) or 'none'}"
+            )
 
 
 def make_trainer(
@@ -164,10 +206,10 @@ def make_trainer(
     train: EpochConfig,
     here: World,
     report: Callable[[str], None],
-) -> Trainer:
+) -> _Tuner:
     """The trainer of this fine-tuning, at its first step."""
     length = config.recipe.max_length if config.recipe.padding == "max_length" else None
-    return Trainer(
+    return _Tuner(
         model=model,
         method=method,
         source=TaskSource(problem, train, config.seed, config.data, hashes.data, length),
@@ -176,7 +218,7 @@ def make_trainer(
         identity=f"{config.digest()} {hashes.weights}",
         directory=config.directory(),
         world=here,
-        micro_batch=_micro_batch(config),
+        micro_batch=_micro_batch(config, here),
         compiled=config.impl.compile,
         fused=config.impl.optimizer == "fused",
         graphed=config.impl.cuda_graphs,
@@ -190,21 +232,26 @@ def make_trainer(
 
 def _train(
     config: FinetuneConfig,
-    trainer: Trainer,
+    trainer: _Tuner,
     source: FinishedRun | Checkpoint,
     hashes: Hashes,
     problem: Problem,
 ) -> dict[str, Any]:
-    """Train and write `result.json`, with the metrics of the finalized model."""
+    """Train and write weights, predictions and `result.json`, with the metrics of the finalized
+    model."""
     started = time.time()
     model, method, device = trainer.model, trainer.method, trainer.world.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     patterns = {name: method.pattern(name) for name in method.layers}
     trainer.fit()
+    trainer.check_zeros()
     method.finalize(model)
     metrics = trainer.evaluate()
     trainer.log_last(metrics)
+    evaluation = trainer.evaluation
+    assert isinstance(evaluation, TaskMetrics)
+    predictions = evaluation.files(trainer)
     result = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
@@ -227,13 +274,22 @@ def _train(
             **{split: len(own) for split, own in problem.dev.items()},
         },
         "metrics": metrics,
+        "losses": evaluation.losses,
         "sparsity": legality.total(legality.measure(model, patterns)),
         "converted": list(patterns),
         "backend": backend.resolve(device),
         "acceleration": method.acceleration.as_dict() if method.acceleration else None,
+        "world_size": trainer.world.size,
         "started": started,
         "ended": time.time(),
     }
+    if not trainer.world.is_main:
+        return result
+    save_model(model, trainer.directory / WEIGHTS)
+    for name, text in predictions.items():
+        checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
+    wrote = [WEIGHTS, *(f"{PREDICTIONS}/{name}" for name in predictions)]
+    result["files"] = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
     result = results.write_result(trainer.directory, result)
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
     return result

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from experiments.data.tokenizer import HFTokenizer
 
 WEIGHTS_OF = ("sparse", "dense")
-MODES = ("auto", "sparse", "dense")
+MODES = ("auto", "sparse", "masked", "dense")
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,9 @@ class FinishedRun:
 
         mode: `auto` is the method's own rule: dense after a dense last phase; else what the method
         has to go on with (S-STE projects, SLoPe keeps its masks and adapters), or the last mask.
-        `dense` and `sparse` ask for one or the other. Low-rank terms that are not trained as such
-        are added to the weights. dtype: as for `Method.convert`.
+        `dense` and `sparse` ask for one or the other, `masked` for the last mask, whatever the
+        method would choose. Low-rank terms that are not trained as such are added to the weights.
+        dtype: as for `Method.convert`.
 
         Raises:
             UserError: an unknown mode, or sparse fine-tuning of a model that ended dense.
@@ -217,9 +218,9 @@ class FinishedRun:
         if mode not in MODES:
             raise UserError(f"mode={mode}; choose one of {', '.join(MODES)}")
         trained = self.trained_with
-        if mode == "sparse" and trained.ends_dense:
+        if mode in ("sparse", "masked") and trained.ends_dense:
             raise UserError(
-                f"mode=sparse, but {self.directory} ends with dense weights; use mode=auto or dense"
+                f"mode={mode}, but {self.directory} ends with dense weights; use mode=auto or dense"
             )
         # Names instead of the training's globs, which may match linears of a new head.
         common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
@@ -229,13 +230,18 @@ class FinishedRun:
             method.convert(model, dtype)
             return method
         own = trained.finetuning(total_steps)
-        if own is None:
+        modules = dict(model.named_modules())
+        # A head of training may be gone.
+        there = [modules[name] for name in self.converted if name in modules]
+        patterns = {*map(self.pattern, self.converted)}
+        # Methods with low-rank terms, or other patterns, hold their masks themselves.
+        plain = patterns == {(2, 4)} and not any(map(_low_rank_terms, there))
+        if own is None or (mode == "masked" and plain):
             method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
             method.convert(model, dtype)
             return method
-        modules = dict(model.named_modules())
-        for name in modules.keys() & set(self.converted):  # a head of training may be gone
-            _drop_low_rank_terms(modules[name])  # the layer's own state has them
+        for layer in there:
+            _drop_low_rank_terms(layer)  # the layer's own state has them
         method = methods.module(self.method).Method(type(own)(**{**vars(own), **common}))
         method.convert(model, dtype)
         for name, layer in method.sparse_layers.items():
@@ -250,7 +256,11 @@ class FinishedRun:
         return method
 
 
+def _low_rank_terms(layer: nn.Module) -> set[str]:
+    return set(layer._parameters) - {"weight", "bias"}
+
+
 def _drop_low_rank_terms(layer: nn.Module) -> None:
-    for name in set(layer._parameters) - {"weight", "bias"}:
+    for name in _low_rank_terms(layer):
         delattr(layer, name)
     layer.__class__ = nn.Linear

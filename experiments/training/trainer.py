@@ -216,8 +216,9 @@ class Trainer:
     def _train_step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the norm of the gradient before clipping."""
         before = generators(self.world.device)
-        sizes = [len(part) for part in self._micro_batches(self.step)]
-        shares = [size / sum(sizes) for size in sizes]
+        samples = int(self.train.batch_sizes[self.step])
+        # DDP takes the mean of the ranks' gradients, and these sum up to that of all samples.
+        shares = [len(p) * self.world.size / samples for p in self._micro_batches(self.step)]
         try:
             loss, norm = self.optimization.step(self.step, batches, shares)
         except NonFiniteGradient as error:
@@ -229,16 +230,20 @@ class Trainer:
         return norm
 
     def _micro_batches(self, step: int) -> list[range]:
-        """This rank's micro-batches of a step as indices into its batch; the last may be small."""
-        samples, size = int(self.train.batch_sizes[step]), self.micro_batch
-        firsts = range(self.world.rank * size, samples, self.world.size * size)
+        """This rank's micro-batches of a step as indices into its batch. Every rank has as many;
+        the last may be small, or empty."""
+        samples, size, ranks = int(self.train.batch_sizes[step]), self.micro_batch, self.world.size
+        starts = range(0, samples, ranks * size)
+        firsts = (min(start + self.world.rank * size, samples) for start in starts)
         return [range(first, min(first + size, samples)) for first in firsts]
 
     def _requests(self) -> Iterator[Request]:
-        """This rank's micro-batches of all steps that are left, as the source is asked for them."""
+        """This rank's micro-batches of all steps that are left, as the source is asked for them. In
+        the place of an empty one stands a sample that counts 0: all ranks run the model as often.
+        """
         for step in range(self.step, self.train.steps):
             for part in self._micro_batches(step):
-                yield step, part
+                yield step, part or range(1)
 
     def evaluate(self) -> dict[str, float]:
         """The figures of the weights and, as `ema_...`, those of a running average of them."""

@@ -2,18 +2,21 @@
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from experiments import finetune
 from experiments.config.run import load
-from experiments.finetuning import glue, glue_table, tuning
+from experiments.finetuning import glue, glue_table, squad, tuning
 from experiments.finetuning.config import Recipe
 from experiments.finetuning.tasks import Encoded, collate
 from experiments.support.errors import UserError
@@ -665,7 +668,7 @@ def test_a_value_for_all_tasks_replaces_those_that_differ():
     [
         (["task=snli"], r"task=snli; choose one of cola, .*, squad, glue$"),
         (["weights=dense"], r"weights=dense with mode=auto: .* set mode=dense"),
-        (["mode=half"], r"mode=half; choose one of auto, sparse, dense"),
+        (["mode=half"], r"mode=half; choose one of auto, sparse, masked, dense"),
         (["recipe.epochs=0"], r"recipe\.epochs=0; it must be at least 1"),
         (["recipe.epochs={mrcp: 2, default: 1}"], r"recipe\.epochs differs by task, but has mrcp"),
         (
@@ -783,3 +786,131 @@ def test_the_command_line_says_what_is_wrong_in_one_line():
     assert done.returncode == 1
     [line] = done.stderr.strip().splitlines()
     assert line.startswith("error: nowhere holds no finished run")
+
+
+# ------------------------------------------------------------------ what is kept, and on two ranks
+
+
+def without_labels(folder):
+    """GLUE's folder with test splits: the texts of the dev splits, under the headers of GLUE."""
+    for task in ("rte", "cola", "stsb", "mnli"):
+        spec, home = glue.TASKS[task], folder / glue.TASKS[task].folder
+        dev = glue.load(task, str(folder))["dev"]
+        lines = ["\t".join(("index", *spec.texts))]
+        lines += ["\t".join((str(i), *texts)) for i, texts in enumerate(dev.texts)]
+        for file in spec.tests.values():
+            (home / file).parent.mkdir(exist_ok=True)
+            (home / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def with_tests(tmp_path):
+    return without_labels(Path(shutil.copytree(GLUE, tmp_path / "glue")))
+
+
+def table(path):
+    return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests):
+    """The test split is the dev split here: it must get the same predictions."""
+    more = [f"data.source={with_tests}", "recipe.tasks=[rte,cola,stsb,mnli]", "recipe.epochs=1"]
+    own = config(gpt2, "glue", *more)
+    finetune.run(own, quiet)
+    rte = own.single("rte")
+    result = json.loads((rte.directory() / "result.json").read_text())
+    assert [*result["files"]] == ["model.safetensors", "predictions/dev.tsv", "predictions/RTE.tsv"]
+    header, *rows = table(rte.directory() / "predictions/dev.tsv")
+    assert header == ["index", "prediction", "label"] and len(rows) == 16
+    right = sum(predicted == label for _, predicted, label in rows)
+    assert result["metrics"]["accuracy"] == pytest.approx(100 * right / 16)
+    assert table(rte.directory() / "predictions/RTE.tsv") == [row[:2] for row in [header, *rows]]
+    # The weights are those of the predictions.
+    t = trainer(gpt2, f"data.source={with_tests}", "recipe.tasks=[rte,cola,stsb,mnli]")
+    t.method.finalize(t.model)
+    t.model.load_state_dict(load_file(rte.directory() / "model.safetensors"))
+    assert t.evaluate() == result["metrics"] and t.evaluation.losses == result["losses"]
+    with zipfile.ZipFile(own.directory() / "submission.zip") as archive:
+        names = ["RTE.tsv", "CoLA.tsv", "STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
+        assert archive.namelist() == names
+        found = {name: archive.read(name).decode().splitlines() for name in names}
+    assert found["MNLI-m.tsv"] == found["AX.tsv"] and len(found["AX.tsv"]) == 16
+    assert {line.split("\t")[1] for line in found["CoLA.tsv"][1:]} <= {"0", "1"}
+    assert all(0 <= float(line.split("\t")[1]) <= 5 for line in found["STS-B.tsv"][1:])
+    # A damaged file is made again.
+    (rte.directory() / "predictions/RTE.tsv").write_text("index\n")
+    assert finetune.finished(rte) is None and finetune.finished(own) is None
+
+
+def test_the_answers_to_squad_are_kept_in_its_format(gpt2):
+    more = ["recipe.max_length=20", "recipe.stride=4", "recipe.epochs=1"]
+    own = config(gpt2, "squad", *more)
+    finetune.run(own, quiet)
+    answers = json.loads((own.directory() / "predictions/dev.json").read_text())
+    assert answers.keys() == {asked.id for asked in squad.load(str(SQUAD))["dev"]}
+
+
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run(
+        [*command, "-m", "experiments.finetune", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=HERE.parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2):
+    """One step of all 48 sequences, in micro-batches of 20: the second rank's last one is empty."""
+    more = ["mode=masked", "recipe.epochs=1", "recipe.batch_size=48", "recipe.warmup_fraction=0"]
+    own = config(gpt2, "rte", *more, "impl.micro_batch=20")
+    kept = ("model.safetensors", "predictions/dev.tsv", "metrics.jsonl", "result.json")
+    found = []
+    for ranks in (1, 2):
+        if ranks == 1:
+            finetune.run(own, quiet)
+        else:
+            given = [f"run={gpt2}", "task=rte", f"data.source={GLUE}", *QUICK, *CPU, *more]
+            done = torchrun(*given, "impl.micro_batch=20")
+            assert done.returncode == 0, done.stderr
+        texts = {name: (own.directory() / name).read_bytes() for name in kept}
+        weights = load_file(own.directory() / "model.safetensors")
+        found.append((weights, texts, json.loads(texts["result.json"])))
+        shutil.rmtree(gpt2 / "finetune")
+    (one, first, single), (two, second, double) = found
+    assert (single["world_size"], double["world_size"]) == (1, 2)
+    before = load_file(gpt2 / "model.safetensors")
+    for name in single["converted"]:
+        # The mask of the start, and of the two it is the same.
+        outside = before[f"{name}.weight"] == 0
+        assert not one[f"{name}.weight"][outside].any() and not two[f"{name}.weight"][outside].any()
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        # Adam's first step is lr * sign: where a gradient is about 0 its sign may differ.
+        assert ((weight - two[name]).abs() > 1e-4).float().mean() < 0.01, name
+    assert first["predictions/dev.tsv"] == second["predictions/dev.tsv"]
+    assert single["metrics"] == double["metrics"]
+    losses = [json.loads(texts["metrics.jsonl"])["loss"] for texts in (first, second)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_mask_that_changes_is_not_saved(gpt2):
+    own = config(gpt2, "rte", "mode=masked", "recipe.epochs=1", "impl.checkpoint_every=1")
+    t = trainer(gpt2, "mode=masked")
+    layer = next(iter(t.method.sparse_layers.values()))
+    assert type(t.method).__module__ == "methods.one_shot"
+    t.directory.mkdir(parents=True)
+    t._train_step(batches(t))
+    t.save()
+    layer.mask[0, :4] = ~layer.mask[0, :4]  # legal, but another one
+    with pytest.raises(RuntimeError, match=r"1 masks are not those of the start: .*c_fc\.mask"):
+        t.save()
+    layer.mask[0, :4] = True
+    layer.weight.data[0, :4] = 1.0
+    layer.refresh()
+    with pytest.raises(RuntimeError, match="1 groups have too many non-zeros"):
+        t.save()
+    assert len([*(t.directory / "checkpoints").glob("*.pt")]) == 1 and own.mode == "masked"
