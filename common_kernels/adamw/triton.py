@@ -21,11 +21,12 @@ from common_kernels.adamw import cpu
 from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.masks import cpu as masks
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word
-from common_kernels.pack.triton import entries_stored, stack, store_tiles
+from common_kernels.pack.triton import entries_stored, order_of, stack, store_tiles
 from common_kernels.soft_threshold.triton import shrink
 
 if TYPE_CHECKING:
     from common_kernels.adamw import Rates, Rule, Weight24
+    from common_kernels.pack import Packed24
 
 TILE = 64
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -72,9 +73,13 @@ def fits(given: Weight24) -> bool:
 
 
 def kind(given: Weight24) -> tuple:
-    """The shape and dtypes of a weight's tensors, which are equal within a launch."""
-    held = (*given.tensors.values(), given.packed, given.transposed)
-    return tuple(given.weight.shape), tuple(None if t is None else t.dtype for t in held)
+    """The shape, dtypes and layouts of a weight's tensors, which are equal within a launch."""
+    held, packed = given.tensors.values(), (given.packed, given.transposed)
+    return (
+        tuple(given.weight.shape),
+        tuple(None if t is None else t.dtype for t in held),
+        tuple(None if p is None else (p.dtype, p.layout) for p in packed),
+    )
 
 
 def start(
@@ -104,8 +109,13 @@ def start(
         NETWORK=network(16) if rule.choose == "greedy" else (),
         DENSE=first.dense is not None, PACKED=first.packed is not None,
         TRANSPOSED=first.transposed is not None,
+        ORDER=order(first.packed), ORDER_T=order(first.transposed),
         WHOLE=rows % TILE == 0 and columns % TILE == 0,
     )  # fmt: skip
+
+
+def order(packed: Packed24 | None) -> int:
+    return -1 if packed is None else order_of(packed.layout, packed.dtype)
 
 
 def logarithm(beta: float) -> float:
@@ -199,7 +209,7 @@ def adamw_kernel(
     GRAD: tl.constexpr, OPERAND: tl.constexpr, RATE_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr,
     SKIPS: tl.constexpr, DECAYS: tl.constexpr, CHOOSE: tl.constexpr, SOURCE: tl.constexpr,
     NETWORK: tl.constexpr, DENSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ORDER: tl.constexpr, ORDER_T: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     across, down = tl.cdiv(columns, 64), tl.cdiv(rows, 64)
     block = tl.program_id(0) % (across * down)
@@ -291,7 +301,7 @@ def adamw_kernel(
         pair = tl.permute(stack(pairs), 0, 3, 1, 2)
         nibble = tl.permute(stack(nibbles), 0, 3, 1, 2)
         values, meta = vectors(at, 8, OPERAND), vectors(at, 10, tl.int32)
-        store_tiles(values, meta, pair, nibble, top, left, columns)
+        store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
     if TRANSPOSED:
         pairs, nibbles = (), ()
         for i in tl.static_range(4):
@@ -302,7 +312,7 @@ def adamw_kernel(
         pair = tl.permute(stack(pairs), 1, 3, 0, 2)
         nibble = tl.permute(stack(nibbles), 1, 3, 0, 2)
         values, meta = vectors(at, 9, OPERAND), vectors(at, 11, tl.int32)
-        store_tiles(values, meta, pair, nibble, left, top, rows)
+        store_tiles(values, meta, pair, nibble, left, top, columns, rows, ORDER_T)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
 from common_kernels.mvue import mvue24
 from common_kernels.pack import BUFFERED, Packed24, cpu
-from common_kernels.pack.operands import MULTIPLE, fill_up, row_major
+from common_kernels.pack.operands import MULTIPLE, fill_up, row_major, tokens_multiple
 from common_kernels.soft_threshold import soft_threshold24
 
 
@@ -81,12 +81,14 @@ def project_quantize24_(
         scales: fp32 [2], receives those of P and of P^T. beta: fp32 [].
     """
     checks.float_tensor(w, "w")
-    buffer, dtype = (None, None) if out is None else (out.buffer, out.dtype)
+    buffer, dtype, layout = None, None, BUFFERED
+    if out is not None:
+        buffer, dtype, layout = out.buffer, out.dtype, out.layout
     device = checks.one_device(
         w=w, beta=beta, out=buffer, codes=codes, transposed=transposed, scales=scales
     )
     name = backends.resolve(device, backend)
-    _project_quantize24_(buffer, dtype, codes, transposed, scales, w, beta, name)
+    _project_quantize24_(buffer, dtype, layout, codes, transposed, scales, w, beta, name)
 
 
 @custom_op(
@@ -95,6 +97,7 @@ def project_quantize24_(
 def _project_quantize24_(
     buffer: Tensor | None,
     dtype: torch.dtype | None,
+    layout: str,
     codes: Tensor | None,
     transposed: Tensor,
     scales: Tensor,
@@ -108,7 +111,7 @@ def _project_quantize24_(
 
         with row_major(codes) as own, row_major(transposed) as other:
             operands_triton.project_quantize24_(
-                buffer, dtype, own, other, scales, w.contiguous(), beta
+                buffer, dtype, layout, own, other, scales, w.contiguous(), beta
             )
         return
     projected = soft_threshold24(w).float() * beta
@@ -118,24 +121,30 @@ def _project_quantize24_(
         if codes is not None:
             codes.copy_(own)
         if buffer is not None:
-            buffer.copy_(cpu.pack(own, nm_mask(w), BUFFERED))
+            buffer.copy_(cpu.pack(own, nm_mask(w), layout))
     other, scales[1] = fp8.quantize_fp8(projected, fp8.NAMES[transposed.dtype])
     transposed.copy_(other.t())
 
 
 @_project_quantize24_.register_fake
-def _(buffer, dtype, codes, transposed, scales, w, beta, backend):
+def _(buffer, dtype, layout, codes, transposed, scales, w, beta, backend):
     return None
 
 
 def quantize_and_sample(
-    dy: Tensor, key: Tensor, stride: int, fmt: str, *, backend: str | None = None
+    dy: Tensor,
+    key: Tensor,
+    stride: int,
+    fmt: str,
+    *,
+    layout: str = BUFFERED,
+    backend: str | None = None,
 ) -> tuple[Tensor, Packed24, Tensor]:
     """Codes of dy [tokens, out], its transposed sample in codes, packed, and the scale of dy.
 
     The sample is mvue24(dy, key[0], key[1] * stride, dim=0), tokens filled up with zeros to a
-    multiple of 64. An entry of it is at most twice the largest of dy, so half of dy's scale serves
-    it: no second search for a largest magnitude.
+    multiple of 64, or of the columns that `layout` needs. An entry of it is at most twice the
+    largest of dy, so half of dy's scale serves it: no second search for a largest magnitude.
 
     Args:
         key: int64 [2]; key[1] * stride must be a multiple of 4.
@@ -144,35 +153,40 @@ def quantize_and_sample(
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
-    codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, name)
-    return codes, Packed24((buffer,), (dy.shape[1], _filled_up(dy)), codes.dtype), scale
+    codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, layout, name)
+    shape = dy.shape[1], _filled_up(dy, layout)
+    return codes, Packed24((buffer,), shape, codes.dtype, layout), scale
 
 
-def _filled_up(dy: Tensor) -> int:
-    """Tokens of dy [tokens, out], up to a multiple of 64."""
-    return (dy.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+def _filled_up(dy: Tensor, layout: str) -> int:
+    """Tokens of dy [tokens, out], up to what a layout of codes needs."""
+    multiple = tokens_multiple(layout, torch.float8_e5m2)
+    return (dy.shape[0] + multiple - 1) // multiple * multiple
 
 
 @custom_op("sparse24::quantize_and_sample", mutates_args=())
 def _quantize_and_sample(
-    dy: Tensor, key: Tensor, stride: int, fmt: str, backend: str
+    dy: Tensor, key: Tensor, stride: int, fmt: str, layout: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and dy.numel():
         from common_kernels.fp8 import operands_triton
 
-        return operands_triton.quantize_and_sample(dy.contiguous(), key.contiguous(), stride, fmt)
+        return operands_triton.quantize_and_sample(
+            dy.contiguous(), key.contiguous(), stride, fmt, layout, _filled_up(dy, layout)
+        )
     codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt)
-    sample = mvue24(fill_up(dy, -len(dy) % MULTIPLE).float(), key[0], key[1] * stride, dim=0)
+    filled = fill_up(dy, _filled_up(dy, layout) - len(dy))
+    sample = mvue24(filled.float(), key[0], key[1] * stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
     sample = sample.t().contiguous()
     own = (sample * (0.5 * scale)).clamp_(-top, top).to(codes.dtype)
-    return codes, cpu.pack(own, sample != 0, BUFFERED), scale
+    return codes, cpu.pack(own, sample != 0, layout), scale
 
 
 @_quantize_and_sample.register_fake
-def _(dy, key, stride, fmt, backend):
+def _(dy, key, stride, fmt, layout, backend):
     dtype = fp8.FORMATS[fmt]
-    size = cpu.buffer_bytes(dy.shape[1], _filled_up(dy), dtype)
+    size = cpu.buffer_bytes(dy.shape[1], _filled_up(dy, layout), dtype, layout)
     return (
         dy.new_empty(dy.shape, dtype=dtype),
         dy.new_empty(size, dtype=torch.uint8),

@@ -10,7 +10,14 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.triton import BLOCK, amax_kernel, rounded, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
 from common_kernels.mvue.triton import sample_stored, uniform
-from common_kernels.pack.triton import largest_two, new_buffer, split, store_meta, take_apart
+from common_kernels.pack.triton import (
+    largest_two,
+    new_buffer,
+    order_of,
+    split,
+    store_meta,
+    take_apart,
+)
 from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
@@ -101,6 +108,7 @@ def quantize_both_kernel(
 def project_quantize24_(
     buffer: torch.Tensor | None,
     dtype: torch.dtype | None,
+    layout: str,
     codes: torch.Tensor | None,
     transposed: torch.Tensor,
     scales: torch.Tensor,
@@ -114,10 +122,11 @@ def project_quantize24_(
         projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, amax, size,
         BLOCK=BLOCK // 4,
     )  # fmt: skip
-    values = meta = scales  # not written to
+    values, meta, order = scales, scales, 0  # not written to
     if buffer is not None:
         assert dtype is not None
         values, meta = split(buffer, w.numel(), dtype)
+        order = order_of(layout, dtype)
     formats = {dtype: name for name, dtype in FORMATS.items()}
 
     def run(own: torch.Tensor, **outputs: bool) -> None:
@@ -125,7 +134,7 @@ def project_quantize24_(
             project_kernel, rows // TILE * (columns // TILE), w.device,
             w, beta, amax, values, meta, own, transposed, scales, rows, columns,
             *constants(formats[own.dtype]), *constants(formats[transposed.dtype]),
-            **outputs, num_warps=8,
+            **outputs, ORDER=order, num_warps=8,
         )  # fmt: skip
 
     packed = buffer is not None
@@ -167,7 +176,7 @@ def project_kernel(
     w, beta, amax, values, meta, codes, transposed, scales, rows, columns,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    PACKED: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PACKED: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """64 x 64 entries."""
     bits = tl.load(amax)
@@ -195,7 +204,7 @@ def project_kernel(
             values + r[:, None] * (columns // 2) + place[None, :],
             pairs.to(values.dtype.element_ty),
         )
-        store_meta(meta, nibbles, top // 64, left // 4, columns, True, 16)
+        store_meta(meta, nibbles, top // 64, left // 4, rows, columns, ORDER, 16)
     p = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [64, 64])
     if CODES:
         tl.store(codes + at, encode(p * s, TOP, SMALLEST, LIFT).to(codes.dtype.element_ty))
@@ -205,19 +214,19 @@ def project_kernel(
 
 
 def quantize_and_sample(
-    dy: torch.Tensor, key: torch.Tensor, stride: int, fmt: str
+    dy: torch.Tensor, key: torch.Tensor, stride: int, fmt: str, layout: str, padded: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """padded: tokens of the sample, a multiple of 64."""
     tokens, out = dy.shape
-    padded = triton.cdiv(tokens, TILE) * TILE
     codes = codes_like((tokens, out), fmt, dy.device)
-    buffer = new_buffer(out, padded, FORMATS[fmt], dy.device)
+    buffer = new_buffer(out, padded, FORMATS[fmt], dy.device, layout)
     stored, meta = split(buffer, out * padded, FORMATS[fmt])
     values = codes_like(stored.shape, fmt, dy.device) if backend.interpreted() else stored
     scale = torch.empty((), device=dy.device)
     launch(
         quantize_and_sample_kernel, padded // TILE * (out // TILE), dy.device,
         dy, key, stride, codes, values, meta, largest(dy), scale, tokens, padded, out,
-        *constants(fmt),
+        *constants(fmt), ORDER=order_of(layout, FORMATS[fmt]),
     )  # fmt: skip
     if backend.interpreted():
         stored.copy_(values)
@@ -227,7 +236,7 @@ def quantize_and_sample(
 @triton.jit
 def quantize_and_sample_kernel(
     dy, key, stride, codes, values, meta, amax, scale, tokens, padded, out,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """64 tokens of 64 features: 16 groups each; as pack.triton.sample_kernel, in codes."""
     s = scale_from(tl.load(amax), TOP)
@@ -253,7 +262,7 @@ def quantize_and_sample_kernel(
     row = (feature + tl.arange(0, 64)[:, None]) * (padded // 2)
     pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])
     tl.store(values + row + place, pairs.to(values.dtype.element_ty))
-    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, padded, True, 16)
+    store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, out, padded, ORDER, 16)
 
 
 @triton.jit

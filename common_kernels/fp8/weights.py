@@ -46,7 +46,8 @@ def quantize24_(
     first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
     device = checks.one_device(w=w, mask=mask, scales=scales, own=first, other=second)
     name = backends.resolve(device, backend)
-    _quantize24_(first, own.dtype, second, other.dtype, scales, w, mask, name)
+    kinds = own.dtype, _layout(own), other.dtype, _layout(other)
+    _quantize24_(first, second, *kinds, scales, w, mask, name)
 
 
 def quantize_compressed24_(
@@ -79,8 +80,9 @@ def quantize_compressed24_(
         other=second,
     )  # fmt: skip
     name = backends.resolve(device, backend)
+    kinds = own.dtype, _layout(own), other.dtype, _layout(other)
     _quantize_compressed24_(
-        first, own.dtype, second, other.dtype, scales, values, row_mask, column_mask, n, m, name
+        first, second, *kinds, scales, values, row_mask, column_mask, n, m, name
     )
 
 
@@ -95,12 +97,19 @@ def _bytes(given: Packed24 | Tensor, rows: int, columns: int) -> Tensor:
     return given.buffer if isinstance(given, Packed24) else given
 
 
+def _layout(given: Packed24 | Tensor) -> str:
+    """The layout of what is packed; any for what is not."""
+    return given.layout if isinstance(given, Packed24) else BUFFERED
+
+
 @custom_op("sparse24::quantize24_", mutates_args=("own", "other", "scales"))
 def _quantize24_(
     own: Tensor,
-    own_dtype: torch.dtype,
     other: Tensor,
+    own_dtype: torch.dtype,
+    own_layout: str,
     other_dtype: torch.dtype,
+    other_layout: str,
     scales: Tensor,
     w: Tensor,
     mask: Tensor | None,
@@ -111,28 +120,33 @@ def _quantize24_(
 
         mask = None if mask is None else mask.contiguous()
         with (
-            weights_triton.target(own, own_dtype, w.numel()) as first,
-            weights_triton.target(other, other_dtype, w.numel(), turned=True) as second,
+            weights_triton.target(own, own_dtype, own_layout, w.numel()) as first,
+            weights_triton.target(
+                other, other_dtype, other_layout, w.numel(), turned=True
+            ) as second,
         ):
             weights_triton.quantize24_(first, second, scales, w.contiguous(), mask)
         return
     pruned = w if mask is None else torch.where(mask, w, 0.0)
     scales.copy_(_scales(pruned, own_dtype, other_dtype))
-    _write(own, own_dtype, scales[0], pruned, mask)
-    _write(other, other_dtype, scales[1], pruned.t(), None if mask is None else mask.t())
+    _write(own, own_dtype, own_layout, scales[0], pruned, mask)
+    turned = None if mask is None else mask.t()
+    _write(other, other_dtype, other_layout, scales[1], pruned.t(), turned)
 
 
 @_quantize24_.register_fake
-def _(own, own_dtype, other, other_dtype, scales, w, mask, backend):
+def _(own, other, own_dtype, own_layout, other_dtype, other_layout, scales, w, mask, backend):
     return None
 
 
 @custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))
 def _quantize_compressed24_(
     own: Tensor,
-    own_dtype: torch.dtype,
     other: Tensor,
+    own_dtype: torch.dtype,
+    own_layout: str,
     other_dtype: torch.dtype,
+    other_layout: str,
     scales: Tensor,
     values: Tensor,
     row_mask: Tensor,
@@ -146,8 +160,10 @@ def _quantize_compressed24_(
         from common_kernels.fp8 import weights_triton
 
         with (
-            weights_triton.target(own, own_dtype, rows * columns) as first,
-            weights_triton.target(other, other_dtype, rows * columns, turned=True) as second,
+            weights_triton.target(own, own_dtype, own_layout, rows * columns) as first,
+            weights_triton.target(
+                other, other_dtype, other_layout, rows * columns, turned=True
+            ) as second,
         ):
             weights_triton.quantize_compressed24_(
                 first, second, scales, values.contiguous(), row_mask.contiguous(),
@@ -163,13 +179,15 @@ def _quantize_compressed24_(
         mask = unpack_mask(row_mask, columns)
     if other.dtype == torch.uint8:
         both = (expand_nm(kept.to(values.dtype), row_mask) != 0).t()
-    _write(own, own_dtype, scales[0], expand_nm(values, row_mask, n, m), mask)
-    _write(other, other_dtype, scales[1], expand_nm(twice, row_mask, n, m).t(), both)
+    whole, twice = expand_nm(values, row_mask, n, m), expand_nm(twice, row_mask, n, m)
+    _write(own, own_dtype, own_layout, scales[0], whole, mask)
+    _write(other, other_dtype, other_layout, scales[1], twice.t(), both)
 
 
 @_quantize_compressed24_.register_fake
 def _(
-    own, own_dtype, other, other_dtype, scales, values, row_mask, column_mask, n, m, backend
+    own, other, own_dtype, own_layout, other_dtype, other_layout, scales, values, row_mask,
+    column_mask, n, m, backend,
 ):  # fmt: skip
     return None
 
@@ -187,11 +205,16 @@ def _scales(x: Tensor, *dtypes: torch.dtype) -> Tensor:
 
 
 def _write(
-    out: Tensor, dtype: torch.dtype, scale: Tensor, pruned: Tensor, mask: Tensor | None
+    out: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    scale: Tensor,
+    pruned: Tensor,
+    mask: Tensor | None,
 ) -> None:
     codes = fp8.codes_of(pruned, scale, fp8.NAMES[dtype])
     if out.dtype != torch.uint8:
         out.copy_(codes)
         return
     assert mask is not None
-    out.copy_(cpu.pack(codes, mask, BUFFERED))
+    out.copy_(cpu.pack(codes, mask, layout))

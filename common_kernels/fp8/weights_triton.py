@@ -19,7 +19,15 @@ from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import launch, magnitude
 from common_kernels.pack.compressed_triton import expanded, load_kept
 from common_kernels.pack.operands import row_major
-from common_kernels.pack.triton import bools, entries_stored, load_row, split, stack, store_meta
+from common_kernels.pack.triton import (
+    bools,
+    entries_stored,
+    load_row,
+    order_of,
+    split,
+    stack,
+    store_meta,
+)
 
 TILE = 64
 BLOCK = 2048  # entries in a program of weight_amax_kernel
@@ -31,6 +39,7 @@ class Target(NamedTuple):
 
     out: torch.Tensor
     meta: torch.Tensor | None
+    order: int = -1  # of the metadata
 
     @property
     def fmt(self) -> str:
@@ -39,12 +48,12 @@ class Target(NamedTuple):
 
 @contextmanager
 def target(
-    out: torch.Tensor, dtype: torch.dtype, entries: int, turned: bool = False
+    out: torch.Tensor, dtype: torch.dtype, layout: str, entries: int, turned: bool = False
 ) -> Iterator[Target]:
     """The target in a buffer (uint8) or in dense codes, or where these are not row-major (or, with
     `turned`, the transpose of what is) in others that are copied to them afterwards."""
     if out.dtype == torch.uint8:
-        yield Target(*split(out, entries, dtype))
+        yield Target(*split(out, entries, dtype), order_of(layout, dtype))
     elif turned and out.t().is_contiguous():
         yield Target(out, None)
     else:
@@ -114,7 +123,8 @@ def start(
             written[0], written[0] if own.meta is None else own.meta,
             written[1], written[1] if other.meta is None else other.meta, rows, columns,
             *constants(own.fmt), *constants(other.fmt),
-            KIND=kind, OWN=now[0], OTHER=now[1], num_warps=8,
+            KIND=kind, OWN=now[0], OTHER=now[1], ORDER=own.order, ORDER_T=other.order,
+            num_warps=8,
         )  # fmt: skip
     if interpreted:
         for target, codes, form in zip((own, other), written, forms, strict=True):
@@ -142,6 +152,7 @@ def quantize24_kernel(
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
     KIND: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
     """64 x 64 entries: 16 x 16 tiles of 4 x 4. OWN, OTHER: see `start`."""
     s, s_t = scale_from(tl.load(amax), TOP), scale_from(tl.load(amax_t), TOP_T)
@@ -177,7 +188,7 @@ def quantize24_kernel(
             pairs += (encode(pair * s, TOP, SMALLEST, LIFT),)
             nibbles += (nibble,)
         pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-        store_packed(own, meta, pair, nibble, top, left, columns)
+        store_packed(own, meta, pair, nibble, top, left, rows, columns, ORDER)
     if OWN == 2:
         quads = ()
         for i in tl.static_range(4):
@@ -191,7 +202,7 @@ def quantize24_kernel(
             pairs += (encode(pair * s_t, TOP_T, SMALLEST_T, LIFT_T),)
             nibbles += (nibble,)
         pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-        store_packed(other, meta_t, pair, nibble, left, top, rows)
+        store_packed(other, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
     if OTHER == 2 or OTHER == 3:
         quads = ()
         for i in tl.static_range(4):
@@ -211,12 +222,13 @@ def four(a, k):
 
 
 @triton.jit
-def store_packed(values, meta, pairs, nibbles, top, left, columns):
+def store_packed(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
     """As pack.triton.store_tiles, for one-byte types."""
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, tl.reshape(pairs, [64, 32]).to(values.dtype.element_ty))
-    store_meta(meta, tl.reshape(nibbles, [64, 16]), top // 64, left // 4, columns, True, 16)
+    nibbles = tl.reshape(nibbles, [64, 16])
+    store_meta(meta, nibbles, top // 64, left // 4, rows, columns, ORDER, 16)
 
 
 @triton.jit

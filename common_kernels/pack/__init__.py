@@ -24,15 +24,15 @@ DTYPES = (
     torch.float8_e5m2,
     torch.int8,
 )
-BUFFERED = "cusparselt_sm90"  # the layout of one buffer, which the products of training take
+BUFFERED = cpu.BUFFERED
 
 
 @dataclass(frozen=True, eq=False)
 class Packed24:
     """A 2:4 matrix of `shape` [rows, columns], compressed along its columns; values of `dtype`.
 
-    parts: (values, meta), or in layout `cusparselt_sm90`, where the one lies right behind the
-        other, (buffer,): the bytes of both, uint8.
+    parts: (values, meta), or (buffer,): the bytes of both, uint8, the one right behind the other,
+        as layout `cusparselt_sm90` always has them.
 
     A group with fewer than two kept entries has a stored zero in the place of the second; which
     place that is, is the packer's choice (ours: `cpu.choose`), so compare what is unpacked.
@@ -46,7 +46,7 @@ class Packed24:
 
     def __post_init__(self) -> None:
         form, (rows, columns) = check_form(self.shape, self.dtype, self.layout), self.shape
-        if self.layout == BUFFERED:
+        if self.layout == BUFFERED or len(self.parts) == 1:
             (buffer,) = self.parts
             size = rows * (columns // 2 * self.dtype.itemsize + form.row_bytes(columns))
             self._check("buffer", buffer, (size,), torch.uint8)
@@ -68,28 +68,32 @@ class Packed24:
 
     @staticmethod
     def empty(
-        shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        layout: str = BUFFERED,
     ) -> "Packed24":
-        """Room for a matrix in layout `cusparselt_sm90`."""
+        """Room for a matrix, in one buffer."""
         rows, columns = shape
-        check_form((rows, columns), dtype, BUFFERED)
-        size = cpu.buffer_bytes(rows, columns, dtype)
+        check_form((rows, columns), dtype, layout)
+        size = cpu.buffer_bytes(rows, columns, dtype, layout)
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return Packed24((buffer,), (rows, columns), dtype)
+        return Packed24((buffer,), (rows, columns), dtype, layout)
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The bytes of values and metadata together, flat; ValueError in layouts without one."""
-        if self.layout != BUFFERED:
+        """The bytes of values and metadata together, flat; ValueError where they lie apart."""
+        if len(self.parts) == 2:
             raise ValueError(
-                f"layout {self.layout!r} has no buffer; convert24(packed, {BUFFERED!r}) has"
+                f"layout {self.layout!r} has no buffer here; convert24(packed, {BUFFERED!r}) has, "
+                "and Packed24.empty in any layout"
             )
         return self.parts[0]
 
     @property
     def values(self) -> torch.Tensor:
         """`[rows, columns / 2]`, two of each group of four in ascending order of columns."""
-        if self.layout != BUFFERED:
+        if len(self.parts) == 2:
             return self.parts[0]
         rows, columns = self.shape
         end = rows * (columns // 2) * self.dtype.itemsize
@@ -104,11 +108,11 @@ class Packed24:
         CUTLASS' for Hopper (uint8), by the columns that a kernel takes at a time;
         `cusparselt_sm90` cuSPARSELt's for Hopper, one and two-byte types (uint8).
         """
-        if self.layout != BUFFERED:
+        if len(self.parts) == 2:
             return self.parts[1]
         rows, columns = self.shape
-        end, form = rows * (columns // 2) * self.dtype.itemsize, cpu.LAYOUTS[BUFFERED].forms
-        return self.parts[0][end:].view(rows, form[self.dtype.itemsize].row_bytes(columns))
+        end = rows * (columns // 2) * self.dtype.itemsize
+        return _words(self.parts[0][end:], self.shape, self.dtype, self.layout)
 
 
 def pack24(
@@ -224,10 +228,11 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
         check_mask(mask)
     # The kernel takes 64 columns at a time, and entries by way of fp32.
     fits = x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
-    if backend == "triton" and layout == BUFFERED and fits:
+    if backend == "triton" and fits and x.shape[0] % 64 == 0:
         from common_kernels.pack import triton
 
-        return triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype)
+        if (layout, x.element_size()) in triton.ORDERS:
+            return triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype, layout=layout)
     return cpu.pack(x, mask, layout)
 
 

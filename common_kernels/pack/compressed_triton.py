@@ -2,8 +2,7 @@
 """SLoPe's two operands from a weight that is stored compressed, in Triton: one read of the values.
 
 W * A, 2:4 along its rows, is what `values` and `row_mask` hold; (W * A * B)^T is 2:4 along the
-columns of W, B dropping some of the values (arXiv 2405.16325). Both are written in layout
-`cusparselt_sm90`.
+columns of W, B dropping some of the values (arXiv 2405.16325).
 """
 
 import torch
@@ -11,7 +10,16 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import launch
-from common_kernels.pack.triton import entries_stored, new_buffer, split, stack, store_tiles, stored
+from common_kernels.pack.cpu import BUFFERED
+from common_kernels.pack.triton import (
+    entries_stored,
+    new_buffer,
+    order_of,
+    split,
+    stack,
+    store_tiles,
+    stored,
+)
 
 
 def pack_both_compressed(
@@ -20,6 +28,7 @@ def pack_both_compressed(
     column_mask: torch.Tensor,
     dtype: torch.dtype,
     buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    layouts: tuple[str, str] = (BUFFERED, BUFFERED),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The buffers of W * A and of (W * A * B)^T, W [out, in], both multiples of 64. 16-bit `dtype`.
 
@@ -47,7 +56,8 @@ def pack_both_compressed(
     launch(
         pack_both_compressed_kernel, rows // 64 * (columns // 64), values.device,
         values.contiguous(), row_mask.contiguous(), column_mask.contiguous(),
-        *parts[0], *parts[1], rows, columns, num_warps=4,
+        *parts[0], *parts[1], rows, columns,
+        ORDER=order_of(layouts[0], dtype), ORDER_T=order_of(layouts[1], dtype), num_warps=4,
     )  # fmt: skip
     return buffers
 
@@ -79,8 +89,9 @@ def expanded(one, other, places, keeps_one, keeps_other):
 
 @triton.jit
 def pack_both_compressed_kernel(
-    values, row_mask, column_mask, packed, meta, packed_t, meta_t, rows, columns
-):
+    values, row_mask, column_mask, packed, meta, packed_t, meta_t, rows, columns,
+    ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+):  # fmt: skip
     """64 x 64 entries of W: 16 x 16 tiles, four to a thread."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
@@ -97,7 +108,7 @@ def pack_both_compressed_kernel(
         entries += (row,)
         kept += (row_kept,)
     pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-    store_tiles(packed, meta, pair, nibble, top, left, columns)
+    store_tiles(packed, meta, pair, nibble, top, left, rows, columns, ORDER)
     pairs, nibbles = (), ()
     for j in tl.static_range(4):
         pair, nibble = entries_stored(
@@ -107,4 +118,4 @@ def pack_both_compressed_kernel(
         pairs += (pair,)
         nibbles += (nibble,)
     pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-    store_tiles(packed_t, meta_t, pair, nibble, left, top, rows)
+    store_tiles(packed_t, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)

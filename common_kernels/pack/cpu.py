@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+BUFFERED = "cusparselt_sm90"  # the layout of one buffer, which cuSPARSELt takes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -198,9 +199,7 @@ LAYOUTS = {
 }
 
 
-def buffer_bytes(
-    rows: int, columns: int, dtype: torch.dtype, layout: str = "cusparselt_sm90"
-) -> int:
+def buffer_bytes(rows: int, columns: int, dtype: torch.dtype, layout: str = BUFFERED) -> int:
     """Bytes of the values and the metadata of a matrix."""
     form = LAYOUTS[layout].forms[dtype.itemsize]
     return rows * (columns // 2 * dtype.itemsize + form.row_bytes(columns))

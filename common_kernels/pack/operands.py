@@ -1,6 +1,7 @@
 """Operands of the products of training, pruned and packed in one read, in place.
 
-They are packed in layout `cusparselt_sm90` (`Packed24.empty`), rows and columns in multiples of 64.
+They are packed in one buffer (`Packed24.empty`), in layout `cusparselt_sm90`, or in `cutlass_sm90`
+or `cutlass_sm90_k128`, rows and columns in multiples of 64 and of what the layout needs.
 What is written here is what the operators on dense tensors and `pack24` would give, to the bit; the
 path in PyTorch does just that. Nothing here waits for a GPU: that a mask is 2:4 is not checked.
 """
@@ -19,13 +20,13 @@ from common_kernels.compressed import expand_nm, unpack_mask
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
-from common_kernels.pack import BUFFERED, Packed24, cpu
+from common_kernels.pack import BUFFERED, Packed24, check_form, cpu
 from common_kernels.soft_threshold import soft_threshold24
 
 Out = TypeVar("Out", Tensor, Tensor | None)
 SOURCES = ("magnitude", "soft", "mask")
 MULTIPLE = 64
-TOKENS = 16  # a sample of dY is summed over a multiple of this
+TOKENS = 16  # a sample of dY is summed over a multiple of this in cuSPARSELt's layout
 
 
 def pack24_(
@@ -59,13 +60,14 @@ def pack24_(
     buffer = out.buffer
     device = checks.one_device(out=buffer, w=w, mask=mask, scale=scale, dense=dense)
     name = backends.resolve(device, backend)
-    _pack24_(buffer, out.dtype, w, source, mask, scale, dense, name)
+    _pack24_(buffer, out.dtype, out.layout, w, source, mask, scale, dense, name)
 
 
 @custom_op("sparse24::pack24_", mutates_args=("buffer", "dense"))
 def _pack24_(
     buffer: Tensor,
     dtype: torch.dtype,
+    layout: str,
     w: Tensor,
     source: str,
     mask: Tensor | None,
@@ -78,7 +80,7 @@ def _pack24_(
 
         mask = None if mask is None else mask.contiguous()
         with row_major(dense) as written:
-            triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written)
+            triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written, layout)
         return
     if source == "soft":
         # What is below the threshold is zero, and counts as pruned for the positions no less.
@@ -89,13 +91,13 @@ def _pack24_(
     if scale is not None:
         pruned = pruned.float() * scale
     pruned = pruned.to(dtype)
-    _write(buffer, pruned, kept)
+    _write(buffer, pruned, kept, layout)
     if dense is not None:
         dense.copy_(torch.where(kept, pruned, 0.0))
 
 
 @_pack24_.register_fake
-def _(buffer, dtype, w, source, mask, scale, dense, backend):
+def _(buffer, dtype, layout, w, source, mask, scale, dense, backend):
     return None
 
 
@@ -117,7 +119,8 @@ def pack_both24_(
     _check_out(transposed, *w.shape[::-1])
     buffers = out.buffer, transposed.buffer
     device = checks.one_device(out=buffers[0], transposed=buffers[1], w=w, mask=mask)
-    _pack_both24_(*buffers, out.dtype, w, mask, backends.resolve(device, backend))
+    name = backends.resolve(device, backend)
+    _pack_both24_(*buffers, out.dtype, out.layout, transposed.layout, w, mask, name)
 
 
 @custom_op("sparse24::pack_both24_", mutates_args=("buffer", "transposed"))
@@ -125,6 +128,8 @@ def _pack_both24_(
     buffer: Tensor,
     transposed: Tensor,
     dtype: torch.dtype,
+    layout: str,
+    layout_transposed: str,
     w: Tensor,
     mask: Tensor | None,
     backend: str,
@@ -133,16 +138,17 @@ def _pack_both24_(
         from common_kernels.pack import triton
 
         mask = None if mask is None else mask.contiguous()
-        triton.pack_both(w.contiguous(), mask, dtype, (buffer, transposed))
+        layouts = layout, layout_transposed
+        triton.pack_both(w.contiguous(), mask, dtype, (buffer, transposed), layouts)
         return
     kept = transposable_mask24(w) if mask is None else mask
     pruned = torch.where(kept, w, 0.0).to(dtype)
-    _write(buffer, pruned, kept)
-    _write(transposed, pruned.t().contiguous(), kept.t().contiguous())
+    _write(buffer, pruned, kept, layout)
+    _write(transposed, pruned.t().contiguous(), kept.t().contiguous(), layout_transposed)
 
 
 @_pack_both24_.register_fake
-def _(buffer, transposed, dtype, w, mask, backend):
+def _(buffer, transposed, dtype, layout, layout_transposed, w, mask, backend):
     return None
 
 
@@ -176,7 +182,8 @@ def pack_compressed24_(
         column_mask=column_mask,
     )
     name = backends.resolve(device, backend)
-    _pack_compressed24_(*buffers, out.dtype, values, row_mask, column_mask, name)
+    layouts = out.layout, transposed.layout
+    _pack_compressed24_(*buffers, out.dtype, *layouts, values, row_mask, column_mask, name)
 
 
 @custom_op("sparse24::pack_compressed24_", mutates_args=("buffer", "transposed"))
@@ -184,6 +191,8 @@ def _pack_compressed24_(
     buffer: Tensor,
     transposed: Tensor,
     dtype: torch.dtype,
+    layout: str,
+    layout_transposed: str,
     values: Tensor,
     row_mask: Tensor,
     column_mask: Tensor,
@@ -192,18 +201,20 @@ def _pack_compressed24_(
     if backend == "triton":
         from common_kernels.pack.compressed_triton import pack_both_compressed
 
-        pack_both_compressed(values, row_mask, column_mask, dtype, (buffer, transposed))
+        buffers, layouts = (buffer, transposed), (layout, layout_transposed)
+        pack_both_compressed(values, row_mask, column_mask, dtype, buffers, layouts)
         return
     values = values.to(dtype)
     kept = unpack_mask(column_mask, values.shape[1])
-    _write(buffer, expand_nm(values, row_mask), unpack_mask(row_mask, 2 * values.shape[1]))
+    mask = unpack_mask(row_mask, 2 * values.shape[1])
+    _write(buffer, expand_nm(values, row_mask), mask, layout)
     twice = expand_nm(torch.where(kept, values, 0.0), row_mask).t().contiguous()
     both = expand_nm(kept.to(dtype), row_mask).t().contiguous() != 0
-    _write(transposed, twice, both)
+    _write(transposed, twice, both, layout_transposed)
 
 
 @_pack_compressed24_.register_fake
-def _(buffer, transposed, dtype, values, row_mask, column_mask, backend):
+def _(buffer, transposed, dtype, layout, layout_transposed, values, row_mask, column_mask, backend):
     return None
 
 
@@ -213,11 +224,13 @@ def sample_pack24(
     stride: int = 1,
     *,
     dtype: torch.dtype | None = None,
+    layout: str = BUFFERED,
     backend: str | None = None,
 ) -> Packed24:
     """The transpose of mvue24(dy, key[0], key[1] * stride, dim=0), packed: no transposed copy.
 
-    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 16.
+    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 16, or to the
+        columns that `layout` needs.
     key: int64 [2]; key[1] * stride must be a multiple of 4. dtype: of the result, 16-bit; dy's.
     """
     checks.float_tensor(dy, "dy")
@@ -225,28 +238,33 @@ def sample_pack24(
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     if key.shape != (2,) or key.dtype != torch.int64:
         raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
-    dy = fill_up(dy, -dy.shape[0] % TOKENS).contiguous()
-    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
     dtype = dtype or dy.dtype
-    buffer = _sample_pack24(dy, key, stride, dtype, name)
-    return Packed24((buffer,), (dy.shape[1], dy.shape[0]), dtype)
+    dy = fill_up(dy, -dy.shape[0] % tokens_multiple(layout, dtype)).contiguous()
+    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
+    buffer = _sample_pack24(dy, key, stride, dtype, layout, name)
+    return Packed24((buffer,), (dy.shape[1], dy.shape[0]), dtype, layout)
+
+
+def tokens_multiple(layout: str, dtype: torch.dtype) -> int:
+    """The multiple of tokens over which a sample of dY is summed."""
+    return check_form((0, 0), dtype, layout).columns
 
 
 @custom_op("sparse24::sample_pack24", mutates_args=())
 def _sample_pack24(
-    dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, backend: str
+    dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
 ) -> Tensor:
     if backend == "triton":
         from common_kernels.pack import triton
 
-        return triton.pack_sample(dy, key.contiguous(), dtype, stride)
+        return triton.pack_sample(dy, key.contiguous(), dtype, stride, layout)
     sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
-    return cpu.pack(sample.to(dtype), sample != 0, BUFFERED)
+    return cpu.pack(sample.to(dtype), sample != 0, layout)
 
 
 @_sample_pack24.register_fake
-def _(dy, key, stride, dtype, backend):
-    size = cpu.buffer_bytes(dy.shape[1], dy.shape[0], dtype)
+def _(dy, key, stride, dtype, layout, backend):
+    size = cpu.buffer_bytes(dy.shape[1], dy.shape[0], dtype, layout)
     return dy.new_empty(size, dtype=torch.uint8)
 
 
@@ -270,8 +288,8 @@ def row_major(out: Out) -> Iterator[Out]:
         out.copy_(written)
 
 
-def _write(buffer: Tensor, pruned: Tensor, kept: Tensor) -> None:
-    buffer.copy_(cpu.pack(pruned, kept, BUFFERED))
+def _write(buffer: Tensor, pruned: Tensor, kept: Tensor, layout: str) -> None:
+    buffer.copy_(cpu.pack(pruned, kept, layout))
 
 
 def _check(out: Packed24, w: Tensor, mask: Tensor | None) -> None:

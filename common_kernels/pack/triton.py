@@ -1,10 +1,17 @@
-"""Pruning and packing in Triton: one read of the matrix, values and metadata in cuSPARSELt's order
-for compute capability 9.0.
+"""Pruning and packing in Triton: one read of the matrix, values and metadata in the order of
+cuSPARSELt or of CUTLASS for compute capability 9.0.
 
 A word of the metadata holds the nibbles of eight groups. With the bits of a row's number named r
-and those of a group's g, a word of 16-bit types collects bits (r3, g2, g0) and lies at place (r4,
-r5, r0, r1, r2, g1) of its block; of one-byte types it collects (g0, r3, g3) and lies at (r4, r5,
-r0, r1, r2, g1, g2). See cpu.cusparselt_sm90_order.
+and those of a group's g, the highest first:
+
+    layout                bytes of a value   a word collects   and lies in its block at
+    cusparselt_sm90       2                  g0 g2 r3          r5 r4 r2 r1 r0 g1
+                          1                  g3 r3 g0          r5 r4 r2 r1 r0 g2 g1
+    cutlass_sm90          2                  r3 g1 g0          r5 r4 g2 r2 r1 r0 g3
+    cutlass_sm90_k128     2                  r3 g1 g0          r5 r4 g2 r2 r1 r0 g4 g3
+    cutlass_sm90          1                  g2 g1 g0          all rows, g4 g3
+
+See the orders of cpu.py.
 """
 
 import functools
@@ -17,16 +24,38 @@ from common_kernels.launch import cast, launch, magnitude
 from common_kernels.masks import cpu as masks
 from common_kernels.masks.triton import best_place
 from common_kernels.mvue.triton import sample_stored, uniform
-from common_kernels.pack.cpu import buffer_bytes, choose
+from common_kernels.pack.cpu import BUFFERED, buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
 
 SAMPLED = 16  # groups of each of 64 features in a program of sample_kernel
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
+CUSPARSELT = tl.constexpr(0)
+CUSPARSELT_8 = tl.constexpr(1)
+CUTLASS = tl.constexpr(2)
+CUTLASS_K128 = tl.constexpr(3)
+CUTLASS_8 = tl.constexpr(4)
+# Of the metadata, by layout and bytes of a value.
+ORDERS = {
+    ("cusparselt_sm90", 2): CUSPARSELT.value,
+    ("cusparselt_sm90", 1): CUSPARSELT_8.value,
+    ("cutlass_sm90", 2): CUTLASS.value,
+    ("cutlass_sm90_k128", 2): CUTLASS_K128.value,
+    ("cutlass_sm90", 1): CUTLASS_8.value,
+}
 
 
-def new_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def order_of(layout: str, dtype: torch.dtype) -> int:
+    """The number of a layout's order for the kernels; ValueError if they do not write it."""
+    if (layout, dtype.itemsize) not in ORDERS:
+        raise ValueError(f"layout {layout!r} is not written here for {dtype}; use convert24")
+    return ORDERS[layout, dtype.itemsize]
+
+
+def new_buffer(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, layout: str = BUFFERED
+) -> torch.Tensor:
     """Room for values and metadata."""
-    size = buffer_bytes(rows, columns, dtype)
+    size = buffer_bytes(rows, columns, dtype, layout)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -61,6 +90,7 @@ def pack(
     scale: torch.Tensor | None = None,
     buffer: torch.Tensor | None = None,
     dense: torch.Tensor | None = None,
+    layout: str = BUFFERED,
 ) -> torch.Tensor:
     """The buffer of a row-major matrix [64 a, 64 b] in `dtype`, pruned along its rows: a new one if
     none is given.
@@ -70,16 +100,17 @@ def pack(
     check(x, mask, dtype, (1, 2))
     rows, columns = x.shape
     if buffer is None:
-        buffer = new_buffer(rows, columns, dtype, x.device)
+        buffer = new_buffer(rows, columns, dtype, x.device, layout)
     values, meta = split(buffer, x.numel(), dtype)
-    # The smallest blocks of the metadata, and warps for them: the fastest on an H200.
-    block, warps = (8, 4) if dtype.itemsize == 2 else (16, 8)
+    order = order_of(layout, dtype)
+    # The smallest blocks of cuSPARSELt's metadata, and warps for them: the fastest on an H200.
+    block, warps = (8, 4) if order == CUSPARSELT.value else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
-        scale if scale is not None else x, values if dense is None else dense, columns,
+        scale if scale is not None else x, values if dense is None else dense, rows, columns,
         SOURCE=SOURCES[source], SCALED=scale is not None, DENSE=dense is not None,
-        EIGHT=dtype.itemsize == 1, GROUPS=block, num_warps=warps,
+        ORDER=order, GROUPS=block, num_warps=warps,
     )  # fmt: skip
     return buffer
 
@@ -127,17 +158,29 @@ def join_bits(parts, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def join_words(nibbles, LAST: tl.constexpr, MIDDLE: tl.constexpr, FIRST: tl.constexpr):
+    """Words of eight nibbles, `[..., 2, 2, 2]`, each dim with the bits by which its second half is
+    shifted."""
+    return join_bits(join_bits(join_bits(nibbles, LAST), MIDDLE), FIRST)
+
+
+@triton.jit
 def store_meta(
-    meta, nibbles, stripe, first_group, columns, EIGHT: tl.constexpr, GROUPS: tl.constexpr
+    meta, nibbles, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr
 ):
     """The metadata words of 64 rows (a stripe) and GROUPS groups from `first_group` on.
 
-    nibbles: `[64, GROUPS]`. columns: of the matrix, filled up to whole blocks.
+    nibbles: `[64, GROUPS]`. rows, columns: of the matrix, filled up to whole blocks.
     """
-    if EIGHT:
+    if ORDER == CUTLASS_8:
+        words = join_words(tl.reshape(nibbles, [64, GROUPS // 8, 2, 2, 2]), 4, 8, 16)
+        word = first_group // 8 + tl.arange(0, GROUPS // 8)[None, :]
+        row = stripe * 64 + tl.arange(0, 64)[:, None]
+        tl.store(meta + 4 * (row + word // 4 * rows) + word % 4, words)
+    elif ORDER == CUSPARSELT_8:
         parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 16, 2, 4, 2])
         parts = tl.permute(parts, 0, 2, 3, 5, 4, 1, 6)  # g3, r3 and g0 last
-        words = join_bits(join_bits(join_bits(parts, 4), 8), 16)  # [r4 r5, r0 r1 r2, block, g1 g2]
+        words = join_words(parts, 4, 8, 16)  # [r4 r5, r0 r1 r2, block, g1 g2]
         inside = tl.reshape(
             32 * tl.arange(0, 4)[:, None, None, None] + 4 * tl.arange(0, 8)[None, :, None, None]
             + 128 * tl.arange(0, GROUPS // 16)[None, None, :, None]
@@ -146,10 +189,11 @@ def store_meta(
         start = stripe * (columns // 64) * 128 + first_group // 16 * 128
         there = (first_group // 16 + tl.arange(0, GROUPS // 16))[None, None, :, None]
         there = there < columns // 64
-    else:
+        tl.store(meta + start + inside, words, mask=there)
+    elif ORDER == CUSPARSELT:
         parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
         parts = tl.permute(parts, 0, 2, 3, 5, 1, 4, 6)  # r3, g2 and g0 last
-        words = join_bits(join_bits(join_bits(parts, 16), 8), 4)  # [r4 r5, r0 r1 r2, block, g1]
+        words = join_words(parts, 16, 8, 4)  # [r4 r5, r0 r1 r2, block, g1]
         inside = (
             16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
             + 64 * tl.arange(0, GROUPS // 8)[None, None, :, None]
@@ -158,13 +202,23 @@ def store_meta(
         start = stripe * (columns // 32) * 64 + first_group // 8 * 64
         there = (first_group // 8 + tl.arange(0, GROUPS // 8))[None, None, :, None]
         there = there < columns // 32
-    tl.store(meta + start + inside, words, mask=there)
+        tl.store(meta + start + inside, words, mask=there)
+    else:
+        TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4  # of 32 columns in a block
+        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
+        # [r5 r4, g2, r2 r1 r0, tile], then r3, g1 and g0
+        words = join_words(tl.permute(parts, 0, 4, 2, 3, 1, 5, 6), 4, 8, 16)
+        words = tl.reshape(words, [64, GROUPS // 8])
+        tile = first_group // 8 + tl.arange(0, GROUPS // 8)[None, :]
+        block = stripe + tile // TILES * (rows // 64)
+        inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES
+        tl.store(meta + 64 * TILES * block + inside, words)
 
 
 @triton.jit
 def pack_kernel(
-    x, mask, values, meta, scale, dense, columns,
-    SOURCE: tl.constexpr, SCALED: tl.constexpr, DENSE: tl.constexpr, EIGHT: tl.constexpr,
+    x, mask, values, meta, scale, dense, rows, columns,
+    SOURCE: tl.constexpr, SCALED: tl.constexpr, DENSE: tl.constexpr, ORDER: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     across = columns // (4 * GROUPS)
@@ -192,7 +246,7 @@ def pack_kernel(
     out = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
     packed = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
     tl.store(values + start // 2 + out, packed)
-    store_meta(meta, nibbles, stripe, first_group, columns, EIGHT, GROUPS)
+    store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)
     if DENSE:
         one, other = tl.split(cast(pairs, dense.dtype.element_ty))
         zero = tl.zeros_like(one)
@@ -210,6 +264,7 @@ def pack_both(
     mask: torch.Tensor | None,
     dtype: torch.dtype,
     buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    layouts: tuple[str, str] = (BUFFERED, BUFFERED),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The buffers of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
     or the best, in one read. 16-bit types."""
@@ -217,12 +272,14 @@ def pack_both(
     rows, columns = w.shape
     if buffers is None:  # of one size
         buffers = tuple(new_buffer(rows, columns, dtype, w.device) for _ in range(2))
+    orders = [order_of(layout, dtype) for layout in layouts]
     parts = [split(buffer, w.numel(), dtype) for buffer in buffers]
     launch(
         pack_both_kernel, rows // 64 * (columns // 64), w.device,
         w, w if mask is None else mask.view(torch.uint8),
         pattern_nibbles(w.device),
-        *parts[0], *parts[1], rows, columns, SEARCH=mask is None,
+        *parts[0], *parts[1], rows, columns,
+        SEARCH=mask is None, ORDER=orders[0], ORDER_T=orders[1],
         num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
     return buffers
@@ -253,8 +310,9 @@ def load_row(base, row, columns, first):
 
 @triton.jit
 def pack_both_kernel(
-    w, mask, patterns, values, meta, values_t, meta_t, rows, columns, SEARCH: tl.constexpr
-):
+    w, mask, patterns, values, meta, values_t, meta_t, rows, columns,
+    SEARCH: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+):  # fmt: skip
     """64 x 64 entries: 16 x 16 tiles, two to a thread."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
@@ -291,9 +349,9 @@ def pack_both_kernel(
             pairs_t += (pair,)
             nibbles_t += (nibble,)
     pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-    store_tiles(values, meta, pair, nibble, top, left, columns)
+    store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
     pair, nibble = tl.permute(stack(pairs_t), 1, 3, 0, 2), tl.permute(stack(nibbles_t), 1, 3, 0, 2)
-    store_tiles(values_t, meta_t, pair, nibble, left, top, rows)
+    store_tiles(values_t, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
 
 
 @triton.jit
@@ -305,16 +363,17 @@ def stack(tiles):
 
 
 @triton.jit
-def store_tiles(values, meta, pairs, nibbles, top, left, columns):
+def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
     """pairs: `[16 tile rows, 4, 16 tile columns, 2]`, nibbles: likewise with 1, of the 64 x 64
-    entries from (top, left) on of a matrix with `columns` columns.
+    entries from (top, left) on of a matrix [rows, columns].
 
     All that is stored together changes threads together: each change waits for all warps.
     """
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, cast(tl.reshape(pairs, [64, 32]), values.dtype.element_ty))
-    store_meta(meta, tl.reshape(nibbles, [64, 16]), top // 64, left // 4, columns, False, 16)
+    nibbles = tl.reshape(nibbles, [64, 16])
+    store_meta(meta, nibbles, top // 64, left // 4, rows, columns, ORDER, 16)
 
 
 @triton.jit
@@ -341,11 +400,16 @@ def entries_stored(a0, a1, a2, a3, k):
 
 
 def pack_sample(
-    dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int = 1
+    dy: torch.Tensor,
+    key: torch.Tensor,
+    dtype: torch.dtype,
+    stride: int = 1,
+    layout: str = BUFFERED,
 ) -> torch.Tensor:
     """The buffer of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
 
-    T is a multiple of 16, out of 64; metadata come in whole blocks of 32 tokens. key: int64 [2],
+    T is a multiple of 16, or what the layout needs, out of 64; metadata come in whole blocks. key:
+    int64 [2],
     (seed, offset / stride), on dy's device, the offset a multiple of 4 (as it is where it counts
     whole micro-batches). 16-bit types.
     """
@@ -354,16 +418,19 @@ def pack_sample(
         raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
     if dtype.itemsize != 2:
         raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
-    buffer = new_buffer(out, tokens, dtype, dy.device)
+    buffer = new_buffer(out, tokens, dtype, dy.device, layout)
     launch(
         sample_kernel, triton.cdiv(tokens, 4 * SAMPLED) * (out // 64), dy.device,
-        dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out, GROUPS=SAMPLED,
+        dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out,
+        ORDER=order_of(layout, dtype), GROUPS=SAMPLED,
     )  # fmt: skip
     return buffer
 
 
 @triton.jit
-def sample_kernel(dy, key, stride, values, meta, tokens, out, GROUPS: tl.constexpr):
+def sample_kernel(
+    dy, key, stride, values, meta, tokens, out, ORDER: tl.constexpr, GROUPS: tl.constexpr
+):
     """GROUPS groups of tokens of 64 features."""
     seed, offset = tl.load(key), tl.load(key + 1) * stride
     across = out // 64
@@ -390,4 +457,5 @@ def sample_kernel(dy, key, stride, values, meta, tokens, out, GROUPS: tl.constex
         values + (row + 2 * first_group) + place, pairs, mask=2 * first_group + place < tokens // 2
     )
     blocks = tl.cdiv(tokens, 32) * 32
-    store_meta(meta, tl.trans(nibbles), stripe.to(tl.int64), first_group, blocks, False, GROUPS)
+    nibbles, stripe = tl.trans(nibbles), stripe.to(tl.int64)
+    store_meta(meta, nibbles, stripe, first_group, out, blocks, ORDER, GROUPS)

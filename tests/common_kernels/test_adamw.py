@@ -7,11 +7,12 @@ import torch
 from common_kernels import nm_mask, soft_threshold24, transposable_mask24
 from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 from common_kernels.adamw.reference import adamw
-from common_kernels.pack import Packed24
+from common_kernels.pack import BUFFERED, Packed24, convert24
 from common_kernels.pack.operands import pack24_, pack_both24_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("cpu", "triton")
+CUTLASS = ("cutlass_sm90", "cutlass_sm90_k128")
 RATES = Rates(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 SHAPES = ((8, 12), (68, 132), (64, 128))  # in one block, across borders, whole blocks
 NAN = float("nan")
@@ -133,6 +134,21 @@ def test_masks_and_operands_are_those_of_the_new_weight(backend, choose, shape):
             pack24_(packed, new, "mask", mask)
         assert weight.packed.buffer.equal(packed.buffer)
         assert not transposable or weight.transposed.buffer.equal(transposed.buffer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layouts", [CUTLASS, (CUTLASS[1], BUFFERED)])
+def test_operands_in_the_order_of_cutlass(backend, layouts):
+    """A weight for each pair of layouts, in one call."""
+    shape, device = (128, 128), torch.device(DEVICE)
+    plain = given(shape, packs=(True, True))
+    packed, transposed = (Packed24.empty(shape, torch.bfloat16, device, n) for n in layouts)
+    other = replace(copy(plain), packed=packed, transposed=transposed)
+    adamw24_([plain, other], RATES, Rule(choose="exact", alpha=0.1), backend=backend)
+    assert torch.equal(plain.weight, other.weight) and torch.equal(plain.mask, other.mask)
+    for got, want in (other.packed, plain.packed), (other.transposed, plain.transposed):
+        want = convert24(want, got.layout)
+        assert torch.equal(got.values, want.values) and torch.equal(got.meta, want.meta)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -253,6 +253,9 @@ def test_one_buffer_holds_values_and_metadata():
     same(convert24(pack24(x, mask), "cusparselt_sm90").buffer, buffer)
     same(copy.deepcopy(packed).buffer, buffer)
     assert Packed24((buffer,), (128, 192), x.dtype).values.data_ptr() == buffer.data_ptr()
+    other = convert24(packed, "cutlass_sm90")
+    whole = cpu.pack(x, mask, "cutlass_sm90")
+    same(Packed24((whole,), (128, 192), x.dtype, "cutlass_sm90").meta, other.meta)
     with pytest.raises(ValueError, match="'neutral' has no buffer"):
         _ = pack24(x, mask).buffer
 

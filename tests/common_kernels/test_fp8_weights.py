@@ -16,7 +16,8 @@ from common_kernels import (
 )
 from common_kernels.fp8 import reference
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
-from common_kernels.pack import Packed24, pack24, unpack24
+from common_kernels.pack import Packed24, unpack24
+from common_kernels.pack.cpu import pack
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
@@ -24,6 +25,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
 formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])  # of the transpose; own: e4m3
+
+
+LAYOUTS = {"packed": "cusparselt_sm90", "cutlass": "cutlass_sm90"}
 
 
 def weight(rows=128, columns=192, dtype=torch.float32, seed=0):
@@ -36,6 +40,8 @@ def room(form, shape, fmt):
     """Uninitialised: `turned` codes are the transpose of a row-major matrix."""
     if form == "packed":
         return Packed24.empty(shape, DTYPES[fmt], DEVICE)
+    if form == "cutlass":
+        return Packed24.empty(shape, DTYPES[fmt], DEVICE, "cutlass_sm90")
     codes = torch.empty(shape if form == "dense" else shape[::-1], dtype=DTYPES[fmt], device=DEVICE)
     return codes if form == "dense" else codes.t()
 
@@ -48,8 +54,9 @@ def written(codes):
 
 def expected(form, w, mask, fmt):
     codes, scale = quantize_fp8(torch.where(mask, w, 0.0).contiguous(), fmt)
-    if form == "packed":
-        codes = pack24(codes, mask.contiguous(), "cusparselt_sm90")
+    if form in LAYOUTS:
+        layout, mask = LAYOUTS[form], mask.contiguous()
+        codes = Packed24((pack(codes, mask, layout),), tuple(w.shape), codes.dtype, layout)
     return written(codes), scale
 
 
@@ -59,12 +66,13 @@ def expected(form, w, mask, fmt):
     ("own", "other"),
     [
         ("packed", "packed"), ("packed", "dense"), ("dense", "packed"), ("dense", "dense"),
-        ("dense", "turned"), ("turned", "packed"),
+        ("dense", "turned"), ("turned", "packed"), ("packed", "cutlass"), ("cutlass", "cutlass"),
     ],
 )  # fmt: skip
 def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
-    w = weight()
-    mask = transposable_mask24(weight(seed=1))  # not that of the largest entries
+    columns = 128 if own == "cutlass" else 192
+    w = weight(columns=columns)
+    mask = transposable_mask24(weight(columns=columns, seed=1))  # not that of the largest entries
     first, second = room(own, w.shape, "e4m3"), room(other, w.shape[::-1], fmt)
     scales = torch.empty(2, device=DEVICE)
     quantize24_(first, second, scales, w, mask, backend=backend)
@@ -78,7 +86,8 @@ def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
 @backends
 @formats
 @pytest.mark.parametrize(
-    ("own", "other"), [("packed", "packed"), ("dense", "turned"), ("packed", "dense")]
+    ("own", "other"),
+    [("packed", "packed"), ("dense", "turned"), ("packed", "dense"), ("packed", "cutlass")],
 )
 def test_a_compressed_weight(own, other, fmt, backend):
     """Columns are pruned by an older weight, whose largest entry another one is."""
@@ -171,8 +180,8 @@ VALUES = compress_nm(W, BITS)
 
 def rooms():
     return (
-        torch.empty(64 * 40, dtype=torch.uint8), DTYPES["e4m3"],
-        torch.empty(64, 64, dtype=DTYPES["e5m2"]), DTYPES["e5m2"], torch.empty(2),
+        torch.empty(64 * 40, dtype=torch.uint8), torch.empty(64, 64, dtype=DTYPES["e5m2"]),
+        DTYPES["e4m3"], LAYOUTS["packed"], DTYPES["e5m2"], LAYOUTS["packed"], torch.empty(2),
     )  # fmt: skip
 
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from common_kernels import (
+    compress_nm,
+    double_prune_bits,
     fake_fp8,
     mvue24,
     nm_mask,
+    pack_mask,
     quantize_fp8,
     soft_threshold24,
     transposable_mask24,
@@ -18,10 +21,16 @@ from common_kernels.fp8.operands import (
     rescale,
     scaled_linear,
 )
-from common_kernels.pack import Packed24, unpack24
-from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
+from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
+from common_kernels.pack.operands import (
+    pack24_,
+    pack_both24_,
+    pack_compressed24_,
+    sample_pack24,
+)
 
 pytest.importorskip("triton", reason="no Triton for this platform")
+from common_kernels.pack import triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
@@ -80,6 +89,101 @@ def test_a_weight_both_ways(backend, master, dtype):
         want = torch.where(mask, w, 0.0).to(dtype)
         assert torch.equal(unpack24(packed), want)
         assert torch.equal(unpack24(transposed), want.t())
+
+
+CUTLASS = ("cutlass_sm90", "cutlass_sm90_k128")
+cutlass_layouts = pytest.mark.parametrize("layout", CUTLASS)
+
+
+def same_as_reordered(packed, plain):
+    """The bytes are those of cuSPARSELt's layout, `plain`, after its metadata are reordered."""
+    want = convert24(plain, packed.layout)
+    assert torch.equal(packed.values.view(torch.int16), want.values.view(torch.int16))
+    assert torch.equal(packed.meta, want.meta)
+
+
+@backends
+@cutlass_layouts
+@pytest.mark.parametrize("shape", [(64, 128), (192, 256)])
+def test_a_weight_in_the_order_of_cutlass(backend, layout, shape):
+    w, scale = weight(*shape), torch.tensor(1.37, device=DEVICE)
+    mask = transposable_mask24(w)
+    for source in ("magnitude", "soft", "mask"):
+        packed, plain = (
+            Packed24.empty(shape, torch.bfloat16, DEVICE, name) for name in (layout, BUFFERED)
+        )
+        given = mask if source == "mask" else None
+        for out in (packed, plain):
+            pack24_(out, w, source, given, scale, backend=backend)
+        same_as_reordered(packed, plain)
+
+
+@backends
+@pytest.mark.parametrize("layouts", [CUTLASS, CUTLASS[::-1], (BUFFERED, CUTLASS[0])])
+def test_a_weight_both_ways_in_two_orders(backend, layouts):
+    """By its dense form and, as SLoPe holds it, by its compressed one."""
+    shapes = ((128, 256), (256, 128))
+    w = weight(*shapes[0])
+    row_mask = pack_mask(nm_mask(w))
+    values = compress_nm(w, row_mask)
+    column_mask = double_prune_bits(values, row_mask)
+    packers = (
+        lambda *out: pack_both24_(*out, w, backend=backend),
+        lambda *out: pack_compressed24_(*out, values, row_mask, column_mask, backend=backend),
+    )
+    for pack in packers:
+        both, plain = (
+            [
+                Packed24.empty(shape, torch.bfloat16, DEVICE, name)
+                for shape, name in zip(shapes, names, strict=True)
+            ]
+            for names in (layouts, (BUFFERED, BUFFERED))
+        )
+        pack(*both)
+        pack(*plain)
+        for got, want in zip(both, plain, strict=True):
+            same_as_reordered(got, want)
+
+
+@backends
+@cutlass_layouts
+@pytest.mark.parametrize("tokens", [64, 100, 256])
+def test_a_sample_of_a_gradient_in_the_order_of_cutlass(backend, layout, tokens):
+    """Tokens are filled up to whole blocks of the layout."""
+    dy, key = weight(tokens, 192, torch.bfloat16), torch.tensor([5, 3], device=DEVICE)
+    stride = -(-tokens // 4) * 192
+    packed = sample_pack24(dy, key, stride, layout=layout, backend=backend)
+    block = 64 if layout == "cutlass_sm90" else 128
+    filled = torch.cat([dy, dy.new_zeros(-tokens % block, 192)])
+    assert packed.shape == (192, len(filled))
+    same_as_reordered(packed, sample_pack24(filled, key, stride, backend=backend))
+
+
+@backends
+def test_codes_in_the_order_of_cutlass(backend):
+    """Of a weight under a mask, of a projected weight, of the sample of a gradient."""
+    shape, layout = (64, 256), "cutlass_sm90"
+    w, scale = weight(*shape), torch.tensor(1.37, device=DEVICE)
+    packed, plain, other, plain_other = (
+        Packed24.empty(shape, FP8["e4m3"], DEVICE, name) for name in (layout, BUFFERED) * 2
+    )
+    transposed = torch.empty(256, 64, dtype=FP8["e5m2"], device=DEVICE)
+    for one, two in ((packed, other), (plain, plain_other)):
+        if not INTERPRETED or backend == "cpu":  # the interpreter does not cast to FP8 properly
+            pack24_(one, w, "mask", nm_mask(w), scale, backend=backend)
+        project_quantize24_(two, None, transposed, torch.empty(2, device=DEVICE), w, scale)
+    pairs = [(other, plain_other)]
+    if not INTERPRETED or backend == "cpu":
+        pairs.append((packed, plain))
+    dy, key = weight(100, 128), torch.tensor([9, 2], device=DEVICE)
+    arguments = {"key": key, "stride": 25 * 128, "fmt": "e5m2", "backend": backend}
+    _, sample, _ = quantize_and_sample(dy, **arguments, layout=layout)
+    assert sample.shape == (128, 128)
+    pairs.append((sample, quantize_and_sample(dy, **arguments)[1]))
+    for got, want in pairs:
+        reordered = convert24(want, layout)
+        assert torch.equal(codes(got.values), codes(reordered.values))
+        assert torch.equal(got.meta, reordered.meta)
 
 
 @backends
@@ -169,24 +273,25 @@ def test_a_product_of_codes():
     assert (got.float() - want).abs().max() <= 2**-8 * want.abs().max()
 
 
+SM90 = "cutlass_sm90"
 W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 OPERATORS = {
     "pack24_": lambda: (
-        torch.empty(64 * 72, dtype=torch.uint8), torch.bfloat16, W, "soft", None, torch.tensor(2.0),
-        torch.empty(64, 64, dtype=torch.bfloat16), "cpu",
+        torch.empty(64 * 72, dtype=torch.uint8), torch.bfloat16, SM90, W, "soft", None,
+        torch.tensor(2.0), torch.empty(64, 64, dtype=torch.bfloat16), "cpu",
     ),
     "pack_both24_": lambda: (
-        *(torch.empty(64 * 72, dtype=torch.uint8) for _ in range(2)), torch.bfloat16, W, None,
-        "cpu",
+        *(torch.empty(64 * 72, dtype=torch.uint8) for _ in range(2)), torch.bfloat16, SM90,
+        "cusparselt_sm90", W, None, "cpu",
     ),
-    "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, "cpu"),
+    "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, SM90, "cpu"),
     "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "cpu"),
-    "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", "cpu"),
+    "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", SM90, "cpu"),
     "rescale": lambda: (
         W, torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], torch.bfloat16, "cpu",
     ),
     "project_quantize24_": lambda: (
-        torch.empty(64 * 40, dtype=torch.uint8), FP8["e4m3"],
+        torch.empty(64 * 40, dtype=torch.uint8), FP8["e4m3"], "cusparselt_sm90",
         torch.empty(64, 64, dtype=FP8["e4m3"]),
         torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "cpu",
     ),
@@ -211,6 +316,10 @@ def test_what_cannot_be_packed_is_refused():
         pack24_(Packed24.empty((64, 96), bf16, DEVICE), w[:, :96], "magnitude")
     with pytest.raises(ValueError, match=r"room for a \(128, 64\) matrix, not for \(64, 128\)"):
         pack24_(Packed24.empty((128, 64), bf16, DEVICE), w, "magnitude")
+    with pytest.raises(ValueError, match=r"\(64, 64\).*'cutlass_sm90_k128'.*multiples of 128"):
+        Packed24.empty((64, 64), bf16, DEVICE, "cutlass_sm90_k128")
+    with pytest.raises(ValueError, match="'cutlass_sm80' is not written here"):
+        triton.order_of("cutlass_sm80", bf16)
     with pytest.raises(ValueError, match="unknown source 'best'"):
         pack24_(out, w, "best")
     with pytest.raises(ValueError, match="source='mask'"):
