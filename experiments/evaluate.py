@@ -5,7 +5,7 @@
     ppl=wikitext2        perplexity on the test split of WikiText-2, of a FILE, or of standard input
                          (-), by the protocol of experiments/evaluation/perplexity.py
     tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/evaluation/zero_shot.py);
-                         ast and slope stand for the tasks of these papers
+                         ast, slope and slope_glue stand for the tasks of these papers
     images=val           top-1 and top-5 on the validation images of the run, or of data.source
     images=features      k-NN and logistic regression of frozen features
                          (experiments/evaluation/probes.py)

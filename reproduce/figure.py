@@ -6,6 +6,7 @@ The data of a figure stands beside it as CSV.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -55,9 +56,18 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
 
 def curves(runs: list[PlacedRun], quantities: Iterable[str]) -> list[Point]:
     """The points of the curves of all panels."""
-    labels = [", ".join(filter(None, [run.place.variant, run.place.row])) for run in runs]
-    logs = [(label, run.log, run.result) for label, run in zip(labels, runs, strict=True)]
+    several = len({run.place.variant for run in runs}) > 1
+    labels = [", ".join(filter(None, [run.place.variant * several, run.place.row])) for run in runs]
+    logs = [
+        (label, [*map(_with_perplexity, run.log)], run.result)
+        for label, run in zip(labels, runs, strict=True)
+    ]
     return points(logs, quantities)
+
+
+def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
+    loss = record.get("val_loss")
+    return record if loss is None else {**record, "perplexity": math.exp(loss)}
 
 
 def values(table: Table, rendered: Rendered) -> list[Value]:

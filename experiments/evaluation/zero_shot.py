@@ -23,7 +23,8 @@ from experiments.support.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The tasks of AST's Table 2 and of SLoPe's Table 3, which give their plain `acc`.
+# The tasks of AST's Table 2 and of SLoPe's Table 3, which give their plain `acc`, and of SLoPe's
+# Table B.5.
 TASK_SETS = {
     "ast": (
         *("boolq", "rte", "hellaswag", "winogrande"),
@@ -33,6 +34,7 @@ TASK_SETS = {
         *("mmlu", "arc_challenge", "openbookqa", "winogrande"),
         *("hellaswag", "mathqa", "piqa", "race"),
     ),
+    "slope_glue": ("cola", "mnli", "mnli_mismatch", "mrpc", "qnli", "qqp", "rte", "sst2"),
 }
 
 

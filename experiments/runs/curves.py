@@ -14,7 +14,9 @@ NAMES = {
     "val_loss": "validation loss, nats",
     "flip_rate": "flip rate, share of the mask per step",
     "loss": "training loss, nats",
+    "perplexity": "validation perplexity",
 }
+EVALUATED = ("val_loss", "perplexity")  # now and then, so each point is marked
 SPREAD = "mean over seeds, band: ± standard deviation"
 
 # Okabe and Ito's colours, told apart by colour-blind readers; the baseline, first, is black.
@@ -90,13 +92,13 @@ def draw(axes: Any, quantity: str, data: list[Point]) -> None:
             linestyle="--" if number == 0 else STYLES[number // len(COLOURS) % len(STYLES)],
             # Thinner from row to row, so that a curve under another one still shows.
             linewidth=max(1.0, 2.6 - 0.4 * number),
-            marker=MARKERS[number % len(MARKERS)] if quantity == "val_loss" else None,
+            marker=MARKERS[number % len(MARKERS)] if quantity in EVALUATED else None,
             markersize=4,
         )
         low = [p.mean - (p.std or 0.0) for p in shown]
         high = [p.mean + (p.std or 0.0) for p in shown]
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    if quantity == "flip_rate":
+    if quantity in ("flip_rate", "perplexity"):
         axes.set_yscale("log", nonpositive="mask")
     axes.set_xlabel("optimizer step", fontsize=9)
 

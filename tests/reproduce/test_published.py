@@ -121,6 +121,7 @@ UNCONFIRMED = {
     *("fst_table1", "fst_table9"),
     *("sste_table1", "sste_table2", "sste_table3", "sste_table6", "sste_table7", "sste_table8"),
     "sste_figure4",
+    "slope_figure2",
 }
 
 

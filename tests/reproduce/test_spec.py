@@ -231,6 +231,27 @@ def test_patterns_and_ranks_of_slope(tmp_path):
     assert list(ranks.values()) == [0, 0, 0, 0, 4, 16, 64]
 
 
+def test_rows_of_slope_s_gpt2(tmp_path):
+    """Ranks are 0.52 % and 2.1 % of 768; Extended SR-STE decays what SLoPe prunes, by 6e-6."""
+    extended = "sr_ste", {"include": "all", "exclude": ("*h.0.attn.c_attn",), "alpha": 6e-6}
+    assert options("slope_tableB4", "full", tmp_path) == {
+        "GPT2-Small Dense": ("dense", {}),
+        "GPT2-Small SLoPe r=0": ("slope", {}),
+        "GPT2-Small SLoPe r=0.05%": ("slope", {"adapter_rank": 4}),
+        "GPT2-Small SLoPe r=2.1%": ("slope", {"adapter_rank": 16}),
+        "GPT2-Small E-SR-STE r=0": extended,
+        "GPT2-Half Dense": ("dense", {}),
+    }
+    rows = options("slope_table3", "full", tmp_path)
+    assert list(rows.values()) == [
+        ("dense", {}),
+        *(("slope", {"adapter_rank": 16}), ("slope", {"adapter_rank": 4}), ("slope", {})),
+        extended,
+    ]
+    large = options("slope_figure2", "full", tmp_path, "GPT2-Large")
+    assert list(large.values()) == list(rows.values())
+
+
 @functools.cache
 def train_settings(driver, overrides, source):
     # The same for all methods and data of a row: composed once.

@@ -21,7 +21,8 @@ from experiments.training.optimization import Optimization
 
 CONF = Path(experiments.__file__).parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*_gpt2_*.yaml"))
-GPT2 = [name for name in EXPERIMENTS if not name.startswith("ast")]  # those of FST and S-STE
+# Those of FST and S-STE.
+GPT2 = [name for name in EXPERIMENTS if name.endswith("m") and not name.startswith("ast")]
 
 PUBLISHED_SHAPES = {
     "124m": (12, 12, 768),
@@ -255,6 +256,12 @@ RECIPES = {
     "dense_bert_large_phase2": (
         1563, 32768, "lamb", "sqrt", 4e-3, 0, 200, (0.9, 0.999), 0.01, 1.0, 0,
     ),  # 12.8 %
+    "dense_gpt2_small": (
+        400_000, 512, "adamw", "linear", 6e-4, 0, 4000, (0.9, 0.999), 0.1, 1.0, 0,
+    ),  # SLoPe's released configuration, on FlashAttention's training code
+    "slope_gpt2_large": (
+        400_000, 512, "adamw", "linear", 1.5e-4, 0, 4000, (0.9, 0.999), 0.1, 1.0, 0,
+    ),
     "t_sr_ste_deit_base": (
         187500, 2048, "lion", "cosine", 2e-4, 1e-6, 3125, (0.9, 0.99), 0.5, 0, 0.99996,
     ),  # FST's released script: 300 epochs of 625 steps, five of warm-up, 5e-5 x 2048 / 512
@@ -300,6 +307,18 @@ def test_slope_s_bert_predicts_20_and_80_tokens(method, phase, tokens, most):
     data = load([f"experiment={method}_bert_large_phase{phase}"]).data
     assert (data.sequence_length, data.max_predictions) == (tokens, most)
     assert data.mask_probability == 0.2 and data.mask_probability * tokens > most
+
+
+def test_slope_s_gpt2_is_that_of_transformers_with_a_large_eps():
+    small, half, large = (
+        load([f"experiment=dense_gpt2_{name}"]) for name in ("small", "small_shallow", "large")
+    )
+    for config in (small, half, large):
+        assert (config.train.eps, config.train.dtype) == (1e-4, "fp16")
+        assert config.model.bias and config.model.dropout == 0.1 and config.model.gelu == "tanh"
+    assert half.model == dataclasses.replace(small.model, n_layer=small.model.n_layer // 2)
+    sparse = load(["experiment=sr_ste_gpt2_small"])
+    assert (sparse.method_options.alpha, sparse.method_options.decay_on) == (6e-6, "gradients")
 
 
 def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
