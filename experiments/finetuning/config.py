@@ -16,14 +16,14 @@ from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.finetuning import glue, inputs, squad
+from experiments.finetuning import glue, inputs, own, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_seed
 from methods import Method, dense
 
-GLUE, SQUAD = "glue", "squad"
-TASKS = (*glue.TASKS, SQUAD)
+GLUE, SQUAD, OWN = "glue", "squad", "own"
+TASKS = (*glue.TASKS, OWN, SQUAD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +147,26 @@ class Checkpoint:
         return method
 
 
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Names of the columns in files of one's own: one or two with texts, one with the label."""
+
+    text: tuple[str, ...]
+    label: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", tuple(self.text))
+        if len(self.text) not in (1, 2):
+            raise ValueError(f"data.text={list(self.text)}; give the names of one or two columns")
+
+
 @dataclass(frozen=True)
 class FinetuneConfig:
     """One fine-tuning, or with `task="glue"` all that the recipe lists.
 
     source: directory of a finished run, or a checkpoint of transformers. weights: which of its
     weights are fine-tuned, `sparse` or `dense`. recipes: by task. data: a folder, or an id on the
-    hub.
+    hub. columns: of `task="own"`.
     """
 
     seed: int
@@ -164,6 +177,7 @@ class FinetuneConfig:
     mode: str
     weights: str
     data: str
+    columns: Columns
     recipes: dict[str, Recipe]
     impl: ImplConfig
 
@@ -191,6 +205,8 @@ class FinetuneConfig:
         Raises:
             UserError: the folder is missing, or that of a task in it.
         """
+        if self.task == OWN:
+            return glue.content_hash([*own.files(self.data).values()])
         if not glue.is_folder(self.data):
             return None
         if self.task == SQUAD:
@@ -206,7 +222,9 @@ class FinetuneConfig:
         return digest(weight_files(self.source, "dense"))
 
     def _settings(self) -> dict[str, Any]:
+        columns = {"columns": dataclasses.asdict(self.columns)} if self.task == OWN else {}
         return {
+            **columns,
             "task": self.task,
             "mode": self.mode,
             "weights": self.weights,
@@ -241,7 +259,7 @@ class FinetuneConfig:
             **self.identity(),
             "run": None if hf else str(self.source),
             "model": {"path": self.source.pinned if isinstance(self.source, HFConfig) else None},
-            "data": {"source": self.data},
+            "data": {"source": self.data, **dataclasses.asdict(self.columns)},
             "tier": self.tier,
             "runs": str(self.runs),
             "impl": dataclasses.asdict(self.impl),
@@ -277,7 +295,7 @@ class _Top:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Data:
+class _Data(Columns):
     source: str | None
 
 
@@ -297,6 +315,8 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
             "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
             "checkpoint of transformers"
         )
+    if top.task == OWN:
+        own.files(data.source)
     recipe = dict(groups["recipe"])
     listed = _listed(recipe.pop("tasks"))
     names = listed if top.task == GLUE else (top.task,)
@@ -309,10 +329,14 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
         task=top.task,
         mode=top.mode,
         weights=top.weights,
-        data=data.source or (squad.HUB if top.task == SQUAD else glue.HUB),
+        data=data.source or _HUBS.get(top.task, glue.HUB),
+        columns=Columns(text=data.text, label=data.label),
         recipes={task: typed(Recipe, "recipe", own) for task, own in values.items()},
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )
+
+
+_HUBS = {SQUAD: squad.HUB, OWN: ""}
 
 
 def _listed(tasks: Any) -> tuple[str, ...]:

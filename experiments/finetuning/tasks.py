@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from experiments.config.settings import EpochConfig
 from experiments.data.source import Batch, Request
-from experiments.finetuning import glue, inputs, squad
-from experiments.finetuning.config import SQUAD, FinetuneConfig
+from experiments.finetuning import glue, inputs, own, squad
+from experiments.finetuning.config import OWN, SQUAD, FinetuneConfig
+from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.training.trainer import Trainer
 from models.heads import Classifier, Head, SpanPredictor
@@ -51,7 +52,7 @@ class Problem:
     left out. pad: token id that fills shorter sequences. metrics: function of the logits
     [..., outputs] of each sequence, by dev split. files: the texts of files of predictions by their
     names, of the logits of dev and test splits. head: function that puts the task's head on a
-    pretrained model.
+    pretrained model. labels: what the outputs of the head stand for, where they are classes.
     """
 
     train: list[Encoded]
@@ -62,6 +63,7 @@ class Problem:
     metrics: Callable[[Logits], dict[str, float]]
     files: Callable[[Logits], dict[str, str]]
     head: Callable[[Any], Head]
+    labels: tuple[str, ...] = ()
 
 
 def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
@@ -70,23 +72,16 @@ def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
     Raises:
         UserError: files are missing or wrong.
     """
-    make = _squad if config.task == SQUAD else _glue
+    make = {SQUAD: _squad, OWN: _own}.get(config.task, _glue)
     return make(config, encoding, inputs.Frame.of(encoding))
 
 
 def _glue(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
     task, recipe = config.task, config.recipe
     splits = glue.load(task, config.data)
-
-    def encoded(texts: Sequence[tuple[str, ...]], labels: Sequence[Any]) -> list[Encoded]:
-        found = inputs.encode(encoding, frame, texts, recipe.max_length)
-        return [_encoded(*each, label) for each, label in zip(found, labels, strict=True)]
-
-    sequences = {split: encoded(own.texts, own.labels.tolist()) for split, own in splits.items()}
-    tests = {
-        name: encoded(texts, [0] * len(texts))
-        for name, texts in glue.load_tests(task, config.data).items()
-    }
+    encoded = partial(_classified, encoding, frame, recipe.max_length)
+    sequences = {split: encoded(each.texts, each.labels) for split, each in splits.items()}
+    tests = {name: encoded(texts) for name, texts in glue.load_tests(task, config.data).items()}
 
     def predicted(logits: Logits) -> dict[str, np.ndarray]:
         return {k: glue.predictions(task, np.stack(rows)) for k, rows in logits.items()}
@@ -112,7 +107,50 @@ def _glue(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame
         metrics=lambda logits: glue.metrics(task, predicted(logits), splits),
         files=files,
         head=lambda model: Classifier(model, glue.TASKS[task].n_labels, recipe.dropout),
+        labels=glue.TASKS[task].labels,
     )
+
+
+def _own(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
+    recipe, columns = config.recipe, config.columns
+    splits, tests, classes = own.load(config.data, columns.text, columns.label)
+    encoded = partial(_classified, encoding, frame, recipe.max_length)
+    labels = splits["dev"].labels
+
+    def files(logits: Logits) -> dict[str, str]:
+        texts = {}
+        for split, rows in logits.items():
+            table = [{"prediction": classes[row.argmax()]} for row in rows]
+            if split == "dev":
+                pairs = zip(table, labels, strict=True)
+                table = [{**row, "label": classes[label]} for row, label in pairs]
+            texts[f"{split}.csv"] = checkpoint.csv_text(table)
+        return texts
+
+    return Problem(
+        train=encoded(splits["train"].texts, splits["train"].labels),
+        dev={"dev": encoded(splits["dev"].texts, labels)},
+        tests={name: encoded(texts) for name, texts in tests.items()},
+        examples={split: len(each) for split, each in splits.items()},
+        pad=frame.pad,
+        metrics=lambda logits: own.metrics(np.stack(logits["dev"]).argmax(1), labels),
+        files=files,
+        head=lambda model: Classifier(model, len(classes), recipe.dropout),
+        labels=classes,
+    )
+
+
+def _classified(
+    encoding: inputs.Encoding,
+    frame: inputs.Frame,
+    max_length: int,
+    texts: Sequence[tuple[str, ...]],
+    labels: np.ndarray | None = None,
+) -> list[Encoded]:
+    """Sequences with their labels, or 0 where these are not known."""
+    found = inputs.encode(encoding, frame, texts, max_length)
+    targets = [0] * len(found) if labels is None else labels.tolist()
+    return [_encoded(*each, target) for each, target in zip(found, targets, strict=True)]
 
 
 def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:

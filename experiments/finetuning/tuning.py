@@ -268,6 +268,7 @@ def _train(
         "tuned": "dense" if isinstance(method, dense.Method) else "sparse",
         "steps": trainer.step,
         "skipped_steps": trainer.optimization.skipped,
+        "labels": problem.labels,
         "examples": problem.examples,
         "sequences": {
             "train": len(problem.train),

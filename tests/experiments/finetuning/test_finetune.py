@@ -851,6 +851,23 @@ def test_the_answers_to_squad_are_kept_in_its_format(gpt2):
     assert answers.keys() == {asked.id for asked in squad.load(str(SQUAD))["dev"]}
 
 
+def test_texts_and_labels_of_ones_own_are_learnt(gpt2, tmp_path):
+    """SST-2's sentences as JSON lines, with labels by name."""
+    for split, examples in glue.load("sst2", str(GLUE)).items():
+        pairs = zip(examples.texts, examples.labels, strict=True)
+        rows = [{"sentence": t, "mood": ("bad", "good")[y]} for (t,), y in pairs]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = [f"data.source={tmp_path}", "data.text=[sentence]", "data.label=mood"]
+    own = config(gpt2, "own", *columns, "recipe.epochs=8", "recipe.batch_size=4")
+    result = finetune.run(own, quiet)
+    assert result["metrics"]["score"] > 80.0 and result["labels"] == ("bad", "good")
+    assert result["sparsity"]["illegal_groups"] == 0
+    assert [*result["files"]] == ["model.safetensors", "predictions/dev.csv"]
+    assert finetune.finished(own)["metrics"] == result["metrics"]
+    others = [config(gpt2, "own", *columns[:2], f"data.label={label}") for label in ("mood", "x")]
+    assert others[0].directory() != others[1].directory()
+
+
 def torchrun(*arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.run(
