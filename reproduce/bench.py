@@ -1,7 +1,7 @@
 """Measures one cell of a speed or memory table on the device at hand.
 
-A driver like those of `experiments`: `load`, `run`, `finished`; speed.py and operator_speed.py have
-what is timed. The result is known by its config and the device, and is kept.
+A driver like those of `experiments`: `load`, `run`, `finished`; speed.py, operator_speed.py and
+step_speed.py have what is timed. The result is known by its config and the device, and is kept.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce import operator_speed, speed
+from reproduce import operator_speed, speed, step_speed
 
-MEASURES = {**speed.MEASURES, **operator_speed.MEASURES}
+MEASURES = {**speed.MEASURES, **operator_speed.MEASURES, **step_speed.MEASURES}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,10 +36,13 @@ class Config:
         whole block); `decoder` (a layer of a language model, with `ranks` of adapters at
         inference); `sam` (timm's image encoder of SAM, forward and backward); `search` (for
         transposable masks of a weight width -> inner); `geglu` (batch * length tokens, inner
-        features); `product` (of two matrices width x width). method: of experiments.bench.ARMS.
+        features); `product` (of two matrices width x width); `train` (whole steps of `model`);
+        `parts` (of the step of a linear width -> inner). method: of experiments.bench.ARMS.
     inner: width of the feed-forward network; null = 4 * width. kv_heads: of a LLaMA layer; null =
         a GPT-2 block, which has OPT's shapes. ranks: of adapters, in percent of the width.
-    model, image: timm's name, and the side of its images; width and heads if not those of timm.
+    accumulate: micro-batches of a step. steps: of a whole training.
+    model, image: timm's name, and the side of its images; width and heads if not those of timm. For
+        `train` a size of GPT-2, `transformer_base` or `deit_base`.
     precision: of weights and products on a GPU, bf16 or fp16; a CPU has fp32. repeats: samples of
         each time. shrink: divisor of width and inner. device: `auto`, or `cuda` if nothing else
         will do.
@@ -54,6 +57,8 @@ class Config:
     heads: int = 1
     kv_heads: int | None = None
     ranks: tuple[float, ...] = ()
+    accumulate: int = 1
+    steps: int = 0
     model: str = ""
     image: int = 1024
     precision: str = "bf16"

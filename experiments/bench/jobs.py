@@ -18,6 +18,7 @@ from experiments.bench.report import Report
 from experiments.support.errors import UserError
 from methods.nn.conversion import PRESETS
 from models.gpt2 import GPT, Block, GPTConfig
+from models.transformer import Transformer, TransformerConfig
 
 SPARSE = ("ste", "semi_sparse", "t_sr_ste", "s_ste", "slope")
 NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS)
@@ -93,6 +94,27 @@ def gpt2(size: str, batch: int, length: int) -> Workload:
         return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
 
     return Workload(build, batch * length, batch * length, "tokens", widths_of(config, False))
+
+
+def translation(size: str, batch: int, length: int) -> Workload:
+    """The workload of an encoder-decoder on pairs of `length` tokens a side."""
+    config = TransformerConfig.of_size(size)
+
+    def build() -> Built:
+        model = Transformer(config)
+        source, input_, target = torch.randint(config.vocab_size, (3, batch, length))
+        blocks: list[nn.Module] = [*model.encoder.layers, *model.decoder.layers]
+
+        def loss() -> Tensor:
+            found = model(source, input_, target)[1]
+            assert found is not None
+            return found
+
+        return model, loss, blocks
+
+    widths = (config.n_embd, config.ffn_width)
+    linears = (widths, widths[::-1])
+    return Workload(build, batch * length, batch * length, "tokens", linears)
 
 
 def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: int) -> Workload:

@@ -5,7 +5,7 @@ import torch
 
 from experiments.bench.timing import in_turns
 from experiments.support.errors import UserError
-from reproduce import bench, operator_speed, speed
+from reproduce import bench, operator_speed, speed, step_speed
 from reproduce.bench import Config, load
 
 
@@ -144,3 +144,46 @@ def test_a_wrong_operator_is_not_timed(monkeypatch):
     )
     with pytest.raises(UserError, match="the 2-approximation is none on"):
         operator_speed.check_two_approx(torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("method", ["t_sr_ste", "s_ste"])
+def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(method, monkeypatch):
+    asked = []
+
+    def given(calls, *_, **__):
+        asked.append(list(calls))
+        for call in calls.values():
+            call(0)
+        ms = {"dense": 5.0, "dense, micro-batch": 3.0, method: 9.0, f"{method}, micro-batch": 4.0}
+        ms[f"{method}, masks chosen"] = 49.0
+        return {name: speed.Time(ms[name], 0.0, 0.0, "host") for name in calls}
+
+    monkeypatch.setattr(step_speed, "in_turns", given)
+    config = quick(what="train", method=method, model="nano", accumulate=8, steps=3600)
+    found, used = step_speed.of_train(config, print)
+    share = 1.0 if method == "t_sr_ste" else 0.0  # a fortieth of 40 ms
+    assert (f"{method}, masks chosen" in asked[0]) is (method == "t_sr_ste")
+    assert found["dense_ms"] == 5 + 7 * 3 and found["sparse_ms"] == 9 + share + 7 * 4
+    assert found["dense_hours"] == pytest.approx(0.026)
+    over_a_run = found["dense_ms"] / (found["sparse_ms"] * 5 / 6 + found["dense_ms"] / 6)
+    assert (found["run_speedup"], used) == (pytest.approx(over_a_run), "dense")
+
+
+def test_workloads_of_whole_steps():
+    job = step_speed.workload(quick(what="train", model="transformer_nano"))
+    assert (job.tokens, job.linears) == (16, ((128, 512), (512, 128)))
+    _, loss, blocks = job.build()
+    assert len(blocks) == 4 and loss().isfinite()
+    assert step_speed.workload(quick(what="train", model="deit_base")).tokens == 197
+    with pytest.raises(UserError, match="model=bert; choose of nano, 124M"):
+        step_speed.workload(quick(what="train", model="bert"))
+
+
+def test_the_parts_of_a_layer_add_up(tmp_path):
+    config = quick(what="parts", inner=64, accumulate=4, runs=str(tmp_path))
+    found = bench.run(config, lambda message: None)["metrics"]
+    products = sum(found[f"{name}_ms"] for name in ("fprop", "dgrad", "wgrad", "sample"))
+    once = found["decay_ms"] + found["pack_ms"] + found["search_ms"] / 40
+    assert found["step_ms"] == pytest.approx(4 * products + once)
+    dense = sum(found[f"dense_{name}_ms"] for name in ("fprop", "dgrad", "wgrad"))
+    assert found["speedup"] == pytest.approx(4 * dense / found["step_ms"])
