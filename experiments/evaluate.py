@@ -31,7 +31,7 @@ from experiments.evaluation.config import EvaluateConfig, freeze_evaluation
 from experiments.evaluation.config import load as load
 from experiments.evaluation.perplexity import perplexity, windows
 from experiments.evaluation.probes import probe
-from experiments.exporting import export
+from experiments.exporting import export, files
 from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import Images, load_images
 from experiments.images.source import ImageSource
@@ -175,7 +175,7 @@ def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]
     names = {name for name, _ in model.named_modules()}
     if foreign := [stored_as for name, stored_as in linears.items() if name not in names]:
         raise UserError(
-            f"{config.hf.folder / export.MASKS} is of another model: this one has no {foreign[0]}"
+            f"{config.hf.folder / export.RECORD} is of another model: this one has no {foreign[0]}"
         )
     return model, {name: (stored[at]["n"], stored[at]["m"]) for name, at in linears.items()}
 
@@ -279,7 +279,7 @@ def _tasks(
     longest = getattr(model, "config", model).block_size
     export.merge_low_rank(model)
     return zero_shot.evaluate(
-        export.to_transformers(model).to(device),
+        files.to_transformers(model).to(device),
         tokenizer,
         config.tasks,
         longest,

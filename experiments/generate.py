@@ -42,7 +42,7 @@ from torch import Tensor
 from experiments.config.compose import plain, typed
 from experiments.config.driver import driver
 from experiments.config.settings import ImplConfig
-from experiments.exporting import export, semi_structured
+from experiments.exporting import export, files, semi_structured
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_seed
@@ -120,7 +120,7 @@ def generation_model(run: FinishedRun) -> CausalLM:
     if not isinstance(model, GPT | CausalLM):
         raise UserError(f"{run.directory} is a {type(model).__name__}, which continues no text")
     export.merge_low_rank(model)
-    return model if isinstance(model, CausalLM) else CausalLM(export.to_transformers(model))
+    return model if isinstance(model, CausalLM) else CausalLM(files.to_transformers(model))
 
 
 def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Generator) -> Tensor:

@@ -61,7 +61,7 @@ class CausalLM(Model):
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        with _one_line(folder):
+        with one_line(folder):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if config.model_type not in FAMILIES:
                 raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
@@ -161,7 +161,7 @@ def _unshare(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata:
 
 
 @contextmanager
-def _one_line(folder: str | Path) -> Iterator[None]:
+def one_line(folder: str | Path, what: str = "causal language model") -> Iterator[None]:
     """Raise errors of transformers while it reads `folder` as a `ValueError` in one line."""
     from safetensors import SafetensorError
 
@@ -169,7 +169,7 @@ def _one_line(folder: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no causal language model in {folder}: {reason}") from error
+        raise ValueError(f"no {what} in {folder}: {reason}") from error
 
 
 def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:
@@ -181,7 +181,7 @@ def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"no causal language model in {folder}: there is no such folder")
-    with _one_line(folder):
+    with one_line(folder):
         loaded, loading = kind.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, **options
         )

@@ -1,78 +1,110 @@
-"""Writes a finished run as a folder that transformers loads, with its masks in a file beside."""
+"""Writes a finished run as a folder that others load."""
 
 from __future__ import annotations
 
-import copy
-import importlib
-import json
+import dataclasses
 import math
-import shlex
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.config.initial import weight_files
 from experiments.config.run import digest
+from experiments.config.settings import DTYPES
+from experiments.exporting import files
+from experiments.exporting.card import Evaluation, card, evaluations, result_files
 from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import ImageConfig
-from experiments.runs.finished import FinishedRun
+from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, writing
 from experiments.support.progress import say
 from experiments.training import legality
 from methods.nn import slorb
 from methods.nn.compressed import SparsePlusLowRank
-from models.gpt2 import GPT
-from models.hf import CausalLM
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from models.sparse import FORMAT, MASKS, RECORD, VERSION, WEIGHTS, read_record
 
 FOLDER = "export"  # in the run directory
-MASKS, RECORD = "masks.safetensors", "export.json"
+EARLIER = "export.json"  # the record of exports before sparse24.json
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What of a run is written, and how. weights: `sparse` as the method ended, or the `dense`
+    master weights. dtype: that the weights are rounded to. compressed: 2:4 weights as values and
+    positions. license: an id of the hub for the model card."""
+
+    weights: str = "sparse"
+    dtype: str = "fp32"
+    compressed: bool = False
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS_OF:
+            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
+        if self.compressed and self.weights != "sparse":
+            raise ValueError("compressed=true holds sparse weights; leave weights=dense out")
+        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
+            raise ValueError(f"license={self.license}; give an id of the hub, apache-2.0 for one")
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder in the run directory."""
+        parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
+        parts += [self.dtype] * (self.dtype != "fp32") + ["compressed"] * self.compressed
+        return "-".join(parts)
+
+    @property
+    def kind(self) -> str:
+        """The form in a word or two."""
+        return f"{self.folder.removeprefix(FOLDER).removeprefix('-') or self.weights} export"
 
 
 def export(
     run: FinishedRun,
-    weights: str = "sparse",
+    form: Form | None = None,
     to: Path | None = None,
     report: Callable[[str], None] = say,
 ) -> Path:
     """Write the export of a run and return its folder; an intact export of these weights is kept.
 
+    It is made beside the folder and renamed when it is complete.
+
     Raises:
         UserError: transformers has no such architecture, the method keeps no dense weights, or
             `to` holds something else.
     """
+    form = form or Form()
     if find_spec("transformers") is None:
         raise UserError("the export needs the transformers library: pip install 'sparse24[hf]'")
-    own = run.directory / (FOLDER if weights == "sparse" else f"{FOLDER}-{weights}")
+    own = run.directory / form.folder
     folder = own if to is None else to
-    marks = {"config_hash": run.config_hash, "weights": weights}
+    marks = {"config_hash": run.config_hash, **dataclasses.asdict(form)}
     with checkpoint.exclusive(run.directory):
-        source, found = weight_files(run.directory, weights), _record(folder)
-        ours = marks.items() <= found.items()
-        whole = all((folder / name).is_file() for name in found.get("files", [MASKS]))
-        if ours and whole and found.get("source") == source:
+        source = weight_files(run.directory, form.weights)
+        measured = evaluations(run, form.weights, source)
+        made_from = {"source": source, "evaluations": [e.digest for e in measured]}
+        found = _record(folder)
+        ours = run.config_hash == found.get("config_hash") and form == _form(found)
+        if ours and made_from.items() <= found.items() and _is_whole(folder, found):
             report(f"exported already: {folder}")
             return folder
-        made = found or (folder / MASKS).is_file()
+        made = found or any((folder / name).is_file() for name in (MASKS, WEIGHTS, EARLIER))
         if folder.exists() and not ours and (folder != own or not made):
-            kind = found["weights"] if found.get("config_hash") == run.config_hash else None
-            holds = "is no export of this run" if kind is None else f"is its {kind} export"
+            other = _form(found) if found.get("config_hash") == run.config_hash else None
+            holds = "is no export of this run" if other is None else f"is its {other.kind}"
             raise UserError(f"{folder} exists and {holds}; give another, to=FOLDER")
-        model = run.model(weights)
-        patterns = {name: run.pattern(name) for name in run.converted}
-        rows = legality.measure(model, patterns)  # before merging, which ends the N:M pattern
-        merged = merge_low_rank(model)
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Names of this run alone, which is locked: what is there was left by a killed process.
         tag = digest({"run": str(run.directory.resolve())})[:8]
@@ -81,19 +113,11 @@ def export(
             shutil.rmtree(left, ignore_errors=True)
         try:
             with writing(folder):
-                write(model, building, tokenizer_of(run, model))
-                if isinstance(run.data, ImageConfig):
-                    _image_processor(run.data).save_pretrained(building)
-                _write_masks(model, building, patterns)
-                card = _card(run, weights, to, rows, merged)
-                (building / "README.md").write_text(card, encoding="utf-8")
-                files = sorted(path.name for path in building.iterdir())
-                checkpoint.write_json(
-                    building / RECORD, {**marks, "source": source, "files": files}
-                )
+                _build(run, form, building, measured, {**marks, **made_from})
             if folder.exists():
                 folder.rename(old)
             building.rename(folder)
+            checkpoint.sync_directory(folder.parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -101,39 +125,83 @@ def export(
     return folder
 
 
-def to_transformers(model: nn.Module) -> Any:
-    """The transformers model with the same weights as a plain model of ours; a `CausalLM` holds one
-    already.
+def _build(
+    run: FinishedRun, form: Form, folder: Path, measured: list[Evaluation], marks: dict[str, Any]
+) -> None:
+    """Write all files of an export, the record last."""
+    model = run.model(form.weights)
+    patterns = {name: run.pattern(name) for name in run.converted}
+    rows = legality.measure(model, patterns)  # before merging, which ends the N:M pattern
+    merged = merge_low_rank(model)
+    dtype = TORCH[form.dtype]
+    files.round_weights(model, list(patterns), dtype)
+    places = files.where_stored(model, list(patterns), folder / ".probe")
+    kind = files.write(model, folder, tokenizer_of(run, model), dtype)
+    if isinstance(run.data, ImageConfig):
+        _image_processor(run.data).save_pretrained(folder)
+    described, sizes = files.describe(folder, places, patterns), None
+    if form.compressed:
+        sizes = files.compress(folder, described)
+    else:
+        files.write_masks(folder, described)
+    for name, content in result_files(measured).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    text = card(run, form, kind, rows, merged, measured, sizes)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = {path.relative_to(folder).as_posix(): checkpoint.sha256(path) for path in paths}
+    usual = (folder / "README.md").stat().st_mode
+    for path in paths:
+        path.chmod(usual)  # safetensors makes files for their owner alone
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    head = {"format": FORMAT, "version": VERSION, **marks}
+    sizes_told = {} if sizes is None else {"bytes": sizes}
+    record = {**head, **sizes_told, "tensors": described, "files": hashes}
+    checkpoint.write_json(folder / RECORD, record)
+
+
+def _form(record: dict[str, Any]) -> Form | None:
+    """The form that a record tells of; None if it tells of none."""
+    try:
+        return Form(**{field.name: record[field.name] for field in dataclasses.fields(Form)})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """The record of the export in a folder; {} if there is none that can be read."""
+    try:
+        return read_record(folder)
+    except ValueError:
+        return {}
+
+
+def _is_whole(folder: Path, record: dict[str, Any]) -> bool:
+    """True if the files of an export are those that were written."""
+    paths = {folder / name: sha256 for name, sha256 in record["files"].items()}
+    return all(p.is_file() and checkpoint.sha256(p) == sha256 for p, sha256 in paths.items())
+
+
+def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
+    """The N:M patterns of an exported folder by tensor name, each as `n`, `m` and `dim`; {} if it
+    is none of ours.
 
     Raises:
-        UserError: transformers has no such architecture.
+        UserError: its record is damaged.
     """
-    if isinstance(model, CausalLM):
-        return model.model
-    convert = getattr(importlib.import_module(type(model).__module__), "to_hf", None)
-    if convert is None:
-        raise UserError(
-            f"transformers has no form of a {type(model).__name__}; nothing is exported"
-        )
+    if not (folder / RECORD).is_file():
+        return {}
     try:
-        return convert(model)
+        record = read_record(folder)
     except ValueError as error:
-        raise UserError(f"this model cannot be exported: {error}") from error
-
-
-def write(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write config and weights of a plain model as `save_pretrained` of transformers does, and its
-    tokenizer, whose end-of-text token then ends what a GPT-2 generates."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    whole: Any = model if isinstance(model, CausalLM) else to_transformers(model)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        if isinstance(model, GPT):
-            for settings in (whole.config, whole.generation_config):
-                settings.bos_token_id = settings.eos_token_id = tokenizer.eos_token_id
-    whole.save_pretrained(folder)
+        raise UserError(str(error)) from error
+    found = {}
+    for name, told in record["tensors"].items():
+        n, m = map(int, told["pattern"].split(":"))
+        found[name] = {"n": n, "m": m, "dim": told["axis"]}
+    return found
 
 
 def _image_processor(data: ImageConfig) -> Any:
@@ -164,144 +232,3 @@ def merge_low_rank(model: nn.Module) -> bool:
         del layer.left, layer.right
         layer.__class__ = nn.Linear  # type: ignore[assignment]
     return boosted or bool(adapted)
-
-
-# ---------------------------------------------------------------- masks
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The place of a linear's weight in the exported files: tensor `name`, with the inputs along
-    `dim`."""
-
-    linear: str
-    name: str
-    dim: int
-
-
-def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[Stored]:
-    """The tensors that hold the weights of `linears` once `model` is written.
-
-    Nothing here knows the names, transpositions and splits (of a fused QKV, say) of transformers:
-    a copy of the model is written whose weights carry the number of their linear, and are found
-    again. The first input is told from the others by one half more.
-    """
-    probe = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in probe.parameters():
-            parameter.zero_()
-        for number, linear in enumerate(linears, 2):  # 0 and 1 may stand for anything
-            weight = probe.get_parameter(f"{linear}.weight")
-            weight.fill_(number)
-            weight[:, 0] += 0.5
-    write(probe, scratch)
-    found = []
-    for name, tensor in _tensors(scratch):
-        numbers = tensor.floor()
-        if tensor.ndim != 2 or numbers[0, 0] < 2 or (numbers != numbers[0, 0]).any():
-            continue
-        dim = 1 if bool((tensor[:, 0] > numbers[:, 0]).all()) else 0
-        found.append(Stored(linears[int(numbers[0, 0]) - 2], name, dim))
-    return found
-
-
-def _write_masks(model: nn.Module, folder: Path, patterns: Mapping[str, tuple[int, int]]) -> None:
-    scratch = folder / ".probe"
-    stored = {s.name: s for s in where_stored(model, list(patterns), scratch)}
-    shutil.rmtree(scratch)
-    masks = {name: tensor != 0 for name, tensor in _tensors(folder) if name in stored}
-    layout = {
-        name: dict(zip(("n", "m", "dim"), (*patterns[s.linear], s.dim), strict=True))
-        for name, s in sorted(stored.items())
-    }
-    save_file(masks, folder / MASKS, {"format": "pt", "patterns": json.dumps(layout)})
-
-
-def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
-    """The N:M patterns of an exported folder by tensor name, each as `n`, `m` and `dim`; {} if it
-    has no masks of ours.
-
-    Raises:
-        UserError: the file of masks is damaged.
-    """
-    path = folder / MASKS
-    if not path.is_file():
-        return {}
-    try:
-        with safe_open(path, "pt") as file:
-            return json.loads((file.metadata() or {}).get("patterns", "{}"))
-    except (SafetensorError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); export the run again") from error
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """The export's own record (export.json) in a folder; {} if there is none."""
-    try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and content of each tensor of the model in a folder, one at a time."""
-    for path in sorted(folder.glob("model*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                yield name, file.get_tensor(name)
-
-
-# ---------------------------------------------------------------- the card
-
-
-def _card(
-    run: FinishedRun,
-    weights: str,
-    to: Path | None,
-    rows: list[legality.LinearSparsity],
-    merged: bool,
-) -> str:
-    config, summed = run.config, legality.total(rows)
-    command = ["python -m experiments.export", shlex.quote(f"run={run.directory}")]
-    command += [f"weights={weights}", *([] if to is None else [shlex.quote(f"to={to}")])]
-    options = {k: v for k, v in config["method"].items() if k != "name"}
-    merging = (
-        "\nLow-rank terms were merged into these weights here, which are dense therefore; the "
-        "table shows them before.\n"
-        if merged
-        else ""
-    )
-    return f"""---
-library_name: transformers
-tags: [sparse24, "{run.method}", "2:4 sparsity"]
----
-# {run.model_name}, trained with {run.method}
-
-| | |
-|---|---|
-| method | {run.method} |
-| weights | {weights} |
-| density of the converted linears | {summed["density"]:.4f} |
-| illegal groups | {summed["illegal_groups"]} of {summed["groups"]} |
-| config hash | {run.config_hash} |
-| seed | {run.result["seed"]} |
-| tier | {run.result["tier"]} |
-
-Made by
-
-    {" ".join(command)}
-
-Options of the method:
-
-```json
-{json.dumps(options, indent=2)}
-```
-
-## Converted linears
-{merging}
-{legality.table(rows)}
-
-Pruned weights are zeros in the file. `{MASKS}` holds for each of these tensors, by its
-name there, a bool tensor that is True where the weight is not zero; its metadata give n, m and the
-dim along which the groups of m run (the inputs of the linear).
-"""

@@ -192,7 +192,7 @@ def test_a_tokenizer_of_another_model_and_foreign_masks_are_one_line(
         with pytest.raises(UserError, match=r"gives the id 2\d\d, but the model has 260 tokens"):
             evaluate.run(config, quiet)
     hf_model("opt").save_pretrained(tmp_path / "opt")
-    shutil.copy(folder / export.MASKS, tmp_path / "opt")
+    shutil.copy(folder / export.RECORD, tmp_path / "opt")
     with pytest.raises(UserError, match=r"of another model: this one has no transformer\.h\.0"):
         evaluate.run(configure(f"model.path={tmp_path / 'opt'}", f"runs={tmp_path}"), quiet)
 

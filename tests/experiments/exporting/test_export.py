@@ -1,48 +1,28 @@
 """What is exported: plain transformers gives the same outputs, and the files say what they hold."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common_kernels import backend, check_nm, nm_mask, register_cpu_operators
+from common_kernels.compressed import unpack_mask
 from experiments.data.corpus import load_tokens
-from experiments.data.manifest import DataConfig, read_manifest
-from experiments.data.mlm import MLMConfig
-from experiments.data.prepare import prepare
+from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.export import freeze_export
-from experiments.exporting import export, semi_structured
-from experiments.images.dataset import ImageConfig
+from experiments.exporting import export, files, semi_structured
+from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import legality, pretraining
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
-from models.vit import ViT, ViTConfig
 
-FAMILIES = {
-    "gpt2": (
-        lambda: GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
-        ("*mlp.*", "*attn.c_attn"),
-    ),
-    "bert": (
-        lambda: BertLM(BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
-        ("*mlp.*", "*attention.self.*"),
-    ),
-    "vit": (
-        lambda: ViT(
-            ViTConfig(width=24, depth=1, heads=2, patch_size=8, image_size=16, n_classes=10)
-        ),
-        ("*mlp.*", "*attn.qkv"),
-    ),
-}
 # Tensor of the exported file -> dim of its inputs. Query, key and value lie in one tensor of ours.
 BERT_LAYER = "bert.encoder.layer.0"
 EXPECTED = {
@@ -65,56 +45,12 @@ def quiet(message):
     pass
 
 
-@pytest.fixture(scope="module")
-def data(corpus_dir):
-    """The data of a run by the family of its model, as plain values."""
-    source = str(corpus_dir / "text")
-    text = {"name": "words", "source": source, "root": str(corpus_dir)}
-    pieces = {**text, "tokenizer": "wordpiece", "vocab_size": 120}
-    prepare(MLMConfig(**pieces))
-    return {
-        "gpt2": {**text, "tokenizer": "bpe", "vocab_size": 300},
-        "bert": pieces,
-        "vit": dataclasses.asdict(ImageConfig("digits", "digits", image_size=16)),
-    }
-
-
-def write_run(directory, family, model, data):
-    """The files of a finished run of `model`, made 2:4 in the linears chosen above."""
-    config = {
-        "model": {"name": f"{family}_tiny", **dataclasses.asdict(model.config)},
-        "data": data,
-        "method": {"name": "ste", "include": list(FAMILIES[family][1])},
-    }
-    chosen = FinishedRun(directory, {"config": config}).trained_with.matching_linears(model)
-    with torch.no_grad():
-        for layer in chosen.values():
-            layer.weight *= nm_mask(layer.weight)
-    pretraining.save_model(model, directory / "model.safetensors")
-    result = {"schema": 1, "config_hash": "0123456789abcdef", "config": config, "seed": 3,
-              "tier": "smoke", "converted": list(chosen)}  # fmt: skip
-    if family != "vit":
-        corpus = FinishedRun(directory, result).data
-        result["corpus"] = read_manifest(corpus)
-        pretraining.keep_tokenizer(result["corpus"], corpus.directory, directory)
-    (directory / "result.json").write_text(json.dumps(result))
-    return FinishedRun.open(directory)
-
-
-@pytest.fixture
-def finished(data, tmp_path):
-    """finished("bert") -> FinishedRun of a model with random weights."""
-
-    def write(family, model=None):
-        torch.manual_seed(0)
-        return write_run(tmp_path / "run", family, model or FAMILIES[family][0](), data[family])
-
-    return write
-
-
 def masks_of(folder):
-    with safe_open(folder / export.MASKS, "pt") as file:
-        return load_file(folder / export.MASKS), json.loads(file.metadata()["patterns"])
+    """(the masks as bool tensors, their patterns), both by the name of the tensor."""
+    bits, told = load_file(folder / export.MASKS), export.read_record(folder)["tensors"]
+    masks = {name: unpack_mask(packed, told[name]["shape"][1]) for name, packed in bits.items()}
+    assert all(bits[name].numel() * 8 == mask.numel() for name, mask in masks.items())
+    return masks, export.read_patterns(folder)
 
 
 def tokens(high=100):
@@ -131,7 +67,7 @@ def reload(family, folder):
 # ---------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
 def test_plain_transformers_gives_the_same_outputs(family, finished):
     run = finished(family)
     folder = export.export(run, report=quiet)
@@ -143,7 +79,7 @@ def test_plain_transformers_gives_the_same_outputs(family, finished):
         torch.testing.assert_close(theirs(**named).logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
 def test_the_zeros_and_the_masks_are_those_of_the_run(family, finished):
     run = finished(family)
     folder = export.export(run, report=quiet)
@@ -221,13 +157,13 @@ def test_dense_weights_are_asked_for_and_go_elsewhere(tiny):
     config = tiny("method=ste", "train.steps=2", "train.warmup_steps=0")
     pretraining.run(config, quiet)
     run = FinishedRun.open(config.directory())
-    sparse, dense = (export.export(run, kind, report=quiet) for kind in ("sparse", "dense"))
+    sparse, dense = (export.export(run, Form(weights=w), report=quiet) for w in ("sparse", "dense"))
     assert (sparse.name, dense.name) == ("export", "export-dense")
     thin, full = (load_file(folder / "model.safetensors") for folder in (sparse, dense))
     for name, mask in masks_of(sparse)[0].items():
         assert bool((full[name] != 0).all())
         assert torch.equal(full[name][mask], thin[name][mask])  # STE masks its master weights
-    assert "| weights | dense |" in (dense / "README.md").read_text()
+    assert "| weights | dense, fp32 |" in (dense / "README.md").read_text()
 
 
 # ---------------------------------------------------------------- the tokenizer
@@ -277,11 +213,12 @@ def test_the_card_says_what_it_is(finished, tmp_path):
     for line in (
         "# gpt2_tiny, trained with ste",
         "| method | ste |",
-        "| weights | sparse |",
+        "| weights | sparse, fp32 |",
         "| density of the converted linears | 0.5000 |",
         "| illegal groups | 0 of 704 |",  # (3 * 16 + 64 + 64) * 16 / 4
         "| config hash | 0123456789abcdef |",
-        f"    python -m experiments.export run={run.directory} weights=sparse 'to={folder}'",
+        "| licence | not stated; ask whoever trained it |",
+        "    python -m experiments.export run=RUN weights=sparse",
         "| transformer.h.0.mlp.c_proj | 16 x 64 | 0.5000 | 2:4 | 0 of 256 |",
         "| all 3 |  | 0.5000 |  | 0 of 704 |",
     ):
@@ -324,12 +261,15 @@ def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished,
 
     run, folder = finished("gpt2"), tmp_path / "out"
     assert [again(run), again(run)] == ["exported", "exported already"]
-    record = json.loads((folder / "export.json").read_text())
-    assert {*record["files"], "export.json"} == {path.name for path in folder.iterdir()}
+    record = export.read_record(folder)
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert {*record["files"], "sparse24.json"} == found
     assert again(finished("gpt2")) == "exported already"  # written later, and the same
     for name in record["files"]:
-        (folder / name).unlink()
-        assert again(run) == "exported" and (folder / name).is_file(), name
+        content = (folder / name).read_bytes()
+        for damage in ((folder / name).unlink, lambda: (folder / name).write_bytes(b"x")):  # noqa: B023
+            damage()
+            assert again(run) == "exported" and (folder / name).read_bytes() == content, name
     path = run.directory / "model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
     assert again(run) == "exported"
@@ -340,9 +280,16 @@ def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished,
 
 def test_what_a_killed_export_left_is_removed(finished, monkeypatch):
     run = finished("gpt2")
-    made = []
-    monkeypatch.setattr(export.shutil, "rmtree", lambda path, **_: made.append(path))
-    monkeypatch.setattr(export, "_write_masks", lambda *args: made[1].mkdir() or 1 / 0)
+    made, remove = [], export.shutil.rmtree
+
+    def killed(path, **options):
+        if path.name.startswith(".export-"):
+            made.append(path)
+        else:
+            remove(path, **options)
+
+    monkeypatch.setattr(export.shutil, "rmtree", killed)
+    monkeypatch.setattr(files, "write_masks", lambda *args: made[1].mkdir() or 1 / 0)
     with pytest.raises(ZeroDivisionError):  # before it could clean up
         export.export(run, report=quiet)
     assert all(path.name.startswith(".export-") for path in made)
@@ -356,7 +303,7 @@ def test_what_a_killed_export_left_is_removed(finished, monkeypatch):
 def test_a_damaged_record_in_the_run_is_written_anew(finished, damage):
     run = finished("gpt2")
     folder = export.export(run, report=quiet)
-    (folder / "export.json").write_bytes(damage)
+    (folder / export.RECORD).write_bytes(damage)
     (folder / export.MASKS).write_bytes(damage)
     heard = []
     export.export(run, report=heard.append)
@@ -364,12 +311,19 @@ def test_a_damaged_record_in_the_run_is_written_anew(finished, damage):
     assert len(masks_of(folder)[0]) == 3
 
 
-def test_foreign_and_damaged_masks(tmp_path):
-    save_file({"a": torch.zeros(2)}, tmp_path / export.MASKS)  # no metadata
+def test_foreign_and_damaged_records(tmp_path):
     assert export.read_patterns(tmp_path) == {}
-    for content in (b"", b"0123456789"):
-        (tmp_path / export.MASKS).write_bytes(content)
-        with pytest.raises(UserError, match=r"masks\.safetensors is damaged \(") as caught:
+    for content, said in {
+        b"": r"is damaged \(",
+        b"\xff": r"is damaged \(",
+        b"[]": "is no record of an export of sparse24",
+        b'{"format": "sparse24", "version": 9}': "is of version 9, and this library reads 1",
+        b'{"format": "sparse24", "version": 1, "files": []}': "no tensors or files",
+        b'{"format": "sparse24", "version": 1, "files": {}, "tensors": {"a": {}}}': "at a",
+        b'{"format": "sparse24", "version": 1, "files": {}, "tensors": {"a": 1}}': "at a",
+    }.items():
+        (tmp_path / export.RECORD).write_bytes(content)
+        with pytest.raises(UserError, match=rf"sparse24\.json .*{said}") as caught:
             export.read_patterns(tmp_path)
         assert "\n" not in str(caught.value)
 
@@ -389,7 +343,7 @@ def test_an_export_that_fails_leaves_nothing(finished, monkeypatch):
     def broken(*args):
         raise RuntimeError("the disk is full")
 
-    monkeypatch.setattr(export, "_card", broken)
+    monkeypatch.setattr(export, "card", broken)
     with pytest.raises(RuntimeError, match="full"):
         export.export(run, report=quiet)
     assert {p.name for p in run.directory.iterdir()} - before <= {".lock"}
@@ -401,10 +355,10 @@ def test_bad_input_is_one_line(finished, tmp_path):
     with pytest.raises(UserError, match="do not fit the model") as caught:
         export.export(run, report=quiet)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="weights=both; choose one of sparse, dense"):
-        export.export(finished("gpt2"), "both", report=quiet)
+    with pytest.raises(ValueError, match="weights=both; choose one of sparse, dense"):
+        Form(weights="both")
     with pytest.raises(UserError, match=r"weights=dense, but ste keeps no dense"):
-        export.export(finished("gpt2"), "dense", report=quiet)
+        export.export(finished("gpt2"), Form(weights="dense"), report=quiet)
     run = finished("gpt2")
     path = run.directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -423,7 +377,7 @@ def test_the_cramming_form_is_no_bert_of_transformers(finished):
         export.export(finished("bert", BertLM(config)), report=quiet)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="transformers has no form of a Linear"):
-        export.to_transformers(nn.Linear(2, 2))
+        files.to_transformers(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -431,7 +385,7 @@ def test_the_cramming_form_is_no_bert_of_transformers(finished):
     [
         ({"run": None}, "run=DIR is missing"),
         ({"run": "x", "weights": "both"}, "weights=both; choose one of sparse, dense"),
-        ({"run": "x", "form": "onnx"}, "the config has no key form; it takes run, to, weights"),
+        ({"run": "x", "form": "onnx"}, "the config has no key form; it takes compressed, dtype, "),
     ],
 )
 def test_a_bad_config_is_one_line(values, message):
@@ -453,7 +407,7 @@ def pruned(dtype):
         for name, layer in model.named_modules():
             if ".mlp.c_" in name:
                 layer.weight *= nm_mask(layer.weight)
-    return CausalLM(export.to_transformers(model)).to(dtype).eval()
+    return CausalLM(files.to_transformers(model)).to(dtype).eval()
 
 
 @pytest.mark.parametrize("layout", ["cutlass_sm80", "cusparselt_sm90"])
@@ -532,4 +486,4 @@ def test_another_kind_of_weights_is_not_written_over_the_first(finished, tmp_pat
     run.result["config"]["method"]["name"] = "dense"
     export.export(run, to=tmp_path / "out", report=quiet)
     with pytest.raises(UserError, match=r"out exists and is its sparse export; give another"):
-        export.export(run, weights="dense", to=tmp_path / "out", report=quiet)
+        export.export(run, Form(weights="dense"), to=tmp_path / "out", report=quiet)

@@ -1,0 +1,245 @@
+"""Writes the model card of an export, and its measurements in the hub's form (.eval_results)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.images.dataset import ImageConfig
+from experiments.runs.finished import FinishedRun
+from experiments.support import results
+from experiments.training import legality
+from models.sparse import MASKS, RECORD, WEIGHTS
+
+if TYPE_CHECKING:
+    from experiments.exporting.export import Form
+
+# What the pages of the hub call what such a model does.
+PIPELINES = {
+    "LMHeadModel": "text-generation",
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}
+WIKITEXT2 = "wikitext2"  # the `ppl` of `experiments.evaluate`
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation of the exported weights: its hash, config, metrics and tasks."""
+
+    digest: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    tasks: dict[str, Any]
+
+
+def evaluations(run: FinishedRun, weights: str, source: Mapping[str, str]) -> list[Evaluation]:
+    """The evaluations of a run (`experiments.evaluate`) whose weights have the hashes `source`."""
+    found = []
+    shape = {"config": dict, "weights": str, "files": dict, "metrics": dict, "tasks": dict}
+    for directory in sorted((run.directory / "evaluate").glob("*")):
+        try:
+            result = results.read(directory, shape)
+        except results.NoResult:  # one that was begun, say
+            continue
+        kind = "dense" if run.trained_with.ends_dense else weights
+        if result["files"] == source and result["weights"] == kind:
+            parts = (result[name] for name in ("config_hash", "config", "metrics", "tasks"))
+            found.append(Evaluation(*parts))
+    return found
+
+
+def result_files(measured: Sequence[Evaluation]) -> dict[str, str]:
+    """What the hub shows beside a model, as YAML by path: perplexity on WikiText-2 and whole tasks
+    of lm-eval, accuracies in percent. Other texts and tasks are no data sets of the hub."""
+    import yaml
+
+    entries: dict[str, list[dict[str, Any]]] = {}
+
+    def add(name: str, dataset: dict[str, Any], value: float, notes: str) -> None:
+        path = f".eval_results/{name}.yaml"
+        entries.setdefault(path, []).append(
+            {"dataset": dataset, "value": round(value, 4), "notes": notes}
+        )
+
+    for found in measured:
+        config, metrics = found.config, found.metrics
+        if config.get("ppl") == WIKITEXT2 and isinstance(metrics.get("ppl"), float):
+            dataset = {"id": "Salesforce/wikitext", "task_id": "wikitext-2-raw-v1"}
+            block = metrics["ppl_block_size"]
+            notes = f"perplexity, {config['dtype']}, windows of {block} tokens side by side"
+            add(WIKITEXT2, {**dataset, "revision": config["revision"]}, metrics["ppl"], notes)
+        if config.get("task_folder") is not None or config.get("limit") is not None:
+            continue
+        for task, told in found.tasks.items():
+            path, name = told.get("dataset") or (None, None)
+            value = told["metrics"].get("acc")
+            if path is None or not HUB_ID.fullmatch(path) or value is None:
+                continue
+            notes = f"acc in percent, lm-eval task {task}, {told['num_fewshot']}-shot"
+            dataset = {"id": path, "task_id": name or "default"}
+            add(task, dataset, 100 * value, notes)
+    return {path: yaml.safe_dump(rows, sort_keys=False) for path, rows in entries.items()}
+
+
+def card(
+    run: FinishedRun,
+    form: Form,
+    kind: str,
+    rows: list[legality.LinearSparsity],
+    merged: bool,
+    measured: Sequence[Evaluation],
+    sizes: Mapping[str, int] | None,
+) -> str:
+    """The text of README.md. kind: the model's class in transformers. rows: its converted linears
+    before low-rank terms were merged. sizes: see `files.compress`; None where it is not compressed.
+    """
+    summed = legality.total(rows)
+    facts = {
+        "method": run.method,
+        "weights": f"{form.weights}, {form.dtype}",
+        "data": _data(run),
+        **_losses(run, form, measured),
+        "density of the converted linears": f"{summed['density']:.4f}",
+        "illegal groups": f"{summed['illegal_groups']} of {summed['groups']}",
+        "licence": form.license or "not stated; ask whoever trained it",
+        "config hash": run.config_hash,
+        "seed": run.result["seed"],
+        "tier": run.result["tier"],
+    }
+    if sizes is not None:
+        share = sizes["compressed"] / sizes["dense"]
+        facts["bytes of the 2:4 weights"] = (
+            f"{sizes['compressed']:,}, {share:.4f} of {sizes['dense']:,} as dense tensors"
+        )
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    merging = (
+        "\nLow-rank terms were merged into these weights here, which are dense therefore; the "
+        "table shows them before.\n"
+        if merged
+        else ""
+    )
+    options = {k: v for k, v in run.config["method"].items() if k != "name"}
+    command = ["python -m experiments.export run=RUN", f"weights={form.weights}"]
+    command += [f"dtype={form.dtype}"] * (form.dtype != "fp32")
+    command += ["compressed=true"] * form.compressed
+    return f"""---
+{_head(run, form, kind)}
+---
+# {run.model_name}, trained with {run.method}
+
+| | |
+|---|---|
+{table}
+
+## Loading
+
+{_loading(form, kind)}
+## How it was made
+
+Trained with sparse24 (`{run.method}`), and written by
+
+    {" ".join(command)}
+
+Options of the method:
+
+```json
+{json.dumps(options, indent=2)}
+```
+
+## Converted linears
+{merging}
+{legality.table(rows)}
+
+`{RECORD}` says for each of these tensors, by its name in the model, which pattern it has along
+which axis, its density, illegal groups and SHA-256. {_masks(form)}
+"""
+
+
+def _head(run: FinishedRun, form: Form, kind: str) -> str:
+    """The card's fields for the hub."""
+    import yaml
+
+    fields: dict[str, Any] = {
+        "library_name": "transformers",
+        "tags": ["sparse24", run.method, "2:4 sparsity"],
+        "license": form.license or "unknown",
+    }
+    pipelines = [name for end, name in PIPELINES.items() if kind.endswith(end)]
+    if pipelines:
+        fields["pipeline_tag"] = pipelines[0]
+    if source := _on_hub(run.config["data"]["source"]):
+        fields["datasets"] = [source]
+    if base := _on_hub(run.config["model"].get("path", "").partition("@")[0]):
+        fields["base_model"] = base
+    return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None).rstrip()
+
+
+def _on_hub(source: str) -> str | None:
+    """An id on the hub as it is; None for a local folder and for what is embedded."""
+    return source if HUB_ID.fullmatch(source) and not Path(source).exists() else None
+
+
+def _data(run: FinishedRun) -> str:
+    name = _on_hub(run.config["data"]["source"]) or run.config["data"].get("name", "unnamed")
+    found = run.result.get("corpus_hash")
+    return name if found is None else f"{name}, fingerprint {found[:16]}"
+
+
+def _losses(run: FinishedRun, form: Form, measured: Sequence[Evaluation]) -> dict[str, str]:
+    """Held-out loss of the run, where the exported weights had it, and what was evaluated since."""
+    found: dict[str, str] = {}
+    metrics = run.result.get("metrics", {})
+    if form.weights == "sparse" or run.trained_with.ends_dense:
+        if isinstance(loss := metrics.get("val_loss"), float):
+            found["held-out loss"] = f"{loss:.4f} nats"
+            if not isinstance(run.data, ImageConfig) and loss < 100:
+                found["held-out perplexity"] = f"{math.exp(loss):.2f}"
+        if isinstance(top1 := metrics.get("val_top1"), float):
+            found["held-out top-1"] = f"{top1:.2f} %"
+    for one in measured:
+        texts = {"ppl": "perplexity of " + (Path(str(one.config.get("ppl"))).name)}
+        for name, value in one.metrics.items():
+            if name == "ppl" or name.endswith(("_acc", "top1")):
+                found[texts.get(name, name)] = f"{value:.4f}"
+    if found and form.dtype != "fp32":
+        found["measured"] = f"before the weights were rounded to {form.dtype}"
+    return found
+
+
+def _loading(form: Form, kind: str) -> str:
+    if form.compressed:
+        return f"""`{WEIGHTS}` holds the 2:4 weights as values and 2-bit positions, for sparse24:
+
+```python
+from models.sparse import load
+
+model = load(".")  # this folder; a {kind} of transformers
+```
+"""
+    return f"""```python
+from transformers import {kind}
+
+model = {kind}.from_pretrained(".")  # this folder, or its id on the hub
+```
+
+Pruned weights are zeros (+0) in `model.safetensors`, so every library that loads dense weights
+loads these. They run at the speed of dense ones there; `models.sparse.load` of sparse24 runs them
+packed where that is faster.
+"""
+
+
+def _masks(form: Form) -> str:
+    if form.compressed:
+        return ""
+    return (
+        f"`{MASKS}` holds its mask as\nbits: for a tensor [rows, columns] uint8 "
+        "[rows, columns / 8], the lowest bit first, set where the weight is not zero."
+    )

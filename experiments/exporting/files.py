@@ -1,0 +1,193 @@
+"""Writes models in the files of transformers, and beside or in place of them the format of
+`models/sparse.py`: which tensors are sparse and how, their masks as bits, or their compressed form.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common_kernels import check_nm, pack24
+from common_kernels.compressed import pack_mask
+from experiments.support.errors import UserError
+from models.gpt2 import GPT
+from models.hf import CausalLM
+from models.sparse import MASKS, POSITIONS, VALUES, WEIGHTS, sha256_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def to_transformers(model: nn.Module) -> Any:
+    """The transformers model with the same weights as a plain model of ours; a `CausalLM` holds one
+    already.
+
+    Raises:
+        UserError: transformers has no such architecture.
+    """
+    if isinstance(model, CausalLM):
+        return model.model
+    convert = getattr(importlib.import_module(type(model).__module__), "to_hf", None)
+    if convert is None:
+        raise UserError(
+            f"transformers has no form of a {type(model).__name__}; nothing is exported"
+        )
+    try:
+        return convert(model)
+    except ValueError as error:
+        raise UserError(f"this model cannot be exported: {error}") from error
+
+
+def write(
+    model: nn.Module,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """Write config and weights of a plain model as `save_pretrained` of transformers does, and its
+    tokenizer, whose end-of-text token then ends what a GPT-2 generates; returns the name of its
+    class there."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    inner = to_transformers(model)
+    whole: Any = model if isinstance(model, CausalLM) else inner
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        if isinstance(model, GPT):
+            for settings in (inner.config, inner.generation_config):
+                settings.bos_token_id = settings.eos_token_id = tokenizer.eos_token_id
+    whole.to(dtype).save_pretrained(folder)
+    return type(inner).__name__
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> None:
+    """Round all weights to `dtype`, in place and without changing theirs, and make each zero of
+    `linears` +0: a mask in the place of a weight leaves -0 behind.
+
+    Raises:
+        UserError: a number is too large for `dtype`.
+    """
+    for name, parameter in model.named_parameters():
+        rounded = parameter.to(dtype).to(parameter.dtype)
+        if not torch.equal(rounded.isfinite(), parameter.isfinite()):
+            raise UserError(
+                f"{name} holds {float(parameter.abs().max()):.3g}, which is too large for "
+                f"{str(dtype)[6:]}; export it with dtype=bf16"
+            )
+        parameter.copy_(rounded)
+    for linear in linears:
+        weight = model.get_parameter(f"{linear}.weight")
+        weight.masked_fill_(weight == 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The place of a linear's weight in the exported files: tensor `name`, with the inputs along
+    `axis`."""
+
+    linear: str
+    name: str
+    axis: int
+
+
+def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[Stored]:
+    """The tensors that hold the weights of `linears` once `model` is written.
+
+    Nothing here knows the names, transpositions and splits (of a fused QKV, say) of transformers:
+    a copy of the model is written whose weights carry the number of their linear, and are found
+    again. The first input is told from the others by one half more.
+    """
+    probe = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            parameter.zero_()
+        for number, linear in enumerate(linears, 2):  # 0 and 1 may stand for anything
+            weight = probe.get_parameter(f"{linear}.weight")
+            weight.fill_(number)
+            weight[:, 0] += 0.5
+    write(probe, scratch)
+    found = []
+    for name, tensor in tensors(scratch):
+        numbers = tensor.floor()
+        if tensor.ndim != 2 or numbers[0, 0] < 2 or (numbers != numbers[0, 0]).any():
+            continue
+        axis = 1 if bool((tensor[:, 0] > numbers[:, 0]).all()) else 0
+        found.append(Stored(linears[int(numbers[0, 0]) - 2], name, axis))
+    shutil.rmtree(scratch)
+    return found
+
+
+def describe(
+    folder: Path, stored: list[Stored], patterns: Mapping[str, tuple[int, int]]
+) -> dict[str, dict[str, Any]]:
+    """What sparse24.json says of the tensors `stored` in a folder, by name, in order."""
+    places = {s.name: s for s in stored}
+    found = {}
+    for name, tensor in tensors(folder):
+        if name not in places:
+            continue
+        axis, (n, m) = places[name].axis, patterns[places[name].linear]
+        found[name] = {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype)[6:],
+            "pattern": f"{n}:{m}",
+            "axis": axis,
+            "density": int(tensor.count_nonzero()) / tensor.numel(),
+            "illegal_groups": int(check_nm(tensor, n, m, dim=axis)),
+            "groups": tensor.numel() // m,
+            "sha256": sha256_of(tensor),
+        }
+    return dict(sorted(found.items()))
+
+
+def write_masks(folder: Path, names: Mapping[str, Any]) -> None:
+    """Write the masks of the tensors `names` of a folder as bits."""
+    masks = {name: pack_mask(tensor != 0) for name, tensor in tensors(folder) if name in names}
+    (folder / MASKS).parent.mkdir()
+    save_file(masks, folder / MASKS, {"format": "pt"})
+
+
+def compress(folder: Path, described: Mapping[str, Any]) -> dict[str, int]:
+    """Replace the weights in a folder by their compressed form; returns the bytes of the packed
+    tensors there, `compressed`, and before, `dense`.
+
+    What is not 2:4 stays dense, as where a low-rank term was merged.
+    """
+    kept: dict[str, Tensor] = {}
+    sizes = {"compressed": 0, "dense": 0}
+    for name, tensor in tensors(folder):
+        own = described.get(name)
+        if own is None or tensor.shape[own["axis"]] % 4 or check_nm(tensor, dim=own["axis"]):
+            kept[name] = tensor
+            continue
+        weight = tensor if own["axis"] == 1 else tensor.t().contiguous()
+        packed = pack24(weight, weight != 0)
+        kept[f"{name}.{VALUES}"], kept[f"{name}.{POSITIONS}"] = packed.values, packed.meta
+        sizes["compressed"] += packed.values.nbytes + packed.meta.nbytes
+        sizes["dense"] += tensor.nbytes
+    if not sizes["dense"]:
+        raise UserError("no weight of this model is 2:4, so there is nothing to compress")
+    save_file(kept, folder / WEIGHTS, {"format": "pt"})
+    for path in folder.glob("model*.safetensors*"):  # and the index of several
+        path.unlink()
+    return sizes
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and content of each tensor of the model in a folder, one at a time."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield name, file.get_tensor(name)

@@ -1,0 +1,167 @@
+"""Reads a folder that `experiments.export` wrote, its 2:4 weights compressed or not.
+
+    sparse24.json             FORMAT, VERSION, and for each sparse tensor by its name in the model:
+                              shape, dtype, pattern, the axis that its groups run along, density,
+                              illegal groups, and the SHA-256 of its bytes as a dense tensor
+    sparse24.safetensors      of a compressed folder: every tensor of the model. A 2:4 one, X, is
+                              X.values [rows, columns / 2] and X.positions uint8 [rows, columns / 8]
+                              (`common_kernels.Packed24`, layout `neutral`: two bits a value), its
+                              groups along the columns; where `axis` is 0, X is their transpose
+    sparse24/masks.safetensors  of another folder: for each sparse tensor uint8 [rows, columns / 8],
+                              a set bit where the weight is not 0, the lowest bit first. It lies in
+                              a folder of its own because some engines read every .safetensors
+                              file beside config.json
+
+Nothing is unpickled, and no remote code is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from common_kernels import Packed24, unpack24
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT, VERSION = "sparse24", 1
+RECORD, WEIGHTS, MASKS = "sparse24.json", "sparse24.safetensors", "sparse24/masks.safetensors"
+VALUES, POSITIONS = "values", "positions"
+
+
+def read_record(folder: str | Path) -> dict[str, Any]:
+    """The content of sparse24.json in a folder.
+
+    Raises:
+        ValueError: there is none, it is damaged, or of a later version.
+    """
+    path = Path(folder) / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = f"{path}: {error.strerror}"
+        raise ValueError(f"no export of sparse24 in {folder} ({reason})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); export the run again") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"{path} is no record of an export of sparse24")
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is of version {record.get('version')}, and this library reads {VERSION}; "
+            "export the run again, or take the library that wrote it"
+        )
+    tensors, files = record.get("tensors"), record.get("files")
+    if not isinstance(tensors, dict) or not isinstance(files, dict):
+        raise ValueError(f"{path} is damaged (no tensors or files in it); export the run again")
+    for name, told in tensors.items():
+        kinds = {"shape": list, "pattern": str, "axis": int}
+        fits = isinstance(told, dict) and all(isinstance(told.get(k), t) for k, t in kinds.items())
+        if not fits:
+            raise ValueError(f"{path} is damaged (at {name}); export the run again")
+    return record
+
+
+def sha256_of(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes in row-major order, 64 hex digits."""
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy().data).hexdigest()
+
+
+def read_compressed(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of the model in a compressed folder by name, all dense, on the CPU.
+
+    Raises:
+        ValueError: a file is missing, damaged or of something else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    record, path = read_record(folder), Path(folder) / WEIGHTS
+    check_file(Path(folder), WEIGHTS, record)
+    try:
+        stored = load_file(path)
+        return expand(stored, record["tensors"])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not fit {RECORD} ({error}); export the run again") from error
+
+
+def check_file(folder: Path, name: str, record: Mapping[str, Any]) -> None:
+    """ValueError unless a file is the one that the record was written with."""
+    path = folder / name
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; export the run again") from error
+    if found != record["files"].get(name):
+        raise ValueError(
+            f"{path} is damaged or of another export: its SHA-256 is not the one in {RECORD}; "
+            "copy the folder or export the run again"
+        )
+
+
+def expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The dense tensors of a compressed file, of which `described` tells shape and axis."""
+    parts = {f"{name}.{part}": name for name in described for part in (VALUES, POSITIONS)}
+    dense = {name: tensor for name, tensor in stored.items() if name not in parts}
+    for name in dict.fromkeys(parts[part] for part in stored if part in parts):
+        shape, axis = tuple(described[name]["shape"]), described[name]["axis"]
+        values, positions = (stored[f"{name}.{part}"] for part in (VALUES, POSITIONS))
+        rows, columns = shape if axis == 1 else shape[::-1]
+        whole = unpack24(
+            Packed24((values, positions), (rows, columns), values.dtype, layout="neutral")
+        )
+        dense[name] = whole if axis == 1 else whole.t().contiguous()
+    return dense
+
+
+def load(folder: str | Path) -> PreTrainedModel:
+    """The model of transformers in an exported folder, on the CPU, in evaluation mode and in the
+    dtype that it was exported in.
+
+    Raises:
+        ValueError: a file is missing, damaged or of something else; its name is in the line.
+    """
+    import transformers
+
+    from models.hf import one_line
+
+    record = read_record(folder)
+    with one_line(folder, "model"):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    (name,) = getattr(config, "architectures", None) or [""]
+    kind: Any = getattr(transformers, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise ValueError(f"{Path(folder) / 'config.json'} names no model of transformers: {name!r}")
+    state = None
+    if WEIGHTS in record["files"]:
+        state = read_compressed(folder)
+    else:
+        for file in record["files"]:
+            if file.endswith(".safetensors") and file != MASKS:
+                check_file(Path(folder), file, record)
+    transformers.utils.logging.disable_progress_bar()
+    with one_line(folder, "model"):
+        answer: Any = kind.from_pretrained(
+            folder if state is None else None,
+            config=config,
+            state_dict=state,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below
+        )
+    model, loading = answer
+    for kind_of in ("missing", "unexpected", "mismatched"):
+        if found := sorted(loading[f"{kind_of}_keys"]):
+            first = found[0] if isinstance(found[0], str) else found[0][0]
+            raise ValueError(
+                f"{Path(folder) / 'config.json'} is of another model: {first} is {kind_of}"
+            )
+    return model.eval()

@@ -1,0 +1,82 @@
+"""Finished runs of tiny models with random weights."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from common_kernels import nm_mask
+from experiments.data.manifest import read_manifest
+from experiments.data.mlm import MLMConfig
+from experiments.data.prepare import prepare
+from experiments.images.dataset import ImageConfig
+from experiments.runs.finished import FinishedRun
+from experiments.training import pretraining
+from models.bert import BertConfig, BertLM
+from models.gpt2 import GPT, GPTConfig
+from models.vit import ViT, ViTConfig
+
+FAMILIES = {
+    "gpt2": (
+        lambda: GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
+        ("*mlp.*", "*attn.c_attn"),
+    ),
+    "bert": (
+        lambda: BertLM(BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
+        ("*mlp.*", "*attention.self.*"),
+    ),
+    "vit": (
+        lambda: ViT(
+            ViTConfig(width=24, depth=1, heads=2, patch_size=8, image_size=16, n_classes=10)
+        ),
+        ("*mlp.*", "*attn.qkv"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def data(corpus_dir):
+    """The data of a run by the family of its model, as plain values."""
+    source = str(corpus_dir / "text")
+    text = {"name": "words", "source": source, "root": str(corpus_dir)}
+    pieces = {**text, "tokenizer": "wordpiece", "vocab_size": 120}
+    prepare(MLMConfig(**pieces))
+    return {
+        "gpt2": {**text, "tokenizer": "bpe", "vocab_size": 300},
+        "bert": pieces,
+        "vit": dataclasses.asdict(ImageConfig("digits", "digits", image_size=16)),
+    }
+
+
+def write_run(directory, family, model, data):
+    """The files of a finished run of `model`, made 2:4 in the linears chosen above."""
+    config = {
+        "model": {"name": f"{family}_tiny", **dataclasses.asdict(model.config)},
+        "data": data,
+        "method": {"name": "ste", "include": list(FAMILIES[family][1])},
+    }
+    chosen = FinishedRun(directory, {"config": config}).trained_with.matching_linears(model)
+    with torch.no_grad():
+        for layer in chosen.values():
+            layer.weight *= nm_mask(layer.weight)
+    pretraining.save_model(model, directory / "model.safetensors")
+    result = {"schema": 1, "config_hash": "0123456789abcdef", "config": config, "seed": 3,
+              "tier": "smoke", "converted": list(chosen)}  # fmt: skip
+    if family != "vit":
+        corpus = FinishedRun(directory, result).data
+        result["corpus"] = read_manifest(corpus)
+        pretraining.keep_tokenizer(result["corpus"], corpus.directory, directory)
+    (directory / "result.json").write_text(json.dumps(result))
+    return FinishedRun.open(directory)
+
+
+@pytest.fixture
+def finished(data, tmp_path):
+    """finished("bert") -> FinishedRun of a model with random weights."""
+
+    def write(family, model=None):
+        torch.manual_seed(0)
+        return write_run(tmp_path / "run", family, model or FAMILIES[family][0](), data[family])
+
+    return write

@@ -1,0 +1,342 @@
+"""What others read of an export: exact zeros, no foreign config, the card's snippet, the hub's
+results, and the compressed form, which holds the same bits in 9/16 of the bytes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from common_kernels import nm_mask
+from experiments.exporting import export, files
+from experiments.exporting.card import Evaluation, result_files
+from experiments.exporting.export import Form
+from experiments.runs.finished import FinishedRun
+from experiments.support.errors import UserError
+from experiments.training import pretraining
+from models import sparse
+from models.gpt2 import GPT, GPTConfig
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture
+def two(finished):
+    """two("gpt2", "bf16") -> (the plain export, its compressed twin)."""
+
+    def write(family, dtype="fp32"):
+        run = finished(family)
+        forms = (Form(dtype=dtype, compressed=compressed) for compressed in (False, True))
+        return tuple(export.export(run, form, report=quiet) for form in forms)
+
+    return write
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same(first, second):
+    """The same names, dtypes and bits."""
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(bits(tensor), bits(second[name])), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+def test_every_weight_is_the_run_s_and_every_zero_is_plus_0(family, finished):
+    run = finished(family)
+    stored = load_file(run.directory / "model.safetensors")
+    assert any((t.view(torch.int32) == torch.iinfo(torch.int32).min).any() for t in stored.values())
+    folder = export.export(run, report=quiet)
+    record, written = sparse.read_record(folder), load_file(folder / "model.safetensors")
+    assert record["tensors"]
+    for name, told in record["tensors"].items():
+        tensor = written[name]
+        assert not bits(tensor.masked_select(tensor == 0)).any(), name
+        assert told["sha256"] == sparse.sha256_of(tensor)
+        assert (told["pattern"], told["density"], told["illegal_groups"]) == ("2:4", 0.5, 0)
+    same(dict(sparse.load(folder).state_dict()), dict(plain(folder).state_dict()))
+    sums = [sum(t.double().abs().sum() for t in tensors.values()) for tensors in (stored, written)]
+    if family == "gpt2":  # of one tensor for each of ours
+        assert sums[0] == sums[1]
+
+
+def plain(folder, **options):
+    import transformers
+
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, loading = getattr(transformers, name).from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    assert not any(loading.values())
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_plain_transformers_loads_bit_for_bit(dtype, finished):
+    run = finished("gpt2")
+    expected = run.model().to(export.TORCH[dtype])
+    model = plain(export.export(run, Form(dtype=dtype), report=quiet), dtype="auto")
+    for name, layer in expected.named_modules():
+        if isinstance(layer, nn.Linear) and name in run.converted:
+            found = model.get_submodule(name).weight.t()
+            assert found.dtype == layer.weight.dtype
+            assert torch.equal(bits(found), bits(layer.weight + 0.0)), name  # -0 + 0 = +0
+    assert torch.equal(model.transformer.wte.weight, expected.transformer.wte.weight)
+
+
+def test_no_config_that_loaders_refuse_and_no_path_of_this_machine(two, tmp_path):
+    for folder in two("gpt2"):
+        config = json.loads((folder / "config.json").read_text())
+        assert not {"quantization_config", "sparsity_config", "compression_config"} & config.keys()
+        for path in folder.rglob("*"):
+            assert path.is_dir() or str(tmp_path.parent).encode() not in path.read_bytes(), path
+            assert path.is_dir() or path.stat().st_mode & 0o444 == 0o444, path
+        # Some engines read all of these.
+        assert len(list(folder.glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+def test_the_snippet_of_a_card_loads_the_model(family, two, monkeypatch):
+    whole, compressed = two(family)
+    loaded = []
+    for folder in (whole, compressed):
+        (code,) = (folder / "README.md").read_text().split("```python\n")[1:]
+        names = {}
+        monkeypatch.chdir(folder)
+        exec(code.split("```")[0], names)
+        loaded.append(dict(names["model"].state_dict()))
+    same(*loaded)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_compressed_twin_has_the_same_bits(family, dtype, two):
+    whole, compressed = two(family, dtype)
+    assert not list(compressed.glob("model*.safetensors*"))
+    records = [sparse.read_record(folder) for folder in (whole, compressed)]
+    assert records[0]["tensors"] == records[1]["tensors"]
+    same(load_file(whole / "model.safetensors"), sparse.read_compressed(compressed))
+    same(dict(sparse.load(whole).state_dict()), dict(sparse.load(compressed).state_dict()))
+    for name, tensor in sparse.read_compressed(compressed).items():
+        told = records[1]["tensors"].get(name)
+        assert told is None or told["sha256"] == sparse.sha256_of(tensor)
+
+
+def test_nine_sixteenths_of_the_bytes_of_bf16(two):
+    whole, compressed = two("gpt2", "bf16")
+    told = sparse.read_record(compressed)
+    dense = sum(2 * s[0] * s[1] for s in (t["shape"] for t in told["tensors"].values()))
+    assert told["bytes"] == {"dense": dense, "compressed": dense * 9 // 16}
+    sizes = []
+    for path in (whole / "model.safetensors", compressed / sparse.WEIGHTS):
+        content = path.read_bytes()
+        sizes.append(len(content) - 8 - int.from_bytes(content[:8], "little"))  # without the head
+    assert sizes[0] - sizes[1] == dense * 7 // 16
+    card = (compressed / "README.md").read_text()
+    assert f"| {dense * 9 // 16:,}, 0.5625 of {dense:,} as dense tensors |" in card
+
+
+def test_other_patterns_are_compressed_where_they_are_2_4_too(tiny):
+    """1:4 is 2:4 as well."""
+    config = tiny("method=slope", 'method.patterns=["*c_fc=1:4"]', "train.steps=1",
+                  "train.warmup_steps=0")  # fmt: skip
+    pretraining.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    folder = export.export(run, Form(compressed=True), report=quiet)
+    names = {f"transformer.h.0.mlp.{name}.weight.values" for name in ("c_fc", "c_proj")}
+    assert names <= load_file(folder / sparse.WEIGHTS).keys()
+    whole = export.export(run, report=quiet)
+    same(load_file(whole / "model.safetensors"), sparse.read_compressed(folder))
+    for name, told in sparse.read_record(folder)["tensors"].items():
+        assert told["pattern"] == ("1:4" if "c_fc" in name else "2:4")
+
+
+def test_a_dense_model_has_nothing_to_compress(finished, made_again):
+    run = finished("gpt2")
+    made_again(run.directory, lambda state: {k: torch.ones_like(v) for k, v in state.items()})
+    before = sorted(run.directory.iterdir())
+    with pytest.raises(UserError, match="no weight of this model is 2:4"):
+        export.export(FinishedRun.open(run.directory), Form(compressed=True), report=quiet)
+    assert [p for p in sorted(run.directory.iterdir()) if p.name != ".lock"] == before
+
+
+def test_what_fp16_cannot_hold_is_named(finished, made_again):
+    run = finished("gpt2")
+    made_again(run.directory, lambda state: {k: 1e6 * v for k, v in state.items()})
+    with pytest.raises(
+        UserError,
+        match=r"wte\.weight .* too large for float16; .* dtype=bf16",
+    ):
+        export.export(FinishedRun.open(run.directory), Form(dtype="fp16"), report=quiet)
+
+
+# ---------------------------------------------------------------- damaged and foreign files
+
+
+@pytest.mark.parametrize(
+    ("compressed", "file", "change", "message"),
+    [
+        (True, sparse.RECORD, None, r"no export of sparse24 in .*sparse24\.json: No such file"),
+        (True, sparse.RECORD, lambda c: c[:-9], r"sparse24\.json is damaged"),
+        (True, sparse.RECORD, lambda c: b"{}", r"sparse24\.json is no record of an export"),
+        (True, sparse.WEIGHTS, None, r"sparse24\.safetensors: No such file"),
+        (True, sparse.WEIGHTS, lambda c: c[:-9], r"sparse24\.safetensors is damaged or of another"),
+        (False, "model.safetensors", lambda c: c[:-1] + b"x", r"model\.safetensors is damaged or"),
+        (False, "model.safetensors", None, r"model\.safetensors: No such file"),
+        (True, "config.json", lambda c: c[:-9], r"no model in .*run/export-compressed: "),
+        (True, "config.json", None, r"no model in "),
+        (True, "config.json", lambda c: c.replace(b"GPT2LMHeadModel", b"os"),
+         r"config\.json names no model of transformers: 'os'"),
+        (True, "config.json", lambda c: c.replace(b'"n_layer": 1', b'"n_layer": 2'),
+         r"config\.json is of another model: transformer\.h\.1\..* is missing"),
+        (False, "config.json", lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'),
+         r"config\.json is of another model: .* is mismatched"),
+    ],
+)  # fmt: skip
+def test_a_damaged_folder_is_one_line_with_the_file(compressed, file, change, message, finished):
+    folder = export.export(finished("gpt2"), Form(compressed=compressed), report=quiet)
+    content = (folder / file).read_bytes()
+    if change is None:
+        (folder / file).unlink()
+    else:
+        assert change(content) != content
+        (folder / file).write_bytes(change(content))
+    with pytest.raises(ValueError, match=message) as caught:
+        sparse.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_do_not_fit_their_description_are_refused(finished):
+    """By a file whose hash is right: it was written so."""
+    folder = export.export(finished("gpt2"), Form(compressed=True), report=quiet)
+    record, path = json.loads((folder / sparse.RECORD).read_text()), folder / sparse.WEIGHTS
+    stored = load_file(path)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    for key, part in (
+        (f"{name}.values", None),
+        (f"{name}.positions", stored[f"{name}.positions"][:, :1].contiguous()),
+        (f"{name}.values", stored[f"{name}.values"].flatten()),
+    ):
+        changed = {**stored, key: part}
+        save_file({k: v for k, v in changed.items() if v is not None}, path)
+        record["files"][sparse.WEIGHTS] = export.checkpoint.sha256(path)
+        (folder / sparse.RECORD).write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=r"sparse24\.safetensors does not fit") as caught:
+            sparse.load(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_unpickled(finished, tmp_path):
+    folder = export.export(finished("gpt2"), report=quiet)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    shutil.rmtree(folder / "sparse24")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: No such file"):
+        sparse.load(folder)
+
+
+# ---------------------------------------------------------------- results on the hub
+
+EVALUATIONS = [
+    Evaluation(
+        "a",
+        {"ppl": "wikitext2", "revision": "b086", "dtype": "fp32", "limit": None},
+        {"ppl": 25.123456, "ppl_block_size": 1024},
+        {},
+    ),
+    Evaluation(
+        "b",
+        {"ppl": "own.txt", "limit": None, "task_folder": None},
+        {"ppl": 3.0, "ppl_block_size": 8},
+        {
+            "arc_easy": {"metrics": {"acc": 0.4375, "acc_norm": 0.5}, "num_fewshot": 0,
+                         "dataset": ["allenai/ai2_arc", "ARC-Easy"]},
+            "piqa": {"metrics": {"acc": 0.5}, "num_fewshot": 0, "dataset": ["baber/piqa", None]},
+            "mmlu": {"metrics": {"acc": 0.25}, "num_fewshot": 0, "dataset": None},
+            "colours": {"metrics": {"acc": 0.25}, "num_fewshot": 0, "dataset": ["json", None]},
+        },
+    ),
+    Evaluation("c", {"limit": 10}, {}, {"piqa": {"metrics": {"acc": 1.0}, "num_fewshot": 0,
+                                                 "dataset": ["baber/piqa", None]}}),
+]  # fmt: skip
+
+
+def test_results_are_in_the_hub_s_form():
+    from huggingface_hub import parse_eval_result_entries
+
+    written = result_files(EVALUATIONS)
+    found = {
+        path.removeprefix(".eval_results/"): parse_eval_result_entries(yaml.safe_load(content))
+        for path, content in written.items()
+    }
+    assert {
+        name: [(e.dataset_id, e.task_id, e.value) for e in entries]
+        for name, entries in found.items()
+    } == {
+        "wikitext2.yaml": [("Salesforce/wikitext", "wikitext-2-raw-v1", 25.1235)],
+        "arc_easy.yaml": [("allenai/ai2_arc", "ARC-Easy", 43.75)],
+        "piqa.yaml": [("baber/piqa", "default", 50.0)],
+    }
+    (entry,) = found["wikitext2.yaml"]
+    assert entry.dataset_revision == "b086" and "windows of 1024 tokens" in entry.notes
+    assert found["piqa.yaml"][0].notes == "acc in percent, lm-eval task piqa, 0-shot"
+
+
+def test_an_evaluation_of_these_weights_gets_into_the_export(finished, made_again):
+    run = finished("gpt2")
+    evaluated = run.directory / "evaluate" / "0a1b2c3d"
+    evaluated.mkdir(parents=True)
+    folder = export.export(run, report=quiet)
+    assert not (folder / ".eval_results").exists()
+    result = {"schema": 1, "config_hash": "e" * 16, "weights": "sparse", "tasks": {},
+              "config": EVALUATIONS[0].config, "metrics": EVALUATIONS[0].metrics,
+              "files": sparse.read_record(folder)["source"]}  # fmt: skip
+    (evaluated / "result.json").write_text(json.dumps(result))
+    heard = []
+    export.export(run, report=heard.append)
+    assert heard == [f"exported: {folder}"] and (folder / ".eval_results/wikitext2.yaml").is_file()
+    assert "| perplexity of wikitext2 | 25.1235 |" in (folder / "README.md").read_text()
+    made_again(run.directory, lambda state: {k: 2 * v for k, v in state.items()})
+    export.export(FinishedRun.open(run.directory), report=quiet)
+    assert not (folder / ".eval_results").exists()  # it was of other weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype=int8; choose one of fp32, bf16, fp16"),
+        ({"compressed": True, "weights": "dense"}, "compressed=true holds sparse weights"),
+        ({"license": "all rights reserved\n"}, "give an id of the hub, apache-2.0 for one"),
+    ],
+)
+def test_a_form_that_does_not_exist_is_one_line(options, message):
+    with pytest.raises(ValueError, match=message):
+        Form(**options)
+
+
+def test_zeros_become_positive_and_nothing_else_changes():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16))
+    layer = model.transformer.h[0].mlp.c_fc
+    with torch.no_grad():
+        layer.weight.mul_(nm_mask(layer.weight))
+        layer.weight[0, 0], layer.weight[0, 1] = 1e-45, -1e-45  # subnormal in fp32, 0 in bf16
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    files.round_weights(model, ["transformer.h.0.mlp.c_fc"], torch.float32)
+    after = model.state_dict()
+    own = "transformer.h.0.mlp.c_fc.weight"
+    assert torch.equal(bits(after[own]), bits(before[own] + 0.0))
+    same(
+        {k: v for k, v in before.items() if k != own}, {k: v for k, v in after.items() if k != own}
+    )
+    files.round_weights(model, ["transformer.h.0.mlp.c_fc"], torch.bfloat16)
+    assert not bits(layer.weight.detach()[0, :2]).any()
+    assert torch.equal(layer.weight, before[own].bfloat16().float())
