@@ -3,6 +3,7 @@
 import functools
 import inspect
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,9 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
                 torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
             return function(*args)
 
-        LIBRARY.impl(name, autograd, "Autograd", with_keyset=True, allow_override=True)
+        with warnings.catch_warnings():  # torch warns of the override that is asked for
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            LIBRARY.impl(name, autograd, "Autograd", with_keyset=True, allow_override=True)
         return known
 
     return register

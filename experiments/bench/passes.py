@@ -113,8 +113,11 @@ def check(name: str, w: Tensor) -> None:
     got, want = inputs(w, name), inputs(w, name)
     one_pass(name, got)
     apart(name, want)
-    tensors = [(got.weight, want.weight), (got.exp_avg, want.exp_avg)]
-    close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in tensors)
+    # Roundings of terms that may cancel: old weight and step, old moment and gradient. Torch's
+    # kernel of a GPU has the betas in fp32, where 1 - 0.999 is wrong by up to 3e-5 of itself.
+    step = (got.weight - want.weight).abs() <= 1e-4 * (w.abs() + want.weight.abs())
+    moment = (got.exp_avg - want.exp_avg).abs() <= 1e-5 * (w.flip(0).abs() + w.flip(1).abs())
+    close = bool(step.all() and moment.all())
     derived = inputs(got.weight, name)
     assert got.mask is not None and derived.mask is not None
     derived.mask.copy_(got.mask)

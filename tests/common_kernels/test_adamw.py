@@ -127,7 +127,9 @@ def test_masks_and_operands_are_those_of_the_new_weight(backend, choose, shape):
     assert torch.equal(weight.mask, mask)
     assert torch.equal(weight.dense, torch.where(mask, new, 0).bfloat16())
     if packs[0]:
-        packed, transposed = (Packed24.empty(s, torch.bfloat16) for s in (shape, shape[::-1]))
+        packed, transposed = (
+            Packed24.empty(s, torch.bfloat16, torch.device(DEVICE)) for s in (shape, shape[::-1])
+        )
         if transposable:
             pack_both24_(packed, transposed, new, mask)
         else:
@@ -157,7 +159,9 @@ def test_operands_of_a_kept_mask_of_the_soft_threshold_and_of_the_whole_weight(b
     kept = given(shape, packs=(True, True))
     before = copy(kept)
     adamw24_([kept], RATES, Rule(), backend=backend)
-    packed, transposed = (Packed24.empty(shape, torch.bfloat16) for _ in range(2))
+    packed, transposed = (
+        Packed24.empty(shape, torch.bfloat16, torch.device(DEVICE)) for _ in range(2)
+    )
     pack_both24_(packed, transposed, kept.weight, before.mask)
     assert kept.packed.buffer.equal(packed.buffer)
     assert kept.transposed.buffer.equal(transposed.buffer)

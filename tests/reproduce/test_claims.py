@@ -195,6 +195,16 @@ def test_a_margin_has_an_error_of_its_own():
     assert known < 0.05 < found.p_expected and found.verdict == "inconclusive"
 
 
+def test_runs_from_unequal_trainings_of_their_first_model_are_not_compared():
+    values = records(it=shifted(-0.02), dense=BASE)
+    for (_, arm), seeds in values.items():
+        for seed, one in seeds.items():
+            again = arm == "it" and seed == 0
+            one["init"] = {"model.safetensors": "second" if again else "first"}
+    (found,) = judged(values, ("it", "dense", "lower"))
+    assert (found.n, found.why) == (4, "4 of 5 seeds of it and dense")
+
+
 def test_runs_on_other_data_are_not_compared():
     values = records(dense=BASE, it=shifted(-0.02))
     for arm, seed, corpus in (("dense", 1, "aa"), ("it", 1, "aa"), ("it", 3, "bb")):

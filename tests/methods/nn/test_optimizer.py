@@ -117,8 +117,10 @@ def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeyp
         for (n, a), (_, b) in zip(
             run.model.named_parameters(), other.model.named_parameters(), strict=True
         ):
-            # A first step moves an entry by lr; a few roundings of that, and of the entry.
-            assert ((a - b).abs() <= 8 * 2**-24 * (b.abs() + 10 * 1e-2)).all(), n
+            # A first step moves an entry by lr; a few roundings of that, and of the entry. Torch's
+            # kernel of a GPU has 1 - beta2 in fp32, where one of beta2 is 1000 times as much.
+            rounding = 8 * (b.abs() + 10 * 1e-2) + 1e-2 / (1 - 0.999)
+            assert ((a - b).abs() <= 2**-24 * rounding).all(), n
         derived = copy.deepcopy(run.model)
         for layer in derived[:2]:
             if run.method._chooses(step):
