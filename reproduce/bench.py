@@ -1,7 +1,8 @@
 """Measures one cell of a speed or memory table on the device at hand.
 
-A driver like those of `experiments`: `load`, `run`, `finished`; speed.py, operator_speed.py and
-step_speed.py have what is timed. The result is known by its config and the device, and is kept.
+A driver like those of `experiments`: `load`, `run`, `finished`.
+`MEASURES` has what is timed, by module. The result is known by its config and the device, and is
+kept.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce import operator_speed, speed, step_speed
+from reproduce import inference_speed, operator_speed, speed, step_speed
 
-MEASURES = {**speed.MEASURES, **operator_speed.MEASURES, **step_speed.MEASURES}
+MEASURES = {
+    **speed.MEASURES,
+    **operator_speed.MEASURES,
+    **step_speed.MEASURES,
+    **inference_speed.MEASURES,
+}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,7 +43,10 @@ class Config:
         inference); `sam` (timm's image encoder of SAM, forward and backward); `search` (for
         transposable masks of a weight width -> inner); `geglu` (batch * length tokens, inner
         features); `product` (of two matrices width x width); `train` (whole steps of `model`);
-        `parts` (of the step of a linear width -> inner). method: of experiments.bench.ARMS.
+        `parts` (of the step of a linear width -> inner); `decode` (of `layers` layers of LLaMA,
+        `new` tokens after `length`); `sam_inference` (with the linears of `packed` 2:4); `kernels`
+        (product and packing of a weight width -> inner, alone); `mlp`. method: of
+        experiments.bench.ARMS.
     inner: width of the feed-forward network; null = 4 * width. kv_heads: of a LLaMA layer; null =
         a GPT-2 block, which has OPT's shapes. ranks: of adapters, in percent of the width.
     accumulate: micro-batches of a step. steps: of a whole training.
@@ -56,9 +65,12 @@ class Config:
     inner: int | None = None
     heads: int = 1
     kv_heads: int | None = None
+    layers: int = 1
+    new: int = 0
     ranks: tuple[float, ...] = ()
     accumulate: int = 1
     steps: int = 0
+    packed: tuple[str, ...] = ()
     model: str = ""
     image: int = 1024
     precision: str = "bf16"
@@ -71,7 +83,8 @@ class Config:
     runs: str = "runs"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
+        for name in ("ranks", "packed"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         known = {
             "what": tuple(MEASURES),
             "method": tuple(ARMS),

@@ -200,9 +200,10 @@ def published_cell(
 ) -> Published | None:
     """The paper's value, if it is confirmed."""
     name = published_name(table, variant, row, column)
-    if name is None or table.paper is None or table.published_table is None:
+    where = row.published_table or table.published_table
+    if name is None or table.paper is None or where is None:
         return None
-    return look_up(table.paper, table.published_table, *name)
+    return look_up(table.paper, where, *name)
 
 
 def published_name(

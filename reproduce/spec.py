@@ -80,7 +80,8 @@ class TableRow:
     """One row of a table: a method with its options.
 
     tiers: further overrides by tier. measure: further overrides of a measurement, by its name.
-    published: the row's name in `published.json`. cells: where a column's published value is, as
+    published: the row's name in `published.json`, in `published_table` if not in the table's.
+    cells: where a column's published value is, as
         [row, column], instead of where the table's `published_row` and `published_column` say.
     starts_from: label of an earlier row, whose finished run of the same variant and seed gives the
         first weights. stage: it is there to start from: trained, but neither measured nor shown.
@@ -94,6 +95,7 @@ class TableRow:
     tiers: dict[str, list[str]] = field(default_factory=dict)
     measure: dict[str, list[str]] = field(default_factory=dict)
     published: str | None = None
+    published_table: str | None = None
     cells: dict[str, list[str]] = field(default_factory=dict)
     starts_from: str | None = None
     stage: bool = False

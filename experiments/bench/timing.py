@@ -21,7 +21,7 @@ Call = Callable[[int], Any]
 
 GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution of the events
 SUSTAINED_S = 2.0  # time that the calls of a comparison run on a GPU before they are timed
-ENOUGH, LIMIT_S = 3, 2.5  # least number of samples on a GPU, and seconds after which no more follow
+ENOUGH, LIMIT_S = 5, 2.5  # least number of samples on a GPU, and seconds after which no more follow
 
 BLOCK_MS, BLOCK_STEPS = 300.0, 3  # a sample of whole steps takes so long, of so many steps at least
 # A GPU has settled when so many turns differ by this share of their time at most; whether it has or

@@ -357,6 +357,18 @@ def test_every_offered_tier_says_what_it_trains():
         assert TABLES[name].tiers[tier].setting
 
 
+def test_speeds_of_full_tiers_are_measured_five_times_and_have_an_interval():
+    benches = [t for t in TABLES.values() if t.driver == "bench" and "full" in t.tiers]
+    assert len(benches) > 9
+    for spec in benches:
+        assert len(spec.tiers["full"].seeds) >= 5, spec.name
+        shown = {column.label: column.show for column in spec.columns if column.value}
+        rate = re.compile("speedup|rate|gbs|tflops")
+        rates = [c.label for c in spec.columns if rate.search(c.value or "")]
+        assert all(shown[label] == "interval" for label in rates), spec.name
+        assert "interval" in shown.values() or "memory" in spec.title
+
+
 def table(**changed):
     values = {
         "name": "t", "title": "T", "rows": [TableRow("dense", ["method=dense"])], "columns": [],

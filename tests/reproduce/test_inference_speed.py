@@ -1,0 +1,100 @@
+"""What is timed without training: the right tokens, packed weights where they are said to be."""
+
+import pytest
+import torch
+from torch import nn
+
+from common_kernels import check24
+from experiments.support.errors import UserError
+from reproduce import bench, inference_speed
+from reproduce.bench import Config
+from reproduce.inference_speed import Decoding, PackedLinear, llama, to_packed
+
+TINY = {"method": "dense", "width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """Packed products on a CPU, emulated; the numbers of tokens that they were chosen for."""
+    asked = []
+    note = lambda problem, device: asked.append(problem.tokens)  # noqa: E731
+    monkeypatch.setattr(inference_speed, "is_faster", note)
+    return asked
+
+
+def test_a_cache_of_fixed_size_gives_the_logits_of_the_whole_text():
+    model = llama(Config(what="decode", layers=2, **TINY))
+    decoding = Decoding(model, 5, 8)
+    whole = model(decoding.ids).logits[0]
+    torch.testing.assert_close(decoding.logits(0, 5), whole[4])
+    for at in (5, 6, 7):
+        torch.testing.assert_close(decoding.logits(at, at + 1), whole[at])
+    assert decoding.step() == whole[7].argmax()
+    assert decoding.prefill() == whole[4].argmax()
+
+
+def test_tokens_a_second_are_those_of_prompt_and_text(tmp_path):
+    config = Config(what="decode", layers=1, length=4, new=6, runs=str(tmp_path), **TINY)
+    found = bench.run(config, lambda _: None)["metrics"]
+    for name in ("dense", "sparse"):
+        seconds = (found[f"{name}_prompt_ms"] + 6 * found[f"{name}_step_ms"]) / 1e3
+        assert found[f"{name}_rate"] == pytest.approx(6 / seconds)
+    assert found["speedup"] == pytest.approx(found["sparse_rate"] / found["dense_rate"])
+
+
+def test_chosen_linears_are_packed_and_the_rest_stays(packing):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": nn.Linear(32, 64), "head": nn.Linear(64, 32)}).bfloat16()
+    head = model["head"].weight.clone()
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    linear = model["mlp"]
+    assert to_packed(model, lambda name: name == "mlp", (1, 20), x.device) == "cusparselt"
+    assert isinstance(model["mlp"], PackedLinear)
+    assert packing == [8, 24]  # as many as the products take
+    assert torch.equal(model["head"].weight, head)
+    assert int(check24(linear.weight)) == 0
+    torch.testing.assert_close(model["mlp"](x), linear(x))
+
+
+def test_a_wrong_packed_product_is_not_timed(packing, monkeypatch):
+    monkeypatch.setattr(inference_speed, "matmul24", lambda packed, x, bias: x @ x.t())
+    model = nn.ModuleDict({"mlp": nn.Linear(64, 64)}).bfloat16()
+    with pytest.raises(UserError, match="the packed product 64 x 64 -> 64 is off by"):
+        to_packed(model, lambda _: True, (64,), torch.device("cpu"))
+
+
+def test_without_sparse_products_weights_are_masked():
+    model = nn.ModuleDict({"mlp": nn.Linear(32, 32)})
+    assert to_packed(model, lambda _: True, (1,), torch.device("cpu")) == "dense"
+    assert type(model["mlp"]) is nn.Linear
+    assert int(check24(model["mlp"].weight)) == 0
+
+
+@pytest.mark.parametrize("packed", [(), ("mlp",), ("attn", "mlp")])
+def test_images_a_second(packed, tmp_path):
+    config = Config(
+        what="sam_inference", method="dense", model="samvit_base_patch16", width=32, heads=2,
+        image=32, batch=2, repeats=2, threads=1, packed=packed, runs=str(tmp_path),
+    )  # fmt: skip
+    found = bench.run(config, lambda _: None)["metrics"]
+    assert found["rate"] > 0
+    assert (found["speedup"] == 1.0) is (not packed)
+    assert found["mib"] is None  # a CPU does not tell
+
+
+def test_kernels_and_mlp_have_times_of_what_runs_here(tmp_path):
+    for what, method in (("kernels", "semi_sparse"), ("mlp", "semi_sparse")):
+        config = Config(**TINY | {"what": what, "method": method, "length": 16}, runs=str(tmp_path))
+        found = bench.run(config, lambda _: None)["metrics"]
+        assert found["speedup"] == pytest.approx(found["dense_us"] / found["sparse_us"])
+        assert found["copy_us"] > 0
+        assert found["pack_us"] is found["library_us"] is None
+
+
+def test_what_packs_a_matrix_packs_it_both_ways(packing):
+    torch.manual_seed(0)
+    matrices = [torch.randn(64, 128, dtype=torch.bfloat16)]
+    calls = inference_speed.packing(matrices)
+    assert set(calls) == {"copy", "pack"}  # the library's needs a GPU
+    calls["pack"](0)
+    assert torch.equal(calls["copy"](0), matrices[0])
