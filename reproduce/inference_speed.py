@@ -172,7 +172,7 @@ def cache_type() -> Any:
     """A class of caches of fixed size, which CUDA graphs can hold, for models of transformers."""
     from transformers import Cache
 
-    class FixedCache(Cache):  # type: ignore[misc]
+    class FixedCache(Cache):
         """Keys and values [2, layers, 1, heads, length, dim]; `at` are the places written to."""
 
         def __init__(self, states: Tensor) -> None:
@@ -199,7 +199,6 @@ def llama(config: Config) -> Any:
         num_key_value_heads=config.kv_heads or config.heads,
         num_hidden_layers=config.layers,
         vocab_size=32_000 if config.on.type == "cuda" else 320,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(config.seed)
     with config.on, default_dtype(config.dtype):
