@@ -65,6 +65,7 @@ class Linear(MaskedLinear):
     config: Config
     permutation: Tensor
     operand_dgrad: Tensor
+    rounds_first = False  # dgrad's mask is chosen with the operand
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)

@@ -96,6 +96,7 @@ class Linear(Fp8Linear):
     config: Config
     scale: Tensor
     operand_dgrad: Tensor | None
+    rounds_first = False  # the threshold is taken from the weight
 
     @property
     def mvue(self) -> str | None:

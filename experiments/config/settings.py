@@ -228,7 +228,8 @@ class ImplConfig:
     with FP8 `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and
     packed weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it
     serves, or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs
-    instead of launched kernel by kernel: on one GPU, with batches of one shape.
+    instead of launched kernel by kernel: on one GPU, with batches of one shape. shard: what several
+    ranks share: the batch alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
     workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.
@@ -241,6 +242,7 @@ class ImplConfig:
     matmul: str = "auto"
     optimizer: str = "separate"
     cuda_graphs: bool = False
+    shard: str = "ddp"
     checkpoint_every: int = 50
     threads: int = 0
     workers: int = 0
@@ -253,6 +255,7 @@ class ImplConfig:
             "backend": ("auto", "cpu", "triton"),
             "matmul": ("auto", "cusparselt", "dense"),
             "optimizer": ("separate", "fused"),
+            "shard": ("ddp", "fsdp2"),
         }.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import methods
 from common_kernels.pack.operands import MULTIPLE
 from experiments.support.memory import buffer_bytes
+from experiments.training.sharding import blocks
 from methods.nn.linear import SparseLinear
 
 # Moments that an optimizer keeps of each weight.
@@ -188,29 +189,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: what stands in lists of modules of one class that hold linears."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        children = list(module.children())
-        if (
-            isinstance(module, nn.ModuleList | nn.Sequential)
-            and len({type(child) for child in children}) == 1
-            and any(isinstance(m, nn.Linear) for m in children[0].modules())
-            and any(p.requires_grad for p in children[0].parameters())
-            and not any(f"{name}.".startswith(f"{other}.") for other in found)
-        ):
-            found |= {f"{name}.{i}": child for i, child in enumerate(children)}
-    return list(found.values())
-
-
 class _Saved:
     """Storages that autograd keeps of a forward pass, by the block that they belong to."""
 
     def __init__(
         self, model: nn.Module, own: set[int], watch: _Watch, dtype: torch.dtype | None
     ) -> None:
-        self.blocks, self.seen, self.watch, self.dtype = _blocks(model), own, watch, dtype
+        self.blocks = [
+            block
+            for block in blocks(model).values()
+            if any(p.requires_grad for p in block.parameters())
+        ]
+        self.seen, self.watch, self.dtype = own, watch, dtype
         self.kept: list[Any] = []  # so that no storage takes the place of another
         self.here: int | None = None
         self.of_blocks: dict[int, int] = {}

@@ -2,7 +2,8 @@
 
 A checkpoint is one `torch.save` file of tensors and plain values, read back with
 `weights_only=True` (nothing is unpickled), and a sidecar with its size and SHA-256. The file is
-written beside its place, synced, and renamed; the sidecar follows. The two newest are kept.
+written beside its place, synced, and renamed; the sidecar follows. The two newest are kept. One
+that several ranks write is a folder of the same name (training/sharded_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,27 +104,50 @@ def finite(value: Any) -> Any:
 def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     """Write the state before optimizer step `step` as `directory/step-<step>.pt`."""
     path = directory / f"step-{step:09d}.pt"
-    write_atomic(path, lambda p: _save(state, p))
-    write_json(_sidecar(path), {"bytes": path.stat().st_size, "sha256": sha256(path)})
-    whole = [p for p in sorted(directory.glob("step-*.pt")) if p <= path]
-    for other in directory.glob("step-*.pt"):
-        # Later ones were damaged, or this run would have begun there.
-        if other not in whole[-KEPT:]:
-            _sidecar(other).unlink(missing_ok=True)
-            other.unlink()
+    write_atomic(path, lambda p: write(state, p))
+    write_json(_sidecar(path), record_of(path))
+    remove_others(path)
     return path
 
 
-def load_latest(directory: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """The newest intact checkpoint, on the CPU, or None. `warn` gets a line on each damaged one."""
+def remove_others(path: Path) -> None:
+    """Remove the checkpoints beside `path` but for the newest before it."""
+    there = found(path.parent)
+    before = [p for p in there if p.stem < path.stem]
+    for other in there:
+        # Later ones were damaged, or this run would have begun there.
+        if other in (path, *before[1 - KEPT :]):
+            continue
+        if other.is_dir():
+            shutil.rmtree(other)
+        else:
+            _sidecar(other).unlink(missing_ok=True)
+            other.unlink()
+
+
+def found(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, files and folders, the oldest first."""
+    return sorted(p for p in directory.glob("step-*") if p.suffix == ".pt" or p.is_dir())
+
+
+def load_latest(
+    directory: Path,
+    warn: Callable[[str], None],
+    load: Callable[[Path], dict[str, Any]] | None = None,
+) -> dict[str, Any] | None:
+    """The newest intact checkpoint, on the CPU, or None.
+
+    Args:
+        warn: gets a line on each damaged one. load: reads one, or raises `Damaged`.
+    """
     damaged: dict[Path, str] = {}
     state, instead = None, "none is whole, so the run begins anew"
-    for path in sorted(directory.glob("step-*.pt"), reverse=True):
+    for path in reversed(found(directory)):
         try:
-            state = _load(path)
+            state = (load or load_file)(path)
             instead = f"{path.name}, the one before it, is used"
             break
-        except _Damaged as error:
+        except Damaged as error:
             damaged[path] = str(error)
     for path, damage in damaged.items():
         warn(f"checkpoint {path} is damaged ({damage}); {instead}")
@@ -144,7 +169,7 @@ def exclusive(directory: Path) -> Iterator[None]:
             raise UserError(f"another process is running in {directory}; wait for it") from error
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
-                debris.unlink()
+                shutil.rmtree(debris) if debris.is_dir() else debris.unlink()
         yield
 
 
@@ -158,36 +183,61 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """A checkpoint that cannot be used, and why."""
 
 
-def _save(state: dict[str, Any], path: Path) -> None:
+def load_file(path: Path) -> dict[str, Any]:
+    """The checkpoint in `path`. Raises `Damaged` if its size, checksum or content is wrong."""
+    check(path, read_record(_sidecar(path)))
+    return read(path)
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, by which `check` knows it again."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def read_record(path: Path) -> Any:
+    """The content of a JSON file that vouches for others. Raises `Damaged` without one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        # The process ended between the two writes: the file itself was renamed when complete,
+        # but nothing vouches for it.
+        raise Damaged("its checksum file is missing") from error
+    except ValueError as error:
+        raise Damaged("its checksum file is damaged") from error
+
+
+def check(path: Path, record: Any) -> None:
+    """Raise `Damaged` if the file is not the one of which `record_of` was taken."""
+    try:
+        length, digest = record["bytes"], record["sha256"]
+    except (KeyError, TypeError) as error:
+        raise Damaged("its checksum file is damaged") from error
+    if not path.is_file():
+        raise Damaged(f"{path.name} is missing")
+    size = path.stat().st_size
+    if size != length:
+        raise Damaged(f"{size} bytes instead of {length}")
+    if sha256(path) != digest:
+        raise Damaged("its SHA-256 does not match")
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """Write a tree of tensors and plain values."""
     # torch's own writing to a path does not tell why it failed.
     with path.open("wb") as file:
         torch.save(state, file)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The checkpoint in `path`. Raises `_Damaged` if its size, checksum or content is wrong."""
-    try:
-        expected = json.loads(_sidecar(path).read_text(encoding="utf-8"))
-        length, digest = expected["bytes"], expected["sha256"]
-    except FileNotFoundError as error:
-        # The process ended between the two writes: the file itself was renamed when complete,
-        # but nothing vouches for it.
-        raise _Damaged("its checksum file is missing") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _Damaged("its checksum file is damaged") from error
-    size = path.stat().st_size
-    if size != length:
-        raise _Damaged(f"{size} bytes instead of {length}")
-    if sha256(path) != digest:
-        raise _Damaged("its SHA-256 does not match")
+def read(path: Path) -> dict[str, Any]:
+    """The tree in `path`, on the CPU. Raises `Damaged` if there is anything else in it."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise _Damaged("it is no file of tensors and plain values") from error
+        raise Damaged("it is no file of tensors and plain values") from error
     if not isinstance(state, dict):
-        raise _Damaged(f"it holds a {type(state).__name__}")
+        raise Damaged(f"it holds a {type(state).__name__}")
     return state

@@ -48,6 +48,14 @@ class World:
             raise UserError(error[0])
         return value if self.is_main else work()
 
+    def all(self, value: T) -> list[T]:
+        """The value of each rank, by rank; every rank must call it."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
     def mean(self, value: Tensor) -> Tensor:
         """Average of a tensor over the ranks; every rank must call it."""
         if self.size > 1:

@@ -22,6 +22,7 @@ from experiments.support.errors import UserError
 from experiments.training.graphs import Replays, require_graphs
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
+from methods.nn import sharding
 from models.base import Model
 
 # A run whose scaler has skipped this many steps in a row will not recover.
@@ -116,12 +117,14 @@ def make_optimizer(
 def _training_bytes(model: nn.Module, optimizer: str) -> int:
     """Bytes of weights, gradients and moments, the least that a step needs beside activations."""
     copies = 3 if optimizer == "lion" else 4  # weights, gradients, and one or two moments
-    parameters = sum(p.nbytes * (copies if p.requires_grad else 1) for p in model.parameters())
-    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+    parameters = sum(
+        sharding.rows_of(p).nbytes * (copies if p.requires_grad else 1) for p in model.parameters()
+    )
+    return parameters + sum(sharding.rows_of(buffer).nbytes for buffer in model.buffers())
 
 
 class Optimization:
-    """Optimizer steps of `model`, converted by `method` and on its device.
+    """Optimizer steps of `model`, converted by `method` and on its device, sharded or whole.
 
     The model's own hooks are called in the order of the method's and before them.
 
@@ -162,7 +165,7 @@ class Optimization:
         self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
         runner: Any = torch.compile(model) if compiled else model
-        if ranks > 1:
+        if ranks > 1 and not any(map(sharding.is_sharded, model.parameters())):
             # Masks and scales are equal on all ranks by construction; the random keys must not be.
             runner = DistributedDataParallel(runner, broadcast_buffers=False)
         self.runner = runner
@@ -194,7 +197,7 @@ class Optimization:
         total = self._accumulate(batches, shares)
         self.scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = sharding.full(torch.nn.utils.get_total_norm(grads))
         length = float(norm)  # waits for the device
         finite = math.isfinite(length)
         if not finite and not self.scaler.is_enabled():
@@ -267,6 +270,16 @@ class Optimization:
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def places(self) -> dict[str, Any]:
+        """A tree like `state_dict()` with the tensors whose place theirs have: a moment is where
+        its weight is."""
+        weights = (p for group in self.optimizer.param_groups for p in group["params"])
+        return {
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": {"state": dict(enumerate(weights))},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from experiments.training import legality, speed
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
 from experiments.training.optimization import DTYPES, micro_batch_size
+from experiments.training.sharding import Shards, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers, read_metrics
 from experiments.training.trainer import Trainer
 from methods import Method, Report
@@ -97,6 +98,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
         check_viewers(config.impl.loggers)
         init = config.init_weights()
         model, method, converted, source = _prepare(config, here)
+        shards = share(model, method, config.impl, DTYPES[config.train.dtype], here)
         if config.init_weights() != init:
             raise UserError(f"{config.init} was changed while it was read")
         directory = config.directory()
@@ -133,7 +135,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 report(str(method.acceleration))
             for note in notes(config, source):
                 report(note)
-            return _train(config, trainer, held_out, converted, init, report)
+            return _train(config, trainer, shards, held_out, converted, init, report)
 
 
 def notes(config: RunConfig, source: Source) -> list[str]:
@@ -163,6 +165,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
     except ValueError as error:
         raise UserError(str(error)) from error
     method = config.build_method()
+    check_shared(method, config.impl, here)
 
     @functools.cache
     def open_source() -> Source:
@@ -181,8 +184,9 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
         converted = method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
         size = _micro_batch_size(config, method, here)
-        matmul = config.impl.matmul  # auto leaves the word to the environment
-        method.accelerate(size * source.tokens_per_sample, None if matmul == "auto" else matmul)
+        if not shares_weights(config.impl, here):
+            matmul = config.impl.matmul  # auto leaves the word to the environment
+            method.accelerate(size * source.tokens_per_sample, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, converted, source
@@ -191,6 +195,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
 def _train(
     config: RunConfig,
     trainer: Trainer,
+    shards: Shards | None,
     held_out: HeldOut,
     converted: Report,
     init: dict[str, str] | None,
@@ -205,13 +210,21 @@ def _train(
     products = {name: dataclasses.asdict(layer.accelerated) for name, layer in layers.items()}
     trainer.fit()
     last = trainer.method.metrics()
-    averaged, means = _finalized_averages(trainer), trainer.evaluate_averages()
-    latent = latent_state(trainer.method)
-    trainer.method.finalize(model)
+    averaged, means = _finalized_averages(trainer, shards), trainer.evaluate_averages()
+    # What is delivered is whole, and on rank 0 alone where the ranks share the weights.
+    whole = (model, trainer.method) if shards is None else shards.whole()
+    latent = {} if whole is None else latent_state(whole[1])
+    if shards is None:
+        trainer.method.finalize(model)
+    else:
+        shards.finalize()
     means = trainer.evaluate_weights() | means
     trainer.log_last(means)
-    plain, names = deliverable(model, converted.names)
+    if shards is not None and whole is not None:
+        whole[1].finalize(whole[0])
+    plain, names = deliverable(model if whole is None else whole[0], converted.names)
     patterns = {new: trainer.method.pattern(old) for new, old in names.items()}
+    sparsity = None if whole is None else legality.total(legality.measure(plain, patterns))
     samples = int(config.train.samples_before[trainer.step])
     result: dict[str, Any] = {
         "config_hash": config.digest(),
@@ -232,7 +245,7 @@ def _train(
             "skipped_steps": trainer.optimization.skipped,
         },
         "notes": notes(config, source),
-        "sparsity": legality.total(legality.measure(plain, patterns)),
+        "sparsity": sparsity if shards is None else here.all(sparsity)[0],
         "converted": list(names),
         "backend": backend.resolve(here.device),
         "matmul": products,
@@ -309,12 +322,19 @@ def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, di
     return plain, {inside[id(m)]: name for name, m in modules.items() if id(m) in inside}
 
 
-def _finalized_averages(trainer: Trainer) -> nn.Module | None:
-    """A plain copy of the model with the averaged weights, finalized like the model itself."""
+def _finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | None:
+    """A plain copy of the model with the averaged weights, finalized like the model itself; where
+    it is sharded, on rank 0 alone."""
     if not trainer.averages:
         return None
     with trainer.averaged():
-        model, method = copy.deepcopy((trainer.model, trainer.method))
+        if shards is None:
+            copied: Any = copy.deepcopy((trainer.model, trainer.method))
+        else:
+            copied = shards.whole()
+    if copied is None:
+        return None
+    model, method = copied
     method.finalize(model)
     return deliverable(model, ())[0]
 

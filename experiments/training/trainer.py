@@ -22,7 +22,7 @@ from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import checkpoint
 from experiments.support.errors import Stop, UserError, deferred_stop
 from experiments.support.progress import Progress, say
-from experiments.training import averages
+from experiments.training import averages, sharded_checkpoint
 from experiments.training.distributed import World
 from experiments.training.optimization import (
     NonFiniteGradient,
@@ -149,10 +149,7 @@ class Trainer:
         """The samples that the source left out on any rank, made known to all. Every rank must call
         it."""
         skipped: set[int] = getattr(self.source, "skipped", set())
-        if self.world.size > 1:
-            parts: list[Any] = [None] * self.world.size
-            torch.distributed.all_gather_object(parts, sorted(skipped))
-            skipped.update(*parts)
+        skipped.update(*self.world.all(sorted(skipped)))
         return sorted(skipped)
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -305,35 +302,28 @@ class Trainer:
         Args:
             own: states of this rank's generators, if not the present ones.
         """
-        states: list[Any] = [None] * self.world.size
-        own = own or generators(self.world.device)
-        if self.world.size > 1:
-            torch.distributed.all_gather_object(states, own)
-        else:
-            states = [own]
+        states = self.world.all(own or generators(self.world.device))
         loss_sum, skipped = self.world.mean(self.loss_sum), self._join_skipped()
-        if not self.world.is_main:
-            return
         if self.log is not None:
             self.lines = self.log.lines
             self.log.sync()
-        checkpoint.save(
-            self.checkpoints,
-            self.step,
-            {
-                "identity": self.identity,
-                "data": self.source.fingerprint,
-                "step": self.step,
-                **self.optimization.state_dict(),
-                "generators": states,
-                "seconds": self.seconds,
-                "loss_sum": loss_sum,
-                "loss_count": self.loss_count,
-                "averages": self.averages,
-                "skipped_samples": skipped,
-                "log": self.lines,
-            },
-        )
+        state = {
+            "identity": self.identity,
+            "data": self.source.fingerprint,
+            "step": self.step,
+            **self.optimization.state_dict(),
+            "generators": states,
+            "seconds": self.seconds,
+            "loss_sum": loss_sum,
+            "loss_count": self.loss_count,
+            "averages": self.averages,
+            "skipped_samples": skipped,
+            "log": self.lines,
+        }
+        if sharded_checkpoint.is_sharded(state):
+            sharded_checkpoint.save(self.checkpoints, self.step, state, self.world)
+        elif self.world.is_main:
+            checkpoint.save(self.checkpoints, self.step, state)
 
     def resume(self) -> None:
         """Load the newest whole checkpoint, if there is one.
@@ -342,7 +332,9 @@ class Trainer:
             UserError: it belongs to another config, other first weights or other data; nothing is
                 changed.
         """
-        state = checkpoint.load_latest(self.checkpoints, self.report)
+        state = checkpoint.load_latest(
+            self.checkpoints, self.report, lambda path: sharded_checkpoint.load(path, self.world)
+        )
         if state is None:
             return
         if state.get("identity") != self.identity:
@@ -355,6 +347,8 @@ class Trainer:
                 f"{self.checkpoints} was made on other data than those in "
                 f"{self.source.directory}; give these another data.name, or remove it"
             )
+        like = {**self.optimization.places(), "averages": self.averages}
+        state = sharded_checkpoint.placed(state, like)
         self.optimization.load_state_dict(state)
         self.step = state["step"]
         self.seconds = state["seconds"]

@@ -43,6 +43,10 @@ class Fp8Linear(SparseLinear):
         return self.recipe
 
     @property
+    def rounds_first(self) -> bool:  # type: ignore[override]
+        return not self.recipe
+
+    @property
     def _dgrad_on_units(self) -> bool:
         """True if dgrad's codes are [in, out]: packed, or dense in a format that cuBLAS multiplies
         with dY's, which are e5m2."""

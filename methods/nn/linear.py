@@ -44,6 +44,9 @@ class SparseLinear(nn.Linear):
     # So many rows one after the other are treated alone by `refresh_mask` and `settle`; 0: all are
     # treated together.
     rows_together: int = 1
+    # Operands are the same whether the weight is rounded to their dtype before they are derived or
+    # after: an entry is one of the weight, or 0, under masks that are kept.
+    rounds_first: bool = True
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.

@@ -39,6 +39,16 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def rows_of(tensor: Any) -> Tensor:
+    """The part of `tensor` that this rank holds."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def full(tensor: Any) -> Tensor:
+    """All of `tensor`, gathered or summed where it is a DTensor: every rank must call it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
 def check_whole(model: nn.Module) -> None:
     """Raise ValueError if `model` is sharded already."""
     for name, parameter in model.named_parameters():
@@ -313,8 +323,7 @@ def whole(layer: Any) -> Iterator[None]:
 
 def summed(x: Tensor) -> Tensor:
     """The sum of all entries in float64, of all shards where x is sharded."""
-    total: Any = x.sum(dtype=torch.float64)
-    return total.full_tensor() if is_sharded(total) else total
+    return full(x.sum(dtype=torch.float64))
 
 
 def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:

@@ -1,0 +1,194 @@
+"""FSDP2 in the trainer: a model whose weights, gradients and moments lie in rows on all ranks.
+
+The arithmetic is that of one process. Autocast casts as ever, so `train.dtype` alone says in what
+dtype a product runs; weights that it would round anyway are gathered rounded, where torch knows how
+to, and gradients are summed in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.config.settings import ImplConfig
+from experiments.support.errors import UserError
+from experiments.training.distributed import World
+from methods import Method
+from methods.nn import sharding
+from methods.nn.linear import SparseLinear
+from models.base import Model
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The transformer blocks by name: what stands in lists of modules of one class that hold
+    linears."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if (
+            isinstance(module, nn.ModuleList | nn.Sequential)
+            and len({type(child) for child in children}) == 1
+            and any(isinstance(m, nn.Linear) for m in children[0].modules())
+            and not any(f"{name}.".startswith(f"{other}.") for other in found)
+        ):
+            found |= {f"{name}.{i}": child for i, child in enumerate(children)}
+    return found
+
+
+def shares_weights(impl: ImplConfig, world: World) -> bool:
+    """True if the ranks shall hold rows of the weights; one process alone holds all."""
+    return impl.shard == "fsdp2" and world.size > 1
+
+
+def check_shared(method: Method, impl: ImplConfig, world: World) -> None:
+    """Raise a `UserError` if these settings do not go together with sharded weights."""
+    if not shares_weights(impl, world):
+        return
+    if impl.matmul == "cusparselt":
+        raise UserError(
+            "impl.matmul=cusparselt with impl.shard=fsdp2: operands of sharded weights are not "
+            "packed; set impl.matmul=auto"
+        )
+    if getattr(method.config, "fp8", "off") == "hopper" and world.device.type == "cuda":
+        raise UserError(
+            "method.fp8=hopper with impl.shard=fsdp2: FP8 units serve whole weights alone; set "
+            "method.fp8=paper, which is simulated, or impl.shard=ddp"
+        )
+
+
+def share(
+    model: Model, method: Method, impl: ImplConfig, dtype: torch.dtype | None, world: World
+) -> Shards | None:
+    """Let the ranks share the weights, if `impl` says so; see `Shards`."""
+    return Shards(model, method, dtype, world) if shares_weights(impl, world) else None
+
+
+class Shards:
+    """A model and its method, converted and not yet trained, shared by the ranks from here on.
+
+    Args:
+        dtype: of autocast, if any.
+    Raises:
+        UserError: there is something in them that cannot be sharded.
+    """
+
+    def __init__(
+        self, model: Model, method: Method, dtype: torch.dtype | None, world: World
+    ) -> None:
+        self.model, self.method, self.world = model, method, world
+        teacher = getattr(method, "teacher", None)
+        # For `whole`: all but the numbers, as it is before FSDP takes the parameters over.
+        shapes: dict[int, Any] = {id(teacher): None}
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            shapes[id(tensor)] = _like(tensor, "meta")
+        self._shapes = copy.deepcopy((model, method), shapes)
+        mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
+        try:
+            for each in (model, teacher):
+                if each is not None:
+                    _shard(each, dtype, mesh, keeps_root=each is model)
+            sharding.follow(method.layers.values(), model)
+        except ValueError as error:
+            raise UserError(f"impl.shard=fsdp2: {error}") from error
+
+    @torch.no_grad()
+    def whole(self) -> tuple[Model, Method] | None:
+        """A plain copy of model and method as they are now, on the CPU of rank 0; None on the
+        others. Every rank must call it."""
+        state: dict[str, Tensor] = {}
+        sharding.follow(self.method.layers.values(), self.model)
+        for name, tensor in self.model.state_dict().items():
+            gathered = sharding.full(tensor)
+            if self.world.is_main:
+                state[name] = gathered.cpu()
+        if not self.world.is_main:
+            return None
+        # A new copy each time: the averaged weights are a second one.
+        model, method = copy.deepcopy(self._shapes)
+        _fill(model, state)
+        return model, method
+
+    def finalize(self) -> None:
+        """Finalize the layers in their shards. SLoPe's stay as they are: they hold another
+        parameter than a plain linear, and compute the same as they will end with."""
+        if all("weight" in layer._parameters for layer in self.method.sparse_layers.values()):
+            self.method.finalize(self.model)
+
+
+def _like(tensor: Tensor, device: str) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Put numbers, those of `state` where it has some, into a model on the meta device; what is
+    tied stays so."""
+    filled: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in filled:
+                    key = f"{prefix}.{name}" if prefix else name
+                    found = state[key] if key in state else torch.empty_like(tensor, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+                    filled[id(tensor)] = found
+                tensors[name] = filled[id(tensor)]
+    for module in model.modules():
+        if isinstance(module, SparseLinear):
+            module.reload()
+
+
+def _shard(model: nn.Module, dtype: torch.dtype | None, mesh: Any, keeps_root: bool) -> None:
+    """Shard each block of `model`, and what is outside of blocks.
+
+    keeps_root: the latter stays gathered from the forward to the backward pass.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    options = {"mesh": mesh, "mp_policy": _policy(model, dtype)}
+    for block in blocks(model).values():
+        fully_shard(block, **options)
+    fully_shard(model, reshard_after_forward=None if keeps_root else True, **options)
+
+
+def _policy(model: nn.Module, dtype: torch.dtype | None) -> Any:
+    """In what dtypes parameters are gathered and gradients summed."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    options: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    # Where torch cannot choose by parameter (before 2.15), all are gathered as they are.
+    if (
+        dtype is not None
+        and "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
+    ):
+        rounded = {id(p) for p in _rounded(model)}
+        options |= {
+            "param_dtype": dtype,
+            "param_dtype_override_fn": lambda p: dtype if id(p) in rounded else p.dtype,
+        }
+    return MixedPrecisionPolicy(**options)
+
+
+def _rounded(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are used in autocast's dtype alone."""
+    everywhere: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            everywhere[id(parameter)] = everywhere.get(id(parameter), 0) + 1
+    for module in model.modules():
+        if type(module) is nn.Linear or (isinstance(module, SparseLinear) and module.rounds_first):
+            for parameter in module._parameters.values():
+                # One that is tied to an embedding is used in fp32, too.
+                if parameter is not None and everywhere[id(parameter)] == 1:
+                    yield parameter

@@ -1,0 +1,242 @@
+"""Pre-training with `impl.shard=fsdp2`: two and four processes, and what they leave for others."""
+
+import multiprocessing
+import os
+import shutil
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from experiments.config.run import load
+from experiments.config.settings import ImplConfig
+from experiments.support import checkpoint
+from experiments.support.errors import UserError
+from experiments.training import pretraining, sharded_checkpoint, sharding
+from experiments.training.distributed import World, world
+from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
+from methods import s_ste, sr_ste
+from models.gpt2 import GPT, GPTConfig
+from tests.experiments.conftest import SHORT, TINY_MODEL, Interrupted
+
+# Each passes a choice of masks and, where the method has phases, a switch. A large eps lets AdamW's
+# update be as smooth as the gradient: no last bit of it grows.
+CASES = {
+    "t_sr_ste": ["method.refresh_every=4", "method.dense_fraction=0.4", "method.mvue=off"],
+    "s_ste": ["method.mvue=off", "train.ema=0.5", "impl.micro_batch=1"],
+    "ast": ["method.refresh_every=5", "method.slorb_k=4"],
+    "slope": ["method.adapter_rank=2", "method.adapter_fraction=0.5"],
+}
+SETTINGS = ["model.n_layer=2", "model.n_embd=24", "train.eps=1e-2", "impl.shard=fsdp2"]
+LAST = 12
+
+
+def quiet(message):
+    pass
+
+
+def _run(rank, ranks, store, runs):
+    """Train each of `runs`, (overrides, step): to the end, or up to a step before which it dies."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    train_step = Trainer._train_step
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    with world("cpu"):
+        for overrides, step in runs:
+
+            def dying(self, batches, step=step):
+                if self.step == step:
+                    raise Interrupted
+                return train_step(self, batches)
+
+            Trainer._train_step = dying
+            with suppress(Interrupted):
+                pretraining.run(load(overrides), quiet)
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_dir, tmp_path_factory):
+    """Overrides of each case by (case, folder): `one` process, `two` ranks, and `moved` from two to
+    four to one; and the checkpoints of `moved` as two ranks left them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    data = [
+        "data.name=words",
+        f"data.source={corpus_dir / 'text'}",
+        f"data.root={corpus_dir}",
+        "data.vocab_size=300",
+    ]
+    model = [o for o in TINY_MODEL if "n_layer" not in o and "n_embd" not in o]
+    found = {
+        (case, place): [
+            *model, *SHORT, *SETTINGS, *data, f"method={case}", *options, f"runs={folder / place}"
+        ]
+        for case, options in CASES.items()
+        for place in ("one", "two", "moved")
+    }  # fmt: skip
+    two = [(found[case, "two"], LAST) for case in CASES]
+    two += [(found[case, "moved"], 7) for case in CASES]
+    # All ranks are forked from one process that has imported everything and done nothing.
+    modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
+    multiprocessing.set_forkserver_preload(modules)
+    store = (folder / "store2").as_uri()
+    mp.start_processes(_run, (2, store, two), nprocs=2, start_method="forkserver")
+    shutil.copytree(folder / "moved", folder / "kept")
+    four = [(found[case, "moved"], 10) for case in CASES]
+    store = (folder / "store4").as_uri()
+    mp.start_processes(_run, (4, store, four), nprocs=4, start_method="forkserver")
+    for case in CASES:
+        for place in ("one", "moved"):
+            pretraining.run(load(found[case, place]), quiet)
+    return found, folder / "kept"
+
+
+def curves(config):
+    """Every number of the log but times, by step and name."""
+    return {
+        (record["step"], name): value
+        for record in read_metrics(config.directory() / "metrics.jsonl")
+        for name, value in record.items()
+        if name != "step_seconds" and not isinstance(value, str)
+    }
+
+
+@pytest.mark.parametrize("place", ["two", "moved"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
+    one, other = load(trained[0][case, "one"]), load(trained[0][case, place])
+    found, expected = curves(other), curves(one)
+    assert found.keys() == expected.keys()
+    assert len({step for step, name in found if name == "loss"}) == LAST
+    assert found == pytest.approx(expected, abs=1e-5)
+    ours, alone = pretraining.finished(other), pretraining.finished(one)
+    assert ours["files"].keys() == alone["files"].keys()
+    assert ours["sparsity"] == alone["sparsity"] and ours["converted"] == alone["converted"]
+    assert ours["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
+    for name in alone["files"]:
+        if name.endswith(".safetensors"):
+            weights = load_file(one.directory() / name)
+            for key, value in load_file(other.directory() / name).items():
+                assert value.dtype == weights[key].dtype
+                torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def newest(folder, messages):
+    """The newest checkpoint in `folder`, whole, read by one process."""
+    state = checkpoint.load_latest(
+        folder, messages.append, lambda path: sharded_checkpoint.load(path, ALONE)
+    )
+    return sharded_checkpoint.placed(state, None)
+
+
+@pytest.fixture
+def two_checkpoints(trained, tmp_path):
+    [kept] = trained[1].glob("*/s_ste*/seed0/checkpoints")
+    return shutil.copytree(kept, tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_is_split_by_ranks_and_holds_no_pickle(two_checkpoints):
+    assert [p.name for p in checkpoint.found(two_checkpoints)] == [
+        "step-000000003",
+        "step-000000006",
+    ]
+    folder = two_checkpoints / "step-000000006"
+    assert {p.name for p in folder.iterdir()} == {
+        "index.json", "state.pt", "rank-0.safetensors", "rank-1.safetensors"
+    }  # fmt: skip
+    weight = "/model/transformer.h.0.mlp.c_fc.weight"
+    parts = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(2)]
+    state = newest(two_checkpoints, [])
+    found = state["model"][weight.removeprefix("/model/")]
+    assert torch.equal(found, torch.cat([part[weight] for part in parts]))
+    # What is tied is there once.
+    assert sum("wte" in name or "lm_head" in name for name in parts[0] if "model" in name) == 1
+    assert state["step"] == 6 and len(state["generators"]) == 2
+
+
+@pytest.mark.parametrize("file", ["rank-1.safetensors", "state.pt", "index.json"])
+@pytest.mark.parametrize("damage", ["missing", "shorter", "other"])
+def test_a_damaged_part_is_reported_and_the_one_before_is_used(two_checkpoints, file, damage):
+    path = two_checkpoints / "step-000000006" / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "shorter":
+        path.write_bytes(content[:-1])
+    elif damage == "other" and file == "index.json":
+        path.write_bytes(b"{}")
+    elif damage == "other":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    messages = []
+    if (file, damage) == ("index.json", "shorter"):  # its last character is an end of line
+        path.write_bytes(content[:-2])
+    assert newest(two_checkpoints, messages)["step"] == 3
+    [message] = messages
+    assert "damaged" in message and message.endswith("step-000000003, the one before it, is used")
+
+
+def test_half_a_checkpoint_is_removed_and_never_read(two_checkpoints):
+    hidden = two_checkpoints / ".step-000000009.0"
+    shutil.copytree(two_checkpoints / "step-000000006", hidden)
+    (hidden / "index.json").unlink()
+    assert newest(two_checkpoints, [])["step"] == 6
+    with checkpoint.exclusive(two_checkpoints.parent):
+        assert not hidden.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_rows_are_read_by_any_number_of_ranks(two_checkpoints, ranks):
+    """Rows of a tensor whose first dim no number of ranks divides."""
+    whole = torch.arange(14.0).view(7, 2)
+    parts = [whole[:4], whole[4:], whole[7:]]
+    files = []
+    for rank, part in enumerate(parts):
+        files.append(two_checkpoints / f"{rank}.safetensors")
+        sharded_checkpoint.save_file({"w": part.contiguous()}, files[-1])
+    rows = sharded_checkpoint.Rows(tuple(files[:2]), "w", (7, 2))
+    chunk = -(-7 // ranks)
+    read = [rows.read(min(7, i * chunk), min(7, (i + 1) * chunk)) for i in range(ranks)]
+    assert torch.equal(torch.cat(read), whole) and torch.equal(rows.read(), whole)
+
+
+def refusal(method, impl, device="cpu"):
+    two = World(0, 2, torch.device(device))
+    with pytest.raises(UserError) as error:
+        sharding.check_shared(method, ImplConfig(shard="fsdp2", **impl), two)
+    return str(error.value)
+
+
+def test_what_shards_do_not_serve_is_one_line():
+    method = s_ste.Method(s_ste.Config(fp8="hopper"))
+    packed = {"matmul": "cusparselt"}
+    assert "impl.matmul=cusparselt with impl.shard=fsdp2" in refusal(method, packed)
+    assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
+    sharding.check_shared(method, ImplConfig(shard="fsdp2", **packed), ALONE)
+    with pytest.raises(ValueError, match=r"impl\.shard=fsdp; choose one of ddp, fsdp2"):
+        ImplConfig(shard="fsdp")
+
+
+def test_weights_that_autocast_rounds_are_gathered_rounded():
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True))
+    linears = {f"transformer.h.{i}.{name}" for i in (0, 1) for name in ("mlp.c_fc", "mlp.c_proj")}
+    names = {id(p): n for n, p in model.named_parameters()}
+
+    def rounded():
+        return {names[id(p)].rpartition(".")[0] for p in sharding._rounded(model)}
+
+    attention = {f"transformer.h.{i}.attn.{name}" for i in (0, 1) for name in ("c_attn", "c_proj")}
+    assert rounded() == linears | attention  # neither norms nor what is tied to an embedding
+    s_ste.Method(s_ste.Config()).convert(model)  # its threshold is taken from the whole weight
+    assert rounded() == attention
+
+
+def test_blocks_are_found_in_every_list_of_them():
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8))
+    sr_ste.Method(sr_ste.Config()).convert(model)
+    assert list(sharding.blocks(model)) == ["transformer.h.0", "transformer.h.1"]
