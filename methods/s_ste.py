@@ -33,7 +33,7 @@ from common_kernels.pack.operands import pack24_
 
 from .nn import base
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Linear
+from .nn.fp8_linear import Fp8Linear, Fp8Method
 from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
 from .nn.operands import Dense
@@ -60,6 +60,7 @@ class Config(base.Config):
     fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 for dY alone) or `hopper` (the
         paper's with W in e4m3 for dgrad). The first two are always simulated; `hopper` runs on FP8
         units where `Method.accelerate` finds them, and is simulated elsewhere: nn/fp8_gemms.py.
+        `hopper_delayed` is `hopper` with delayed scaling: nn/delayed.py.
     """
 
     beta: str = "mse"
@@ -188,13 +189,9 @@ class Linear(Fp8Linear):
             self.operand_dgrad.copy_(sample)
 
 
-class Method(base.Method):
+class Method(Fp8Method):
     Config = Config
     Linear = Linear
-
-    @property
-    def quantizes(self) -> bool:
-        return self.config.fp8 != "off"
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         config = self.config

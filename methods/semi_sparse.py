@@ -48,6 +48,7 @@ from common_kernels import nm_mask, transposable_mask24
 from .nn import base
 from .nn.conversion import some_names, weight_of
 from .nn.fp8_gemms import FP8
+from .nn.fp8_linear import Fp8Method
 from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
@@ -65,8 +66,8 @@ class Config(base.Config):
         activation only, see above).
     refresh_every: optimizer steps between two choices of the weight's mask.
     sparse_fraction: share of `total_steps`, the first ones, that is sparse.
-    fp8: FP8 products while weights are sparse, `off`, `paper`, `hybrid` or `hopper`: as for
-        `methods.t_sr_ste`.
+    fp8: FP8 products while weights are sparse, `off`, `paper`, `hybrid`, `hopper` or
+        `hopper_delayed`: as for `methods.t_sr_ste`.
     """
 
     mode: str = "weight"
@@ -148,7 +149,7 @@ class ActivationLinear(SwitchedLinear):
         return super().forward(x if self.is_dense else prune_input(x, self.config.algorithm))
 
 
-class Method(SwitchedMethod):
+class Method(Fp8Method, SwitchedMethod):
     Config = Config
 
     def __init__(self, config: Any) -> None:
@@ -159,10 +160,6 @@ class Method(SwitchedMethod):
         self.dense_start = math.inf
         if config.sparse_fraction < 1.0:
             self.dense_start = round(config.sparse_fraction * config.total_steps)
-
-    @property
-    def quantizes(self) -> bool:
-        return self.config.fp8 != "off"
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.sparse_fraction < 1.0 and not self.config.total_steps:

@@ -18,7 +18,7 @@ from common_kernels.adamw import Rule
 
 from .nn import base
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Linear
+from .nn.fp8_linear import Fp8Linear, Fp8Method
 from .nn.linear import MaskedLinear, SparseLinear
 from .nn.optimizer import StepWork
 
@@ -27,7 +27,8 @@ from .nn.optimizer import StepWork
 class Config(base.Config):
     """Options of STE.
 
-    fp8: FP8 products, `off`, `paper`, `hybrid` or `hopper`: as for `methods.s_ste`.
+    fp8: FP8 products, `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`: as for
+        `methods.s_ste`.
     """
 
     fp8: str = field(default="off", metadata={"added": True})
@@ -41,13 +42,9 @@ class Linear(Fp8Linear, MaskedLinear):
     """`MaskedLinear` with the option of FP8."""
 
 
-class Method(base.Method):
+class Method(Fp8Method):
     Config = Config
     Linear = Linear
-
-    @property
-    def quantizes(self) -> bool:
-        return self.config.fp8 != "off"
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         assert isinstance(layer, Linear)

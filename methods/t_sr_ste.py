@@ -36,6 +36,7 @@ from common_kernels.masks import ALGORITHMS
 from . import sr_ste
 from .nn import base
 from .nn.fp8_gemms import FP8
+from .nn.fp8_linear import Fp8Method
 from .nn.gemms import Products
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
@@ -56,8 +57,9 @@ class Config(sr_ste.Config):
     dense_fraction: share of `total_steps` that is dense.
     dense_phase: where these steps lie: at the `end`, or at the `start`, with which the paper
         compares (section 4.3); then the model ends 2:4 sparse.
-    fp8: FP8 products in the sparse phase, `off`, `paper`, `hybrid` or `hopper`: as for
-        `methods.s_ste`, but that `hopper` has W in e5m2 for dgrad, which is a sparse product here.
+    fp8: FP8 products in the sparse phase, `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`:
+        as for `methods.s_ste`, but that the last two have W in e5m2 for dgrad, which is a sparse
+        product here.
     """
 
     refresh_every: int = 40
@@ -94,7 +96,7 @@ class Linear(TransposableLinear):
         return None if self.is_dense or self.config.mvue == "off" else self.config.mvue
 
 
-class Method(SwitchedMethod, sr_ste.Method):
+class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
     Config = Config
     Linear = Linear
 
@@ -107,10 +109,6 @@ class Method(SwitchedMethod, sr_ste.Method):
         self.dense_stop = math.inf
         if config.dense_phase == "start" and dense < steps:
             self.dense_start, self.dense_stop = 0, dense
-
-    @property
-    def quantizes(self) -> bool:
-        return self.config.fp8 != "off"
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.dense_fraction and not self.config.total_steps:

@@ -9,14 +9,27 @@ from common_kernels.library import custom_op
 
 
 def quantize_fp8(
-    x: torch.Tensor, fmt: str, *, backend: str | None = None
+    x: torch.Tensor,
+    fmt: str,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of x and their scale: x is about codes / scale.
 
     fmt `e4m3` gives torch.float8_e4m3fn codes, `e5m2` torch.float8_e5m2, in x's shape; the scale is
     a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs.
+
+    Args:
+        amax, seen: fp32 [], together, for delayed scaling. amax takes the place of x's largest
+            magnitude, so that x is read once; what is larger becomes the largest code. seen
+            becomes the larger of itself and of x's largest magnitude.
     """
-    return _quantize_fp8(x, fmt, _check(x, fmt, backend))
+    name = _check(x, fmt, backend)
+    if amax is None and seen is None:
+        return _quantize_fp8(x, fmt, name)
+    return _quantize_fp8_delayed(x, fmt, *check_delayed(x, amax, seen), name)
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
@@ -25,6 +38,19 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
     No gradient is defined: the caller owns its straight-through rule.
     """
     return _fake_fp8(x, fmt, _check(x, fmt, backend))
+
+
+def check_delayed(
+    x: torch.Tensor, amax: torch.Tensor | None, seen: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two, if they are fp32 [] on x's device."""
+    for name, tensor in (("amax", amax), ("seen", seen)):
+        if tensor is None or tensor.ndim or tensor.dtype != torch.float32:
+            given = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"delayed scaling takes amax and seen, fp32 []; {name} is {given}")
+    assert amax is not None and seen is not None
+    checks.one_device(x=x, amax=amax, seen=seen)
+    return amax, seen
 
 
 def _check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
@@ -46,6 +72,22 @@ def _quantize_fp8(x: torch.Tensor, fmt: str, backend: str) -> tuple[torch.Tensor
 
 @_quantize_fp8.register_fake
 def _(x, fmt, backend):
+    return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
+
+
+@custom_op("sparse24::quantize_fp8_delayed", mutates_args=("seen",))
+def _quantize_fp8_delayed(
+    x: torch.Tensor, fmt: str, amax: torch.Tensor, seen: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend == "triton":
+        from common_kernels.fp8 import triton
+
+        return triton.quantize_fp8(x, fmt, amax, seen)
+    return cpu.quantize_fp8(x, fmt, amax, seen)
+
+
+@_quantize_fp8_delayed.register_fake
+def _(x, fmt, amax, seen, backend):
     return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
 
 

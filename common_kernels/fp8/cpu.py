@@ -33,9 +33,21 @@ def codes_of(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     return (x.float() * scale).clamp_(-top, top).to(FORMATS[fmt])
 
 
-def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = scale_of(x, fmt)
+def quantize_fp8(
+    x: torch.Tensor,
+    fmt: str,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_of(x, fmt) if amax is None else scale_from(amax, fmt)
+    record(seen, x)
     return codes_of(x, scale, fmt), scale
+
+
+def record(seen: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raise `seen`, if given, to the largest magnitude of x."""
+    if seen is not None and x.numel():
+        seen.copy_(torch.maximum(seen, amax_of(x)))
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.fp8 import check_delayed
 from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
@@ -19,12 +20,18 @@ from common_kernels.soft_threshold import soft_threshold24
 
 
 def quantize_both(
-    x: Tensor, fmt: str, fmt_transposed: str, *, backend: str | None = None
+    x: Tensor,
+    fmt: str,
+    fmt_transposed: str,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes of x [n, k] in `fmt`, codes of x^T [k, n up to a multiple of 64] in `fmt_transposed`,
     and the scale of each, with one search for the largest magnitude and one read for the codes.
 
-    The columns of x^T beyond n are zeros.
+    The columns of x^T beyond n are zeros. amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(x)
     for name in (fmt, fmt_transposed):
@@ -33,7 +40,11 @@ def quantize_both(
     if x.ndim != 2:
         raise ValueError(f"x must have two dims, not shape {tuple(x.shape)}")
     name = backends.resolve(x.device, backend)
-    codes, transposed, scales = _quantize_both(x, fmt, fmt_transposed, name)
+    if amax is None and seen is None:
+        codes, transposed, scales = _quantize_both(x, fmt, fmt_transposed, name)
+    else:
+        delayed = check_delayed(x, amax, seen)
+        codes, transposed, scales = _quantize_both_delayed(x, fmt, fmt_transposed, *delayed, name)
     return codes, transposed, *scales.unbind()
 
 
@@ -41,19 +52,41 @@ def quantize_both(
 def _quantize_both(
     x: Tensor, fmt: str, fmt_transposed: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _both(x, fmt, fmt_transposed, None, None, backend)
+
+
+@custom_op("sparse24::quantize_both_delayed", mutates_args=("seen",))
+def _quantize_both_delayed(
+    x: Tensor, fmt: str, fmt_transposed: str, amax: Tensor, seen: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _both(x, fmt, fmt_transposed, amax, seen, backend)
+
+
+def _both(
+    x: Tensor, fmt: str, fmt_transposed: str, amax: Tensor | None, seen: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and x.numel():
         from common_kernels.fp8 import operands_triton
 
-        return operands_triton.quantize_both(x.contiguous(), fmt, fmt_transposed)
-    codes, scale = fp8.quantize_fp8(x.contiguous(), fmt)
-    transposed, scale_transposed = fp8.quantize_fp8(x, fmt_transposed)
+        return operands_triton.quantize_both(x.contiguous(), fmt, fmt_transposed, amax, seen)
+    codes, scale = fp8.quantize_fp8(x.contiguous(), fmt, amax, seen)
+    transposed, scale_transposed = fp8.quantize_fp8(x, fmt_transposed, amax)
     transposed = fill_up(transposed, -len(x) % MULTIPLE).t().contiguous()
     scales = torch.stack([scale, scale_transposed])
     return codes, transposed, scales
 
 
+@_quantize_both_delayed.register_fake
+def _(x, fmt, fmt_transposed, amax, seen, backend):
+    return _both_like(x, fmt, fmt_transposed)
+
+
 @_quantize_both.register_fake
 def _(x, fmt, fmt_transposed, backend):
+    return _both_like(x, fmt, fmt_transposed)
+
+
+def _both_like(x: Tensor, fmt: str, fmt_transposed: str) -> tuple[Tensor, Tensor, Tensor]:
     rows = (x.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     return (
         x.new_empty(x.shape, dtype=fp8.FORMATS[fmt]),
@@ -136,6 +169,8 @@ def quantize_and_sample(
     key: Tensor,
     stride: int,
     fmt: str,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
     *,
     layout: str = BUFFERED,
     backend: str | None = None,
@@ -147,13 +182,19 @@ def quantize_and_sample(
     largest of dy, so half of dy's scale serves it: no second search for a largest magnitude.
 
     Args:
-        key: int64 [2]; key[1] * stride must be a multiple of 4.
+        key: int64 [2]; key[1] * stride must be a multiple of 4. amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(dy, "dy")
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
-    codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, layout, name)
+    if amax is None and seen is None:
+        codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, layout, name)
+    else:
+        amax, seen = check_delayed(dy, amax, seen)
+        codes, buffer, scale = _quantize_and_sample_delayed(
+            dy, key, stride, fmt, amax, seen, layout, name
+        )
     shape = dy.shape[1], _filled_up(dy, layout)
     return codes, Packed24((buffer,), shape, codes.dtype, layout), scale
 
@@ -168,13 +209,41 @@ def _filled_up(dy: Tensor, layout: str) -> int:
 def _quantize_and_sample(
     dy: Tensor, key: Tensor, stride: int, fmt: str, layout: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _and_sample(dy, key, stride, fmt, None, None, layout, backend)
+
+
+@custom_op("sparse24::quantize_and_sample_delayed", mutates_args=("seen",))
+def _quantize_and_sample_delayed(
+    dy: Tensor,
+    key: Tensor,
+    stride: int,
+    fmt: str,
+    amax: Tensor,
+    seen: Tensor,
+    layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _and_sample(dy, key, stride, fmt, amax, seen, layout, backend)
+
+
+def _and_sample(
+    dy: Tensor,
+    key: Tensor,
+    stride: int,
+    fmt: str,
+    amax: Tensor | None,
+    seen: Tensor | None,
+    layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton" and dy.numel():
         from common_kernels.fp8 import operands_triton
 
         return operands_triton.quantize_and_sample(
-            dy.contiguous(), key.contiguous(), stride, fmt, layout, _filled_up(dy, layout)
-        )
-    codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt)
+            dy.contiguous(), key.contiguous(), stride, fmt, layout, _filled_up(dy, layout), amax,
+            seen,
+        )  # fmt: skip
+    codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt, amax, seen)
     filled = fill_up(dy, _filled_up(dy, layout) - len(dy))
     sample = mvue24(filled.float(), key[0], key[1] * stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
@@ -183,8 +252,17 @@ def _quantize_and_sample(
     return codes, cpu.pack(own, sample != 0, layout), scale
 
 
+@_quantize_and_sample_delayed.register_fake
+def _(dy, key, stride, fmt, amax, seen, layout, backend):
+    return _and_sample_like(dy, fmt, layout)
+
+
 @_quantize_and_sample.register_fake
 def _(dy, key, stride, fmt, layout, backend):
+    return _and_sample_like(dy, fmt, layout)
+
+
+def _and_sample_like(dy: Tensor, fmt: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     dtype = fp8.FORMATS[fmt]
     size = cpu.buffer_bytes(dy.shape[1], _filled_up(dy, layout), dtype, layout)
     return (

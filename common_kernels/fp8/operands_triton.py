@@ -7,7 +7,7 @@ import triton.language as tl
 
 from common_kernels import backend
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.triton import BLOCK, amax_kernel, rounded, scale_from
+from common_kernels.fp8.triton import BLOCK, largest, rounded, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
 from common_kernels.mvue.triton import sample_stored, uniform
 from common_kernels.pack.triton import (
@@ -38,29 +38,28 @@ def codes_like(shape: tuple[int, ...], fmt: str, device: torch.device) -> torch.
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def largest(x: torch.Tensor) -> torch.Tensor:
-    amax = torch.zeros((), dtype=torch.int32, device=x.device)
-    launch(
-        amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, amax, x.numel(), BLOCK=BLOCK
-    )  # fmt: skip
-    return amax
-
-
 def quantize_both(
-    x: torch.Tensor, fmt: str, fmt_transposed: str
+    x: torch.Tensor,
+    fmt: str,
+    fmt_transposed: str,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
     padded = triton.cdiv(rows, TILE) * TILE
     codes = codes_like((rows, columns), fmt, x.device)
     transposed = codes_like((columns, padded), fmt_transposed, x.device)
-    scales, amax = torch.empty(2, device=x.device), largest(x)
+    scales = torch.empty(2, device=x.device)
+    bits = largest(x) if amax is None else amax.view(torch.int32)
     # One after the other where project_quantize24_ has to.
     parts = ((True, True),) if fmt != fmt_transposed else ((True, False), (False, True))
     for own, other in parts:
         launch(
             quantize_both_kernel, padded // TILE * triton.cdiv(columns, TILE), x.device,
-            x, codes, transposed, amax, scales, rows, columns, padded,
-            *constants(fmt), *constants(fmt_transposed), OWN=own, TRANSPOSED=other, TILE=TILE,
+            x, codes, transposed, bits, scales,
+            scales if seen is None else seen.view(torch.int32), rows, columns, padded,
+            *constants(fmt), *constants(fmt_transposed), OWN=own, TRANSPOSED=other,
+            SEEN=seen is not None, TILE=TILE,
         )  # fmt: skip
     return codes.to(FORMATS[fmt]), transposed.to(FORMATS[fmt_transposed]), scales
 
@@ -80,10 +79,10 @@ def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
 
 @triton.jit
 def quantize_both_kernel(
-    x, codes, transposed, amax, scales, rows, columns, padded,
+    x, codes, transposed, amax, scales, seen, rows, columns, padded,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    OWN: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
+    OWN: tl.constexpr, TRANSPOSED: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     bits = tl.load(amax)
     scale, scale_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
@@ -96,6 +95,8 @@ def quantize_both_kernel(
     at = r[:, None] * columns + c[None, :]
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if SEEN:
+        tl.atomic_max(seen, tl.max(magnitude(values)))
     if OWN:
         code = encode(values * scale, TOP, SMALLEST, LIFT)
         tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
@@ -214,7 +215,14 @@ def project_kernel(
 
 
 def quantize_and_sample(
-    dy: torch.Tensor, key: torch.Tensor, stride: int, fmt: str, layout: str, padded: int
+    dy: torch.Tensor,
+    key: torch.Tensor,
+    stride: int,
+    fmt: str,
+    layout: str,
+    padded: int,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """padded: tokens of the sample, a multiple of 64."""
     tokens, out = dy.shape
@@ -225,8 +233,10 @@ def quantize_and_sample(
     scale = torch.empty((), device=dy.device)
     launch(
         quantize_and_sample_kernel, padded // TILE * (out // TILE), dy.device,
-        dy, key, stride, codes, values, meta, largest(dy), scale, tokens, padded, out,
-        *constants(fmt), ORDER=order_of(layout, FORMATS[fmt]),
+        dy, key, stride, codes, values, meta,
+        largest(dy) if amax is None else amax.view(torch.int32), scale,
+        scale if seen is None else seen.view(torch.int32), tokens, padded, out,
+        *constants(fmt), SEEN=seen is not None, ORDER=order_of(layout, FORMATS[fmt]),
     )  # fmt: skip
     if backend.interpreted():
         stored.copy_(values)
@@ -235,8 +245,9 @@ def quantize_and_sample(
 
 @triton.jit
 def quantize_and_sample_kernel(
-    dy, key, stride, codes, values, meta, amax, scale, tokens, padded, out,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr, ORDER: tl.constexpr,
+    dy, key, stride, codes, values, meta, amax, scale, seen, tokens, padded, out,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr, SEEN: tl.constexpr,
+    ORDER: tl.constexpr,
 ):  # fmt: skip
     """64 tokens of 64 features: 16 groups each; as pack.triton.sample_kernel, in codes."""
     s = scale_from(tl.load(amax), TOP)
@@ -252,6 +263,11 @@ def quantize_and_sample_kernel(
     x1 = load_and_encode(dy, codes, 4 * group + 1, column, tokens, out, s, TOP, SMALLEST, LIFT)
     x2 = load_and_encode(dy, codes, 4 * group + 2, column, tokens, out, s, TOP, SMALLEST, LIFT)
     x3 = load_and_encode(dy, codes, 4 * group + 3, column, tokens, out, s, TOP, SMALLEST, LIFT)
+    if SEEN:
+        bits = tl.maximum(
+            tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3))
+        )
+        tl.atomic_max(seen, tl.max(bits))
     # Four neighbouring features share a counter.
     counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
     w0, w1, w2, w3 = tl.randint4x(seed, counters)

@@ -13,40 +13,59 @@ from common_kernels.launch import cast, launch, magnitude
 BLOCK = 4096
 
 
-def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(
+    x: torch.Tensor,
+    fmt: str,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel() == 0:
-        return cpu.quantize_fp8(x, fmt)
+        return cpu.quantize_fp8(x, fmt, amax, seen)
     scale = torch.empty((), device=x.device)
     # The interpreter casts to FP8 wrongly; its codes are therefore stored in fp32 first.
     dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
     codes = torch.empty_like(x, dtype=dtype)
-    quantize(x, codes, scale, fmt, codes=True)
+    quantize(x, codes, scale, fmt, True, amax, seen)
     return codes.to(FORMATS[fmt]), scale
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel():
-        quantize(x, out, torch.empty((), device=x.device), fmt, codes=False)
+        quantize(x, out, torch.empty((), device=x.device), fmt, False)
     return out
 
 
 def quantize(
-    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, fmt: str, codes: bool
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    fmt: str,
+    codes: bool,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> None:
     info = torch.finfo(FORMATS[fmt])
     x, out = chunks.in_memory_order(x), chunks.in_memory_order(out)
-    size, amax = x.numel(), torch.zeros((), dtype=torch.int32, device=x.device)
-    blocks = triton.cdiv(size, BLOCK)
-    launch(amax_kernel, blocks, x.device, x, amax, size, BLOCK=BLOCK)
+    bits = largest(x) if amax is None else amax.view(torch.int32)
     mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
     launch(
-        fp8_kernel, blocks, x.device, x, out, amax, scale, size,
+        fp8_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, out, bits, scale,
+        scale if seen is None else seen.view(torch.int32), x.numel(),
         TOP=info.max,
         SMALLEST=torch.tensor(info.smallest_normal).view(torch.int32).item(),
         LIFT=(23 - mantissa << 23) + (1 << 22),
-        CODES=codes, BLOCK=BLOCK,
+        CODES=codes, SEEN=seen is not None, BLOCK=BLOCK,
     )  # fmt: skip
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of x, dense in memory, as the bits of fp32: int32 []."""
+    amax = torch.zeros((), dtype=torch.int32, device=x.device)
+    launch(
+        amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, amax, x.numel(), BLOCK=BLOCK
+    )  # fmt: skip
+    return amax
 
 
 @triton.jit
@@ -59,15 +78,18 @@ def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def fp8_kernel(
-    x, out, amax, scale, size,
+    x, out, amax, scale, seen, size,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    CODES: tl.constexpr, BLOCK: tl.constexpr,
+    CODES: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = scale_from(tl.load(amax), TOP)
     if tl.program_id(0) == 0:
         tl.store(scale, s)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    scaled = tl.load(x + at, mask=at < size, other=0).to(tl.float32) * s
+    a = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
+    if SEEN:
+        tl.atomic_max(seen, tl.max(magnitude(a), 0))
+    scaled = a * s
     y = rounded(scaled, TOP, SMALLEST, LIFT)
     if CODES:  # a negative number that vanishes is -0.0
         sign = scaled.to(tl.int32, bitcast=True) & -2147483648

@@ -25,6 +25,7 @@ from methods.nn.linear import SparseLinear
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SIMULATED = "s_ste, fp8=paper simulated"
+DELAYED = "t_sr_ste, fp8 delayed"
 TORCHAO = "dense fp8, torchao"
 ON_UNITS = "hopper"  # the recipe that FP8 units multiply, as every method's option `fp8` names it
 # Of X and W in fprop, of dY, of W in dgrad, of X in wgrad.
@@ -79,6 +80,9 @@ ARMS = {
     "dense fp8": Setup("dense", fp8="hybrid"),
     TORCHAO: Setup("dense", fp8="hybrid"),
     **ON_FP8_UNITS,
+    DELAYED: Setup(
+        "t_sr_ste", {**BF16["t_sr_ste"].options, "fp8": "hopper_delayed"}, fp8=ON_UNITS
+    ),
     SIMULATED: Setup("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
 }
 

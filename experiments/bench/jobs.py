@@ -21,7 +21,7 @@ from models.gpt2 import GPT, Block, GPTConfig
 from models.transformer import Transformer, TransformerConfig
 
 SPARSE = ("ste", "semi_sparse", "t_sr_ste", "s_ste", "slope")
-NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS)
+NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS, arms.DELAYED)
 MLP, ALL = ("*mlp.*",), PRESETS["all"]
 Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 

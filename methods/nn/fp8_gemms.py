@@ -13,7 +13,7 @@ Simulated (all recipes, on any device): what codes hold is exact in bf16, so tha
 products are those of bf16 operands, accumulated in fp32 and given in fp32. Nothing but the scale
 is computed from the values: numerics, and no time saved.
 
-On FP8 units (compute capability 9.0; `hopper` alone, whose formats are what they multiply: dense
+On FP8 units (compute capability 9.0; for `hopper`, whose formats are what they multiply: dense
 products with e5m2 in one operand at most, sparse ones with both operands in one format):
 
     fprop  sparse (cuSPARSELt), or dense where faster               given in bf16
@@ -22,7 +22,8 @@ products with e5m2 in one operand at most, sparse ones with both operands in one
 
 They differ from the simulation of the same recipe by the accumulation of the FP8 units and by the
 rounding of Y and dX to bf16. For them `hopper` gives the sample of dY half of dY's scale instead of
-one of its own, so that dY is searched for its largest magnitude once.
+one of its own, so that dY is searched for its largest magnitude once. `hopper_delayed` is the same
+with delayed scaling: X and dY are not searched at all (delayed.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale
 from common_kernels.matmul import mm24
 
+from . import delayed
 from .gemms import groups_of, sample_tokens
 from .operands import Fp8, exact_product, save, saved, with_leading_dims
 
@@ -51,6 +53,7 @@ class Fp8Formats:
     dgrad: str  # W in dgrad
     wgrad: str  # X in wgrad
     on_units: bool = False  # what FP8 units multiply; the sample of dY has half of dY's scale
+    delayed: bool = False  # scales of X and dY follow from the steps before (delayed.py)
 
 
 FP8: dict[str, Any] = {
@@ -61,25 +64,33 @@ FP8: dict[str, Any] = {
     "hybrid": Fp8Formats(fprop="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
     "hopper": Fp8Formats("e4m3", "e5m2", dgrad="e4m3", wgrad="e5m2", on_units=True),
 }
+FP8["hopper_delayed"] = replace(FP8["hopper"], delayed=True)
 # Of weights that are 2:4 along `out` as well: a sparse product takes both operands in one format.
-FP8_BOTH_WAYS = {**FP8, "hopper": replace(FP8["hopper"], dgrad="e5m2")}
+FP8_BOTH_WAYS = {
+    name: replace(formats, dgrad="e5m2") if name.startswith("hopper") else formats
+    for name, formats in FP8.items()
+}
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample):
+    def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, amax, seen):
         ctx.mvue, ctx.formats, ctx.packs_sample = mvue, formats, packs_sample
         ctx.shape, ctx.on_units = x.shape, fprop.on_units
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             x2d = x.reshape(-1, x.shape[-1])
+            given = delayed.given(0, x2d, amax, seen)
             if ctx.on_units:
-                codes, kept, scale, kept_scale = quantize_both(x2d, formats.fprop, formats.wgrad)
+                codes, kept, scale, kept_scale = quantize_both(
+                    x2d, formats.fprop, formats.wgrad, *given
+                )
             else:
-                codes, scale = kept, kept_scale = quantize_fp8(x2d, formats.fprop)
+                codes, scale = kept, kept_scale = quantize_fp8(x2d, formats.fprop, *given)
                 if formats.wgrad != formats.fprop:
-                    kept, kept_scale = quantize_fp8(x2d, formats.wgrad)
-            save(ctx, dgrad, kept, kept_scale, key)
+                    kept, kept_scale = quantize_fp8(x2d, formats.wgrad, *given)
+            ctx.seen = seen  # not saved: it changes before the backward pass
+            save(ctx, dgrad, kept, kept_scale, key, amax)
             return with_leading_dims(fprop.linear(Fp8(codes, scale), bias, x.dtype), x)
 
     @staticmethod
@@ -89,14 +100,17 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        dgrad, x, x_scale, key = saved(ctx)
+        dgrad, x, x_scale, key, amax = saved(ctx)
         formats, packs_sample = ctx.formats, ctx.packs_sample and ctx.needs_input_grad[1]
         dy = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_weight = grad_bias = None
+        given = delayed.given(1, dy, amax, ctx.seen)
         if packs_sample:
-            codes, sample, scale = quantize_and_sample(dy, key, groups_of(dy), formats.gradient)
+            codes, sample, scale = quantize_and_sample(
+                dy, key, groups_of(dy), formats.gradient, *given
+            )
         else:
-            codes, scale = quantize_fp8(dy, formats.gradient)
+            codes, scale = quantize_fp8(dy, formats.gradient, *given)
         if ctx.needs_input_grad[0]:
             grad_x = dgrad.grad(Fp8(codes, scale), grad_y.dtype).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
@@ -110,7 +124,7 @@ class _Fp8Linear(torch.autograd.Function):
             grad_weight = rescale(product, scale, x_scale, dtype=ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, None, grad_bias, *(None,) * 4
+        return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
 
 
 def quantized_sample(
@@ -135,6 +149,7 @@ def fp8_linear(
     mvue: str | None,
     formats: Fp8Formats,
     packs_sample: bool = False,
+    amax: delayed.Amax = delayed.NONE,
 ) -> Tensor:
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
@@ -142,5 +157,6 @@ def fp8_linear(
         weight: dense master weight [out, in]; it only receives dW.
         fprop, dgrad: codes in these formats, both for FP8 units or both for the simulation.
         bias, key, mvue, packs_sample: as for `gemms.sparse_linear`.
+        amax: state of delayed scaling.
     """
-    return _Fp8Linear.apply(x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample)
+    return _Fp8Linear.apply(x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, *amax)

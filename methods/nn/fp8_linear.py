@@ -13,6 +13,7 @@ from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import Packed24
 from common_kernels.pack.cpu import buffer_bytes
 
+from . import base, delayed
 from .fp8_gemms import FP8, Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, under_autocast
 from .linear import SparseLinear
@@ -29,6 +30,7 @@ class Fp8Linear(SparseLinear):
     codes: Tensor | None
     codes_dgrad: Tensor | None
     code_scales: Tensor
+    has_history: bool  # with delayed scaling (delayed.py)
 
     recipes: ClassVar[dict[str, Fp8Formats | None]] = FP8
 
@@ -60,6 +62,13 @@ class Fp8Linear(SparseLinear):
             self.register_buffer(codes, None, persistent=False)
         if self.recipe:
             self._hold_codes()
+        if self.recipe and self.recipe.delayed:
+            delayed.setup(self, self.weight.device)
+
+    def reload(self) -> None:
+        super().reload()
+        if self.recipe and self.recipe.delayed:
+            delayed.reload(self)
 
     def exact_weight(self) -> Tensor:
         """`effective_weight` before it is rounded to the master's dtype."""
@@ -153,13 +162,33 @@ class Fp8Linear(SparseLinear):
         x = under_autocast(x)
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
-        operands, wgrad = self.operands(x.dtype), self.products.wgrad
+        fp8, operands, wgrad = self.fp8, self.operands(x.dtype), self.products.wgrad
+        amax = delayed.of(self) if fp8.delayed else delayed.NONE
         return fp8_linear(
-            x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, self.fp8, wgrad
+            x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, fp8, wgrad, amax
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)
         if self.recipe:  # a cast would take codes and their scales for numbers
             self.allocate()
+        if self.recipe and self.recipe.delayed:
+            delayed.reload(self)
         return self
+
+    def restore(self) -> None:
+        super().restore()
+        vars(self).pop("has_history", None)
+
+
+class Fp8Method(base.Method):
+    """A method with the option `fp8`."""
+
+    @property
+    def quantizes(self) -> bool:
+        return self.config.fp8 != "off"
+
+    @torch.no_grad()
+    def on_step_end(self, step: int) -> None:
+        super().on_step_end(step)
+        delayed.update(self.layers.values())

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
+import common_kernels as ck
 from common_kernels import fake_fp8, quantize_fp8
+from common_kernels.backend import HAS_TRITON
+from common_kernels.fp8.cpu import codes_of, scale_from
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,3 +96,47 @@ def test_errors_and_empty_tensors():
         fake_fp8(torch.ones(4), "e3m4")
     with pytest.raises(TypeError, match="int64"):
         quantize_fp8(torch.ones(4, dtype=torch.int64), "e4m3")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operator", ["codes", "both", "sample"])
+def test_delayed_scaling(operator, dtype, backend):
+    """A scale from elsewhere: what is larger becomes the largest code; the largest is seen."""
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    largest, amax = x.abs().max().float(), torch.tensor(1.5, device=DEVICE)
+    scale = scale_from(amax, "e5m2")
+    want = codes_of(x, scale, "e5m2").float()
+    assert want.abs().max() == 57344 and (x.float().abs() > 1.5).any()
+    for before, after in ((0.5, largest), (2 * largest, 2 * largest)):
+        seen = torch.tensor(float(before), device=DEVICE)
+        if operator == "codes":
+            codes, used = ck.quantize_fp8(x, "e5m2", amax, seen, backend=backend)
+        elif operator == "both":
+            codes, turned, used, other = quantize_both(
+                x, "e5m2", "e4m3", amax, seen, backend=backend
+            )
+            assert other == 448 / 1.5
+            own = codes_of(x, other, "e4m3").float()
+            assert torch.equal(turned.float()[:, :100], own.t())
+        else:
+            key = torch.tensor([9, 2], device=DEVICE)
+            codes, packed, used = quantize_and_sample(
+                x, key, 1600, "e5m2", amax, seen, backend=backend
+            )
+            filled = torch.cat([x.float(), x.new_zeros(28, 64)])
+            sample = codes_of(ck.mvue24(filled, 9, 3200, dim=0), 0.5 * scale, "e5m2")
+            assert torch.equal(ck.unpack24(packed).float(), sample.t().float())
+        assert torch.equal(codes.float(), want) and used == scale and seen == after
+
+
+def test_delayed_scaling_takes_both_numbers():
+    x, one = torch.ones(4, 4), torch.ones(())
+    for given, match in (
+        ((one,), "seen is None"),
+        ((None, one), "amax is None"),
+        ((one, torch.ones(2)), r"seen is torch\.float32 \(2,\)"),
+        ((one.double(), one), r"amax is torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ck.quantize_fp8(x, "e4m3", *given)

@@ -48,6 +48,7 @@ ARMS = {
         {},
         {"fp8": "paper"},
         {"fp8": "hybrid", "mvue": "sequential"},
+        {"fp8": "hopper_delayed"},
         {"beta": "mse_dynamic"},
         {"mvue_weight": True},
     ],
