@@ -13,16 +13,14 @@ as it comes. It is the most likely one, or with a temperature a random one:
 
     temperature=0.8 top_k=50 top_p=0.95 seed=1
 
-With `sparse=true` (the default) the same weights go on as torch's
-semi-structured tensors, where the device can multiply with them, and the tokens
-per second of both are compared: the median of `repeats` generations of `tokens`
-tokens, prompt included, after one that is not counted. Where it cannot, the
-reason is printed. These lines go to standard error.
-
-It shows that the weights work, not that they are fast: a token at a time gives
-products of a few rows, and torch's cuSPARSELt operator plans each of them anew
-on the CPU. On an H200 (torch 2.11) GPT-2 of 124M to 1558M generated 0.17 to
-0.23 times as fast as dense, at batches of 1 to 256.
+With `sparse=true` (the default) the 2:4 linears then run packed, where the
+device can multiply so, from as many tokens on as that is faster
+(models/packed.py), and the tokens per second of both are compared: the median
+of `repeats` generations of `tokens` tokens, prompt included, after one that is
+not counted. Where it cannot, the reason is printed. These lines go to standard
+error. A token at a time gives products of as few rows as `batch` says, which
+are rarely enough; `python -m experiments.bench serve` shows from where on they
+are.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from torch import Tensor
 from experiments.config.compose import plain, typed
 from experiments.config.driver import driver
 from experiments.config.settings import ImplConfig
-from experiments.exporting import export, files, semi_structured
+from experiments.exporting import export, files
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_seed
@@ -52,6 +50,7 @@ from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM
+from models.packed import pack
 
 if TYPE_CHECKING:
     from experiments.finetuning.inputs import Encoding
@@ -230,15 +229,20 @@ def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding
     dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
     say(f"dense products: {dense_rate:.1f} tokens/s", sys.stderr)
     try:
-        names = semi_structured.to_semi_structured(model)
-    except UserError as reason:
+        found = pack(model)
+    except ValueError as reason:
         say(f"2:4 products: not run, {reason}", sys.stderr)
+        return
+    counts = sorted(count for count in found.values() if count is not None)
+    if not counts:
+        say(f"2:4 products: not run, in {len(found)} linears dense ones are faster", sys.stderr)
         return
     sparse, rate = timed(model, ids, settings, encoding.n_vocab)
     equal = int((dense[0] == sparse[0]).long().cumprod(0).sum())
     say(
-        f"2:4 products in {len(names)} linears: {rate:.1f} tokens/s, {rate / dense_rate:.2f} of "
-        f"dense; the first {equal} of {settings.tokens} tokens are the same",
+        f"2:4 products in {len(counts)} of {len(found)} linears, from {counts[0]} tokens at once "
+        f"on: {rate:.1f} tokens/s, {rate / dense_rate:.2f} of dense; the first {equal} of "
+        f"{settings.tokens} tokens are the same",
         sys.stderr,
     )
     if equal < settings.tokens:  # sums in another order can turn a close choice

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from common_kernels import backend, register_cpu_operators
+from common_kernels import backend
 from experiments import generate
 from experiments.config.settings import ImplConfig
-from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import pretraining
+from models import packed
 
 
 def settings(**options):
@@ -53,12 +53,9 @@ def test_the_text_is_the_most_likely_one_and_a_missing_device_is_named(
 
 
 @pytest.fixture
-def semi_structured_cpu(monkeypatch):
-    """torch's 2:4 products on the CPU, as on an Ampere GPU."""
-    operators = register_cpu_operators()
-    monkeypatch.setattr(semi_structured, "semi_structured_layout", lambda *_: "cutlass_sm80")
-    yield
-    del operators
+def packed_cpu(monkeypatch):
+    """2:4 products on the CPU, emulated, of two tokens and more."""
+    monkeypatch.setattr(generate, "pack", lambda model: packed.pack(model, crossover=2))
 
 
 @pytest.fixture
@@ -69,7 +66,7 @@ def wide(tiny):
     return FinishedRun.open(options.directory())
 
 
-def test_the_same_weights_go_on_as_2_4_products(wide, semi_structured_cpu, monkeypatch, capsys):
+def test_the_same_weights_go_on_as_2_4_products(wide, packed_cpu, monkeypatch, capsys):
     models, texts = [], []
     original = generate.timed
 
@@ -82,16 +79,19 @@ def test_the_same_weights_go_on_as_2_4_products(wide, semi_structured_cpu, monke
     monkeypatch.setattr(generate, "timed", timed)
     generate.run(config(wide, "the mask keeps", "bf16", tokens=5, batch=2))
     said = capsys.readouterr().err
-    shape = r"\n2:4 products in 2 linears: [\d.]+ tokens/s, [\d.]+ of dense; the first (\d) of 5 "
+    shape = (
+        r"\n2:4 products in 2 of 2 linears, from 2 tokens at once on: [\d.]+ tokens/s, [\d.]+ of "
+        r"dense; the first (\d) of 5 "
+    )
     equal = int(re.search(shape, said)[1])
     assert [len(text) for text in texts] == [5, 5] and texts[0][:equal] == texts[1][:equal]
     assert equal == 5 or texts[0][equal] != texts[1][equal]
-    sparse = {n for n, kind in models[1].items() if kind == "SemiStructuredLinear"}
+    sparse = {n for n, kind in models[1].items() if kind == "PackedLinear"}
     assert sparse == {f"model.transformer.{name}" for name in ("h.0.mlp.c_fc", "h.0.mlp.c_proj")}
-    assert "SemiStructuredLinear" not in models[0].values()
+    assert "PackedLinear" not in models[0].values()
 
 
-def test_tokens_that_differ_are_counted_and_shown(wide, semi_structured_cpu, monkeypatch, capsys):
+def test_tokens_that_differ_are_counted_and_shown(wide, packed_cpu, monkeypatch, capsys):
     """The third of five tokens is another one, as it can be where two are equally likely."""
     texts = iter([[1, 2, 3, 4, 5], [1, 2, 9, 4, 5]])
     monkeypatch.setattr(generate, "timed", lambda *_: (torch.tensor([next(texts)]), 1.0))

@@ -1,0 +1,208 @@
+"""Linears that run packed: the same product from the crossover on, dense wherever that is not safe.
+
+cuSPARSELt's products are emulated on the CPU."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from common_kernels import backend, matmul, nm_mask, register_cpu_operators
+from models import packed
+
+
+def pruned(*widths, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=a < b) for a, b in itertools.pairwise(widths)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight *= nm_mask(layer.weight)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def spoil(layer):
+    """The packed weights are worthless from here on, so that it shows which ones are used."""
+    layer.packed.values.zero_()
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (64,), (65,), (2, 70), (3, 2, 16), (0,), (2, 0)])
+@torch.no_grad()
+def test_packed_products_are_those_of_the_dense_weights(shape):
+    model = pruned(64, 128, 64)
+    dense = copy.deepcopy(model)
+    assert packed.pack(model, crossover=0) == {"0": 0, "1": 0} == packed.crossovers(model)
+    x = torch.randn(*shape, 64).bfloat16()
+    want, found = dense(x), model(x)
+    # Both sum in fp32 and round to bf16 once for each layer.
+    torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+    assert found.is_contiguous() and found.shape == want.shape
+
+
+@torch.no_grad()
+def test_the_dense_weight_is_used_below_the_crossover():
+    model = pruned(64, 128)
+    dense = copy.deepcopy(model)
+    packed.pack(model, crossover=6)
+    spoil(model[0])
+    x = torch.randn(3, 2, 64).bfloat16()
+    assert torch.equal(model(x[:, :1]), dense(x[:, :1])) and torch.equal(model(x[0]), dense(x[0]))
+    assert torch.equal(model(x), model[0].bias.expand(3, 2, -1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, x: (model, x.requires_grad_()),
+        lambda model, x: (model.requires_grad_(), x),
+        lambda model, x: (model.float(), x.float()),
+        lambda model, x: (model.load_state_dict(model.state_dict()) and model, x),
+        lambda model, x: (model[0].weight.mul_(2) is None or model, x),
+        lambda model, x: (copy.deepcopy(model[0].weight.mul_(2) is None or model), x),
+    ],
+    ids=["input", "weight", "dtype", "loaded", "changed", "copied"],
+)
+def test_it_is_dense_where_the_packed_copy_would_be_wrong(change):
+    model = pruned(64, 128).requires_grad_(False)
+    packed.pack(model, crossover=0)
+    spoil(model[0])
+    model, x = change(model, torch.randn(8, 64).bfloat16())
+    assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+@torch.no_grad()
+def test_parameters_stay_and_inference_mode_changes_nothing():
+    model, x = pruned(64, 128), torch.randn(8, 64).bfloat16()
+    with torch.inference_mode():
+        packed.pack(model, crossover=1)
+        want = model(x)
+    assert set(model.state_dict()) == {"0.weight", "0.bias"}
+    assert not model[0].weight.requires_grad
+    assert torch.equal(model(x), want)
+    spoil(model[0])
+    assert not torch.equal(model(x), want)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_model_of_transformers_is_packed_and_saved_as_before(family, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        model: nn.Module = GPT2LMHeadModel(
+            GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=2)
+        )
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=320, num_hidden_layers=2, **sizes))
+    model.eval().bfloat16()
+    for name, parameter in model.named_parameters():
+        if "mlp" in name and parameter.ndim == 2:
+            parameter *= nm_mask(parameter, dim=0 if family == "gpt2" else 1)
+    ids = torch.randint(0, 320, (2, 12))
+    want = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "before")
+    found = packed.pack(model, crossover=1)
+    assert len(found) == {"gpt2": 4, "llama": 6}[family] and all(".mlp." in n for n in found)
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(logits.float(), want.float(), rtol=2**-5, atol=2**-5)
+    model.save_pretrained(tmp_path / "after")
+    before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert (tmp_path / "before/config.json").read_bytes() == (
+        tmp_path / "after/config.json"
+    ).read_bytes()
+
+
+@torch.no_grad()
+def test_torch_s_operators_serve_where_cusparselt_cannot(monkeypatch):
+    operators = register_cpu_operators()
+    offered = {"cusparselt": "needs 9.0", "cutlass": None}
+    for module in (matmul, packed):
+        monkeypatch.setattr(module, "unavailable", lambda name, *_: offered[name])
+    model = pruned(64, 128)
+    want = copy.deepcopy(model)
+    packed.pack(model, crossover=0)
+    assert model[0].packed.layout == "cutlass_sm80"
+    x = torch.randn(2, 33, 64).bfloat16()
+    torch.testing.assert_close(model(x), want(x), rtol=2**-7, atol=2**-7)
+    del operators
+
+
+# ---------------------------------------------------------------- the crossover
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [(1, 1), (8, 1), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512), (513, 1024),
+     (2049, 4096), (16384, 16384), (16385, None)],
+)  # fmt: skip
+def test_the_least_number_of_tokens_is_found(first, expected):
+    asked = []
+
+    def faster(tokens):
+        asked.append(tokens)
+        return tokens >= first
+
+    assert packed.least(faster) == expected
+    assert len(asked) == len(set(asked)) <= len(packed.COUNTS) + 1
+
+
+def test_a_number_at_which_dense_is_faster_again_counts():
+    assert packed.least(lambda tokens: tokens in (8, 64, 4096, 16384)) == 4096
+
+
+@torch.no_grad()
+def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
+    model = pruned(64, 128, 64, 128)
+    asked = []
+
+    def measured(layers):
+        asked.append([layer.packed.shape for layer in layers])
+        return {128: 256, 64: None}[layers[0].packed.shape[0]]
+
+    monkeypatch.setattr(packed, "_measured", measured)
+    assert packed.pack(model) == {"0": 256, "1": None, "2": 256}
+    assert asked == [[(128, 64), (128, 64)], [(64, 128)]]
+    assert [type(m).__name__ for m in model] == ["PackedLinear", "Linear", "PackedLinear"]
+    assert type(model[1]) is nn.Linear and not hasattr(model[1], "packed")
+
+
+@torch.no_grad()
+def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
+    """A shape is faster where the table says so and the layers, launched one by one, agree."""
+    layers = [pruned(64, 128)[0] for _ in range(2)]
+    packed.pack(nn.Sequential(*layers), crossover=1)
+    seen = []
+    monkeypatch.setattr(packed, "is_faster", lambda problem, device: problem.tokens >= 64)
+
+    def launched(variants):
+        (dense, _), (sparse, _) = variants
+        a, b = dense(), sparse()
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+        seen.append(len(a))
+        return [1.0, 0.5 if len(a) >= 128 else 2.0]
+
+    monkeypatch.setattr(packed, "launched_ms", launched)
+    assert [packed._faster(layers, n) for n in (8, 63, 64, 127, 128)] == [False] * 4 + [True]
+    assert seen == [64, 127, 128]
+
+
+def test_what_cannot_be_packed_is_one_line(monkeypatch):
+    with pytest.raises(ValueError, match="no linear of this model is 2:4"):
+        packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), 0)
+    with pytest.raises(ValueError, match="nothing is measured on a cpu; give the crossover"):
+        packed.pack(pruned(64, 64))
+    with pytest.raises(ValueError, match=r"cuSPARSELt takes bf16, .* here, not torch\.float32"):
+        packed.pack(pruned(64, 64, dtype=torch.float32), 0)
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS"):
+        packed.pack(pruned(64, 64), 0)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
+        packed.pack(pruned(64, 32), 0)
+    assert packed.pack(pruned(64, 32, 64), 0) == {"0": None, "1": 0}
