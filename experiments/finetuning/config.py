@@ -17,6 +17,7 @@ from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, inputs, own, squad
+from experiments.finetuning.lora import LoraConfig, require_peft
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_seed
@@ -24,6 +25,7 @@ from methods import Method, dense
 
 GLUE, SQUAD, OWN = "glue", "squad", "own"
 TASKS = (*glue.TASKS, OWN, SQUAD)
+LORA = "lora"  # a mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class FinetuneConfig:
 
     source: directory of a finished run, or a checkpoint of transformers. weights: which of its
     weights are fine-tuned, `sparse` or `dense`. recipes: by task. data: a folder, or an id on the
-    hub. columns: of `task="own"`.
+    hub. columns: of `task="own"`. lora: of `mode="lora"`.
     """
 
     seed: int
@@ -178,6 +180,7 @@ class FinetuneConfig:
     weights: str
     data: str
     columns: Columns
+    lora: LoraConfig
     recipes: dict[str, Recipe]
     impl: ImplConfig
 
@@ -222,9 +225,9 @@ class FinetuneConfig:
         return digest(weight_files(self.source, "dense"))
 
     def _settings(self) -> dict[str, Any]:
-        columns = {"columns": dataclasses.asdict(self.columns)} if self.task == OWN else {}
         return {
-            **columns,
+            **({"columns": dataclasses.asdict(self.columns)} if self.task == OWN else {}),
+            **({"lora": dataclasses.asdict(self.lora)} if self.mode == LORA else {}),
             "task": self.task,
             "mode": self.mode,
             "weights": self.weights,
@@ -281,7 +284,7 @@ class _Top:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        known = {"task": (*TASKS, GLUE), "mode": MODES, "weights": WEIGHTS_OF}
+        known = {"task": (*TASKS, GLUE), "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -307,7 +310,7 @@ def load(overrides: list[str] | None = None) -> FinetuneConfig:
 def freeze_finetuning(composed: Any) -> FinetuneConfig:
     """The `FinetuneConfig` of a composed `DictConfig`."""
     fields = [f.name for f in dataclasses.fields(_Top)]
-    groups = plain(composed, "data", "impl", "model", "recipe", *fields)
+    groups = plain(composed, "data", "impl", "lora", "model", "recipe", *fields)
     top = typed(_Top, "the config", {key: groups[key] for key in fields})
     path, data = groups["model"]["path"], typed(_Data, "data", groups["data"])
     if (top.run is None) == (path is None):
@@ -317,6 +320,8 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
         )
     if top.task == OWN:
         own.files(data.source)
+    if top.mode == LORA:
+        require_peft()
     recipe = dict(groups["recipe"])
     listed = _listed(recipe.pop("tasks"))
     names = listed if top.task == GLUE else (top.task,)
@@ -331,6 +336,7 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
         weights=top.weights,
         data=data.source or _HUBS.get(top.task, glue.HUB),
         columns=Columns(text=data.text, label=data.label),
+        lora=typed(LoraConfig, "lora", groups["lora"]),
         recipes={task: typed(Recipe, "recipe", own) for task, own in values.items()},
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )

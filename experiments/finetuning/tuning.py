@@ -17,7 +17,8 @@ from common_kernels import backend
 from experiments.config.initial import WEIGHTS, damage
 from experiments.config.settings import EpochConfig
 from experiments.data.tokenizer import check_vocabulary
-from experiments.finetuning.config import Checkpoint, FinetuneConfig
+from experiments.finetuning.config import LORA, Checkpoint, FinetuneConfig
+from experiments.finetuning.lora import FILES, FOLDER, Adapters
 from experiments.finetuning.tasks import Problem, TaskMetrics, TaskSource, load_problem
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
@@ -72,19 +73,20 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         if Hashes.of(config) != hashes:
             raise UserError(f"{config.source} or {config.data} was changed while it was read")
         model, method, train = prepare_model(config, source, pretrained, problem, here)
+        adapters = make_adapters(config, source, model) if config.mode == LORA else None
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
             # By another process, since it was asked.
             if (done := here.main_first(lambda: finished(config))) is not None:
                 report(f"done already: {directory}")
                 return done
-            kind = "dense" if isinstance(method, dense.Method) else "sparse"
+            kind = _kind(config, method)
             report(f"{config.task}, {kind}, seed {config.seed} -> {directory}")
             trainer = make_trainer(config, hashes, problem, model, method, train, here, report)
             if here.size > 1:  # the head used the seed itself; dropout differs by rank
                 seeds = np.random.SeedSequence([config.seed, here.rank])
                 torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
-            result = _train(config, trainer, source, hashes, problem)
+            result = _train(config, trainer, source, hashes, problem, adapters)
             report(f"{config.task}: {metrics_text(result['metrics'])}")
             return result
 
@@ -151,13 +153,30 @@ def prepare_model(
     try:
         backend.resolve(here.device)
         dtype, matmul = DTYPES[recipe.dtype], config.impl.matmul
-        method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
+        mode = "dense" if config.mode == LORA else config.mode
+        method = source.method_for(model, mode, train.steps, config.seed, dtype)
         # Shorter batches run sparse, too; the products are measured for the longest.
         longest = _micro_batch(config, here) * recipe.max_length
         method.accelerate(longest, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, train
+
+
+def make_adapters(
+    config: FinetuneConfig, source: FinishedRun | Checkpoint, model: Head
+) -> Adapters:
+    """Adapters on the model; call it after `prepare_model`, which knows linears by their names."""
+    patterns = {}
+    if isinstance(source, FinishedRun):
+        patterns = {name: source.pattern(name) for name in source.converted}
+    return Adapters(model, config.lora, patterns)
+
+
+def _kind(config: FinetuneConfig, method: Method) -> str:
+    if config.mode == LORA:
+        return LORA
+    return "dense" if isinstance(method, dense.Method) else "sparse"
 
 
 def _micro_batch(config: FinetuneConfig, here: World) -> int:
@@ -236,6 +255,7 @@ def _train(
     source: FinishedRun | Checkpoint,
     hashes: Hashes,
     problem: Problem,
+    adapters: Adapters | None,
 ) -> dict[str, Any]:
     """Train and write weights, predictions and `result.json`, with the metrics of the finalized
     model."""
@@ -247,10 +267,11 @@ def _train(
     trainer.fit()
     trainer.check_zeros()
     method.finalize(model)
-    metrics = trainer.evaluate()
-    trainer.log_last(metrics)
     evaluation = trainer.evaluation
     assert isinstance(evaluation, TaskMetrics)
+    lora = {} if adapters is None else {"lora": _merged(config, trainer, evaluation, adapters)}
+    metrics = trainer.evaluate()
+    trainer.log_last(metrics)
     predictions = evaluation.files(trainer)
     result = {
         "config_hash": config.digest(),
@@ -265,7 +286,7 @@ def _train(
         "tier": config.tier,
         "task": config.task,
         "mode": config.mode,
-        "tuned": "dense" if isinstance(method, dense.Method) else "sparse",
+        "tuned": _kind(config, method),
         "steps": trainer.step,
         "skipped_steps": trainer.optimization.skipped,
         "labels": problem.labels,
@@ -276,6 +297,7 @@ def _train(
         },
         "metrics": metrics,
         "losses": evaluation.losses,
+        **lora,
         "sparsity": legality.total(legality.measure(model, patterns)),
         "converted": list(patterns),
         "backend": backend.resolve(device),
@@ -290,7 +312,25 @@ def _train(
     for name, text in predictions.items():
         checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
     wrote = [WEIGHTS, *(f"{PREDICTIONS}/{name}" for name in predictions)]
+    wrote += [] if adapters is None else [f"{FOLDER}/{name}" for name in FILES]
     result["files"] = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
     result = results.write_result(trainer.directory, result)
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
     return result
+
+
+def _merged(
+    config: FinetuneConfig, trainer: _Tuner, evaluation: TaskMetrics, adapters: Adapters
+) -> dict[str, Any]:
+    """Keep the adapters, merge them into the weights, and tell what they were before."""
+    found = {
+        "trained_parameters": adapters.parameters,
+        "linears": adapters.names,
+        "masked": list(adapters.masks) if config.lora.merge == "sparse" else [],
+        "metrics_before_merging": trainer.evaluate(),
+        "losses_before_merging": dict(evaluation.losses),
+    }
+    if trainer.world.is_main:
+        adapters.save(trainer.directory / FOLDER)
+    adapters.merge()
+    return found

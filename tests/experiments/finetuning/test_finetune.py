@@ -868,6 +868,47 @@ def test_texts_and_labels_of_ones_own_are_learnt(gpt2, tmp_path):
     assert others[0].directory() != others[1].directory()
 
 
+def test_adapters_on_a_sparse_model_are_kept_and_merged_under_its_mask(gpt2, monkeypatch):
+    """With and without the mask; what merging changes is told."""
+    pytest.importorskip("peft")
+    more = ["mode=lora", "recipe.epochs=2", "impl.checkpoint_every=2", "lora.rank=2"]
+    before, results = load_file(gpt2 / "model.safetensors"), {}
+    train_step = Trainer._train_step
+
+    def stop(self, batches):
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return train_step(self, batches)
+
+    for merge in ("sparse", "dense"):
+        own = config(gpt2, "rte", *more, f"lora.merge={merge}")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Trainer, "_train_step", stop)
+            finetune.run(own, quiet)
+        said = []
+        result = results[merge] = finetune.run(own, said.append)
+        assert "resumed at step 2 of 6" in said and result["tuned"] == "lora"
+        assert {f"adapter/adapter_{n}" for n in ("config.json", "model.safetensors")} <= {
+            *result["files"]
+        }
+        weights = load_file(own.directory() / "model.safetensors")
+        zeros = [bool(weights[f"{n}.weight"][before[f"{n}.weight"] == 0].any())
+                 for n in result["converted"]]  # fmt: skip
+        assert zeros == [merge == "dense"] * 4
+        head = {name for name in weights if name.startswith("classifier")}
+        assert weights.keys() - before.keys() == head
+    sparse, dense = results["sparse"], results["dense"]
+    assert sparse["sparsity"]["illegal_groups"] == 0 < dense["sparsity"]["illegal_groups"]
+    assert sparse["lora"]["masked"] == sparse["converted"] and dense["lora"]["masked"] == []
+    assert sparse["lora"]["losses_before_merging"] == dense["lora"]["losses_before_merging"]
+    [was] = sparse["lora"]["losses_before_merging"].values()
+    assert dense["losses"]["dev"] == pytest.approx(was, rel=1e-5)
+    assert abs(sparse["losses"]["dev"] - was) > 1e-4
+    # Two blocks of four linears: A and B of rank 2, and the head.
+    ranks = 2 * 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
+    assert sparse["lora"]["trained_parameters"] == ranks + 2 * 32
+
+
 def torchrun(*arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.run(

@@ -1,0 +1,124 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft, on weights that are frozen.
+
+A linear with weight W computes W x + alpha / rank * B A x, where A [rank, in] and B [out, rank]
+train and W does not: the zeros of a 2:4 base stay. At the end the adapters are merged into W, and
+with merge=sparse the sum is put under the mask of W again. That is no longer the function that was
+trained, so its loss is measured beside that of the adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common_kernels import check_nm
+from experiments.support.errors import UserError
+from methods.nn import conversion
+from models.heads import Head
+
+FOLDER = "adapter"  # in the directory of the fine-tuning
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+MERGES = ("sparse", "dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Settings of mode=lora.
+
+    include: linears that get adapters, as methods name them: `all`, `ffn` or globs. merge: into
+    weights under the mask of the base (`sparse`) or into `dense` ones.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    include: Any
+    merge: str
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank={self.rank}; it must be at least 1")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora.alpha={self.alpha}; it must be positive")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout={self.dropout}; it must lie in [0, 1)")
+        if self.merge not in MERGES:
+            raise ValueError(f"lora.merge={self.merge}; choose one of {', '.join(MERGES)}")
+        if isinstance(self.include, str) and self.include not in conversion.PRESETS:
+            words = ", ".join(conversion.PRESETS)
+            raise ValueError(f"lora.include={self.include}; choose one of {words}, or list globs")
+
+
+def require_peft() -> None:
+    """Raise a UserError if peft is not installed."""
+    if find_spec("peft") is None:
+        raise UserError("mode=lora needs the library peft: pip install 'sparse24[lora]'")
+
+
+class Adapters:
+    """Adapters on linears of `model`, in place; they and the head train, the trunk does not.
+
+    patterns: (n, m) of linears that may be sparse, by name; 2:4 of all others. `masks` are those of
+    the linears that are, for merging.
+
+    Raises:
+        UserError: no linear has a name that `config.include` takes.
+    """
+
+    def __init__(
+        self, model: Head, config: LoraConfig, patterns: Mapping[str, tuple[int, int]]
+    ) -> None:
+        peft: Any = import_module("peft")
+        self.config = config
+        linears = {
+            name: module
+            for name, module in conversion.named(model, config.include, ())
+            if type(module) is nn.Linear and name.startswith(f"{model.trunk_name}.")
+        }
+        if not linears:
+            some = conversion.some_names(conversion.linears(model))
+            raise UserError(f"no linear matches lora.include={config.include}; there are: {some}")
+        self.masks = {
+            name: linear.weight != 0
+            for name, linear in linears.items()
+            if not int(check_nm(linear.weight, *patterns.get(name, (2, 4))))
+        }
+        heads = [name for name, child in model.named_children() if [*child.parameters()]]
+        self.wrapped: Any = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,
+                lora_dropout=config.dropout,
+                target_modules=list(linears),
+                modules_to_save=[name for name in heads if name != model.trunk_name],
+            ),
+        )
+        self.model = model
+        self.names = tuple(linears)
+
+    @property
+    def parameters(self) -> int:
+        """Number of numbers that train: of the adapters and of the head."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def save(self, folder: Path) -> None:
+        """Write the adapters and the head as peft does."""
+        self.wrapped.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapters to the weights and take them off; the model is a plain one again."""
+        self.wrapped.merge_and_unload()
+        if self.config.merge == "sparse":
+            for name, mask in self.masks.items():
+                self.model.get_parameter(f"{name}.weight").masked_fill_(~mask, 0.0)
