@@ -28,9 +28,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.config.compose import plain
+from experiments.config.compose import composed, plain
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig, freeze
+from experiments.config.settings import ImplConfig
+from experiments.support import results
 from experiments.support.checkpoint import write_atomic, write_json
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
@@ -70,6 +72,18 @@ class DecaySearch:
             )
 
     @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def tier(self) -> str:
+        return self.config.tier
+
+    @property
+    def impl(self) -> ImplConfig:
+        return self.config.impl
+
+    @property
     def window(self) -> range:
         """The steps over which flip rates are averaged: the last quarter of the warm-up."""
         steps = self.config.train.warmup_steps
@@ -77,10 +91,13 @@ class DecaySearch:
 
     def directory(self) -> Path:
         """`<runs>/<model>-<data>/find_decay/<method>-<hash of the runs>`."""
-        runs = [self.dense_run(), *map(self.sparse_run, self.candidates)]
-        digest = hashlib.sha256("".join(run.digest() for run in runs).encode()).hexdigest()
         folder = self.config.directory().parents[1] / "find_decay"
-        return folder / f"{self.config.method}-{digest[:8]}"
+        return folder / f"{self.config.method}-{self.digest()[:8]}"
+
+    def digest(self) -> str:
+        """Hash of the runs."""
+        runs = [self.dense_run(), *map(self.sparse_run, self.candidates)]
+        return hashlib.sha256("".join(run.digest() for run in runs).encode()).hexdigest()[:16]
 
     def sparse_run(self, alpha: float) -> RunConfig:
         """The warm-up trained with this decay factor, sparse from the first step to the last."""
@@ -290,6 +307,48 @@ def freeze_search(composed: Any) -> DecaySearch:
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
         raise UserError(f"candidates={values}; it must be a list of numbers, like [6e-5,2e-4]")
     return DecaySearch(config, tuple(map(float, values)))
+
+
+def load(overrides: list[str] | None = None) -> DecaySearch:
+    """The search that `conf/find_decay.yaml` and hydra overrides compose. Raises a `UserError` if
+    one does not fit."""
+    return composed("find_decay", freeze_search, overrides)
+
+
+def finished(search: DecaySearch) -> dict[str, Any] | None:
+    """The result of this very search, if it was made."""
+    return results.read_finished(search.directory(), search.digest(), {"metrics": dict})
+
+
+def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """Search, or do nothing if it is done; returns the content of `result.json`.
+
+    Its metrics: the recommended factor and its mu, the least and the largest feasible candidate,
+    None where no candidate is feasible, and the flip rate of the dense run.
+    """
+    done = finished(search)
+    if done is not None:
+        return done
+    record = find(search, report)
+    good = [entry for entry in record["candidates"] if entry["feasible"]]
+    alphas = [entry["alpha"] for entry in good] or [None]
+    dense = pretraining.finished(search.dense_run())
+    assert dense is not None
+    result = {
+        **{key: dense[key] for key in ("corpus", "backend", "world_size", "steps")},
+        "config_hash": search.digest(),
+        "config": search.config.as_dict(),
+        "seed": search.config.seed,
+        "tier": search.config.tier,
+        "metrics": {
+            "alpha": record["recommended"],
+            "mu": next((e["mu"] for e in good if e["alpha"] == record["recommended"]), None),
+            "least": alphas[0],
+            "largest": alphas[-1],
+            "dense_flip_rate": record["dense"]["flip_rate"],
+        },
+    }
+    return results.write_result(search.directory(), result)
 
 
 @driver("find_decay", freeze_search)

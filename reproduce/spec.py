@@ -16,6 +16,7 @@ SHOWN_AS = ("mean_std", "mean", "interval", "sum", "paired", "ratio", "speedup")
 TRAINING = ("pretrain", "dino", "translate")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
+SEARCH = "find_decay"
 FIGURES = ("curves", "bars", "lines", "none")
 
 
@@ -151,7 +152,7 @@ class Figure:
 @dataclass
 class Table:
     """A table of a paper or of this project. Its first row is the dense baseline, except for
-    benchmarks, which measure their baseline themselves.
+    benchmarks and searches for decay factors, which measure their baseline themselves.
 
     paper, number: whose table it is, None for our own; `figure 7` is given as `figure7`, an
         appendix table as `B2`. driver: what a row is run by. published_table: its name in
@@ -185,11 +186,11 @@ class Table:
         ):
             if len(set(names)) < len(names):
                 raise ValueError(f"two {what}s have the same label: {names}")
-        _check("driver", self.driver, (*TRAINING, BENCH))
+        _check("driver", self.driver, (*TRAINING, BENCH, SEARCH))
         _check("figure.kind", self.figure.kind, FIGURES)
         if not self.rows:
             raise ValueError("there are no rows")
-        if self.driver != BENCH and "method=dense" not in self.rows[0].overrides:
+        if self.has_baseline and "method=dense" not in self.rows[0].overrides:
             raise ValueError("the first row must be the dense baseline (method=dense)")
         for position, row in enumerate(self.rows):
             if row.starts_from is not None and row.starts_from not in labels[:position]:
@@ -212,7 +213,7 @@ class Table:
         for label in tier.rows:
             _check(f"tier {name}: rows", label, tuple(row.label for row in self.rows))
         shown = [row.label for row in self.rows if not row.stage]
-        if self.driver != BENCH and tier.rows and shown[0] not in tier.rows:
+        if self.has_baseline and tier.rows and shown[0] not in tier.rows:
             raise ValueError(f"tier {name}: rows must have the baseline, {shown[0]!r}")
         for part, measure in tier.measure.items():
             _check(f"tier {name}: {part}: driver", measure.driver, MEASURING)
@@ -222,6 +223,11 @@ class Table:
                 _check(f"{row.label!r}: measure", part, tuple(known))
             for other in row.tiers:
                 _check(f"{row.label!r}: tiers", other, tuple(self.tiers))
+
+    @property
+    def has_baseline(self) -> bool:
+        """True if its rows are trainings, whose first is the dense baseline."""
+        return self.driver in TRAINING
 
     @property
     def command(self) -> str:

@@ -142,6 +142,13 @@ def test_the_search_of_fst(search, monkeypatch):
 
     monkeypatch.setattr(Trainer, "fit", train)
     assert find(wanted, quiet) == record
+    assert find_decay.finished(wanted) is None  # no result.json yet
+    result = find_decay.run(wanted, quiet)
+    assert find_decay.finished(wanted)["metrics"] == result["metrics"]
+    good = [e["alpha"] for e in record["candidates"] if e["feasible"]]
+    assert result["metrics"]["alpha"] == record["recommended"]
+    assert result["metrics"]["least"] == min(good, default=None)
+    assert result["metrics"]["dense_flip_rate"] == record["dense"]["flip_rate"]
     # Runs are shared with other searches.
     assert find(search(1.0), quiet)["candidates"] == [one]
 

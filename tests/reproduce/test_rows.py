@@ -61,10 +61,11 @@ def short(table, data):
     """Overrides that make the table's trainings tiny."""
     if table.driver == "bench":
         return BENCH
-    overrides = table.tiers["smoke"].overrides
+    overrides = [*table.tiers["smoke"].overrides, *table.rows[0].tiers.get("smoke", [])]
     [family] = {o.removeprefix("model=").partition("_")[0] for o in overrides if "model=" in o}
     needed = {"gpt2": data, "bert": data, "transformer": data[1:]}.get(family, [])
-    return [*SHORT, *TINY[family], *needed]
+    window = ["train.steps=8", "train.warmup_steps=8"] if table.driver == "find_decay" else []
+    return [*SHORT, *TINY[family], *needed, *window]
 
 
 def first_row(table):
@@ -79,9 +80,9 @@ def first_row(table):
     small = dataclasses.replace(
         tier, seeds=[0], rows=[], started=["train.steps=1"], measure=measure, variants=variants
     )
-    return dataclasses.replace(
-        table, rows=kept, columns=columns, tiers={**table.tiers, "smoke": small}, variants=[]
-    )
+    others = {name: dataclasses.replace(other, rows=[]) for name, other in table.tiers.items()}
+    tiers = {**others, "smoke": small}
+    return dataclasses.replace(table, rows=kept, columns=columns, tiers=tiers, variants=[])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -258,7 +258,7 @@ def train_settings(driver, overrides, source):
     return Job("", driver, list(overrides), Path("runs"), None, "init").compose(source).train
 
 
-@pytest.mark.parametrize("name", [n for n, t in TABLES.items() if t.driver != "bench"])
+@pytest.mark.parametrize("name", [n for n, t in TABLES.items() if t.has_baseline])
 def test_rows_of_a_table_are_trained_alike(name, gpt2_folder):
     """But for what they start from, and rows that are not trained: a single step at a rate of 0."""
     table = TABLES[name]
@@ -400,7 +400,7 @@ DENSE = TableRow("dense", ["method=dense"])
         ({"rows": [TableRow("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
         ({"rows": [TableRow("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
         ({"tiers": {"mini": Tier(block="a", overrides=["x=1"])}}, "it runs nothing of its own"),
-        ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, translate, bench"),
+        ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, translate, bench, find"),
         ({"figure": Figure("pie")}, "figure.kind=pie"),
         ({"figure": Figure("bars", ["c"])}, "figure.columns=c"),
     ],
