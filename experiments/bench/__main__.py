@@ -24,6 +24,7 @@ from experiments.bench.report import (
     read_record,
     write_table,
 )
+from experiments.bench.serve import draw as draw_serving
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 from experiments.support.results import environment
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "memory": "what a training step and a linear hold at their peak, and its parts",
     "driver": "the real command, with data, logging and evaluation, beside a bare loop",
+    "serve": "prefill and generation of a LLaMA with packed 2:4 weights, beside dense ones",
     "profile": "kernel time of a step by kind: products, sampling, packing, attention, ...",
 }
 OF_STEPS = ("train", "memory", "profile")
@@ -74,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
         if name == "driver":
             overrides = "of `experiments.pretrain`; default: GPT-2 124M on a GPU"
             command.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
+        elif name == "serve":
+            size = "of the model, on a GPU"
+            command.add_argument("--size", choices=("1.1B", "7B"), default="1.1B", help=size)
         elif name != "ops":
             command.add_argument(
                 "--matmul",
@@ -86,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     probe.set_defaults(command=run_probe)
     report = commands.add_parser(
         "report",
-        help="RECORD.md and RECORD_roofline.png of a record, or one record beside a newer one",
+        help="RECORD.md and the figures of a record, or one record beside a newer one",
     )
     report.add_argument("record", type=Path)
     newer = "compare with this one; exit status 1 if a row became slower by more than 3 %%"
@@ -135,10 +140,16 @@ def run_report(options: argparse.Namespace) -> int:
     if options.newer:
         return int(not compare(options.record, options.newer, options.table))
     record, path = read_record(options.record), options.record
-    table, figure = path.with_suffix(".md"), path.with_name(f"{path.stem}_roofline.png")
+    table, drawn = path.with_suffix(".md"), []
     write_table(record, table)
-    draw_roofline(record, figure)
-    print(f"written to {table} and {figure}")
+    served = record["benchmarks"].get("serve", {"rows": []})["rows"]
+    if any(row["ms"] is not None for row in served):
+        drawn.append(path.with_name(f"{path.stem}_serve.svg"))
+        draw_serving(served, drawn[-1])
+    if not drawn or {"ops", "linear"} & record["benchmarks"].keys():
+        drawn.append(path.with_name(f"{path.stem}_roofline.png"))
+        draw_roofline(record, drawn[-1])
+    print(f"written to {table} and {' and '.join(map(str, drawn))}")
     return 0
 
 

@@ -1,0 +1,215 @@
+"""Times prefill and generation with packed 2:4 weights: `python -m experiments.bench serve`.
+
+A LLaMA of transformers with random weights, whose linears are 2:4 but for the head, runs
+
+    dense    as it is
+    packed   with every linear packed, whatever the number of tokens
+    chosen   as `models.packed.pack` sets it up: packed from the measured crossover on, else dense
+
+A prefill reads a batch of prompts of up to 2,048 tokens and keeps their cache; a step of generation
+reads one token of each of so many sequences behind 128 others. Python launches every kernel, as in
+`generate` of transformers; a step of generation is timed in a CUDA graph as well, as engines for
+serving replay it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common_kernels import nm_mask
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import Time, in_turns
+from experiments.support.checkpoint import write_atomic
+from experiments.support.errors import UserError
+from models.packed import PackedProduct, crossovers, pack
+
+PROMPT, CONTEXT = 2048, 128  # tokens
+VARIANTS = ("dense", "packed", "chosen")
+WORK = ("prefill", "generation", "generation in a CUDA graph")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A LLaMA, the tokens of a prefill and the sequences of a generation."""
+
+    name: str
+    shape: Mapping[str, int]
+    tokens: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+
+SIZES = {
+    "nano": Size(
+        "LLaMA nano",
+        {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1},
+        (8, 128), (1, 4),
+    ),
+    "1.1B": Size(
+        "LLaMA 1.1B",
+        {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
+         "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4},
+        (16, 64, 256, 1024, 4096, 16384), (1, 16, 64, 256, 1024),
+    ),
+    "7B": Size(
+        "LLaMA 7B",
+        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
+        (64, 256, 1024, 4096), (1, 64, 256),
+    ),
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def bench(options: argparse.Namespace, report: Report) -> None:
+    on_gpu = options.device.type == "cuda"
+    size = SIZES["nano" if options.quick or not on_gpu else options.size]
+    chosen = report.chosen([f"{work}, {variant}" for work in WORK for variant in VARIANTS])
+    models, used = build(size, options.device, report)
+    gate(models, size, report)
+    for layer, count in shapes_of(models.get("chosen")).items():
+        figures = {} if count is None else {"tokens": float(count)}
+        report.add(Row("crossover", "bfloat16", f"{size.name}, {layer}", used, figures=figures))
+    for work in WORK:
+        graphs = work.endswith("graph")
+        wanted = [name for name in models if f"{work}, {name}" in chosen]
+        if not wanted or (graphs and not on_gpu):
+            continue
+        for count in size.tokens if work == "prefill" else size.sequences:
+            start = prefill if work == "prefill" else generation
+            timed = dict.fromkeys(["dense", *wanted])
+            calls = {name: start(models[name], count) for name in timed}
+            times = in_turns(calls, options.device, options.repeats, graphs=graphs)
+            if graphs and any(time.clock != "graph" for time in times.values()):
+                report.leave_out(f"{work}, {count} sequences: it cannot be captured here")
+                continue
+            unit = "tokens" if work == "prefill" else "sequences"
+            shape = f"{size.name}, {count} {unit}"
+            for name in wanted:
+                report.add(row(f"{work}, {name}", shape, used, times, count))
+    if not on_gpu:
+        report.leave_out("without a GPU: larger models, and CUDA graphs")
+
+
+def build(size: Size, device: torch.device, report: Report) -> tuple[dict[str, nn.Module], str]:
+    """(the variants by name, what multiplies)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {**size.shape, "max_position_embeddings": 2 * PROMPT}
+    with device, torch.inference_mode(False), torch.no_grad():
+        dense = LlamaForCausalLM(LlamaConfig(**settings)).bfloat16().eval()
+        for name, parameter in dense.named_parameters():
+            if "_proj" in name:
+                parameter *= nm_mask(parameter)
+        models: dict[str, nn.Module] = {"dense": dense.requires_grad_(False)}
+        for name, crossover in (("packed", 0), ("chosen", None)):
+            model = copy.deepcopy(dense)
+            try:
+                pack(model, crossover)
+            except ValueError as reason:
+                report.leave_out(f"{name}: {reason}")
+            else:
+                models[name] = model
+    layers = [m for m in models.get("packed", dense).modules() if isinstance(m, PackedProduct)]
+    return models, layers[0].packed.layout if layers else "dense"
+
+
+def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
+    """Refuse times of a variant whose output is not that of dense products, to the error of bf16
+    over some layers."""
+    ids = tokens(models["dense"], 2, 64)
+    outputs = {name: model.model(ids).last_hidden_state.float() for name, model in models.items()}
+    want = outputs["dense"]
+    for name, output in outputs.items():
+        error = float((output - want).norm() / want.norm())
+        if not error <= 2**-4:
+            raise UserError(f"{name} disagrees with dense: relative error {error:.3g}")
+    report.note(f"correctness of {size.name}: green")
+
+
+def tokens(model: Any, rows: int, length: int) -> torch.Tensor:
+    """Random ids [rows, length] on the model's device."""
+    generator = torch.Generator(model.device).manual_seed(0)
+    size = (rows, length)
+    return torch.randint(model.config.vocab_size, size, device=model.device, generator=generator)
+
+
+def prefill(model: Any, count: int) -> Callable[[int], Any]:
+    """A call that reads prompts of `count` tokens together."""
+    length = min(count, PROMPT)
+    ids = tokens(model, count // length, length)
+    return lambda _: model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+
+
+def generation(model: Any, count: int) -> Callable[[int], Any]:
+    """A call that reads the next token of `count` sequences; their cache stays as it was."""
+    ids = tokens(model, count, CONTEXT + 1)
+    cache = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    last = ids[:, -1:].contiguous()
+
+    def step(_: int) -> Any:
+        logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits
+
+    return step
+
+
+def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int) -> Row:
+    variant = name.rpartition(", ")[2]
+    own, used = times[variant], "dense" if variant == "dense" else used
+    peers = {"dense": times["dense"].ms}
+    figures = {"tokens/s": 1e3 * count / own.ms}
+    return Row(name, "bfloat16", shape, used, own, peers, figures=figures)
+
+
+def shapes_of(model: nn.Module | None) -> dict[str, int | None]:
+    """The crossover of each shape of a model's 2:4 linears, as `in -> out`; None: always dense."""
+    if model is None:
+        return {}
+    found = crossovers(model)
+    return {
+        f"{layer.in_features} -> {layer.out_features}": found.get(name)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and "_proj" in name
+    }
+
+
+# --- figure --------------------------------------------------------------------------------------
+
+
+def draw(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draw the rows of `serve` as an SVG: how many times as fast as dense products packed and
+    chosen ones are, over tokens and sequences, a panel for each kind of work."""
+    from matplotlib.figure import Figure
+
+    timed = [r for r in rows if r["ms"] is not None]
+    works = [work for work in WORK if any(r["name"].startswith(f"{work}, ") for r in timed)]
+    figure = Figure(figsize=(4.2 * len(works), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(works), squeeze=False)[0]
+    for panel, work in zip(panels, works, strict=True):
+        own = [r for r in timed if r["name"].rpartition(", ")[0] == work]
+        for model in dict.fromkeys(r["shape"].rpartition(", ")[0] for r in own):
+            for variant, style in (("packed", "o--"), ("chosen", "s-")):
+                points = {
+                    int(r["shape"].rpartition(", ")[2].split()[0]): r["peers"]["dense"] / r["ms"]
+                    for r in own
+                    if r["shape"].startswith(f"{model}, ") and r["name"].endswith(variant)
+                }
+                xs = sorted(points)
+                panel.plot(xs, [points[x] for x in xs], style, ms=4, label=f"{model}, {variant}")
+        panel.axhline(1, color="k", lw=0.8)
+        panel.set_xscale("log", base=2)
+        unit = "tokens of the prompts" if work == "prefill" else "sequences"
+        panel.set(title=work, xlabel=unit, ylabel="times as fast as dense")
+        panel.legend(fontsize=7)
+    write_atomic(path, lambda p: figure.savefig(p, format="svg"))

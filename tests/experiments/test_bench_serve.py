@@ -1,0 +1,85 @@
+"""The benchmark of prefill and generation with packed weights; products are emulated on the CPU."""
+
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from experiments.bench import serve
+from experiments.bench.__main__ import main
+from models.packed import PackedProduct
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    shape = {**serve.SIZES["nano"].shape, "num_hidden_layers": 1}
+    size = replace(serve.SIZES["nano"], shape=shape, tokens=(8,), sequences=(2,))
+    monkeypatch.setitem(serve.SIZES, "nano", size)
+    monkeypatch.setattr(serve, "CONTEXT", 4)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(out, *more):
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
+    return main(["serve", *options, *more])
+
+
+def test_every_variant_that_runs_here_has_its_rows_and_its_figure(tmp_path, monkeypatch):
+    """The crossover, which only a GPU has, is set."""
+    pack = serve.pack
+    monkeypatch.setattr(
+        serve, "pack", lambda model, count: pack(model, 5 if count is None else count)
+    )
+    out = tmp_path / "cpu.json"
+    assert run(out) == 0
+    record = json.loads(out.read_text())["benchmarks"]["serve"]
+    rows = {(row["name"], row["shape"]): row for row in record["rows"]}
+    for work, shape in (("prefill", "8 tokens"), ("generation", "2 sequences")):
+        for variant in serve.VARIANTS:
+            row = rows.pop((f"{work}, {variant}", f"LLaMA nano, {shape}"))
+            assert row["backend"] == ("dense" if variant == "dense" else "cusparselt_sm90")
+            assert row["figures"]["tokens/s"] == pytest.approx(
+                1e3 * int(shape.split()[0]) / row["ms"]
+            )
+            assert row["peers"].keys() == {"dense"}
+    # 64 -> 32 has too few rows for cuSPARSELt, and stays dense.
+    assert {shape: row["figures"] for (_, shape), row in rows.items()} == {
+        "LLaMA nano, 64 -> 64": {"tokens": 5},
+        "LLaMA nano, 64 -> 32": {},
+        "LLaMA nano, 64 -> 128": {"tokens": 5},
+        "LLaMA nano, 128 -> 64": {"tokens": 5},
+    }
+    assert main(["report", str(out)]) == 0
+    drawn = ElementTree.parse(tmp_path / "cpu_serve.svg")
+    assert drawn.getroot().tag.endswith("svg") and not (tmp_path / "cpu_roofline.png").exists()
+
+
+def test_what_cannot_run_is_left_out_with_its_reason(tmp_path):
+    out = tmp_path / "cpu.json"
+    assert run(out, "--only", "prefill, *") == 0
+    record = json.loads(out.read_text())["benchmarks"]["serve"]
+    assert [row["name"] for row in record["rows"]] == ["prefill, dense", "prefill, packed"]
+    assert "chosen: nothing is measured on a cpu; give the crossover" in record["left_out"]
+
+
+def test_wrong_products_get_no_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(PackedProduct, "forward", lambda self, x: 0 * x @ self.weight.t())
+    assert run(tmp_path / "cpu.json", "--only", "prefill, packed") == 1
+    captured = capsys.readouterr()
+    assert "packed disagrees with dense: relative error" in captured.err
+    assert " ms" not in captured.out + captured.err
+
+
+def test_a_step_of_generation_leaves_its_cache_as_it_was():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**serve.SIZES["nano"].shape)).eval()
+    with torch.inference_mode():
+        step = serve.generation(model, 2)
+        first, second = step(0), step(0)
+    assert first.shape == (2, 1, 320) and torch.equal(first, second)
