@@ -17,6 +17,7 @@ from experiments.runs.curves import COLOURS, MARKERS, NAMES, SPREAD, Point, poin
 from experiments.runs.curves import draw as draw_curves
 from experiments.runs.curves import figure as draw_figure
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
+from reproduce import by_block
 from reproduce.engine import PlacedRun
 from reproduce.render import Rendered
 from reproduce.spec import Figure, Table
@@ -39,6 +40,8 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
     data: list[Point] | list[Value]
     if figure.kind == "curves":
         data, beside = curves(runs, figure.quantities), "curves"
+    elif figure.kind == "blocks":
+        data, beside = by_block.points(runs), "curves"
     else:
         data, beside = values(table, rendered), "values"
     if figure.kind == "none" or not data:
@@ -98,14 +101,17 @@ def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], pa
     def panel(quantity: str, axes: Any) -> None:
         if figure.kind == "curves":
             draw_curves(axes, quantity, data)
+        elif figure.kind == "blocks":
+            by_block.draw(axes, quantity, data)
         else:
             shown = [entry for entry in data if entry.quantity == quantity]
             _values(axes, shown, lines=figure.kind == "lines")
 
     quantities = list(dict.fromkeys(entry.quantity for entry in data))
     panels = {names.get(quantity, quantity): partial(panel, quantity) for quantity in quantities}
-    labels = 0 if figure.kind == "curves" else len({entry.method for entry in data})
-    told = f"\n{SPREAD}" if figure.kind == "curves" else ""
+    over_steps = figure.kind in ("curves", "blocks")
+    labels = 0 if over_steps else len({entry.method for entry in data})
+    told = f"\n{SPREAD}" if over_steps else ""
     # Wide enough that no label covers another.
     draw_figure(panels, title + told, path, width=max(3.6, 0.17 * labels))
 

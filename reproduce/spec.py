@@ -17,7 +17,7 @@ TRAINING = ("pretrain", "dino", "translate")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
 SEARCH = "find_decay"
-FIGURES = ("curves", "bars", "lines", "none")
+FIGURES = ("curves", "blocks", "bars", "lines", "none")
 
 
 @dataclass
@@ -137,9 +137,9 @@ class Column:
 
 @dataclass
 class Figure:
-    """The figure of a table. kind: `curves` (loss and flip rate against the step), `bars` or
-    `lines` (the values of `columns`, the paper's beside ours, row by row; `lines` for ordered
-    rows), `none`.
+    """The figure of a table. kind: `curves` (loss and flip rate against the step), `blocks` (the
+    flip rate of each block, of runs with `method.flips_by_layer`), `bars` or `lines` (the values of
+    `columns`, the paper's beside ours, row by row; `lines` for ordered rows), `none`.
 
     columns: labels; empty = those with a published name. quantities: panels of `curves`.
     """

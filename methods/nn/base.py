@@ -25,7 +25,7 @@ in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +57,7 @@ class Config:
     measure_every: optimizer steps between two measurements of the flip rate; 0 = never. What is
         measured is a choice of masks: the first one at or after each step whose number is a
         multiple.
+    flips_by_layer: `metrics` has the flip rate of every layer, too, as `flip_rate.<name>`.
     """
 
     include: Any = "ffn"  # str | tuple[str, ...]; omegaconf knows no such union
@@ -64,6 +65,7 @@ class Config:
     total_steps: int = 0
     seed: int = 0
     measure_every: int = 10
+    flips_by_layer: bool = field(default=False, metadata={"added": True})
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
@@ -109,6 +111,7 @@ class Method:
         self.micro_batch = 0
         self.flips_per_step = 0.0
         self.flips_per_refresh = 0.0
+        self.flips_of_layers: dict[str, float] = {}  # per step
         self._masks_before: list[tuple[nn.Module, Tensor]] | None = None
         self._order = CallOrder()
         self._works: dict[str, StepWork] = {}  # that the optimizer has taken over, by layer
@@ -361,15 +364,32 @@ class Method:
                 layer.refresh()
         self._works.clear()
         if self._masks_before is not None:
-            pairs = zip(self._masks_before, self._masks(), strict=True)
-            changed, entries = sharding.total(
-                (layer, [float(flip_rate(old, new)) * new.numel(), new.numel()])
-                for (_, old), (layer, new) in pairs
-            ) or (0, 0)
-            self.flips_per_refresh = changed / max(1, entries)
-            self.flips_per_step = self.flips_per_refresh / self.mask_period
+            self._count_flips(self._masks_before)
             self._masks_before = None
         self._remember(None)
+
+    def _count_flips(self, before: list[tuple[nn.Module, Tensor]]) -> None:
+        """Compare the masks with those `before`."""
+        pairs = zip(before, self._masks(), strict=True)
+        flips = [
+            (layer, float(flip_rate(old, new)) * new.numel(), new.numel())
+            for (_, old), (layer, new) in pairs
+        ]
+        # A place of its own for each layer, so that one sum over the ranks serves all.
+        count = len(flips)
+        sums = sharding.total(
+            (layer, [n if i == j else 0 for n in numbers for j in range(count)])
+            for i, (layer, *numbers) in enumerate(flips)
+        )
+        changed, entries = sums[:count], sums[count:]
+        self.flips_per_refresh = sum(changed) / max(1, sum(entries))
+        self.flips_per_step = self.flips_per_refresh / self.mask_period
+        if self.config.flips_by_layer:
+            names = {id(layer): name for name, layer in self.layers.items()}
+            self.flips_of_layers = {
+                names[id(layer)]: changed[i] / max(1, entries[i]) / self.mask_period
+                for i, (layer, *_) in enumerate(flips)
+            }
 
     def _remember(self, begun: int | None) -> None:
         """From here on, a change of the weights is that of an optimizer step.
@@ -425,7 +445,8 @@ class Method:
         """Figures over all layers of the method, as of now.
 
         flip_rate_refresh: share of mask bits that changed at the last measured choice of masks.
-        flip_rate: the same per optimizer step, divided by the steps between two choices.
+        flip_rate: the same per optimizer step, divided by the steps between two choices; with
+            `flips_by_layer` `flip_rate.<name>` is that of a layer.
         density: share of non-zeros in the weights in use. illegal_groups: groups of m along the
             input dim with more than n non-zeros, n:m being the layer's pattern.
 
@@ -449,6 +470,7 @@ class Method:
         return {
             "flip_rate": self.flips_per_step,
             "flip_rate_refresh": self.flips_per_refresh,
+            **{f"flip_rate.{name}": rate for name, rate in self.flips_of_layers.items()},
             "density": nonzeros / max(1, entries),
             "illegal_groups": illegal,
             "phase": self.phase(),
@@ -471,12 +493,14 @@ class Method:
         return {
             "flips_per_step": self.flips_per_step,
             "flips_per_refresh": self.flips_per_refresh,
+            "flips_of_layers": self.flips_of_layers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order = CallOrder()
         self.flips_per_step = state["flips_per_step"]
         self.flips_per_refresh = state["flips_per_refresh"]
+        self.flips_of_layers = state.get("flips_of_layers", {})
 
 
 def all_finite(parameters: Iterable[Tensor]) -> bool:

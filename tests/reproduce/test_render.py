@@ -9,7 +9,7 @@ import pytest
 
 from experiments.support.checkpoint import csv_text
 from experiments.support.errors import UserError
-from reproduce import published
+from reproduce import by_block, published
 from reproduce.cells import value
 from reproduce.figure import axis, curves, draw, values
 from reproduce.reading import read_tables
@@ -438,3 +438,22 @@ def test_curves_and_figure(finished_run, tmp_path):
     assert draw(table, "smoke", runs[:1], rendered, path)
     assert path.read_bytes() != b"kept"
     assert not draw(table, "smoke", [], rendered, tmp_path / "nothing.png")
+
+
+def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
+    """A block's rate is the mean over its layers, then over seeds; step 0 is left out."""
+    rates = {"h.0.mlp.a": 0.2, "h.0.mlp.b": 0.4, "h.1.mlp.a": 0.1, "head": 0.5}
+    runs = []
+    for seed, factor in ((0, 1.0), (1, 3.0)):
+        own = {f"flip_rate.{name}": factor * rate for name, rate in rates.items()}
+        log = [{"step": 0, **own}, {"step": 5, "flip_rate": 0.3, **own}, {"step": 6}]
+        runs.append(finished_run("dense", seed, 1.0, log=log))
+    points = by_block.points(runs)
+    assert [(p.quantity, p.method, p.step, p.n) for p in points] == [
+        ("flip rate per step, dense", block, 5, 2) for block in ("h.0", "h.1", "head")
+    ]
+    assert [p.mean for p in points] == pytest.approx([0.6, 0.2, 1.0])
+    table = dataclasses.replace(own_table([0, 1]), figure=Figure("blocks"))
+    rendered = render(table, "smoke", runs)
+    assert draw(table, "smoke", runs, rendered, tmp_path / "blocks.png")
+    assert (tmp_path / "blocks-curves.csv").read_text().count("h.0,5,") == 1

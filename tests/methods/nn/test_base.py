@@ -159,6 +159,29 @@ def test_flip_rate_per_step_and_per_refresh_differ_when_masks_are_kept():
     assert (third["flip_rate"], third["flip_rate_refresh"]) == (0.5, 1.0)  # until the next choice
 
 
+def test_flip_rates_of_the_layers_average_to_the_whole():
+    model = mlp()
+    method = ste.Method(ste.Config(include=["*"], measure_every=1, flips_by_layer=True))
+    method.convert(model)
+    assert not any("." in name for name in method.metrics())  # nothing is measured yet
+    before = {name: layer.mask.clone() for name, layer in method.layers.items()}
+    method.on_step_begin(0)
+    with torch.no_grad():
+        for layer in method.layers.values():
+            layer.weight.copy_(torch.randn_like(layer.weight))
+    method.on_step_end(0)
+    found = method.metrics()
+    sizes = {name: mask.numel() for name, mask in before.items()}
+    for name, mask in before.items():
+        changed = float((mask != method.layers[name].mask).float().mean())
+        assert found[f"flip_rate.{name}"] == changed > 0
+    whole = sum(found[f"flip_rate.{name}"] * size for name, size in sizes.items())
+    assert found["flip_rate"] == pytest.approx(whole / sum(sizes.values()), rel=1e-12)
+    fresh = ste.Method(method.config)
+    fresh.load_state_dict(method.state_dict())  # a resumed run goes on with them
+    assert fresh.flips_of_layers == method.flips_of_layers
+
+
 def test_virtual_flip_rate_leaves_a_dense_model_untouched():
     model = mlp()
     before = copy.deepcopy(model.state_dict())
