@@ -4,14 +4,16 @@
     arguments = TrainingArguments(max_steps=1000, ...)
     callback = MethodCallback(method, model, arguments)  # converts the model, before the Trainer,
                                                          # unless the method has done so already
-    trainer = Trainer(model, arguments, callbacks=[callback], ...)
+    trainer = Trainer(model, arguments, callbacks=[callback], optimizers=callback.optimizers, ...)
     trainer.train()
     method.finalize(model)  # plain linears, zeros written out
     trainer.save_model()
 
-The Trainer's optimizer and loss serve all methods but two kinds. One with an update rule of its
-own gets its optimizer: `Trainer(..., optimizers=(method.optimizer(model.parameters(), lr=...),
-None))`. One that changes the loss (distillation) is refused; `experiments.distill` trains those.
+It drives every method. `callback.optimizers` is the method's AdamW with the settings of the
+arguments; without it the Trainer makes its own, which serves all methods but those with an update
+rule of their own (AST, STEP). The loss of a distilling method takes the place of the model's own in
+the forward passes of training, so evaluation and logs of it are the task's. It is a mean over
+micro-batches: models that count their loss over the tokens of a whole step do not do so then.
 
 A model of transformers is saved as the plain one of the same function: weights in use written out,
 zeros included, low-rank terms added to them. So checkpoints, and what `trainer.save_model()`
@@ -24,6 +26,7 @@ Our own causal models go in as `models.hf.ForTrainer(model)`.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ from experiments.support import checkpoint
 from methods import Method
 from methods.nn import base, compressed, conversion, distillation, slorb
 from methods.nn.linear import SparseLinear
+from models.groups import param_groups
 
 STATE = "method_state.pt"
 
@@ -69,17 +73,9 @@ class MethodCallback(TrainerCallback):
             dtype: that of autocast, if the Trainer will use one (`bf16=True`); see
                 `Method.convert`. For a model that is converted already it says nothing.
         Raises:
-            ValueError: the method does not fit the model, has converted another one, or has a loss
-                of its own.
+            ValueError: the method does not fit the model, or has converted another one.
         """
-        config = method.config
-        if isinstance(method, distillation.Method) and (config.kl_weight or config.layer_weight):
-            raise ValueError(
-                f"kl_weight={config.kl_weight}, layer_weight={config.layer_weight}: the Trainer "
-                "computes the model's own loss, without distillation; set both to 0, or train "
-                "with experiments.distill"
-            )
-        self.method = method
+        self.method, self.model, self.args = method, model, args
         model.to(args.device)
         modules = dict(model.named_modules())
         if any(modules.get(name) is not layer for name, layer in method.layers.items()):
@@ -89,6 +85,44 @@ class MethodCallback(TrainerCallback):
             # A bound method: a copy of the model gets its own.
             model.save_pretrained = types.MethodType(_save_plain, model)  # type: ignore[method-assign]
         self._hook = model.register_load_state_dict_post_hook(_expect_plain)
+        self._distilled = 0  # forward passes of this step
+        if isinstance(method, distillation.Method) and method.teacher is not None:
+            self._take_loss(method)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
+        """The method's optimizer for `Trainer(..., optimizers=...)`, by the arguments: AdamW, or
+        the method's form of it. Matrices are decayed, biases and norms are not."""
+        args = self.args
+        groups = param_groups(self.model.named_parameters(), args.weight_decay)
+        betas = args.adam_beta1, args.adam_beta2
+        options: dict[str, Any] = {"lr": args.learning_rate, "betas": betas}
+        return self.method.optimizer(groups, eps=args.adam_epsilon, **options), None
+
+    def _take_loss(self, method: distillation.Method) -> None:
+        """Give the model the method's loss in the forward passes of training."""
+        model, kind = self.model, type(self.model)
+        # The Trainer then divides each micro-batch's mean by their number.
+        model.accepts_loss_kwargs = False
+
+        @functools.wraps(kind.forward)  # for its signature: the Trainer drops other columns
+        def forward(own: nn.Module, *args: Any, **batch: Any) -> Any:
+            training = own.training and torch.is_grad_enabled() and "labels" in batch
+            if own is not model or not training or args or method.teacher is None:
+                return kind.forward(own, *args, **batch)
+            kept: list[Any] = []
+
+            def keeping(**inputs: Any) -> Any:
+                kept.append(kind.forward(own, **inputs))
+                return kept[0]
+
+            loss = method.micro_batch_loss(keeping, batch)  # type: ignore[arg-type]
+            self._distilled += 1
+            kept[0].loss = loss
+            return kept[0]
+
+        # A bound method: a copy of the model gets its own, and keeps its own loss.
+        model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -114,6 +148,7 @@ class MethodCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._distilled = 0
         self.method.on_step_begin(state.global_step)
         self.method.open_micro_batch()
 
@@ -127,6 +162,11 @@ class MethodCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Called after clipping, which unscales."""
+        if getattr(self.method, "teacher", None) is not None and not self._distilled:
+            raise ValueError(
+                "the method distils, but the Trainer has taken another loss than the model's: "
+                "leave out compute_loss_func and label_smoothing_factor"
+            )
         optimizer = kwargs["optimizer"]  # in accelerate's wrapper, which a method need not know
         if args.fp16 and not base.all_finite(kwargs["model"].parameters()):
             return  # the scaler will skip this step

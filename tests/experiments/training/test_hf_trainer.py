@@ -1,6 +1,10 @@
 """Methods inside transformers.Trainer: the same training as in a plain loop, and exact resume."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +27,7 @@ from experiments.training.hf_trainer import STATE, MethodCallback
 from models.gpt2 import from_hf, to_hf
 from models.hf import ForTrainer
 
+ROOT = Path(__file__).parents[3]
 STEPS, MICRO, ACCUMULATION, TOKENS = 6, 4, 2, 16
 TINY = {
     "vocab_size": 32,
@@ -41,6 +46,8 @@ ARMS = {
     "gmp": {"prune_every": 1},
     # Its update rule is an optimizer of its own.
     "ast": {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 2, "alpha": 1e-2},
+    # Its loss, too; the teacher is a copy of the dense model.
+    "ast distilling": {"layer_weight": 0.5, "refresh_every": 2, "alpha": 1e-2, "slorb_k": 8},
 }
 every_arm = pytest.mark.parametrize("name", ARMS)
 
@@ -79,8 +86,8 @@ def sequences():
 def build(name, **options):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY))
-    arm = {**ARMS[name], "include": ["*mlp*"], "total_steps": STEPS, **options}
-    return model, methods.build(name, measure_every=1, **arm)
+    arm = {**ARMS.get(name, {}), "include": ["*mlp*"], "total_steps": STEPS, **options}
+    return model, methods.build(name.split()[0], measure_every=1, **arm)
 
 
 def optimizer_of(method, model):
@@ -248,7 +255,121 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
     ids = sequences()[0]["input_ids"][None]
     with torch.no_grad():
         ours, theirs = model.eval()(ids).logits, loaded.eval()(ids).logits
-    assert torch.equal(ours, theirs)
+    if name == "ast distilling":  # SLoRB's terms, added at once and one after the other
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", sorted({*methods.available()} - {*ARMS}))
+def test_every_other_method_is_resumed_exactly(name, tmp_path):
+    """... with the optimizer that the callback makes."""
+
+    def train(folder, resume=None):
+        model, method = build(name)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=4, logging_steps=1,
+            learning_rate=1e-2, adam_beta2=0.95, weight_decay=0.1, resume_from_checkpoint=resume,
+        )  # fmt: skip
+        callback = MethodCallback(method, model, arguments)
+        trainer = Ordered(
+            model, arguments, train_dataset=sequences(), callbacks=[callback],
+            optimizers=callback.optimizers,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, callback
+
+    whole, callback = train(tmp_path / "whole")
+    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-4"))
+    expected = whole.model.state_dict()
+    assert records(again) == records(whole)
+    assert all(torch.equal(v, expected[k]) for k, v in again.model.state_dict().items())
+    decayed, others = callback.optimizers[0].param_groups
+    assert decayed["lr"] == 1e-2 and tuple(decayed["betas"]) == (0.9, 0.95)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+
+
+def test_distillation_is_that_of_training_alone(tmp_path):
+    """Evaluation, a copy of the model and a model without labels have the model's own loss."""
+    model, method = build("ast distilling")
+    plain = copy.deepcopy(model)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    MethodCallback(method, model, arguments)
+    rows = torch.stack([row["input_ids"] for row in sequences()[:4]])
+    batch = {"input_ids": rows, "labels": rows}
+    twin = copy.deepcopy(model)
+    own = LlamaForCausalLM.forward(model.train(), **batch).loss
+    method.open_micro_batch()
+    assert torch.equal(model(**batch).loss, method.micro_batch_loss(plain_forward(model), batch))
+    assert not torch.equal(model(**batch).loss, own)
+    assert torch.equal(twin.train()(**batch).loss, own)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).loss, own)
+    assert torch.equal(model.eval()(**batch).loss, own)
+    assert model(input_ids=rows).loss is None
+    # What it learns from is the dense model.
+    assert torch.equal(method.teacher(rows).logits, plain(rows).logits)
+    method.finalize(model)
+    assert torch.equal(model.train()(**batch).loss, LlamaForCausalLM.forward(model, **batch).loss)
+
+
+RANK = """
+import sys
+import torch
+from transformers import TrainingArguments
+sys.path.insert(0, sys.argv[2])
+from test_hf_trainer import MICRO, STEPS, MethodCallback, Ordered, build, records, sequences
+
+torch.set_num_threads(1)
+model, method = build("ast distilling")
+ranks = int(sys.argv[3])
+arguments = TrainingArguments(
+    output_dir=sys.argv[1], max_steps=STEPS, per_device_train_batch_size=MICRO // ranks,
+    report_to=[], use_cpu=True, disable_tqdm=True, save_steps=STEPS, logging_steps=1,
+    learning_rate=1e-3, ddp_broadcast_buffers=False, dataloader_drop_last=True,
+)
+callback = MethodCallback(method, model, arguments)
+trainer = Ordered(
+    model, arguments, train_dataset=sequences(), callbacks=[callback],
+    optimizers=callback.optimizers,
+)
+trainer.train()
+torch.save(
+    {"records": records(trainer), "masks": [layer.mask for layer in method.sparse_layers.values()]},
+    f"{sys.argv[1]}/rank{arguments.process_index}.pt",
+)
+"""
+
+
+def test_two_ranks_distil_as_one(tmp_path):
+    """The first step is that of one process, and both ranks end with the same masks."""
+    (tmp_path / "rank.py").write_text(RANK)
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        arguments = [tmp_path / "rank.py", folder, Path(__file__).parent, str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *(torchrun if ranks == 2 else []), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        found[ranks] = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
+    ((one,), (two, other)) = found.values()
+    assert all(map(torch.equal, two["masks"], other["masks"]))
+    first, shared = one["records"][0], two["records"][0]
+    assert first["loss"] == pytest.approx(shared["loss"], abs=1e-4)  # it is logged rounded
+    assert first["grad_norm"] == pytest.approx(shared["grad_norm"], rel=1e-3)
+    assert len(two["records"]) == STEPS
+
+
+def plain_forward(model):
+    return lambda **batch: LlamaForCausalLM.forward(model, **batch)
 
 
 def test_adapters_are_added_to_the_weights_of_a_checkpoint(uninterrupted):
@@ -384,10 +505,9 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
     with pytest.raises(ValueError, match=rf"checkpoint-3/{STATE} is missing"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
-    model, method = build("ast", kl_weight=0.67)
-    with pytest.raises(ValueError, match=r"kl_weight=0\.67.*experiments\.distill"):
-        MethodCallback(method, model, SimpleNamespace(device="cpu"))
-    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    trainer, _ = trainer_for("ast distilling", tmp_path / "own", label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="has taken another loss than the model's"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
