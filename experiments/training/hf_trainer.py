@@ -101,7 +101,8 @@ class MethodCallback(TrainerCallback):
 
     def _take_loss(self, method: distillation.Method) -> None:
         """Give the model the method's loss in the forward passes of training."""
-        model, kind = self.model, type(self.model)
+        model: Any = self.model
+        kind = type(model)
         # The Trainer then divides each micro-batch's mean by their number.
         model.accepts_loss_kwargs = False
 
@@ -122,7 +123,7 @@ class MethodCallback(TrainerCallback):
             return kept[0]
 
         # A bound method: a copy of the model gets its own, and keeps its own loss.
-        model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+        model.forward = types.MethodType(forward, model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
