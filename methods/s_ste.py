@@ -150,9 +150,12 @@ class Linear(Fp8Linear):
             super().quantize()
             return
         assert self.fp8 and self.codes_dgrad is not None
-        packed, shape = self.packed, (self.out_features, self.in_features)
+        room, shape = None, (self.out_features, self.in_features)
+        if self.packed is not None:
+            dtype, layout = FORMATS[self.fp8.fprop], self.accelerated.layouts.fprop
+            room = Packed24((self.packed,), shape, dtype, layout)
         project_quantize24_(
-            None if packed is None else Packed24((packed,), shape, FORMATS[self.fp8.fprop]),
+            room,
             self.codes,
             self.codes_dgrad,
             self.code_scales,

@@ -1,17 +1,18 @@
 // The product of a packed 2:4 matrix A [rows, columns] with a dense matrix X, for compute
 // capability 9.0, built from CUTLASS' sparse collectives:
 //
-//     D = scale_a * scale_b * A X + bias,   accumulated in fp32, rounded once to bf16
+//     D = A X / scale_a / scale_b + bias,   accumulated in fp32, rounded once to bf16
 //
 // One translation unit is one configuration. It is given by macros (`Config` in matmul/cuda.py):
 //
-//     FP8                1: A and X are e4m3; 0: both are bf16
+//     FP8                0: A and X are bf16; 1: both are e4m3; 2: both are e5m2
 //     TILE_M, _N, _K     rows, tokens and columns that a thread block multiplies at a time
 //     CLUSTER_M, _N      thread blocks that share what they load
 //     PINGPONG           1: two groups of warps take turns at tiles; 0: they share a tile
 //     STREAM_K           1: tiles are also split along the columns, so that no multiprocessor idles
 //     WGRAD              0: X is given as [tokens, columns], D is written as [tokens, rows]
-//                        1: X is given as [columns, tokens], D is written as [rows, tokens]
+//                        1: X is given as [columns, tokens], D is written as [rows, tokens]; with
+//                        FP8, whose operands lie along the columns, X as for 0 and D in fp32
 //
 // All matrices are row-major. A is its values [rows, columns / 2] and metadata in the layout
 // `cutlass_sm90` of common_kernels/pack for METADATA_COLUMNS = min(TILE_K, 128).
@@ -31,16 +32,18 @@
 using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
 
-#if FP8
+#if FP8 == 1
 using Element = cutlass::float_e4m3_t;
+#elif FP8 == 2
+using Element = cutlass::float_e5m2_t;
 #else
 using Element = cutlass::bfloat16_t;
 #endif
-using Result = cutlass::bfloat16_t;
+using Result = conditional_t<WGRAD && FP8 != 0, float, cutlass::bfloat16_t>;
 using RowMajor = cutlass::layout::RowMajor;
 using ColumnMajor = cutlass::layout::ColumnMajor;
 // CUTLASS computes D [rows, tokens] from X [columns, tokens]: transposed, they are column-major.
-using LayoutX = conditional_t<WGRAD, RowMajor, ColumnMajor>;
+using LayoutX = conditional_t<WGRAD && !FP8, RowMajor, ColumnMajor>;
 using LayoutD = conditional_t<WGRAD, RowMajor, ColumnMajor>;
 using TileShape = Shape<Int<TILE_M>, Int<TILE_N>, Int<TILE_K>>;
 using ClusterShape = Shape<Int<CLUSTER_M>, Int<CLUSTER_N>, _1>;
@@ -50,18 +53,24 @@ constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 
 #if PINGPONG
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
-using Schedule = conditional_t<FP8, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
+using Schedule = conditional_t<FP8 != 0, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
                                cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
 #else
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
-using Schedule = conditional_t<FP8, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
+using Schedule = conditional_t<FP8 != 0, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
                                cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
 #endif
 using Scheduler = conditional_t<STREAM_K, cutlass::gemm::StreamKScheduler,
                                 cutlass::gemm::PersistentScheduler>;
 
-// scale_a * scale_b * sum + bias; a null pointer is 1 for a scale and 0 for the bias.
-using Scale = fusion::Sm90ScalarBroadcast<float, Stride<_0, _0, int64_t>, 2>;
+// One after the other: the product of two scales may overflow.
+template <class T>
+struct Reciprocals {
+  CUTLASS_HOST_DEVICE T operator()(T const &a, T const &b) const { return T(1) / a / b; }
+};
+
+// sum / scale_a / scale_b + bias; a null pointer is 1 for a scale and 0 for the bias.
+using Scale = fusion::Sm90ScalarBroadcast<float, Stride<_0, _0, int64_t>, 2, Reciprocals>;
 using Bias =
     fusion::Sm90ColBroadcast<0, TileShape, Result, float, Stride<_1, _0, int64_t>, kAlignmentD>;
 using Scaled = fusion::Sm90EVT<

@@ -6,16 +6,22 @@ Backends:
     cutlass      torch's CUTLASS kernels: compute capability 8.x, 16-bit types
     cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the choice of
                  an algorithm are kept (table.py)
-    cuda         our own for compute capability 9.0, bf16 and e4m3, compiled when it is first asked
-                 for by name or by a layout of its own (cuda.py)
+    cuda         our own for compute capability 9.0, bf16 and FP8, compiled when it is first needed
+                 (cuda.py)
 
-cuSPARSELt takes layout `cusparselt_sm90`, as `common_kernels.pack.operands` writes it. On a CPU
-under Triton's interpreter its products are emulated.
+cuSPARSELt takes layout `cusparselt_sm90`, our own kernels `cutlass_sm90` and `cutlass_sm90_k128`,
+in one buffer, as `common_kernels.pack.operands` writes them. On a CPU under Triton's interpreter
+the products of both are emulated. Which of a product's algorithms, kernels and layouts is the
+fastest right one is measured (table.py).
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +29,15 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.fp8.operands import rescale
 from common_kernels.library import custom_op
-from common_kernels.matmul import cuda_build, cusparselt
+from common_kernels.matmul import cuda, cuda_build, cusparselt
 from common_kernels.matmul.cusparselt import Problem, aligned
-from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
+from common_kernels.pack import BUFFERED, Packed24, check_form, convert24, meta_bytes, unpack24
 from common_kernels.pack.operands import fill_up
 
 BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
+LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # of the products of training
 
 
 def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
@@ -47,13 +55,16 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
         if not sixteen:
             return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
         return _wrong_capability(device, 8, "torch's CUTLASS products")
+    emulated = device.type == "cpu" and backends.interpreted()
     if backend == "cuda":
-        if dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-            return f"our own products take bf16 and e4m3, not {dtype}"
+        if dtype not in cuda.TYPES:
+            return f"our own products take bf16 and FP8, not {dtype}"
+        if emulated:
+            return None
         return _wrong_capability(device, 9, "our own products") or cuda_build.missing()
     if dtype not in cusparselt.TYPES:
         return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
-    if device.type == "cpu" and backends.interpreted():
+    if emulated:
         return None
     reason = _wrong_capability(device, 9, "cuSPARSELt (the order of its metadata is known for 9.0)")
     if reason is None:
@@ -96,10 +107,8 @@ def matmul24(
     elif name == "cutlass":
         y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
     elif name == "cuda":
-        from common_kernels.matmul import cuda
-
         own = packed if packed.layout in cuda.LAYOUTS else convert24(packed, cuda.LAYOUTS[0])
-        y = cuda.linear(own, x2d, bias)
+        y = linear24(_in_one_buffer(own), x2d, bias, _out_dtype(x.dtype))
     else:
         y = F.linear(*(t.float() if t.element_size() == 1 else t for t in (x2d, unpack24(packed))))
         y = (y if bias is None else y + bias).to(_out_dtype(x.dtype))
@@ -118,6 +127,14 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     if reason:
         raise RuntimeError(f"matmul backend {backend!r} cannot serve {str(device)!r}: {reason}")
     return backend
+
+
+def _in_one_buffer(packed: Packed24) -> Packed24:
+    """The same matrix, copied if its parts lie apart."""
+    if len(packed.parts) == 1:
+        return packed
+    buffer = torch.cat([packed.values.view(-1).view(torch.uint8), meta_bytes(packed)])
+    return Packed24((buffer,), packed.shape, packed.dtype, packed.layout)
 
 
 def _out_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -139,40 +156,83 @@ def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear24(
-    packed: Packed24, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    packed: Packed24,
+    x: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x [tokens, columns] A^T + bias [rows] -> [tokens, rows] by cuSPARSELt, A in its layout.
+    """x [tokens, columns] A^T + bias [rows] -> [tokens, rows], by cuSPARSELt or our own kernels, as
+    A's layout says.
 
-    x is row-major, of A's dtype; out_dtype is that, or bf16, fp16 or fp32 for FP8. Tokens are
-    filled up with zero rows to what the library takes.
+    x is row-major, of A's dtype; out_dtype is that, or for FP8 bf16, and with cuSPARSELt fp16 or
+    fp32 as well. Its tokens are filled up with zero rows to what it takes.
+
+    Args:
+        scales: of the codes of x and A, fp32 []: the product is divided by both. Our own kernels
+            do it before they round to bf16, after cuSPARSELt's it is a pass of its own.
     """
     buffer, (rows, columns) = packed.buffer, packed.shape
     _check_fit(packed, x, x.shape[1])
-    checks.one_device(matrix=buffer, x=x, bias=bias)
+    scale, other = scales or (None, None)
+    checks.one_device(matrix=buffer, x=x, bias=bias, scale=scale, other=other)
     tokens = x.shape[0]
-    x = fill_up(x, -tokens % _multiple(x)).contiguous()
-    y = _matmul24(buffer, rows, columns, x, bias, True, True, out_dtype or x.dtype)
+    if packed.layout == BUFFERED:
+        x = fill_up(x, -tokens % _multiple(x))
+    x = x.contiguous()
+    given = packed.layout, rows, columns, x
+    if scale is None or other is None:
+        y = _matmul24(buffer, *given, bias, None, None, True, True, out_dtype or x.dtype)
+    elif packed.layout == BUFFERED:
+        y = _matmul24(buffer, *given, None, None, None, True, True, torch.bfloat16)
+        y = rescale(y, scale, other, bias=bias, dtype=out_dtype)
+    else:
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        y = _matmul24(buffer, *given, bias, scale, other, True, True, torch.bfloat16)
+        # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop the
+        # backward pass of the Function that it is in without a word.
+        y = y if out_dtype in (None, y.dtype) else y.to(out_dtype)
     # A copy where rows were filled up: a view could not be changed in place behind a Function.
     return y if len(x) == tokens else y.narrow_copy(0, 0, tokens)
 
 
 def mm24(
-    packed: Packed24, x: Tensor, out_dtype: torch.dtype | None = None, *, transposed: bool = False
+    packed: Packed24,
+    x: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    transposed: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """A [rows, columns] x [columns, n] -> [rows, n] by cuSPARSELt, A in its layout.
+    """A [rows, columns] x [columns, n] -> [rows, n], by cuSPARSELt or our own kernels, as A's
+    layout says.
 
-    transposed: x is given as [n, columns], which is the only form that FP8 takes. Columns beyond
-    those of x count as zeros of A: x is filled up with rows of zeros.
+    Columns of A beyond those of x count as zeros: x is filled up with zeros.
+
+    Args:
+        transposed: x is given as [n, columns], which is the only form that FP8 takes.
+        scales: as for `linear24`; the product is in fp32 before it is divided by them.
     """
     buffer, (rows, columns) = packed.buffer, packed.shape
-    checks.one_device(matrix=buffer, x=x)
-    if not transposed:
-        if x.shape[0] > columns:
-            raise ValueError(f"x has {x.shape[0]} rows, the sparse matrix only {columns} columns")
-        x = fill_up(x, columns - x.shape[0])
+    scale, other = scales or (None, None)
+    checks.one_device(matrix=buffer, x=x, scale=scale, other=other)
+    missing = columns - x.shape[1 if transposed else 0]
+    if missing < 0:
+        raise ValueError(f"x is {tuple(x.shape)}, the sparse matrix has only {columns} columns")
+    if transposed and missing:
+        x = F.pad(x.view(torch.uint8), (0, missing * x.element_size())).view(x.dtype)
+    elif missing:
+        x = fill_up(x, missing)
     _check_fit(packed, x, x.shape[1] if transposed else columns)
-    x = x.contiguous()
-    return _matmul24(buffer, rows, columns, x, None, transposed, False, out_dtype or x.dtype)
+    given, fp32 = (packed.layout, rows, columns, x.contiguous(), None), torch.float32
+    if scale is None or other is None:
+        return _matmul24(buffer, *given, None, None, transposed, False, out_dtype or x.dtype)
+    if packed.layout == BUFFERED:
+        product = _matmul24(buffer, *given, None, None, transposed, False, fp32)
+        return rescale(product, scale, other, dtype=out_dtype)
+    y = _matmul24(buffer, *given, scale, other, transposed, False, fp32)
+    return y if out_dtype in (None, fp32) else y.to(out_dtype)
 
 
 def _check_fit(packed: Packed24, x: Tensor, summed: int) -> None:
@@ -190,89 +250,210 @@ def _multiple(x: Tensor) -> int:
 @custom_op("sparse24::matmul24", mutates_args=())
 def _matmul24(
     buffer: Tensor,
+    layout: str,
     rows: int,
     columns: int,
     dense: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
+    other: Tensor | None,
     dense_transposed: bool,
     result_transposed: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    """The product, with our own kernels divided by two scales."""
+    scales = None if scale is None or other is None else (scale, other)
     problem = Problem(
         rows, columns, dense.shape[0 if dense_transposed else 1], dense.dtype, out_dtype,
-        dense_transposed, result_transposed, bias is not None,
+        dense_transposed, result_transposed, bias is not None and scales is None, layout,
     )  # fmt: skip
-    return _product(buffer, dense, bias, problem)
+    return _product(buffer, dense, bias, scales, problem)
 
 
-def _product(buffer: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def _product(
+    buffer: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
+    problem: Problem,
+) -> Tensor:
     if buffer.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            return _emulate(buffer, dense, bias, problem)
+            return _emulate(buffer, dense, bias, scales, problem)
     if not dense.numel():
         return torch.zeros(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
     with torch.cuda.device(buffer.device):
         out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
         stream = torch.cuda.current_stream().cuda_stream
         plan = _plan(problem, buffer.device.index, stream)
-        plan.run(aligned(buffer), aligned(dense), out, bias)
+        given = aligned(buffer), aligned(dense), out
+        if isinstance(plan, cuda.Plan):
+            own = None if bias is None else aligned(bias.to(out.dtype).contiguous())
+            plan.run(*given, own, scales)
+        else:
+            plan.run(*given, bias)
     return out
 
 
 @_matmul24.register_fake
-def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+def _(
+    buffer, layout, rows, columns, dense, bias, scale, other, dense_transposed, result_transposed,
+    out_dtype,
+):  # fmt: skip
     shape = (rows, dense.shape[0 if dense_transposed else 1])
     return buffer.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
 
 
-def _check_available(device: torch.device, dtype: torch.dtype) -> None:
-    reason = unavailable("cusparselt", device, dtype)
+def _check_available(problem: Problem, device: torch.device) -> None:
+    name = "cusparselt" if problem.layout == BUFFERED else "cuda"
+    reason = unavailable(name, device, problem.dtype)
     if reason:
-        raise RuntimeError(f"matmul backend 'cusparselt' cannot serve: {reason}")
+        raise RuntimeError(f"matmul backend {name!r} cannot serve: {reason}")
 
 
-def is_faster(problem: Problem, device: torch.device) -> bool:
-    """True if cuSPARSELt's product is faster than the dense one: measured, here or before."""
+# --- which kernels serve a product ---------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """The times of a product in milliseconds, alone.
+
+    ms: of the sparse one, infinite if no kernel gives the right result. dense_ms: of the dense one.
+    """
+
+    layout: str
+    ms: float
+    dense_ms: float
+
+    @property
+    def share(self) -> float:
+        """The time of the sparse product over that of the dense one, measured beside it."""
+        return self.ms / self.dense_ms
+
+    @property
+    def wins(self) -> bool:
+        """Whether the sparse product is the faster one."""
+        return self.ms < self.dense_ms
+
+
+def in_layout(problem: Problem, layout: str) -> Problem | None:
+    """The product with its sparse matrix in another layout; None if no kernel serves it there.
+
+    The columns of wgrad's are tokens: they are filled up to what the layout needs.
+    """
+    if layout in cuda.LAYOUTS and problem.dtype not in cuda.TYPES:
+        return None
+    columns = problem.columns
+    try:
+        if not problem.result_transposed:
+            columns += -columns % check_form((0, 0), problem.dtype, layout).columns
+        check_form((problem.rows, columns), problem.dtype, layout)
+    except ValueError:
+        return None
+    moved = replace(problem, layout=layout, columns=columns)
+    return moved if layout == BUFFERED or cuda.configs(moved) else None
+
+
+def fastest(
+    problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
+) -> Measured | None:
+    """The layout in which a product was measured, here or before, to be the fastest beside the
+    dense one; None if none of them serves it.
+
+    Where our own kernels cannot be compiled only cuSPARSELt's is asked for, with a warning, once.
+    """
     from common_kernels.matmul import table
 
     index = torch.cuda.current_device() if device.index is None else device.index
+    found = []
     with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
-        entry = table.entry(problem, index, within=2.0)
-    return entry.ms < entry.dense_ms
+        for layout in layouts:
+            moved = in_layout(problem, layout)
+            if moved is None or (layout in cuda.LAYOUTS and not _compiles(device, problem.dtype)):
+                continue
+            try:
+                entry = table.entry(moved, index, within=2.0)
+            except cuda_build.BuildError as error:
+                if BUFFERED not in layouts:
+                    raise
+                _do_without(str(error))
+                continue
+            found.append(Measured(layout, entry.ms, entry.dense_ms))
+    return min(found, key=lambda one: one.share, default=None)
 
 
-def measured(problem: Problem, device: torch.device) -> tuple[float, float] | None:
-    """Milliseconds of cuSPARSELt's product (infinite: it has no right one) and of the dense one, as
-    they were measured here or before; None if they were not, or not on a GPU."""
+def own_layout(problem: Problem, device: torch.device) -> str:
+    """The layout of the fastest of our own kernels for a product; cuSPARSELt's if none serves it.
+
+    On a CPU, where products are emulated, the first that serves it.
+    """
+    served = [layout for layout in cuda.LAYOUTS if in_layout(problem, layout)]
+    if device.type == "cpu" or not served:
+        return served[0] if served else BUFFERED
+    best = fastest(problem, device, served)
+    return BUFFERED if best is None else best.layout
+
+
+def measured(
+    problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
+) -> Measured | None:
+    """As `fastest`, of what was measured so far; None if nothing was, or not on a GPU."""
     if device.type != "cuda":
         return None
     from common_kernels.matmul import table
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    entry = table.known(problem, index)
-    return None if entry is None else (entry.ms, entry.dense_ms)
+    index, found = torch.cuda.current_device() if device.index is None else device.index, []
+    for layout in layouts:
+        moved = in_layout(problem, layout)
+        try:
+            entry = None if moved is None else table.known(moved, index)
+        except (cuda_build.BuildError, cusparselt.CuSparseLtError):
+            continue  # without the kernels nothing was measured
+        if entry is not None:
+            found.append(Measured(layout, entry.ms, entry.dense_ms))
+    return min(found, key=lambda one: one.share, default=None)
+
+
+def _compiles(device: torch.device, dtype: torch.dtype) -> bool:
+    reason = unavailable("cuda", device, dtype)
+    if reason:
+        _do_without(reason)
+    return reason is None
+
+
+@functools.cache  # once
+def _do_without(reason: str) -> None:
+    warnings.warn(f"{reason}: sparse products are cuSPARSELt's alone", stacklevel=4)
 
 
 @functools.cache  # never dropped: a captured graph uses the memory of its plans
-def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan:
+def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan | cuda.Plan:
     """For each stream its own: a plan has one place for a bias. (Two graphs that were captured on
     one stream share it: do not replay them at the same time.)"""
     from common_kernels.matmul import table
 
-    _check_available(torch.device("cuda", device), problem.dtype)
+    _check_available(problem, torch.device("cuda", device))
     with torch.autocast("cuda", enabled=False):
         algorithm = table.entry(problem, device).algorithm
     if algorithm == table.NONE:
-        raise RuntimeError(f"cuSPARSELt has no algorithm that is right for {problem}; run it dense")
-    return cusparselt.Plan(problem, algorithm, device)
+        raise RuntimeError(f"no kernel is right for {problem}; run it dense")
+    return table.plan_of(problem, algorithm, device)
 
 
-def _emulate(buffer: Tensor, dense: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def _emulate(
+    buffer: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
+    problem: Problem,
+) -> Tensor:
     """The product in fp32, rounded once."""
-    _check_available(buffer.device, problem.dtype)
-    a = unpack24(Packed24((buffer,), (problem.rows, problem.columns), problem.dtype)).float()
+    _check_available(problem, buffer.device)
+    shape = problem.rows, problem.columns
+    a = unpack24(Packed24((buffer,), shape, problem.dtype, problem.layout)).float()
     b = dense.float().t() if problem.dense_transposed else dense.float()
     product = a @ b
+    if scales is not None:
+        product *= 1 / scales[0] / scales[1]
     if bias is not None:
         product += bias.float()[:, None]
     return (

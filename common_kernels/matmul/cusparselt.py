@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from common_kernels.pack.cpu import BUFFERED
+
 # cudaDataType of the types that both operands may have.
 TYPES = {
     torch.float16: 2,
@@ -42,6 +44,7 @@ class Problem:
     dense_transposed: B is given as a row-major [tokens, columns].
     result_transposed: D is written as a row-major [tokens, rows].
     biased: D += bias [rows, 1].
+    layout: of A; it says whose kernels multiply, cuSPARSELt's or our own.
     """
 
     rows: int
@@ -52,6 +55,7 @@ class Problem:
     dense_transposed: bool
     result_transposed: bool
     biased: bool = False
+    layout: str = BUFFERED
 
     @property
     def dense_shape(self) -> tuple[int, int]:

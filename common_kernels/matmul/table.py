@@ -1,4 +1,5 @@
-"""Which algorithm of cuSPARSELt serves a product, and whether it beats the dense one: measured.
+"""Which algorithm of cuSPARSELt, or which of our own kernels, serves a product, and whether it
+beats the dense one: measured.
 
 A table is a JSON file: for each device and version of the library a list of products. The one
 beside this file was measured by `python -m experiments.bench` on an H200; what it lacks is measured
@@ -26,8 +27,10 @@ import torch
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.masks import nm_mask
-from common_kernels.matmul.cusparselt import CuSparseLtError, Plan, Problem, version
-from common_kernels.pack import BUFFERED, pack24
+from common_kernels.matmul import cuda, cusparselt
+from common_kernels.matmul.cuda import CudaProductError
+from common_kernels.matmul.cusparselt import CuSparseLtError, Problem
+from common_kernels.pack import BUFFERED, cpu
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms, of which those from 36 on are illegal
@@ -58,7 +61,7 @@ def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
 
     Raises RuntimeError if it must be measured while a CUDA graph is captured.
     """
-    known = _table(device)
+    known = _table(device, problem.layout)
     found = known.get(problem)
     if found is None and (near := _nearest(problem, known, within)) is not None:
         refuse_capture(problem)
@@ -68,7 +71,7 @@ def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
         refuse_capture(problem)
         found = known[problem] = measure(problem, device)
         try:
-            save(cache_file(), device, {problem: found})
+            save(cache_file(), _key(device, problem.layout), {problem: found})
         except OSError as error:
             warnings.warn(
                 f"what was measured of sparse products cannot be kept ({error}); it is measured "
@@ -80,7 +83,7 @@ def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
 
 def known(problem: Problem, device: int) -> Entry | None:
     """The table's entry for exactly this product, if there is one."""
-    return _table(device).get(problem)
+    return _table(device, problem.layout).get(problem)
 
 
 def refuse_capture(problem: Problem) -> None:
@@ -124,7 +127,7 @@ class Trial:
         a = random(p.rows, p.columns)
         kept = nm_mask(a)
         self.a = torch.where(kept, a, 0.0).to(p.dtype)
-        self.packed = pack24(self.a, kept, BUFFERED, backend="cpu")
+        self.buffer = cpu.pack(self.a, kept, p.layout)
         self.dense = [random(p.dense_shape).to(p.dtype) for _ in range(2)]
         self.bias = random(p.rows).to(p.out_dtype) if p.biased else None
         self.out = torch.empty(p.result_shape, dtype=p.out_dtype, device=where)
@@ -140,10 +143,10 @@ class Trial:
 
     def is_right(self, algorithm: int) -> bool:
         try:
-            plan = Plan(self.problem, algorithm, self.device)
-        except CuSparseLtError:
+            plan = plan_of(self.problem, algorithm, self.device)
+            return self.agrees(lambda x: plan.run(self.buffer, x, self.out, self.bias))
+        except (CuSparseLtError, CudaProductError):
             return False
-        return self.agrees(lambda x: plan.run(self.packed.buffer, x, self.out, self.bias))
 
     def agrees(self, run: Callable[[torch.Tensor], None]) -> bool:
         """True if `run(x)` writes the product into `out`, three times with the same bits."""
@@ -158,13 +161,18 @@ class Trial:
         return True
 
     def sparse_ms(self, algorithm: int) -> float:
-        """Time of the sparse product, for FP8 with the rescaling that follows."""
-        plan = Plan(self.problem, algorithm, self.device)
+        """Time of the sparse product, for FP8 with its rescaling, which follows cuSPARSELt's."""
+        plan = plan_of(self.problem, algorithm, self.device)
         one = torch.ones((), device=self.out.device)
+        codes = self.problem.dtype.itemsize == 1
 
         def call(i: int) -> None:
-            plan.run(self.packed.buffer, self.dense[i], self.out, self.bias)
-            if self.problem.dtype.itemsize == 1:
+            given = self.buffer, self.dense[i], self.out, self.bias
+            if isinstance(plan, cuda.Plan):
+                plan.run(*given, (one, one) if codes else None)
+                return
+            plan.run(*given)
+            if codes:
                 rescale(self.out, one, one)
 
         return replay_ms(call)
@@ -180,6 +188,11 @@ class Trial:
         return replay_ms(lambda i: self.product(a, dense[i]))
 
 
+def plan_of(problem: Problem, algorithm: int, device: int) -> cusparselt.Plan | cuda.Plan:
+    """The product by the kernels that its layout is for."""
+    return (cuda if problem.layout in cuda.LAYOUTS else cusparselt).Plan(problem, algorithm, device)
+
+
 def device_of(index: int) -> torch.device:
     return torch.device("cuda", index)
 
@@ -187,7 +200,7 @@ def device_of(index: int) -> torch.device:
 def measure(problem: Problem, device: int) -> Entry:
     """Check and time every algorithm, and the dense product."""
     trial = Trial(problem, device)
-    number = min(Plan(problem, 0, device).algorithms, USABLE.get(problem.dtype, 1000))
+    number = min(plan_of(problem, 0, device).algorithms, USABLE.get(problem.dtype, 1000))
     right = [algorithm for algorithm in range(number) if trial.is_right(algorithm)]
     if not right:
         return Entry(NONE, math.inf, trial.dense_ms(), tuple(range(number)))
@@ -225,8 +238,9 @@ def replay_ms(call: Callable[[int], Any], calls: int = 6, repeats: int = 3) -> f
 
 
 @functools.cache
-def _table(device: int) -> dict[Problem, Entry]:
-    return load(SHIPPED, device) | load(cache_file(), device)
+def _table(device: int, layout: str) -> dict[Problem, Entry]:
+    key = _key(device, layout)
+    return load(SHIPPED, key) | load(cache_file(), key)
 
 
 def cache_file() -> Path:
@@ -234,27 +248,30 @@ def cache_file() -> Path:
     return Path(home) / "sparse24" / "matmul.json"
 
 
-def _key(device: int) -> str:
-    return f"{torch.cuda.get_device_name(device)}, cuSPARSELt {version()}"
+def _key(device: int, layout: str) -> str:
+    ours = layout in cuda.LAYOUTS
+    by = f"CUTLASS {cuda.version()}" if ours else f"cuSPARSELt {cusparselt.version()}"
+    return f"{torch.cuda.get_device_name(device)}, {by}"
 
 
-def load(path: Path, device: int) -> dict[Problem, Entry]:
-    """The table of one device in a file; empty if there is none. ValueError on a damaged file."""
+def load(path: Path, key: str) -> dict[Problem, Entry]:
+    """The table of one device and library in a file; empty if there is none. ValueError on a
+    damaged file."""
     if not path.exists():
         return {}
     try:
-        rows = json.loads(path.read_text()).get(_key(device), [])
+        rows = json.loads(path.read_text()).get(key, [])
         return dict(_from_json(row) for row in rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); delete it, it is made anew") from error
 
 
-def save(path: Path, device: int, entries: dict[Problem, Entry]) -> None:
+def save(path: Path, key: str, entries: dict[Problem, Entry]) -> None:
     """Add entries to a file; others may write it at the same time, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = json.loads(path.read_text()) if path.exists() else {}
-    rows = load(path, device) | entries
-    everything[_key(device)] = [_to_json(*row) for row in rows.items()]
+    rows = load(path, key) | entries
+    everything[key] = [_to_json(*row) for row in rows.items()]
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(everything, file, indent=1)
     Path(file.name).replace(path)
@@ -266,7 +283,7 @@ def _to_json(problem: Problem, found: Entry) -> dict[str, Any]:
 
 
 def _from_json(row: dict[str, Any]) -> tuple[Problem, Entry]:
-    row = {**row, "wrong": tuple(row["wrong"])}
+    row = {"layout": BUFFERED, **row, "wrong": tuple(row["wrong"])}
     for name in ("dtype", "out_dtype"):
         row[name] = getattr(torch, row[name])
     parts = [{f.name: row[f.name] for f in fields(cls)} for cls in (Problem, Entry)]

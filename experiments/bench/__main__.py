@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         elif name != "ops":
             command.add_argument(
                 "--matmul",
-                choices=("dense", "cusparselt", "auto"),
+                choices=("dense", "cusparselt", "cuda", "auto"),
                 help="of the methods; default: auto on a GPU, dense elsewhere",
             )
         command.set_defaults(command=run, benchmark=name)

@@ -189,9 +189,11 @@ def convert(
 
 def used_by(products: Products) -> str:
     """A description of what runs the products, for example `cusparselt fprop dgrad`."""
-    sparse = [name for name in PRODUCTS if getattr(products, name)]
-    rest = [name for name in PRODUCTS if name not in sparse]
-    used = [" ".join(["cusparselt", *sparse])] if sparse else []
+    by = {name: products.kernels(name) for name in PRODUCTS}
+    used, rest = [], [name for name in PRODUCTS if not by[name]]
+    for kernels in ("cusparselt", "cuda"):
+        sparse = [name for name in PRODUCTS if by[name] == kernels]
+        used += [" ".join([kernels, *sparse])] if sparse else []
     if products.fp8 and rest:
         used.append(" ".join(["fp8", *rest]))
     return ", ".join(used) or "dense"

@@ -253,7 +253,7 @@ class ImplConfig:
         for name, choices in {
             "device": ("auto", "cpu", "cuda"),
             "backend": ("auto", "cpu", "triton"),
-            "matmul": ("auto", "cusparselt", "dense"),
+            "matmul": ("auto", "cusparselt", "cuda", "dense"),
             "optimizer": ("separate", "fused"),
             "shard": ("ddp", "fsdp2"),
         }.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common_kernels.matmul import measured
+from common_kernels.matmul import LAYOUTS, measured
 
 from .gemms import Products, asked_for, problems, refused
 
@@ -22,6 +22,7 @@ class Choice:
     """How one product of a layer runs.
 
     reason: why it is dense; empty where it is sparse.
+    kernels: whose multiply where it is sparse, `cusparselt` or `cuda`, our own.
     ms, dense_ms: of the sparse product and of the dense one in a micro-batch, alone and measured
         (one in FP8 beside FP8 where cuBLAS has it); None where nobody asked for the time.
     """
@@ -30,6 +31,7 @@ class Choice:
     reason: str = ""
     ms: float | None = None
     dense_ms: float | None = None
+    kernels: str = ""
 
     @property
     def saved_ms(self) -> float:
@@ -88,6 +90,8 @@ class Acceleration:
             found = [choice for name, choice in self._choices() if name == product]
             sparse = sum(choice.sparse for choice in found)
             told = [f"sparse in {sparse}"] if sparse else []
+            own = sum(choice.kernels == "cuda" for choice in found)
+            told += [f"by our own kernels in {own}"] if own else []
             reasons = Counter(_kind(choice.reason) for choice in found if not choice.sparse)
             told += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
             parts.append(f"{product} {', '.join(told)}")
@@ -119,17 +123,19 @@ def explain(
     """The choices that `gemms.choose_products` made for one layer; its arguments after `chosen`."""
     found = {}
     for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
-        times = measured(problem, device) if getattr(sparse, name) else None
-        ms, dense_ms = times or (None, None)
-        ms = None if ms is None or math.isinf(ms) else ms
-        reason = ""
-        if not getattr(chosen, name):
+        kernels, ms, dense_ms, reason = chosen.kernels(name), None, None, ""
+        if getattr(sparse, name):
+            layouts = (getattr(chosen.layouts, name),) if kernels else LAYOUTS
+            times = measured(problem, device, layouts)
+            if times is not None:
+                ms, dense_ms = None if math.isinf(times.ms) else times.ms, times.dense_ms
+        if not kernels:
             reason = _why_dense(name, sparse, shape, dtype, device, asked_for(matmul))
             if not reason and ms is None:
-                reason = "no algorithm of cuSPARSELt gives the right product"
+                reason = "no sparse kernel gives the right product"
             elif not reason:
                 reason = f"measured to be slower: {ms:.3g} ms, dense {dense_ms:.3g} ms"
-        found[name] = Choice(not reason, reason, ms, dense_ms)
+        found[name] = Choice(bool(kernels), reason, ms, dense_ms, kernels)
     return found
 
 
@@ -146,6 +152,6 @@ def _why_dense(
         return "its operand is not 2:4 along the summed dim"
     if matmul == "dense":
         return "matmul=dense"
-    if reason := refused(sparse, shape, dtype, device):
+    if reason := refused(sparse, shape, dtype, device, matmul):
         return reason
     return "" if device.type == "cuda" else "sparse products are emulated here"

@@ -101,13 +101,14 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, grad_y):
         dgrad, x, x_scale, key, amax = saved(ctx)
-        formats, packs_sample = ctx.formats, ctx.packs_sample and ctx.needs_input_grad[1]
+        formats = ctx.formats
+        packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else None
         dy = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_weight = grad_bias = None
         given = delayed.given(1, dy, amax, ctx.seen)
         if packs_sample:
             codes, sample, scale = quantize_and_sample(
-                dy, key, groups_of(dy), formats.gradient, *given
+                dy, key, groups_of(dy), formats.gradient, *given, layout=packs_sample
             )
         else:
             codes, scale = quantize_fp8(dy, formats.gradient, *given)
@@ -115,13 +116,13 @@ class _Fp8Linear(torch.autograd.Function):
             grad_x = dgrad.grad(Fp8(codes, scale), grad_y.dtype).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
             if packs_sample:
-                product = mm24(sample, x, torch.float32, transposed=True)
-                scale = 0.5 * scale
+                scales = 0.5 * scale, x_scale
+                grad_weight = mm24(sample, x, ctx.weight_dtype, transposed=True, scales=scales)
             else:
                 if ctx.mvue:
                     codes, scale = quantized_sample(dy, scale, key, ctx.mvue, formats)
                 product = exact_product(codes.t(), x.t()[: len(dy)] if ctx.on_units else x)
-            grad_weight = rescale(product, scale, x_scale, dtype=ctx.weight_dtype)
+                grad_weight = rescale(product, scale, x_scale, dtype=ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
@@ -148,7 +149,7 @@ def fp8_linear(
     key: Tensor,
     mvue: str | None,
     formats: Fp8Formats,
-    packs_sample: bool = False,
+    packs_sample: str | None = None,
     amax: delayed.Amax = delayed.NONE,
 ) -> Tensor:
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.

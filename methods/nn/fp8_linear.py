@@ -133,9 +133,11 @@ class Fp8Linear(SparseLinear):
         fprop: Any = self.codes
         dgrad: Any = self.codes_dgrad
         if self.packed is not None:
-            fprop = Packed24((self.packed,), (rows, columns), FORMATS[fp8.fprop])
+            layout = self.accelerated.layouts.fprop
+            fprop = Packed24((self.packed,), (rows, columns), FORMATS[fp8.fprop], layout)
         if self.packed_transposed is not None:
-            dgrad = Packed24((self.packed_transposed,), (columns, rows), FORMATS[fp8.dgrad])
+            dtype, layout = FORMATS[fp8.dgrad], self.accelerated.layouts.dgrad
+            dgrad = Packed24((self.packed_transposed,), (columns, rows), dtype, layout)
         elif not self._dgrad_on_units:
             dgrad = dgrad.t()
         return fprop, dgrad
@@ -144,16 +146,17 @@ class Fp8Linear(SparseLinear):
         if not self.fp8:
             return super().operands(dtype)
         scale, scale_dgrad = self.code_scales.unbind()
-        rows, columns = self.out_features, self.in_features
+        rows, columns, layouts = self.out_features, self.in_features, self.accelerated.layouts
         if self.packed is None:
             assert self.codes is not None
             fprop = Fp8(self.codes, scale, self.products.fp8)
         else:
-            fprop = Fp8(self.packed, scale, True, (rows, columns))
+            fprop = Fp8(self.packed, scale, True, (rows, columns), layouts.fprop)
         if self.packed_transposed is None:
             assert self.codes_dgrad is not None
             return fprop, Fp8(self.codes_dgrad, scale_dgrad, self._dgrad_on_units)
-        return fprop, Fp8(self.packed_transposed, scale_dgrad, True, (columns, rows))
+        shape = columns, rows
+        return fprop, Fp8(self.packed_transposed, scale_dgrad, True, shape, layouts.dgrad)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; in evaluation without FP8."""
@@ -162,7 +165,8 @@ class Fp8Linear(SparseLinear):
         x = under_autocast(x)
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
-        fp8, operands, wgrad = self.fp8, self.operands(x.dtype), self.products.wgrad
+        fp8, operands, products = self.fp8, self.operands(x.dtype), self.products
+        wgrad = products.layouts.wgrad if products.wgrad else None
         amax = delayed.of(self) if fp8.delayed else delayed.NONE
         return fp8_linear(
             x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, fp8, wgrad, amax

@@ -18,20 +18,30 @@ The operands are `Dense`, `Packed` where they are 2:4 along the summed dim and t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import mvue24
-from common_kernels.matmul import Problem, is_faster, mm24, unavailable
+from common_kernels.matmul import Problem, fastest, mm24, own_layout, unavailable
+from common_kernels.pack import BUFFERED
 from common_kernels.pack.operands import MULTIPLE, TOKENS, sample_pack24
 
 from .operands import Dense, Packed, save, saved
 
-MATMULS = ("auto", "cusparselt", "dense")
+MATMULS = ("auto", "cusparselt", "cuda", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
+
+
+class Layouts(NamedTuple):
+    """The layouts of the packed operands of the three products."""
+
+    fprop: str = BUFFERED
+    dgrad: str = BUFFERED
+    wgrad: str = BUFFERED
 
 
 @dataclass(frozen=True)
@@ -39,13 +49,21 @@ class Products:
     """Which of the three products run on packed operands; all others are dense.
 
     fprop: Wf is packed. dgrad: Wb^T is. wgrad: the sample of dY is, transposed. fp8: the operands
-    are codes, and FP8 units multiply them (fp8_gemms.py).
+    are codes, and FP8 units multiply them (fp8_gemms.py). layouts: of the packed operands, each of
+    which is for the kernels of cuSPARSELt or for our own.
     """
 
     fprop: bool = False
     dgrad: bool = False
     wgrad: bool = False
     fp8: bool = False
+    layouts: Layouts = field(default_factory=Layouts)
+
+    def kernels(self, name: str) -> str:
+        """Whose kernels run a product: `cusparselt`, `cuda` for our own, empty if it is dense."""
+        if not getattr(self, name):
+            return ""
+        return "cusparselt" if getattr(self.layouts, name) == BUFFERED else "cuda"
 
 
 DENSE = Products()
@@ -73,25 +91,32 @@ def choose_products(
         raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
     if sparse == DENSE or (matmul == "dense" and not sparse.fp8):
         return DENSE
-    reason = refused(sparse, shape, dtype, device)
-    if reason and matmul == "cusparselt":
+    reason = refused(sparse, shape, dtype, device, matmul)
+    if reason and matmul in ("cusparselt", "cuda"):
         raise RuntimeError(
-            f"matmul='cusparselt': {reason}; convert(model, dtype=torch.bfloat16) gives products a "
+            f"matmul={matmul!r}: {reason}; convert(model, dtype=torch.bfloat16) gives products a "
             "dtype; or choose auto or dense"
         )
     if reason:
         return DENSE
     if matmul == "cusparselt":
         return sparse
+    asked = {
+        name: problem
+        for name, problem in problems(sparse, shape, biased, dtype, tokens).items()
+        if getattr(sparse, name)
+    }
+    if matmul == "cuda":
+        own = {name: own_layout(problem, device) for name, problem in asked.items()}
+        return replace(sparse, layouts=Layouts(**own))
     if device.type != "cuda":
         return DENSE  # an emulated product is slower
     if matmul == "dense":
         return Products(fp8=True)
-    faster = {
-        name: getattr(sparse, name) and is_faster(problem, device)
-        for name, problem in problems(sparse, shape, biased, dtype, tokens).items()
-    }
-    return replace(sparse, **faster)
+    found = {name: fastest(problem, device) for name, problem in asked.items()}
+    layouts = {n: best.layout for n, best in found.items() if best is not None and best.wins}
+    faster = {name: name in layouts for name in found}
+    return replace(sparse, **faster, layouts=Layouts(**layouts))
 
 
 def asked_for(matmul: str | None) -> str:
@@ -103,11 +128,16 @@ def asked_for(matmul: str | None) -> str:
 
 
 def refused(
-    sparse: Products, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    sparse: Products,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    matmul: str,
 ) -> str | None:
     """Why no product of such a layer can run sparse; None if they can."""
     rows, columns = shape
-    reason = unavailable("cusparselt", device, torch.float8_e4m3fn if sparse.fp8 else dtype)
+    backend = "cuda" if matmul == "cuda" else "cusparselt"
+    reason = unavailable(backend, device, torch.float8_e4m3fn if sparse.fp8 else dtype)
     if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
         reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
     return reason
@@ -154,7 +184,8 @@ class _SparseLinear(torch.autograd.Function):
             grad_x = dgrad.grad(dy).reshape(x.shape)
         if ctx.needs_input_grad[1]:
             if ctx.packs_sample:
-                grad_weight = mm24(sample_pack24(dy, key, groups_of(dy)), x2d)
+                packed = sample_pack24(dy, key, groups_of(dy), layout=ctx.packs_sample)
+                grad_weight = mm24(packed, x2d)
             else:
                 sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
                 grad_weight = sample.t() @ x2d
@@ -198,7 +229,7 @@ def sparse_linear(
     bias: Tensor | None,
     key: Tensor,
     mvue: str | None = None,
-    packs_sample: bool = False,
+    packs_sample: str | None = None,
 ) -> Tensor:
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
@@ -209,6 +240,7 @@ def sparse_linear(
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch).
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        packs_sample: wgrad takes the sample packed; mvue is `exact` then.
+        packs_sample: the layout in which wgrad takes the sample packed, whose mvue is `exact`
+            then; None: it is not packed.
     """
     return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

@@ -100,31 +100,32 @@ class SparseLinear(nn.Linear):
         if not products.fprop:
             self.packed = None
         elif self.packed is None:
-            self.packed = self._room(rows, columns).buffer
+            self.packed = self._room(rows, columns, products.layouts.fprop).buffer
         if not products.dgrad:
             self.packed_transposed = None
         elif self.packed_transposed is None:
-            self.packed_transposed = self._room(columns, rows).buffer
+            self.packed_transposed = self._room(columns, rows, products.layouts.dgrad).buffer
 
-    def _room(self, rows: int, columns: int) -> Packed24:
-        return Packed24.empty((rows, columns), self.dtype, next(self.parameters()).device)
+    def _room(self, rows: int, columns: int, layout: str) -> Packed24:
+        device = next(self.parameters()).device
+        return Packed24.empty((rows, columns), self.dtype, device, layout)
 
     def packed_operands(self) -> tuple[Packed | None, Packed | None]:
         """The packed operands of fprop and of dgrad, None where they are not held."""
         rows, columns = self.out_features, self.in_features
-        fprop, dgrad = self.packed, self.packed_transposed
+        fprop, dgrad, layouts = self.packed, self.packed_transposed, self.accelerated.layouts
         return (
-            None if fprop is None else Packed(fprop, (rows, columns), self.dtype),
-            None if dgrad is None else Packed(dgrad, (columns, rows), self.dtype),
+            None if fprop is None else Packed(fprop, (rows, columns), self.dtype, layouts.fprop),
+            None if dgrad is None else Packed(dgrad, (columns, rows), self.dtype, layouts.dgrad),
         )
 
     def room_for_both(self) -> tuple[Packed24, Packed24]:
         """Both packed operands for a kernel that writes both; one that is not held is new."""
         rows, columns = self.out_features, self.in_features
-        fprop, dgrad = self.packed_operands()
+        (fprop, dgrad), layouts = self.packed_operands(), self.accelerated.layouts
         return (
-            self._room(rows, columns) if fprop is None else fprop.matrix,
-            self._room(columns, rows) if dgrad is None else dgrad.matrix,
+            self._room(rows, columns, layouts.fprop) if fprop is None else fprop.matrix,
+            self._room(columns, rows, layouts.dgrad) if dgrad is None else dgrad.matrix,
         )
 
     @property
@@ -210,7 +211,9 @@ class SparseLinear(nn.Linear):
         if not self.training and not torch.is_grad_enabled():
             return fprop.linear(x, self.bias)
         # A copy of the key: the next micro-batch changes it, this one's backward needs its own.
-        packs_sample = self.products.wgrad and x.dtype == self.dtype
+        products, packs_sample = self.products, None
+        if products.wgrad and x.dtype == self.dtype:
+            packs_sample = products.layouts.wgrad
         return sparse_linear(
             x, self.weight, fprop, dgrad, self.bias, self.key.clone(), self.mvue, packs_sample
         )

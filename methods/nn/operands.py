@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.matmul import linear24
-from common_kernels.pack import Packed24
+from common_kernels.pack import BUFFERED, Packed24
 
 
 class Dense(NamedTuple):
@@ -37,15 +37,17 @@ class Dense(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A 2:4 matrix in the bytes that cuSPARSELt multiplies: `buffer` of a `Packed24`."""
+    """A 2:4 matrix in the bytes that are multiplied: `buffer` of a `Packed24`, whose layout says by
+    whose kernels, cuSPARSELt's or our own."""
 
     buffer: Tensor
     shape: tuple[int, int]
     dtype: torch.dtype
+    layout: str = BUFFERED
 
     @property
     def matrix(self) -> Packed24:
-        return Packed24((self.buffer,), self.shape, self.dtype)
+        return Packed24((self.buffer,), self.shape, self.dtype, self.layout)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], of one dtype."""
@@ -61,13 +63,14 @@ class Fp8(NamedTuple):
     """A matrix that is about codes / scale, for products with another such one.
 
     codes: [out, in], simulated; on FP8 units the same for fprop, [in, out] for dgrad, or where
-        `shape` is given the buffer of a packed matrix of that shape. scale: fp32 [].
+        `shape` is given the buffer of a packed matrix of that shape and `layout`. scale: fp32 [].
     """
 
     codes: Tensor
     scale: Tensor
     on_units: bool = False
     shape: tuple[int, int] | None = None
+    layout: str = BUFFERED
 
     def linear(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """x [T, in] -> [T, out] in `dtype`."""
@@ -84,9 +87,8 @@ class Fp8(NamedTuple):
 
     def _on_units(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self.shape is not None:
-            packed = Packed24((self.codes,), self.shape, x.codes.dtype)
-            y = linear24(packed, x.codes, out_dtype=torch.bfloat16)
-            return rescale(y, x.scale, self.scale, bias=bias, dtype=dtype)
+            packed = Packed24((self.codes,), self.shape, x.codes.dtype, self.layout)
+            return linear24(packed, x.codes, bias, dtype, scales=(x.scale, self.scale))
         y = scaled_linear(x.codes, self.codes, x.scale, self.scale, bias)
         # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop the
         # backward pass of the Function that it is in without a word.

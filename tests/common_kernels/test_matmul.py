@@ -1,23 +1,31 @@
 """Products of packed matrices: every backend is the product of the matrix that was packed."""
 
+import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from common_kernels import nm_mask
+from common_kernels import matmul, nm_mask
 from common_kernels.matmul import (
     Problem,
     chosen,
+    cuda,
+    cuda_build,
     cusparselt,
+    fastest,
+    in_layout,
     linear24,
     matmul24,
+    measured,
     mm24,
+    own_layout,
     table,
     unavailable,
 )
 from common_kernels.matmul.table import Entry
-from common_kernels.pack import pack24
+from common_kernels.pack import BUFFERED, Packed24, cpu, pack24
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -36,8 +44,12 @@ def dense(rows, columns, dtype=BF16):
     return torch.randn(rows, columns, generator=generator).to(DEVICE, dtype)
 
 
-def packed(a, mask):
-    return pack24(a, mask, "cusparselt_sm90")
+CUTLASS = "cutlass_sm90"
+
+
+def packed(a, mask, layout=BUFFERED):
+    """In one buffer."""
+    return Packed24((cpu.pack(a, mask, layout),), tuple(a.shape), a.dtype, layout)
 
 
 def close(got, want, dtype):
@@ -92,7 +104,8 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
         matmul24(pack24(a, mask), dense(8, 128, torch.float32), torch.ones(1, device=DEVICE))
     assert "8.x, not a cpu" in str(unavailable("cutlass", "cpu", BF16))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "9.x, not a cpu" in str(unavailable("cusparselt", "cpu", BF16))
+    for backend in ("cusparselt", "cuda"):
+        assert "9.x, not a cpu" in str(unavailable(backend, "cpu", BF16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert "this GPU has (8, 6)" in str(unavailable("cusparselt", "cuda", BF16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -121,14 +134,71 @@ def test_x_times_a_transposed(dtype, tokens):
     close(y, x.float() @ a.float().t(), out)
 
 
+def unserved(layout):
+    return layout != BUFFERED and unavailable("cuda", DEVICE, BF16)
+
+
 @sparse_gpu
+@pytest.mark.parametrize("layout", cuda.LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 30, 64])
+def test_our_own_products_take_their_own_layouts(layout, tokens):
+    """In training's operators; with a bias, and of a dense operand that begins anywhere."""
+    if reason := unserved(layout):
+        pytest.skip(reason)
+    a, mask = matrix(64, 128)
+    x, bias = dense(tokens + 1, 128)[1:], torch.linspace(-1, 1, 64, device=DEVICE).to(BF16)
+    y = linear24(packed(a, mask, layout), x, bias)
+    close(y, x.float() @ a.float().t() + bias.float(), BF16)
+
+
+@sparse_gpu
+@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_products_of_codes_are_divided_by_both_scales(layout, dtype):
+    if reason := unserved(layout):
+        pytest.skip(reason)
+    a, mask = matrix(64, 128, dtype)
+    x, bias = dense(40, 128, dtype), torch.linspace(-1, 1, 64, device=DEVICE)
+    scales = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
+    want = x.float() @ a.float().t() / 3e-3
+    for out in (BF16, torch.float32):
+        got = linear24(packed(a, mask, layout), x, bias.to(out), out, scales=scales)
+        assert got.dtype == out
+        close(got.to(BF16), want + bias, BF16)
+    got = linear24(packed(a, mask, layout), x, None, BF16, scales=scales)
+    close(got, want, BF16)
+
+
+@sparse_gpu
+@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
+@pytest.mark.parametrize("tokens", [64, 100, 128])
+def test_a_weight_s_gradient_of_codes_is_divided_by_both_scales(layout, tokens):
+    """Codes of x that end within a block of the layout are filled up."""
+    if reason := unserved(layout):
+        pytest.skip(reason)
+    a, mask = matrix(64, 128, E5M2)
+    x = dense(96, tokens, E5M2)
+    scales = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
+    want = a.float()[:, :tokens] @ x.float().t() / 3e-3
+    for out in (torch.float32, BF16):
+        got = mm24(packed(a, mask, layout), x, out, transposed=True, scales=scales)
+        close(got, want, out)
+
+
+@sparse_gpu
+@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
 @pytest.mark.parametrize("columns", [48, 64, 100, 128])
-def test_a_times_x_summed_over_any_tokens(columns):
+def test_a_times_x_summed_over_any_tokens(layout, columns):
     """The rows of x that A has beyond those given count as zeros."""
-    filled = -(-columns // 16) * 16
+    if reason := unserved(layout):
+        pytest.skip(reason)
+    block = 16 if layout == BUFFERED else 64
+    filled = -(-columns // block) * block
     a, mask = matrix(64, filled)
     x = dense(columns, 96)
-    close(mm24(packed(a, mask), x), a.float()[:, :columns] @ x.float(), BF16)
+    close(mm24(packed(a, mask, layout), x), a.float()[:, :columns] @ x.float(), BF16)
+    with pytest.raises(ValueError, match=f"the sparse matrix has only {filled} columns"):
+        mm24(packed(a, mask, layout), dense(filled + 8, 96))
 
 
 @sparse_gpu
@@ -150,10 +220,12 @@ def test_operands_that_do_not_fit_are_refused():
 @pytest.mark.skipif(CUDA, reason="its CPU side; on a GPU the fake is the same")
 def test_opcheck():
     x, bias = torch.ones(16, 128, dtype=BF16), torch.ones(64, dtype=BF16)
-    buffer = torch.zeros(64 * 144, dtype=torch.uint8)
+    buffer, one = torch.zeros(64 * 144, dtype=torch.uint8), torch.ones(())
+    wide = torch.ones(128, 24, dtype=BF16)
     for arguments in (
-        (buffer, 64, 128, x, bias, True, True, BF16),
-        (buffer, 64, 128, torch.ones(128, 24, dtype=BF16), None, False, False, BF16),
+        (buffer, BUFFERED, 64, 128, x, bias, None, None, True, True, BF16),
+        (buffer, CUTLASS, 64, 128, x, bias, one, one, True, True, BF16),
+        (buffer, CUTLASS, 64, 128, wide, None, None, None, False, False, BF16),
     ):
         torch.library.opcheck(torch.ops.sparse24.matmul24.default, arguments)
 
@@ -176,7 +248,7 @@ class FakePlan:
     def run(self, buffer, dense, out, bias=None):
         from common_kernels.matmul import _emulate
 
-        out.copy_(_emulate(buffer, dense, bias, self.problem))
+        out.copy_(_emulate(buffer, dense, bias, None, self.problem))
         FakePlan.runs += 1
         if self.algorithm == 0 or (self.algorithm == 1 and FakePlan.runs % 3 == 0):
             out[5, 7] += 40
@@ -186,8 +258,8 @@ class FakePlan:
 def fake_library(monkeypatch, tmp_path):
     """The table of a GPU that is not there: its kernels are emulated, their times made up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(table, "Plan", FakePlan)
-    monkeypatch.setattr(table, "_key", lambda device: "a GPU")
+    monkeypatch.setattr(table, "plan_of", FakePlan)
+    monkeypatch.setattr(table, "_key", lambda device, layout: f"a GPU, {layout}")
     monkeypatch.setattr(table, "device_of", lambda index: torch.device("cpu"))
     monkeypatch.setattr(table.Trial, "sparse_ms", lambda self, algorithm: 1.0 + algorithm)
     monkeypatch.setattr(table.Trial, "dense_ms", lambda self: 3.5)
@@ -216,7 +288,7 @@ def test_what_was_measured_is_kept_and_serves_other_numbers_of_tokens(fake_libra
     assert other.algorithm == 2
     times = (other.ms, other.dense_ms)
     assert times == pytest.approx((3.0 * 64 / 96, 3.5 * 64 / 96))
-    rows = json.loads(table.cache_file().read_text())["a GPU"]
+    rows = json.loads(table.cache_file().read_text())["a GPU, cusparselt_sm90"]
     assert [row["tokens"] for row in rows] == [96]
     monkeypatch.undo()
 
@@ -261,32 +333,96 @@ def test_nothing_is_measured_while_a_graph_is_captured(fake_library, monkeypatch
         table.entry(PROBLEM, 0)
 
 
-def test_a_damaged_table_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(table, "_key", lambda device: "a GPU")
+# --- layouts -------------------------------------------------------------------------------------
+
+WGRAD = Problem(64, 112, 64, BF16, BF16, False, False)
+
+
+def test_a_product_is_asked_for_in_the_layouts_that_kernels_take():
+    narrow, wide = cuda.LAYOUTS
+    assert in_layout(PROBLEM, narrow) == replace(PROBLEM, layout=narrow)
+    assert in_layout(replace(PROBLEM, columns=192), wide) is None  # no multiple of 128
+    assert in_layout(WGRAD, BUFFERED) == WGRAD
+    assert in_layout(WGRAD, narrow) == replace(WGRAD, layout=narrow, columns=128)  # tokens
+    assert in_layout(WGRAD, wide) is None  # no such kernel
+    half = replace(PROBLEM, dtype=torch.float16, out_dtype=torch.float16)
+    assert in_layout(half, BUFFERED) == half and in_layout(half, narrow) is None
+    single = replace(PROBLEM, dtype=torch.float32, out_dtype=torch.float32)
+    assert in_layout(single, BUFFERED) is None
+    cpu_device = torch.device("cpu")
+    assert own_layout(PROBLEM, cpu_device) == narrow and own_layout(half, cpu_device) == BUFFERED
+
+
+@pytest.fixture
+def gpu_of_tables(monkeypatch):
+    """A GPU whose products are measured in times that are given: {layout: (sparse, dense)}."""
+    times = {}
+
+    def entry(problem, index, within=0.0):
+        if problem.layout not in times:
+            raise cuda_build.BuildError("nvcc cannot compile a: a.cu(3): error: no such luck")
+        return Entry(0, *times[problem.layout])
+
+    monkeypatch.setattr(table, "entry", entry)
+    monkeypatch.setattr(table, "known", lambda problem, index: entry(problem, index))
+    monkeypatch.setattr(matmul, "unavailable", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    matmul._do_without.cache_clear()
+    yield times
+    matmul._do_without.cache_clear()
+
+
+def test_the_layout_that_is_fastest_beside_the_dense_product_is_taken(gpu_of_tables):
+    """The GPU may have run at another clock for each."""
+    device, (narrow, wide) = torch.device("cuda", 0), cuda.LAYOUTS
+    gpu_of_tables |= {BUFFERED: (2.0, 3.0), narrow: (1.5, 2.0), wide: (1.1, 2.0)}
+    assert fastest(PROBLEM, device) == measured(PROBLEM, device) == (wide, 1.1, 2.0)
+    assert fastest(PROBLEM, device, cuda.LAYOUTS[:1]) == (narrow, 1.5, 2.0)
+    assert own_layout(PROBLEM, device) == wide
+    assert fastest(WGRAD, device).layout == BUFFERED
+    assert fastest(WGRAD, device).wins and not fastest(WGRAD, device)._replace(ms=3.0).wins
+
+
+def test_without_a_compiler_products_are_cusparselt_s_and_that_is_said_once(
+    gpu_of_tables, monkeypatch
+):
+    device, said = torch.device("cuda", 0), []
+    monkeypatch.setattr(matmul.warnings, "warn", lambda text, **_: said.append(text))
+    gpu_of_tables[BUFFERED] = (2.0, 3.0)
+    assert fastest(PROBLEM, device) == (BUFFERED, 2.0, 3.0)  # what there is cannot compile
+    alone = ": sparse products are cuSPARSELt's alone"
+    assert len(said) == 1 and said[0].endswith(f"no such luck{alone}")
+    with pytest.raises(cuda_build.BuildError):
+        own_layout(PROBLEM, device)  # by name
+    reason = "nvcc cannot be found"
+    monkeypatch.setattr(matmul, "unavailable", lambda name, *_: reason if name == "cuda" else None)
+    for problem in (PROBLEM, WGRAD, replace(PROBLEM, tokens=8)):
+        assert fastest(problem, device) == (BUFFERED, 2.0, 3.0)
+    assert said[1:] == [f"{reason}{alone}"]
+
+
+def test_a_damaged_table_is_named(tmp_path):
     path = tmp_path / "matmul.json"
     for text in ("{", "[]", '{"a GPU": [{"rows": 1}]}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"matmul.json is damaged .* delete it"):
-            table.load(path, 0)
+            table.load(path, "a GPU")
 
 
-def test_the_table_survives_a_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(table, "_key", lambda device: "a GPU")
+def test_the_table_survives_a_file(tmp_path):
     path = tmp_path / "deep" / "matmul.json"
-    fp8 = Problem(64, 128, 96, E5M2, torch.float32, True, False)
+    fp8 = Problem(64, 128, 96, E5M2, torch.float32, True, False, layout="cutlass_sm90")
     first = {PROBLEM: Entry(3, 0.5, 0.75, (1, 2)), fp8: Entry(0, 1.0, 2.0)}
-    table.save(path, 0, first)
-    table.save(path, 0, {PROBLEM: Entry(4, 0.25, 0.75)})
-    assert table.load(path, 0) == first | {PROBLEM: Entry(4, 0.25, 0.75)}
-    monkeypatch.setattr(table, "_key", lambda device: "another GPU")
-    assert table.load(path, 0) == {}
-    assert table.load(tmp_path / "none.json", 0) == {}
+    table.save(path, "a GPU", first)
+    table.save(path, "a GPU", {PROBLEM: Entry(4, 0.25, 0.75)})
+    assert table.load(path, "a GPU") == first | {PROBLEM: Entry(4, 0.25, 0.75)}
+    assert table.load(path, "another GPU") == {}
+    assert table.load(tmp_path / "none.json", "a GPU") == {}
 
 
-def test_the_shipped_table_can_be_read(monkeypatch):
+def test_the_shipped_table_can_be_read():
     for key in json.loads(table.SHIPPED.read_text()):
-        monkeypatch.setattr(table, "_key", lambda device, key=key: key)
-        entries = table.load(table.SHIPPED, 0)
+        entries = table.load(table.SHIPPED, key)
         assert entries
         for problem, found in entries.items():
             assert found.algorithm not in found.wrong, problem
@@ -329,7 +465,7 @@ def test_every_algorithm_that_may_be_chosen(
         first = None
         for _ in range(20):
             out = torch.full(p.result_shape, float("nan"), dtype=out_dtype, device="cuda")
-            plan.run(trial.packed.buffer, trial.dense[0], out, trial.bias)
+            plan.run(trial.buffer, trial.dense[0], out, trial.bias)
             close(out.t() if result_transposed else out, want, out_dtype)
             assert first is None or torch.equal(first, out), algorithm
             first = out

@@ -10,8 +10,9 @@ from torch import nn
 
 import methods
 from common_kernels import matmul
+from common_kernels.matmul import Measured
 from methods.nn import gemms
-from methods.nn.gemms import DENSE, Products
+from methods.nn.gemms import DENSE, Layouts, Products
 from methods.nn.linear import SparseLinear
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
@@ -268,6 +269,22 @@ def test_another_dtype_takes_the_dense_operand():
     assert y.dtype == torch.float32 and torch.allclose(y, want, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("t_sr_ste", {"dense_fraction": 0.0}), ("slope", {})]
+)
+def test_our_own_kernels_take_the_place_of_cusparselt_s(name, options):
+    if reason := matmul.unavailable("cuda", DEVICE, BF16):
+        pytest.skip(reason)
+    ours, theirs = build(name, options), build(name, options)
+    found = ours[1].accelerate(TOKENS, "cuda")
+    theirs[1].accelerate(TOKENS, "cusparselt")
+    assert {p.kernels(n) for p in found.values() for n in ("fprop", "dgrad")} == {"cuda"}
+    layer = ours[0][2]
+    assert layer.operands(BF16)[0].layout == layer.accelerated.layouts.fprop == "cutlass_sm90"
+    assert ours[1].acceleration.layers["2"]["dgrad"].kernels == "cuda"
+    same_steps(ours, theirs)
+
+
 def test_the_environment_chooses(monkeypatch):
     monkeypatch.setenv("SPARSE24_MATMUL", "cusparselt")
     _, method = build("ste", {})
@@ -280,15 +297,16 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
     monkeypatch.setattr("methods.nn.gemms.unavailable", lambda *args: None)
     asked = []
 
-    def is_faster(problem, device):
+    def fastest(problem, device):
         asked.append(problem)
-        return problem.rows == 128
+        return None if problem.biased else Measured("cutlass_sm90", problem.rows / 128, 1.1)
 
-    monkeypatch.setattr("methods.nn.gemms.is_faster", is_faster)
+    monkeypatch.setattr("methods.nn.gemms.fastest", fastest)
     products = gemms.choose_products(
         Products(True, True, True), (128, 64), True, BF16, torch.device("cuda"), 1000, "auto"
     )
-    assert products == Products(fprop=True, dgrad=False, wgrad=True)
+    layouts = Layouts(dgrad="cutlass_sm90", wgrad="cutlass_sm90")
+    assert products == Products(dgrad=True, wgrad=True, layouts=layouts)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in asked]
     assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
     assert (
@@ -298,7 +316,7 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
 
 def test_what_cannot_run_sparse_is_refused_by_name(monkeypatch):
     _, method = build("ste", {})
-    with pytest.raises(ValueError, match="matmul='cutlass': choose one of auto, cusparselt, dense"):
+    with pytest.raises(ValueError, match="'cutlass': choose one of auto, cusparselt, cuda, dense"):
         method.accelerate(TOKENS, "cutlass")
     with pytest.raises(ValueError, match="tokens=0"):
         method.accelerate(0)

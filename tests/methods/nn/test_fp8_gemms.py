@@ -11,6 +11,7 @@ from torch import nn
 
 import methods
 from common_kernels import fake_fp8, mvue24, quantize_fp8
+from common_kernels.matmul import Measured
 from methods.nn import gemms
 from methods.nn.fp8_gemms import FP8, fp8_linear
 from methods.nn.gemms import DENSE, Products, choose_products
@@ -97,7 +98,8 @@ def test_scales_beyond_each_other_do_not_overflow():
 def gpu(monkeypatch):
     """A device with FP8 units, on which every sparse product is the faster one."""
     monkeypatch.setattr(gemms, "unavailable", lambda *_: None)
-    monkeypatch.setattr(gemms, "is_faster", lambda *_: True)
+    monkeypatch.setattr(gemms, "fastest", lambda *_: Measured("cusparselt_sm90", 1.0, 2.0))
+    monkeypatch.setattr(gemms, "own_layout", lambda *_: "cusparselt_sm90")
     monkeypatch.delenv(gemms.MATMUL_VARIABLE, raising=False)
     return torch.device("cuda")
 
@@ -125,10 +127,10 @@ def test_hopper_runs_on_fp8_units_wherever_there_are_any(gpu, matmul, monkeypatc
     want = Products(fprop=sparse, wgrad=sparse, fp8=True)
     assert chosen(gpu, matmul, fp8="hopper") == want
     if matmul == "auto":
-        monkeypatch.setattr(gemms, "is_faster", lambda *_: False)
+        monkeypatch.setattr(gemms, "fastest", lambda *_: Measured("cusparselt_sm90", 2.0, 1.0))
         assert chosen(gpu, matmul, fp8="hopper") == Products(fp8=True)
     monkeypatch.setattr(gemms, "unavailable", lambda *_: "no FP8 units")
-    if matmul != "cusparselt":
+    if matmul not in ("cusparselt", "cuda"):
         assert chosen(gpu, matmul, fp8="hopper") == DENSE  # simulated
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import methods
 from common_kernels import Packed24, fake_fp8, unpack24
+from common_kernels.matmul import unavailable
 from methods.nn.fp8_linear import Fp8Linear
 from methods.nn.gemms import DENSE, Products
 
@@ -157,3 +158,32 @@ def test_options_that_do_not_go_together():
     for name in ("ste", "t_sr_ste", "semi_sparse"):
         assert methods.build(name, fp8="paper").quantizes and not methods.build(name).quantizes
     assert converted("ste", "paper")[0].candidates() == DENSE  # simulated alone
+
+
+@pytest.mark.parametrize("mvue", ["exact", "off"])
+def test_our_own_kernels_multiply_codes_as_cusparselt_does(mvue):
+    """But for one rounding to bf16 in the place of two, and inputs in multiples of 128."""
+    if reason := unavailable("cuda", DEVICE, E4M3):
+        pytest.skip(reason)
+    generator, seen = torch.Generator().manual_seed(0), []
+    x, dy = (torch.randn(100, n, generator=generator).to(DEVICE, BF16) for n in (128, 192))
+    for kernels in ("cuda", "cusparselt"):
+        torch.manual_seed(0)
+        layer = nn.Linear(128, 192).to(DEVICE)
+        options = {"fp8": "hopper", "dense_fraction": 0.0, "mvue": mvue}
+        method = methods.build("t_sr_ste", include=["*"], **options)
+        method.convert(layer, BF16)
+        (products,) = method.accelerate(100, kernels).values()
+        assert products.kernels("fprop") == kernels and products.kernels("dgrad") == "cusparselt"
+        assert products.kernels("wgrad") == ("" if mvue == "off" else kernels)
+        method.on_step_begin(0)
+        method.open_micro_batch()
+        own = x.clone().requires_grad_()
+        with torch.autocast(DEVICE, BF16):
+            y = layer(own)
+        y.backward(dy)
+        seen.append((y.detach(), own.grad, layer.weight.grad, layer.bias.grad))
+    unit = torch.finfo(BF16).eps
+    for name, a, b in zip(("y", "dx", "dw", "db"), *seen, strict=True):
+        bound = 2**-9 if name == "dw" else unit  # FP8 units keep some 14 bits of a sum
+        torch.testing.assert_close(a, b, rtol=unit, atol=bound * float(b.abs().max()), msg=name)
