@@ -381,6 +381,13 @@ def fastest(
     return min(found, key=lambda one: one.share, default=None)
 
 
+def is_faster(problem: Problem, device: torch.device) -> bool:
+    """True if the sparse product, its matrix in the layout that it has, was measured, here or
+    before, to be faster than the dense one."""
+    found = fastest(problem, device, (problem.layout,))
+    return found is not None and found.wins
+
+
 def own_layout(problem: Problem, device: torch.device) -> str:
     """The layout of the fastest of our own kernels for a product; cuSPARSELt's if none serves it.
 

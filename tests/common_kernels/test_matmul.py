@@ -16,6 +16,7 @@ from common_kernels.matmul import (
     cusparselt,
     fastest,
     in_layout,
+    is_faster,
     linear24,
     matmul24,
     measured,
@@ -380,6 +381,7 @@ def test_the_layout_that_is_fastest_beside_the_dense_product_is_taken(gpu_of_tab
     assert fastest(PROBLEM, device, cuda.LAYOUTS[:1]) == (narrow, 1.5, 2.0)
     assert own_layout(PROBLEM, device) == wide
     assert fastest(WGRAD, device).layout == BUFFERED
+    assert is_faster(PROBLEM, device) and is_faster(replace(PROBLEM, layout=wide), device)
     assert fastest(WGRAD, device).wins and not fastest(WGRAD, device)._replace(ms=3.0).wins
 
 
