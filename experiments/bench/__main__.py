@@ -77,8 +77,10 @@ def parser() -> argparse.ArgumentParser:
             overrides = "of `experiments.pretrain`; default: GPT-2 124M on a GPU"
             command.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
         elif name == "serve":
-            size = "of the model, on a GPU"
-            command.add_argument("--size", choices=("1.1B", "7B"), default="1.1B", help=size)
+            sizes = "of the models, on a GPU"
+            command.add_argument(
+                "--size", nargs="+", choices=("1.1B", "7B"), default=["1.1B"], help=sizes
+            )
         elif name != "ops":
             command.add_argument(
                 "--matmul",

@@ -71,8 +71,15 @@ SIZES = {
 @torch.inference_mode()
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
-    size = SIZES["nano" if options.quick or not on_gpu else options.size]
     chosen = report.chosen([f"{work}, {variant}" for work in WORK for variant in VARIANTS])
+    for name in options.size if on_gpu and not options.quick else ["nano"]:
+        measure(SIZES[name], chosen, options, report)
+    if not on_gpu:
+        report.leave_out("without a GPU: larger models, and CUDA graphs")
+
+
+def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: Report) -> None:
+    """Add the rows `chosen` of one model."""
     models, used = build(size, options.device, report)
     gate(models, size, report)
     for layer, count in shapes_of(models.get("chosen")).items():
@@ -81,22 +88,20 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     for work in WORK:
         graphs = work.endswith("graph")
         wanted = [name for name in models if f"{work}, {name}" in chosen]
-        if not wanted or (graphs and not on_gpu):
+        if not wanted or (graphs and options.device.type != "cuda"):
             continue
+        start = prefill if work == "prefill" else generation
+        unit = "tokens" if work == "prefill" else "sequences"
         for count in size.tokens if work == "prefill" else size.sequences:
-            start = prefill if work == "prefill" else generation
             timed = dict.fromkeys(["dense", *wanted])
             calls = {name: start(models[name], count) for name in timed}
             times = in_turns(calls, options.device, options.repeats, graphs=graphs)
             if graphs and any(time.clock != "graph" for time in times.values()):
                 report.leave_out(f"{work}, {count} sequences: it cannot be captured here")
                 continue
-            unit = "tokens" if work == "prefill" else "sequences"
-            shape = f"{size.name}, {count} {unit}"
             for name in wanted:
+                shape = f"{size.name}, {count} {unit}"
                 report.add(row(f"{work}, {name}", shape, used, times, count))
-    if not on_gpu:
-        report.leave_out("without a GPU: larger models, and CUDA graphs")
 
 
 def build(size: Size, device: torch.device, report: Report) -> tuple[dict[str, nn.Module], str]:

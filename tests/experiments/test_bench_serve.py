@@ -11,6 +11,8 @@ from experiments.bench import serve
 from experiments.bench.__main__ import main
 from models.packed import PackedProduct
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="emulates what a GPU runs")
+
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):

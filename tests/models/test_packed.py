@@ -1,6 +1,6 @@
 """Linears that run packed: the same product from the crossover on, dense wherever that is not safe.
 
-cuSPARSELt's products are emulated on the CPU."""
+cuSPARSELt's products are emulated where there is no GPU."""
 
 import copy
 import itertools
@@ -13,14 +13,18 @@ from torch import nn
 from common_kernels import backend, matmul, nm_mask, register_cpu_operators
 from models import packed
 
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+no_gpu = pytest.mark.skipif(CUDA, reason="is about machines without a GPU")
 
-def pruned(*widths, dtype=torch.bfloat16):
+
+def pruned(*widths, dtype=torch.bfloat16, device=DEVICE):
     torch.manual_seed(0)
     layers = [nn.Linear(a, b, bias=a < b) for a, b in itertools.pairwise(widths)]
     with torch.no_grad():
         for layer in layers:
             layer.weight *= nm_mask(layer.weight)
-    return nn.Sequential(*layers).to(dtype)
+    return nn.Sequential(*layers).to(device, dtype)
 
 
 def spoil(layer):
@@ -34,7 +38,7 @@ def test_packed_products_are_those_of_the_dense_weights(shape):
     model = pruned(64, 128, 64)
     dense = copy.deepcopy(model)
     assert packed.pack(model, crossover=0) == {"0": 0, "1": 0} == packed.crossovers(model)
-    x = torch.randn(*shape, 64).bfloat16()
+    x = torch.randn(*shape, 64, device=DEVICE).bfloat16()
     want, found = dense(x), model(x)
     # Both sum in fp32 and round to bf16 once for each layer.
     torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
@@ -47,7 +51,7 @@ def test_the_dense_weight_is_used_below_the_crossover():
     dense = copy.deepcopy(model)
     packed.pack(model, crossover=6)
     spoil(model[0])
-    x = torch.randn(3, 2, 64).bfloat16()
+    x = torch.randn(3, 2, 64, device=DEVICE).bfloat16()
     assert torch.equal(model(x[:, :1]), dense(x[:, :1])) and torch.equal(model(x[0]), dense(x[0]))
     assert torch.equal(model(x), model[0].bias.expand(3, 2, -1))
 
@@ -68,13 +72,13 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong(change):
     model = pruned(64, 128).requires_grad_(False)
     packed.pack(model, crossover=0)
     spoil(model[0])
-    model, x = change(model, torch.randn(8, 64).bfloat16())
+    model, x = change(model, torch.randn(8, 64, device=DEVICE).bfloat16())
     assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
 
 
 @torch.no_grad()
 def test_parameters_stay_and_inference_mode_changes_nothing():
-    model, x = pruned(64, 128), torch.randn(8, 64).bfloat16()
+    model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
     with torch.inference_mode():
         packed.pack(model, crossover=1)
         want = model(x)
@@ -98,11 +102,11 @@ def test_a_model_of_transformers_is_packed_and_saved_as_before(family, tmp_path)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=320, num_hidden_layers=2, **sizes))
-    model.eval().bfloat16()
+    model.eval().to(DEVICE, torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "mlp" in name and parameter.ndim == 2:
             parameter *= nm_mask(parameter, dim=0 if family == "gpt2" else 1)
-    ids = torch.randint(0, 320, (2, 12))
+    ids = torch.randint(0, 320, (2, 12), device=DEVICE)
     want = model(input_ids=ids).logits
     model.save_pretrained(tmp_path / "before")
     found = packed.pack(model, crossover=1)
@@ -118,6 +122,7 @@ def test_a_model_of_transformers_is_packed_and_saved_as_before(family, tmp_path)
     ).read_bytes()
 
 
+@no_gpu
 @torch.no_grad()
 def test_torch_s_operators_serve_where_cusparselt_cannot(monkeypatch):
     operators = register_cpu_operators()
@@ -128,7 +133,7 @@ def test_torch_s_operators_serve_where_cusparselt_cannot(monkeypatch):
     want = copy.deepcopy(model)
     packed.pack(model, crossover=0)
     assert model[0].packed.layout == "cutlass_sm80"
-    x = torch.randn(2, 33, 64).bfloat16()
+    x = torch.randn(2, 33, 64, device=DEVICE).bfloat16()
     torch.testing.assert_close(model(x), want(x), rtol=2**-7, atol=2**-7)
     del operators
 
@@ -192,6 +197,7 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
     assert seen == [64, 127, 128]
 
 
+@no_gpu
 def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="no linear of this model is 2:4"):
         packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), 0)
@@ -206,3 +212,16 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
         packed.pack(pruned(64, 32), 0)
     assert packed.pack(pruned(64, 32, 64), 0) == {"0": None, "1": 0}
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@torch.no_grad()
+def test_a_crossover_is_measured_and_packed_ones_agree():
+    model = pruned(2048, 5632, 2048)
+    dense = copy.deepcopy(model)
+    found = packed.pack(model)
+    assert found.keys() == {"0", "1"} and all(n is None or n > 0 for n in found.values())
+    for tokens in (1, 7, 64, 100, 1000, 4096):
+        x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
+        want = dense(x).float()
+        assert (model(x).float() - want).norm() <= 2**-6 * want.norm()
