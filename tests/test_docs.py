@@ -3,6 +3,7 @@
 import ast
 import copy
 import importlib.util
+import json
 import re
 import shlex
 from functools import cache
@@ -20,6 +21,7 @@ from common_kernels import nm_mask, register_cpu_operators
 from experiments.bench.__main__ import parser as bench_parser
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
+from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce.__main__ import parse
@@ -178,9 +180,10 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    names = ("README.md", "docs/own_loop.md", "docs/methods.md", "docs/evaluation.md")
+    counts = {"README.md": 2, "docs/own_loop.md": 12, "docs/methods.md": 2}
+    counts |= {"docs/evaluation.md": 1, "docs/serving.md": 1}
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
-    assert found == dict(zip((ROOT / name for name in names), (2, 12, 2, 1), strict=True))
+    assert found == {ROOT / name: count for name, count in counts.items()}
 
 
 def test_the_snippets_on_methods_run():
@@ -288,6 +291,41 @@ def test_a_finished_model_is_packed_and_run_as_shown(monkeypatch):
     # Two sums of bf16 products in different orders, behind a norm: some units of 2^-8.
     torch.testing.assert_close(names["logits"].float(), want.float(), rtol=2**-6, atol=2**-6)
     del operators
+
+
+def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, capsys):
+    """The second by what own_loop.md shows with another method."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
+    weights = {n: p for n, p in model.named_parameters() if "mlp" in n}
+    for weight in weights.values():
+        weight.data *= nm_mask(weight)
+    folder = tmp_path / "export"
+    model.save_pretrained(folder)
+    names = ["config.json", "model.safetensors"]
+    record = {"format": "sparse24", "version": 1, "tensors": {},
+              "files": {n: sha256(folder / n) for n in names}}  # fmt: skip
+    (folder / "sparse24.json").write_text(json.dumps(record))
+    (code,) = blocks(ROOT / "docs" / "serving.md", "python")
+    loaded = {"folder": folder, "device": "cpu"}
+    exec(code, loaded)
+    assert capsys.readouterr().out == "{}\n"
+    same = dict(loaded["model"].named_parameters())
+    assert all(torch.equal(same[n], p) for n, p in model.named_parameters())
+    (code,) = (b for b in blocks(ROOT / "docs" / "own_loop.md", "python") if "MethodCallback" in b)
+    code = re.sub(r'methods\.build\("\w+"', 'methods.build("one_shot"', code)
+    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (8, 16))]
+    arguments = TrainingArguments(output_dir=str(tmp_path / "out"), **options)
+    exec(code, {"arguments": arguments, "dataset": rows, "folder": folder, "model": model,
+                "method": methods.build("one_shot", total_steps=2)})  # fmt: skip
+    tuned = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for name in weights:
+        found = tuned.get_parameter(name)
+        assert torch.equal(found != 0, same[name] != 0) and not torch.equal(found, same[name])
 
 
 def test_what_a_sparse_forward_product_saves_is_that_of_the_record():
