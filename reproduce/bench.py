@@ -17,19 +17,21 @@ from typing import Any
 
 import torch
 
+import methods
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import SUSTAINED_S
 from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce import inference_speed, operator_speed, speed, step_speed
+from reproduce import inference_speed, operator_speed, slope_parts, speed, step_speed
 
 MEASURES = {
     **speed.MEASURES,
     **operator_speed.MEASURES,
     **step_speed.MEASURES,
     **inference_speed.MEASURES,
+    **slope_parts.MEASURES,
 }
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,8 +47,10 @@ class Config:
         features); `product` (of two matrices width x width); `train` (whole steps of `model`);
         `parts` (of the step of a linear width -> inner); `decode` (of `layers` layers of LLaMA,
         `new` tokens after `length`); `sam_inference` (with the linears of `packed` 2:4); `kernels`
-        (product and packing of a weight width -> inner, alone); `mlp`. method: of
-        experiments.bench.ARMS.
+        (product and packing of a weight width -> inner, alone); `mlp`; `layer` (of OPT's shapes,
+        with and without SLoPe's parts); `shapes` (products of weights around width x width);
+        `slow_down` (of a block by Bi-Mask); `imposed_zeros` (by the second mask of a weight width x
+        width, for an N:M `pattern`). method: of experiments.bench.ARMS, or any other.
     inner: width of the feed-forward network; null = 4 * width. kv_heads: of a LLaMA layer; null =
         a GPT-2 block, which has OPT's shapes. ranks: of adapters, in percent of the width.
     accumulate: micro-batches of a step. steps: of a whole training.
@@ -71,6 +75,7 @@ class Config:
     accumulate: int = 1
     steps: int = 0
     packed: tuple[str, ...] = ()
+    pattern: str = "2:4"
     model: str = ""
     image: int = 1024
     precision: str = "bf16"
@@ -87,7 +92,7 @@ class Config:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         known = {
             "what": tuple(MEASURES),
-            "method": tuple(ARMS),
+            "method": tuple(dict.fromkeys([*ARMS, *methods.available()])),
             "precision": tuple(PRECISIONS),
             "device": ("auto", "cuda"),
         }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import methods
 from experiments.bench import arms, linear
-from experiments.bench.arms import ARMS, Bench, Converted
+from experiments.bench.arms import Bench, Converted
 from experiments.bench.sizes import parts
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
@@ -103,7 +103,7 @@ def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
     dense = bench(config, "dense", build, include)
     sparse = bench(config, config.method, build, include)
     trained = {} if ends_dense(config) else {"": sparse}
-    suffixes = {percent: f"_{percent:g}".replace(".", "_") for percent in config.ranks}
+    suffixes = {percent: rank_suffix(percent) for percent in config.ranks}
     for percent, suffix in suffixes.items() if trained else ():
         rank = max(1, round(config.width * percent / 100))
         options = {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
@@ -124,6 +124,11 @@ def of_decoder(config: Config, _: Told) -> tuple[Metrics, str]:
         metrics[f"inference_speedup{suffix}"] = speedup
         metrics[f"inference_memory{suffix}"] = memory
     return metrics, sparse.converted.used
+
+
+def rank_suffix(percent: float) -> str:
+    """The end of a metric's name that says the rank, `_1_56`."""
+    return f"_{percent:g}".replace(".", "_")
 
 
 def of_sam(config: Config, report: Told) -> tuple[Metrics, str]:
@@ -252,16 +257,18 @@ def convert(
     include: tuple[str, ...],
     config: Config,
     tokens: int,
+    products: str | None = None,
     **options: Any,
 ) -> Converted:
-    """`experiments.bench.arms.convert`, with further options of the method."""
-    arm = ARMS[name]
+    """`experiments.bench.arms.convert`, with further options of the method. products: their
+    backend instead of `matmul(config)`."""
+    arm = arms.arm(name)
     chosen: dict[str, Any] = {**arm.options, **options, "include": include, "measure_every": 0}
     if arm.method == "slope":
         chosen["exclude"] = ()
     method = methods.build(arm.method, **chosen)
     method.convert(model, config.dtype)
-    sparse = {} if arm.method == "dense" else method.accelerate(tokens, matmul(config))
+    sparse = {} if arm.method == "dense" else method.accelerate(tokens, products or matmul(config))
     used = {arms.used_by(products) for products in sparse.values()} or {"dense"}
     return Converted(model, method, "; ".join(sorted(used)), sparse)
 
