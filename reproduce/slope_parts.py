@@ -85,7 +85,7 @@ def of_layer(config: Config, _: Told) -> tuple[Metrics, str]:
     found = {name: time.ms for name, time in times.items()}
     metrics = clock_and_power(times) | {"hooks_ms": found["hooks"]}
     for name, ms in found.items():
-        kind, _, what = name.rpartition(" ")
+        kind, _space, what = name.rpartition(" ")
         if kind == "inference":
             metrics[f"inference_{what}"] = found["inference dense"] / ms
         elif what != "hooks":
@@ -248,6 +248,7 @@ def cut(arm: Bench) -> None:
         elif layer.out_features < layer.in_features:
             tiles = None, (packed_tiles(backward.t()) if packed else DenseTiles(backward))
         layer.__class__ = Tiled
+        assert isinstance(layer, Tiled)
         layer.tiles = tiles
 
 
@@ -342,7 +343,8 @@ def setup(w: Tensor, packed: bool) -> Call:
 
 def low_rank(x: list[Tensor], config: Config) -> dict[str, Call]:
     """The products (X L) R, by the rank of L and R."""
-    size, calls = config.width, {}
+    size = config.width
+    calls: dict[str, Call] = {}
     ranks = {rank_suffix(share): max(1, round(size * share / 100)) for share in SHARES}
     for name, rank in {**ranks, " full": size}.items():
         with config.on:
@@ -371,10 +373,14 @@ def of_slow_down(config: Config, _: Told) -> tuple[Metrics, str]:
         sparse.forward_backward(i)
         converted.after(1)
 
+    def searching(i: int) -> None:
+        converted.before(0)
+        step(i)
+
     calls: dict[str, Call] = {
         "dense": dense.forward_backward,
         "step": step,
-        "step with a search": lambda i: (converted.before(0), step(i)),
+        "step with a search": searching,
     }
     times = in_turns(calls, config.on, config.repeats, BUFFERS)
     found = {name: time.ms for name, time in times.items()}
