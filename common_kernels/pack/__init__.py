@@ -59,7 +59,10 @@ class Packed24:
     def _check(
         self, name: str, part: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
+        # torch.compile cannot ask for strides within a backward pass. It traces the pass another way
+        # then, and takes autocast for off in all that follows.
+        lies_in_rows = torch.compiler.is_compiling() or part.is_contiguous()
+        if part.shape != shape or part.dtype != dtype or not lies_in_rows:
             raise ValueError(
                 f"{name} of a {tuple(self.shape)} matrix of {self.dtype} in layout {self.layout!r} "
                 f"must be contiguous {dtype} of shape {shape}, not {part.dtype} of "
