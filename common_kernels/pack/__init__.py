@@ -59,8 +59,8 @@ class Packed24:
     def _check(
         self, name: str, part: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        # torch.compile cannot ask for strides within a backward pass. It traces the pass another way
-        # then, and takes autocast for off in all that follows.
+        # torch.compile cannot ask for strides within a backward pass. It traces that pass another
+        # way then, and takes autocast for off in all that follows.
         lies_in_rows = torch.compiler.is_compiling() or part.is_contiguous()
         if part.shape != shape or part.dtype != dtype or not lies_in_rows:
             raise ValueError(
