@@ -35,7 +35,8 @@ class PackedProduct(nn.Module):
     """A linear with a packed copy of its 2:4 weight beside it, used from `crossover` tokens on.
 
     For inference. Where a gradient is asked for, in another dtype or on another device than that
-    of the copy, and once the weight has been changed, it is the dense linear that it was.
+    of the copy, and once the weight has been changed, it is the dense linear that it was. A change
+    that goes round autograd is not seen (`weight.data += ...`, as peft merges): `pack` again.
     """
 
     packed: Packed24
@@ -92,7 +93,7 @@ def pack(model: nn.Module, crossover: int | None = None) -> dict[str, int | None
     """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster.
 
     In place, for inference: their weights need no gradient any more. Names and forms of parameters
-    stay, so the model is saved as before.
+    stay, so the model is saved as before. What is packed already is packed anew.
 
     Args:
         model: on its device, in bf16 or fp16.
@@ -103,6 +104,9 @@ def pack(model: nn.Module, crossover: int | None = None) -> dict[str, int | None
     Raises:
         ValueError: the device or dtype has no 2:4 products, or no linear is 2:4 and can be packed.
     """
+    for module in model.modules():
+        if isinstance(module, PackedProduct):
+            _restore(module)
     linears = {name: m for name, m in model.named_modules() if _is_24(m)}
     if not linears:
         raise ValueError("no linear of this model is 2:4, so there is nothing to pack")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "sparse24", 1
 RECORD, WEIGHTS, MASKS = "sparse24.json", "sparse24.safetensors", "sparse24/masks.safetensors"
 VALUES, POSITIONS = "values", "positions"
+CONFIG = "config.json"
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:
@@ -82,14 +83,19 @@ def read_compressed(folder: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: a file is missing, damaged or of something else.
     """
+    record = read_record(folder)
+    check_file(Path(folder), WEIGHTS, record)
+    return _dense(folder, record)
+
+
+def _dense(folder: str | Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a compressed folder whose file has been checked."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    record, path = read_record(folder), Path(folder) / WEIGHTS
-    check_file(Path(folder), WEIGHTS, record)
+    path = Path(folder) / WEIGHTS
     try:
-        stored = load_file(path)
-        return expand(stored, record["tensors"])
+        return expand(load_file(path), record["tensors"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not fit {RECORD} ({error}); export the run again") from error
 
@@ -139,20 +145,20 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
 
     from models.hf import one_line
 
-    record = read_record(folder)
+    record, state = read_record(folder), None
+    weights = [name for name in record["files"] if name.endswith(".safetensors") and name != MASKS]
+    if not weights:
+        raise ValueError(f"{Path(folder) / RECORD} names no weights; export the run again")
+    for file in [CONFIG, *weights]:
+        check_file(Path(folder), file, record)
     with one_line(folder, "model"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    (name,) = getattr(config, "architectures", None) or [""]
+    name = (getattr(config, "architectures", None) or [""])[0]
     kind: Any = getattr(transformers, name, None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise ValueError(f"{Path(folder) / 'config.json'} names no model of transformers: {name!r}")
-    state = None
+        raise ValueError(f"{Path(folder) / CONFIG} names no model of transformers: {name!r}")
     if WEIGHTS in record["files"]:
-        state = read_compressed(folder)
-    else:
-        for file in record["files"]:
-            if file.endswith(".safetensors") and file != MASKS:
-                check_file(Path(folder), file, record)
+        state = _dense(folder, record)
     transformers.utils.logging.disable_progress_bar()
     with one_line(folder, "model"):
         answer: Any = kind.from_pretrained(
@@ -168,7 +174,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
         if found := sorted(loading[f"{kind_of}_keys"]):
             first = found[0] if isinstance(found[0], str) else found[0][0]
             raise ValueError(
-                f"{Path(folder) / 'config.json'} is of another model: {first} is {kind_of}"
+                f"{Path(folder) / CONFIG} is of another model: {first} is {kind_of}"
             )
     model.eval().to(device)
     if torch.device(device).type == "cuda":

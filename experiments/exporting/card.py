@@ -133,7 +133,7 @@ def card(
     return f"""---
 {_head(run, form, kind)}
 ---
-# {run.model_name}, trained with {run.method}
+# {_name(run, kind)}, trained with {run.method}
 
 | | |
 |---|---|
@@ -161,6 +161,13 @@ Options of the method:
 `{RECORD}` says for each of these tensors, by its name in the model, which pattern it has along
 which axis, its density, illegal groups and SHA-256. {_masks(form)}
 """
+
+
+def _name(run: FinishedRun, kind: str) -> str:
+    """The model's name, for one of transformers that of its checkpoint on the hub or its class."""
+    if "path" not in run.config["model"]:
+        return run.model_name
+    return _on_hub(run.config["model"]["path"].partition("@")[0]) or kind
 
 
 def _head(run: FinishedRun, form: Form, kind: str) -> str:

@@ -89,6 +89,16 @@ def test_parameters_stay_and_inference_mode_changes_nothing():
     assert not torch.equal(model(x), want)
 
 
+@torch.no_grad()
+def test_a_model_is_packed_anew():
+    model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
+    packed.pack(model, crossover=1)
+    model[0].weight.data.mul_(2)
+    assert packed.pack(model, crossover=3) == {"0": 3} == packed.crossovers(model)
+    want = nn.functional.linear(x, model[0].weight, model[0].bias)
+    torch.testing.assert_close(model(x), want, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @torch.no_grad()
 def test_a_model_of_transformers_is_packed_and_saved_as_before(family, tmp_path):

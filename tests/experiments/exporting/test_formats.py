@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common_kernels import nm_mask
+from experiments.config.run import load
 from experiments.exporting import export, files
 from experiments.exporting.card import Evaluation, result_files
 from experiments.exporting.export import Form
@@ -159,6 +160,23 @@ def test_other_patterns_are_compressed_where_they_are_2_4_too(tiny):
         assert told["pattern"] == ("1:4" if "c_fc" in name else "2:4")
 
 
+def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides, tmp_path):
+    base = tmp_path / "base"
+    hf_model("llama").save_pretrained(base)
+    others = [option for option in overrides if not option.startswith("model.")]
+    short = ["method=ste", "method.include=ffn", "train.steps=1", "train.warmup_steps=0"]
+    config = load([*others, *short, "model=hf", f"model.path={base}", "model.block_size=16"])
+    pretraining.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    forms = (Form(dtype="bf16", compressed=compressed) for compressed in (False, True))
+    whole, compressed = (export.export(run, form, report=quiet) for form in forms)
+    same(dict(plain(whole).state_dict()), dict(sparse.load(compressed).state_dict()))
+    assert {told["axis"] for told in sparse.read_record(whole)["tensors"].values()} == {1}
+    assert "# LlamaForCausalLM, trained with ste\n" in (whole / "README.md").read_text()
+    for path in (*whole.rglob("*"), *compressed.rglob("*")):
+        assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
+
+
 def test_a_dense_model_has_nothing_to_compress(finished, made_again):
     run = finished("gpt2")
     made_again(run.directory, lambda state: {k: torch.ones_like(v) for k, v in state.items()})
@@ -191,14 +209,8 @@ def test_what_fp16_cannot_hold_is_named(finished, made_again):
         (True, sparse.WEIGHTS, lambda c: c[:-9], r"sparse24\.safetensors is damaged or of another"),
         (False, "model.safetensors", lambda c: c[:-1] + b"x", r"model\.safetensors is damaged or"),
         (False, "model.safetensors", None, r"model\.safetensors: No such file"),
-        (True, "config.json", lambda c: c[:-9], r"no model in .*run/export-compressed: "),
-        (True, "config.json", None, r"no model in "),
-        (True, "config.json", lambda c: c.replace(b"GPT2LMHeadModel", b"os"),
-         r"config\.json names no model of transformers: 'os'"),
-        (True, "config.json", lambda c: c.replace(b'"n_layer": 1', b'"n_layer": 2'),
-         r"config\.json is of another model: transformer\.h\.1\..* is missing"),
-        (False, "config.json", lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'),
-         r"config\.json is of another model: .* is mismatched"),
+        (True, "config.json", None, r"config\.json: No such file"),
+        (True, "config.json", lambda c: c.replace(b"e-05", b"e-06"), r"config\.json is damaged or"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_one_line_with_the_file(compressed, file, change, message, finished):
@@ -209,6 +221,32 @@ def test_a_damaged_folder_is_one_line_with_the_file(compressed, file, change, me
     else:
         assert change(content) != content
         (folder / file).write_bytes(change(content))
+    with pytest.raises(ValueError, match=message) as caught:
+        sparse.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compressed", "change", "message"),
+    [
+        (True, lambda c: c[:-9], r"no model in .*run/export-compressed: "),
+        (True, lambda c: c.replace(b"GPT2LMHeadModel", b"os"),
+         r"config\.json names no model of transformers: 'os'"),
+        (True, lambda c: c.replace(b'"n_layer": 1', b'"n_layer": 2'),
+         r"config\.json is of another model: transformer\.h\.1\..* is missing"),
+        (False, lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'),
+         r"config\.json is of another model: .* is mismatched"),
+    ],
+)  # fmt: skip
+def test_a_config_of_another_model_is_one_line(compressed, change, message, finished):
+    """One whose hash is right: it was written so."""
+    folder = export.export(finished("gpt2"), Form(compressed=compressed), report=quiet)
+    content = (folder / "config.json").read_bytes()
+    assert change(content) != content
+    (folder / "config.json").write_bytes(change(content))
+    record = json.loads((folder / sparse.RECORD).read_text())
+    record["files"]["config.json"] = export.checkpoint.sha256(folder / "config.json")
+    (folder / sparse.RECORD).write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message) as caught:
         sparse.load(folder)
     assert "\n" not in str(caught.value)
