@@ -17,9 +17,10 @@ from experiments.runs.curves import COLOURS, MARKERS, NAMES, SPREAD, Point, poin
 from experiments.runs.curves import draw as draw_curves
 from experiments.runs.curves import figure as draw_figure
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
-from reproduce import by_block
+from reproduce import by_block, scatter
 from reproduce.engine import PlacedRun
 from reproduce.render import Rendered
+from reproduce.scatter import Pair
 from reproduce.spec import Figure, Table
 
 
@@ -34,14 +35,16 @@ class Value:
 
 
 def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, path: Path) -> bool:
-    """Write the figure to `path` (.png) and its data beside it (-curves.csv or -values.csv), unless
-    they show these runs already; True if the table has a figure."""
+    """Write the figure to `path` (.png) and its data beside it (-curves.csv, -pairs.csv or
+    -values.csv), unless they show these runs already; True if the table has a figure."""
     figure, title = table.figure, f"{table.title} ({tier})"
-    data: list[Point] | list[Value]
+    data: list[Point] | list[Value] | list[Pair]
     if figure.kind == "curves":
         data, beside = curves(runs, figure.quantities), "curves"
     elif figure.kind == "blocks":
         data, beside = by_block.points(runs), "curves"
+    elif figure.kind == "scatter":
+        data, beside = scatter.pairs(runs, figure.quantities), "pairs"
     else:
         data, beside = values(table, rendered), "values"
     if figure.kind == "none" or not data:
@@ -103,14 +106,20 @@ def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], pa
             draw_curves(axes, quantity, data)
         elif figure.kind == "blocks":
             by_block.draw(axes, quantity, data)
+        elif figure.kind == "scatter":
+            scatter.draw(axes, quantity, data, figure.quantities)
         else:
             shown = [entry for entry in data if entry.quantity == quantity]
             _values(axes, shown, lines=figure.kind == "lines")
 
     quantities = list(dict.fromkeys(entry.quantity for entry in data))
     panels = {names.get(quantity, quantity): partial(panel, quantity) for quantity in quantities}
+    if figure.kind == "scatter" and figure.distribution:
+        panels[scatter.DISTRIBUTION] = partial(
+            scatter.distribution, data=data, quantity=figure.quantities[1]
+        )
     over_steps = figure.kind in ("curves", "blocks")
-    labels = 0 if over_steps else len({entry.method for entry in data})
+    labels = 0 if over_steps or figure.kind == "scatter" else len({entry.method for entry in data})
     told = f"\n{SPREAD}" if over_steps else ""
     # Wide enough that no label covers another.
     draw_figure(panels, title + told, path, width=max(3.6, 0.17 * labels))

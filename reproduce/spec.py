@@ -17,7 +17,7 @@ TRAINING = ("pretrain", "dino", "translate")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
 SEARCH = "find_decay"
-FIGURES = ("curves", "blocks", "bars", "lines", "none")
+FIGURES = ("curves", "blocks", "scatter", "bars", "lines", "none")
 
 
 @dataclass
@@ -138,15 +138,18 @@ class Column:
 @dataclass
 class Figure:
     """The figure of a table. kind: `curves` (loss and flip rate against the step), `blocks` (the
-    flip rate of each block, of runs with `method.flips_by_layer`), `bars` or `lines` (the values of
-    `columns`, the paper's beside ours, row by row; `lines` for ordered rows), `none`.
+    flip rate of each block, of runs with `method.flips_by_layer`), `scatter` (two quantities of
+    the steps against each other, row by row), `bars` or `lines` (the values of `columns`, the
+    paper's beside ours, row by row; `lines` for ordered rows), `none`.
 
-    columns: labels; empty = those with a published name. quantities: panels of `curves`.
+    columns: labels; empty = those with a published name. quantities: panels of `curves`; of
+    `scatter` x and y. distribution: a further panel of `scatter` shows that of y.
     """
 
     kind: str = "curves"
     columns: list[str] = field(default_factory=list)
     quantities: list[str] = field(default_factory=lambda: ["val_loss", "flip_rate"])
+    distribution: bool = False
 
 
 @dataclass
@@ -199,6 +202,8 @@ class Table:
             self._check_tier(name, tier)
         for column in self.columns:
             _check(f"{column.label!r}: show", column.show, SHOWN_AS)
+        if self.figure.kind == "scatter" and len(self.figure.quantities) != 2:
+            raise ValueError(f"figure.quantities={self.figure.quantities}; a scatter has x and y")
         for label in self.figure.columns:
             _check("figure.columns", label, tuple(column.label for column in self.columns))
 

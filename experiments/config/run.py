@@ -338,5 +338,17 @@ def _check_together(config: RunConfig) -> None:
             raise UserError(
                 f"train.{name} with self-distillation: its teacher is the average; set it to 0"
             )
+    if config.train.descent_every:
+        unfit = {
+            "self-distillation, whose loss moves with its teacher": config.dino is not None,
+            "impl.cuda_graphs=true": config.impl.cuda_graphs,
+            "impl.shard=fsdp2": config.impl.shard == "fsdp2",
+        }
+        for what, there in unfit.items():
+            if there:
+                raise UserError(
+                    f"train.descent_every={config.train.descent_every} measures by passes of its "
+                    f"own, which it cannot with {what}; set train.descent_every=0"
+                )
     if isinstance(config.data, PairsConfig) and config.train.ramp_batch is not None:
         raise UserError("train.ramp_batch is not for pairs of sentences; set it to null")

@@ -44,6 +44,8 @@ class TrainConfig:
         end; 0 = no copy.
     ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
         this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
+    descent_every: every so many steps the change of the loss on a step's own batch is predicted and
+        measured (experiments/training/descent.py), at the price of more than a step; 0 = never.
     dtype: of autocast, `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
     fp8_samples: samples over which a method takes its FP8 scales: they are a micro-batch of a rank;
         null = the batch of a step, in one piece.
@@ -70,6 +72,7 @@ class TrainConfig:
     ramp_micro_steps: int | None = None
     dtype: str = "fp32"
     fp8_samples: int | None = None
+    descent_every: int = field(default=0, metadata={"added": True})
     log_every: int = 10
     eval_every: int = 50
     eval_samples: int = 64
@@ -82,6 +85,8 @@ class TrainConfig:
         for name, largest in _LARGEST.items():
             if (getattr(self, name) or 0) > largest:
                 raise ValueError(f"train.{name}={getattr(self, name)}; at most {largest:,}")
+        if self.descent_every < 0:
+            raise ValueError(f"train.descent_every={self.descent_every}; it must be 0 or above")
         if self.fp8_samples is not None and self.fp8_samples < 1:
             raise ValueError(f"train.fp8_samples={self.fp8_samples}; it must be at least 1")
         rates = ("learning_rate", "min_learning_rate", "warmup_learning_rate", "eps")

@@ -23,6 +23,7 @@ from experiments.support import checkpoint
 from experiments.support.errors import Stop, UserError, deferred_stop
 from experiments.support.progress import Progress, say
 from experiments.training import averages, sharded_checkpoint
+from experiments.training.descent import Descent
 from experiments.training.distributed import World
 from experiments.training.optimization import (
     NonFiniteGradient,
@@ -216,10 +217,18 @@ class Trainer:
         samples = int(self.train.batch_sizes[self.step])
         # DDP takes the mean of the ranks' gradients, and these sum up to that of all samples.
         shares = [len(p) * self.world.size / samples for p in self._micro_batches(self.step)]
+        descent = None
+        if self.train.descent_every and self.step % self.train.descent_every == 0:
+            parts = [next(batches) for _ in shares]
+            descent, batches = Descent(self.optimization, parts, shares), iter(parts)
         try:
             loss, norm = self.optimization.step(self.step, batches, shares)
         except NonFiniteGradient as error:
             self._stop_non_finite(float(self.world.mean(error.loss)), before)
+        if descent is not None:
+            changes = descent.after().items()
+            means = {name: float(self.world.mean(change)) for name, change in changes}
+            self._log({"step": self.step, **means})
         if self.averages:
             averages.update(self.averages, _parameters(self.model), self.train, self.step)
         if math.isfinite(norm):

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.support.checkpoint import csv_text
 from experiments.support.errors import UserError
-from reproduce import by_block, published
+from reproduce import by_block, published, scatter
 from reproduce.cells import value
 from reproduce.figure import axis, curves, draw, values
 from reproduce.reading import read_tables
@@ -457,3 +457,29 @@ def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
     rendered = render(table, "smoke", runs)
     assert draw(table, "smoke", runs, rendered, tmp_path / "blocks.png")
     assert (tmp_path / "blocks-curves.csv").read_text().count("h.0,5,") == 1
+
+
+def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
+    """A panel for each method that has both; the pairs beside the picture; step 0 is left out."""
+    log = [
+        {"step": n, "predicted_change": -0.1 * n, "actual_change": 0.1 - 0.1 * n} for n in range(4)
+    ]
+    runs = [
+        finished_run("dense", 0, 1.0, log=[{"step": 1, "actual_change": 0.1}]),
+        finished_run("S-STE", 0, 1.0, log=[*log, {"step": 4, "loss": 1.0}]),
+    ]
+    figure = Figure("scatter", quantities=["predicted_change", "actual_change"], distribution=True)
+    table = dataclasses.replace(own_table([0]), figure=figure)
+    found = scatter.pairs(runs, figure.quantities)
+    assert [(p.method, p.step) for p in found] == [("S-STE", n) for n in (1, 2, 3)]
+    assert (found[1].x, found[1].y) == (-0.2, -0.1)
+    assert draw(table, "smoke", runs, render(table, "smoke", runs), tmp_path / "pairs.png")
+    assert (
+        (tmp_path / "pairs-pairs.csv").read_text().splitlines()[1].endswith(",S-STE,0,1,-0.1,0.0")
+    )
+    low, high = scatter.inner([-1.0, -2.0, -3.0])
+    assert (low, high) == pytest.approx((-3.15, 0.15))  # 0 is always shown
+    with pytest.raises(ValueError, match="a scatter has x and y"):
+        dataclasses.replace(
+            table, figure=Figure("scatter"), columns=COLUMNS, rows=ROWS[:0] or ROWS
+        ).figure and dataclasses.replace(table, figure=Figure("scatter", quantities=["x"]))

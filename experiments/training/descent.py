@@ -1,0 +1,84 @@
+"""Measures what an optimizer step was to change of the loss on its own batch, and what it changed.
+
+A step takes the weights from w to w', and where a method keeps masks, these from m to m'. Of the
+loss F of the step's batch, in training mode and with equal dropout, are measured (S-STE, arXiv
+2409.09099, section 3; a reduction of the loss is negative):
+
+    predicted_change    <g, w' - w>             the first order, g the gradient at (w, m)
+    actual_change       F(w', m') - F(w, m)
+    old_masks_change    F(w', m) - F(w, m)      only where there are masks
+
+g is a gradient of its own: where the method samples, another sample than the one that makes the
+step, so that the prediction does not count the noise of the step as descent. It changes nothing of
+the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from experiments.data.source import Batch
+from experiments.training.optimization import Optimization, generators, set_generators
+from methods.nn.linear import MaskedLinear
+
+
+class Descent:
+    """The measurement of one step; it is made before the step and asked after it.
+
+    batches, shares: the micro-batches of the step, as `Optimization.step` takes them.
+    """
+
+    def __init__(
+        self, optimization: Optimization, batches: Sequence[Batch], shares: Sequence[float]
+    ) -> None:
+        self.optimization, self.shares = optimization, shares
+        self.batches = [optimization.to_device(batch) for batch in batches]
+        self.generators = generators(optimization.device)
+        layers = optimization.method.layers.values()
+        masked = [layer for layer in layers if isinstance(layer, MaskedLinear)]
+        self.masks = [(layer, layer.mask.clone()) for layer in masked]
+        self.loss, self.scale = self._loss(), optimization.scaler.get_scale()
+        parameters = [p for p in optimization.model.parameters() if p.grad is not None]
+        self.weights = [(p, p.detach().clone(), p.grad) for p in parameters]
+        optimization.optimizer.zero_grad(set_to_none=True)
+        set_generators(self.generators, optimization.device)
+
+    @torch.no_grad()
+    def after(self) -> dict[str, Tensor]:
+        """The changes, on this rank: their mean over the ranks is that of the whole batch."""
+        device = self.optimization.device
+        state = generators(device)
+        predicted = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter, weight, gradient in self.weights:
+            assert gradient is not None
+            predicted += (gradient.double() * (parameter.detach() - weight)).sum() / self.scale
+        changes = {"predicted_change": predicted, "actual_change": self._loss() - self.loss}
+        if self.masks:
+            new = [layer.mask.clone() for layer, _ in self.masks]
+            self._put([mask for _, mask in self.masks])
+            changes["old_masks_change"] = self._loss() - self.loss
+            self._put(new)
+        set_generators(state, device)
+        return changes
+
+    def _put(self, masks: list[Tensor]) -> None:
+        for (layer, _), mask in zip(self.masks, masks, strict=True):
+            layer.mask.copy_(mask)
+            layer.derive()
+
+    def _loss(self) -> Tensor:
+        """The loss of the batch, always with the same dropout; where gradients are on, theirs are
+        added to the parameters', scaled as in a step."""
+        optimization = self.optimization
+        set_generators(self.generators, optimization.device)
+        total = torch.zeros((), device=optimization.device)
+        for batch, share in zip(self.batches, self.shares, strict=True):
+            with optimization.autocast():
+                loss = optimization.method.micro_batch_loss(optimization.model, batch) * share
+            if torch.is_grad_enabled():
+                optimization.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total

@@ -1,0 +1,89 @@
+"""Draws two quantities of every step against each other, a panel for each method, and how one of
+them is distributed.
+
+The quantities are entries of `metrics.jsonl`, those of `train.descent_every` for example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.runs.curves import COLOURS, STYLES
+from reproduce.engine import PlacedRun
+
+NAMES = {
+    "predicted_change": "predicted change",
+    "actual_change": "actual change",
+    "old_masks_change": "change, old masks",
+}
+DISTRIBUTION = "share of steps with less"
+INNER = (0.01, 0.99)  # the quantiles that panels show: single steps lie far out
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One step of one run. quantity: the panel, which is that of its method."""
+
+    quantity: str
+    method: str
+    seed: int
+    step: int
+    x: float
+    y: float
+
+
+def pairs(runs: list[PlacedRun], quantities: Sequence[str]) -> list[Pair]:
+    """The steps of all runs that have both quantities, x and y; step 0 is left out."""
+    x, y = quantities
+    several = len({run.place.variant for run in runs}) > 1
+    found = []
+    for run in runs:
+        label = ", ".join(filter(None, [run.place.variant * several, run.place.row]))
+        panel = f"{NAMES.get(y, y)}, {label}"
+        found += [
+            Pair(panel, label, run.place.seed, record["step"], record[x], record[y])
+            for record in run.log
+            if record["step"] > 0 and record.get(x) is not None and record.get(y) is not None
+        ]
+    return found
+
+
+def draw(axes: Any, panel: str, data: list[Pair], quantities: Sequence[str]) -> None:
+    """Draw one method's steps, with the diagonal on which both quantities are equal."""
+    methods = list(dict.fromkeys(pair.method for pair in data))
+    shown = [pair for pair in data if pair.quantity == panel]
+    colour = COLOURS[methods.index(shown[0].method) % len(COLOURS)]
+    xs, ys = [p.x for p in shown], [p.y for p in shown]
+    axes.scatter(xs, ys, s=5, alpha=0.5, color=colour, linewidths=0, label=shown[0].method)
+    # The same limits in all panels, so that they can be compared.
+    low, high = inner([v for pair in data for v in (pair.x, pair.y)])
+    axes.axline((low, low), (high, high), color="black", linewidth=0.6, linestyle=":")
+    for line in (axes.axhline, axes.axvline):
+        line(0.0, color="black", linewidth=0.6)
+    axes.set(xlim=(low, high), ylim=(low, high))
+    axes.locator_params(nbins=5)
+    axes.set_xlabel(NAMES.get(quantities[0], quantities[0]), fontsize=9)
+
+
+def distribution(axes: Any, data: list[Pair], quantity: str) -> None:
+    """Draw the cumulative distribution of y, a line for each method."""
+    methods = list(dict.fromkeys(pair.method for pair in data))
+    for number, method in enumerate(methods):
+        values = sorted(pair.y for pair in data if pair.method == method)
+        shares = [(place + 1) / len(values) for place in range(len(values))]
+        style = STYLES[number // len(COLOURS) % len(STYLES)]
+        axes.step(values, shares, where="post", color=COLOURS[number % len(COLOURS)], ls=style)
+    axes.axvline(0.0, color="black", linewidth=0.6)
+    axes.set_xlim(*inner([pair.y for pair in data]))
+    axes.set_xlabel(NAMES.get(quantity, quantity), fontsize=9)
+
+
+def inner(values: list[float]) -> tuple[float, float]:
+    """The limits between which most of the values lie, with 0 and some room."""
+    values = sorted(values)
+    low, high = (values[round(share * (len(values) - 1))] for share in INNER)
+    low, high = min(low, 0.0), max(high, 0.0)
+    room = 0.05 * (high - low) or 1.0
+    return low - room, high + room
