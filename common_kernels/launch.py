@@ -149,7 +149,7 @@ def magnitude(a):
 
 @triton.jit
 def keep24(a0, a1, a2, a3):
-    """Which two of four magnitudes are largest; the lower index wins a draw."""
+    """The flags of the two largest of four magnitudes; the lower index wins a draw."""
     w01, w02, w03 = (a0 >= a1).to(tl.int32), (a0 >= a2).to(tl.int32), (a0 >= a3).to(tl.int32)
     w12, w13, w23 = (a1 >= a2).to(tl.int32), (a1 >= a3).to(tl.int32), (a2 >= a3).to(tl.int32)
     return (

@@ -94,7 +94,7 @@ class Linear(MaskedLinear):
 
 
 def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
-    """How many weights a 2:4 mask along the permuted rows leaves of `mask` [out, in]: of each
+    """Count the weights that a 2:4 mask along the permuted rows leaves of `mask` [out, in]: of each
     group of four, two at most."""
     groups = mask.view(torch.uint8)[permutation].unflatten(0, (-1, 4))
     return groups.sum(1, dtype=torch.uint8).clamp_(max=2).sum()

@@ -91,7 +91,7 @@ class Method(distillation.Method):
         return super().convert(model, dtype)
 
     def share(self, step: int) -> float:
-        """What `pruned` should be in optimizer step `step`."""
+        """The share to be pruned in optimizer step `step`."""
         config = self.config
         begin = round(config.begin_fraction * config.total_steps)
         # The last step at the latest: the model must end 2:4.

@@ -46,7 +46,7 @@ class Method(gmp.Method):
     Config = Config  # type: ignore[assignment]  # has no end_fraction
 
     def share(self, step: int) -> float:
-        """What `pruned` should be in optimizer step `step`: that of the rounds begun so far."""
+        """The share to be pruned in optimizer step `step`: that of the rounds begun so far."""
         config = self.config
         begun = sum(step >= self.round_start(index) for index in range(config.rounds))
         return 2.0 * (1.0 - 0.5 ** (begun / config.rounds))

@@ -37,7 +37,7 @@ LARGEST = 1e6  # a factor; beyond, its product with a learning rate may overflow
 
 @dataclass(frozen=True, kw_only=True)
 class Config(base.Config):
-    """Where the decay acts, and how strongly.
+    """The decay: where it acts, and how strongly.
 
     alpha: the decay factor, lambda_W in the papers; None: of the gradients that of the method's
         paper or code, here 2e-4, of the weights 1. The config then holds this number.

@@ -36,7 +36,7 @@ class Item:
 
     @property
     def count(self) -> int:
-        """How many numbered tables or figures it stands for: those of a range, `B6-B9`, say."""
+        """The number of tables or figures that it stands for: those of a range, `B6-B9`, say."""
         ends = [int(end) for end in re.findall(r"\d+", self.number)]
         return ends[-1] - ends[0] + 1 if ends else 0
 
@@ -58,8 +58,8 @@ def items(path: Path = FILE) -> dict[str, list[Item]]:
 
 
 def state(table: Table, tier: str, runs: Path) -> str:
-    """How many runs of a tier were done when it was last made, from the file that `make` wrote:
-    looking at the runs themselves would compose every config of every table."""
+    """The number of runs of a tier that were done when it was last made, by the file that `make`
+    wrote: looking at the runs themselves would compose every config of every table."""
     made = read_record(table, tier, runs)
     if made is None:
         return "not made"

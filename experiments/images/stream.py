@@ -103,7 +103,7 @@ class Stream:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """How many corrupt images were left out, and the first of their names, for
+        """The number of corrupt images that were left out, and the first of their names, for
         `result.json`."""
         files = [self.split.where(index) for index in sorted(self.skipped)[:_MOST_NAMED]]
         return {"skipped": len(self.skipped), "skipped_files": files}

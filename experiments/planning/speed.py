@@ -1,4 +1,4 @@
-"""How fast a training will be, by the measured step of the model that is most like its own."""
+"""Predicts the speed of a training by the measured step of the model that is most like its own."""
 
 from __future__ import annotations
 

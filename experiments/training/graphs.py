@@ -143,6 +143,6 @@ class Replays:
 
 
 def _kind(part: Part) -> Kind:
-    """What a graph depends on besides the values."""
+    """The form of a micro-batch, on which a graph depends besides the values."""
     batch, share = part
     return (share, *((name, value.shape, value.dtype) for name, value in batch.items()))

@@ -66,7 +66,7 @@ def of_dense(directory: Path, config: dict[str, Any], device: str) -> float | No
 
 
 def _of_steps(config: dict[str, Any]) -> dict[str, Any]:
-    """What the time of a step depends on, the method aside."""
+    """The settings on which the time of a step depends, the method aside."""
     impl = {key: value for key, value in config["impl"].items() if key not in _IDLE}
     parts = {"model": config["model"], "train": config["train"], "impl": impl}
     return json.loads(json.dumps(parts))  # in memory it has tuples, in a file lists

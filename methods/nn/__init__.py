@@ -1,5 +1,4 @@
-"""What the methods share: the protocol, the sparse layers and their products, and what is built on
-them.
+"""Holds what the methods share: protocol, sparse layers and products, and what is built on them.
 
     base            `Config` and `Method`: the options and the hooks of every method, with defaults
     conversion      which linears of a model are converted, and the report of it

@@ -19,7 +19,7 @@ NAMES = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Choice:
-    """How one product of a layer runs.
+    """The way in which one product of a layer runs.
 
     reason: why it is dense; empty where it is sparse.
     kernels: whose multiply where it is sparse, `cusparselt` or `cuda`, our own.
@@ -58,12 +58,12 @@ class Acceleration:
         return sum(choice.saved_ms for _, choice in self._choices())
 
     def gain(self, step_ms: float, micro_batches: int = 1) -> float:
-        """How many times as fast the sparse products alone make a step that took so long."""
+        """The factor by which the sparse products alone make a step faster that took so long."""
         return 1 + self.saved_ms * micro_batches / step_ms
 
     def gains(self) -> dict[str, float | None]:
-        """How many times as fast the measured products of each layer are as dense ones; None where
-        none was measured."""
+        """The factor by which the measured products of each layer are faster than dense ones; None
+        where none was measured."""
         found: dict[str, float | None] = {}
         for name, choices in self.layers.items():
             dense = sum(choice.dense_ms or 0.0 for choice in choices.values())

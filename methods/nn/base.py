@@ -120,7 +120,7 @@ class Method:
 
     @property
     def calibration_sequences(self) -> int:
-        """How many sequences `calibrate` wants before `convert`; 0: it need not be called."""
+        """The number of sequences `calibrate` wants before `convert`; 0: it need not be called."""
         return 0
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
@@ -246,7 +246,7 @@ class Method:
 
     @property
     def quantizes(self) -> bool:
-        """Whether operands are quantised with a scale over a micro-batch: then its size changes the
+        """True if operands are quantised with a scale over a micro-batch: then its size changes the
         result."""
         return False
 
@@ -256,7 +256,7 @@ class Method:
 
     @property
     def needs_adamw(self) -> bool:
-        """Whether it trains with AdamW alone: by an update rule of its own, or by AdamW's moments.
+        """True if it trains with AdamW alone: by an update rule of its own, or by AdamW's moments.
         `optimizer` makes it."""
         return False
 
@@ -403,7 +403,7 @@ class Method:
             yield from (p for p in layer.parameters() if p.requires_grad)
 
     def _chooses(self, step: int) -> bool:
-        """Whether masks are chosen at the end of this step."""
+        """True if masks are chosen at the end of this step."""
         return (step + 1) % self.mask_period == 0
 
     def _measures(self, step: int) -> bool:
@@ -412,7 +412,7 @@ class Method:
         return every > 0 and self._chooses(step) and step % every < self.mask_period
 
     def _masks(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Of the layers that are trained, of sharded ones this rank's rows."""
+        """Yield layer and mask of all that is trained; of sharded layers this rank's rows."""
         for layer in self.layers.values():
             if not any(p.requires_grad for p in layer.parameters()):
                 continue
@@ -431,7 +431,7 @@ class Method:
 
     @property
     def ends_dense(self) -> bool:
-        """Whether the trained model is dense: then it is fine-tuned densely, too."""
+        """True if the trained model is dense: then it is fine-tuned densely, too."""
         return False
 
     def finetuning(self, total_steps: int) -> Any | None:
@@ -489,7 +489,7 @@ class Method:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """What is neither a parameter nor a buffer of the model; plain Python values."""
+        """The state that is neither a parameter nor a buffer of the model; plain Python values."""
         return {
             "flips_per_step": self.flips_per_step,
             "flips_per_refresh": self.flips_per_refresh,
@@ -504,6 +504,6 @@ class Method:
 
 
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether all gradients are: else a GradScaler will skip the step."""
+    """True if all gradients are finite: else a GradScaler will skip the step."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return bool(torch.nn.utils.get_total_norm(grads).isfinite())

@@ -144,7 +144,7 @@ class CompressedLinear(SparseLinear):
     adapting: bool  # whether the adapters take part; where they do not, R is zero
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
-        """As in the base class; `config` is that of SLoPe.
+        """Set the layer up as the base class does; `config` is that of SLoPe.
 
         dtype is that of packed operands; for dense products values are cast before they are
         expanded, which is half the work.
@@ -216,7 +216,7 @@ class CompressedLinear(SparseLinear):
         return self.pattern[1]
 
     def settle(self) -> None:
-        """Of weights that came from elsewhere, R says if it takes part."""
+        """Let the adapters take part if R, which came with weights from elsewhere, is not zero."""
         self.adapting = self.right is not None and bool(self.right.any())
 
     def derive(self) -> None:

@@ -1,4 +1,4 @@
-"""Which linears of a model can be converted, by which names, and what `convert` says of the others.
+"""Finds the linears of a model that can be converted, and says of the others why not.
 
 A layer that cannot be converted is left dense with its reason where a preset or a glob with a
 wildcard matched it, and is an error where the user wrote its whole name.
@@ -35,7 +35,7 @@ PRESETS = {"ffn": _FFN, "all": (*_FFN, "*attn.*", "*attention.*")}
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` did.
+    """The result of `convert`.
 
     names: the converted linears. dense: the other linears. reasons: of those among `dense` that
         were matched, why they could not be converted. others: matched modules of other kinds that
@@ -102,12 +102,12 @@ def linears(model: nn.Module) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is an `nn.Linear` of any kind, or transformers' `Conv1D`."""
+    """True if it is an `nn.Linear` of any kind, or transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' `Conv1D`, by name and shape: nothing is imported."""
+    """True if it is transformers' `Conv1D`, by name and shape: nothing is imported."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         type(module).__name__ == "Conv1D"

@@ -159,7 +159,7 @@ class Method(base.Method):
 
     @torch.no_grad()
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        """As in the base class; before anything is pruned, the teacher is copied."""
+        """Convert as the base class does, after a copy of the unpruned model is kept as teacher."""
         config = self.config
         sharding.check_whole(model)  # else it could not be copied
         if self.teacher is model:

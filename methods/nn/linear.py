@@ -66,8 +66,8 @@ class SparseLinear(nn.Linear):
         self.register_buffer("key", key, persistent=False)
 
     def sparse_products(self) -> Products:
-        """Which products have a 2:4 operand: that of fprop along `in`, that of dgrad along `out`,
-        for wgrad a sample of dY along the tokens."""
+        """The products that have a 2:4 operand: that of fprop along `in`, that of dgrad along
+        `out`, for wgrad a sample of dY along the tokens."""
         return Products(wgrad=self.mvue == "exact")
 
     def candidates(self) -> Products:
@@ -76,7 +76,7 @@ class SparseLinear(nn.Linear):
 
     @property
     def products(self) -> Products:
-        """Which products run sparse."""
+        """The products that run sparse."""
         return self.accelerated
 
     def accelerate(self, products: Products) -> None:

@@ -57,11 +57,11 @@ class SwitchedMethod(base.Method):
 
     @property
     def dense(self) -> bool:
-        """Whether the layers are dense now."""
+        """True if the layers are dense now."""
         return any(isinstance(m, SwitchedLinear) and m.is_dense for m in self.layers.values())
 
     def dense_at(self, step: int) -> bool:
-        """Whether optimizer step `step` is dense."""
+        """True if optimizer step `step` is dense."""
         raise NotImplementedError(f"{type(self).__name__} does not say when it is dense")
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:

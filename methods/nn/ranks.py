@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def of_rank_0(choose: Callable[[], Any]) -> Any:
-    """What `choose` gives, or raises, on rank 0."""
+    """Return on every rank what `choose` returns, or raises, on rank 0."""
     if not dist.is_initialized():
         return choose()
     found: list[Any] = [None]
