@@ -15,8 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "csrc"
@@ -133,18 +134,34 @@ def build(
     say = report or (lambda line: print(line, file=sys.stderr, flush=True))
     place = folder(source)
     paths = {name: place / f"{name}.so" for name in wanted}
-    todo = [name for name, path in paths.items() if not path.is_file()]
-    if not todo:
+    if all(path.is_file() for path in paths.values()):
         return paths
     place.mkdir(parents=True, exist_ok=True)
-    workers = min(len(todo), os.cpu_count() or 1)
-    say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
-    with ThreadPoolExecutor(workers) as pool:
-        jobs = {name: pool.submit(_compile, source, wanted[name], paths[name]) for name in todo}
-        for number, (name, job) in enumerate(jobs.items(), 1):
-            job.result()
-            say(f"compiled {name} ({number} of {len(todo)})")
+    with _alone(place.with_suffix(".lock"), say):
+        todo = [name for name, path in paths.items() if not path.is_file()]
+        workers = max(1, min(len(todo), os.cpu_count() or 1))
+        if todo:
+            say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = {name: pool.submit(_compile, source, wanted[name], paths[name]) for name in todo}
+            for number, (name, job) in enumerate(jobs.items(), 1):
+                job.result()
+                say(f"compiled {name} ({number} of {len(todo)})")
     return paths
+
+
+@contextmanager
+def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One process of this machine at a time: the others find what it has compiled."""
+    import fcntl  # not on Windows, where nothing is compiled
+
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another process compiles CUDA kernels; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _compile(source: Path, defines: Mapping[str, int], to: Path) -> None:

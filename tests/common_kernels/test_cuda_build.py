@@ -2,6 +2,7 @@
 
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_libraries_are_compiled_once_and_in_one_piece(toolchain):
     assert sorted(paths["one"].parent.iterdir()) == [paths["one"], paths["two"]]
     assert cuda_build.build(toolchain, wanted, lines.append) == paths
     assert len(lines) == 3  # nothing more was compiled
+
+
+def test_processes_that_start_together_compile_once(toolchain):
+    """Of two builds at a time one waits and finds the library."""
+    nvcc = cuda_build.compiler()
+    nvcc.write_text(NVCC.replace("with open", "import time; time.sleep(0.3)\nwith open"))
+    cuda_build.folder.cache_clear()
+    cuda_build.folder(toolchain)
+    lines, wanted = ([], []), {"one": {}}
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda to: cuda_build.build(toolchain, wanted, to.append), lines))
+    assert made[0] == made[1] and made[0]["one"].is_file()
+    assert sorted(map(len, lines)) == [1, 2]
+    assert ["another process compiles CUDA kernels; waiting for it"] in lines
 
 
 def test_another_source_or_compiler_makes_another_library(toolchain):
@@ -131,7 +146,11 @@ FP8_WGRAD = {"result_transposed": False, "out_dtype": torch.float32}
         (NARROW, {"dtype": FP8}, {"e4m3_128x256x128_2x1_shared", "e4m3_128x128x256_2x1_pingpong"}),
         (WIDE, {"dtype": FP8}, set()),
         (NARROW, {"dtype": E5M2}, {"e5m2_128x256x128_2x1_shared", "e5m2_128x128x256_2x1_pingpong"}),
-        (NARROW, {"dtype": E5M2} | FP8_WGRAD, {"e5m2_128x128x128_2x1_shared_wgrad"}),
+        (
+            NARROW,
+            {"dtype": E5M2} | FP8_WGRAD,
+            {"e5m2_128x128x128_2x1_shared_wgrad", "e5m2_128x256x128_2x1_shared_wgrad"},
+        ),
         (NARROW, {"dtype": E5M2} | FP8_WGRAD | WGRAD, set()),
         (NARROW, {"out_dtype": torch.float32}, set()),
         (NARROW, WGRAD, {"bf16_128x256x64_2x1_shared_wgrad"}),
