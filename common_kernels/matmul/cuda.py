@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -133,8 +134,11 @@ class _Arguments(ctypes.Structure):
 def _library(config: Config) -> ctypes.CDLL:
     """The compiled kernel; all of its types are compiled together, when one is first needed."""
     alike = [c for c in CONFIGS if c.dtype == config.dtype]
-    paths = cuda_build.build(SOURCE, {c.name: c.macros() for c in alike})
-    loaded = ctypes.CDLL(str(paths[config.name]))
+    return _load(cuda_build.build(SOURCE, {c.name: c.macros() for c in alike})[config.name])
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library))
     loaded.workspace_bytes.restype = loaded.metadata_place.restype = ctypes.c_int64
     loaded.metadata_place.argtypes = (ctypes.c_int32,) * 4
     loaded.workspace_bytes.argtypes = (ctypes.POINTER(_Arguments),)
