@@ -235,6 +235,8 @@ class ImplConfig:
     serves, or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs
     instead of launched kernel by kernel: on one GPU, with batches of one shape. shard: what several
     ranks share: the batch alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
+    activation_checkpointing: a transformer block keeps its input alone for the backward pass, in
+    which it is computed again: a third more work, for less memory.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
     workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
     `wandb`, beside the JSONL file.
@@ -248,6 +250,7 @@ class ImplConfig:
     optimizer: str = "separate"
     cuda_graphs: bool = False
     shard: str = "ddp"
+    activation_checkpointing: bool = False
     checkpoint_every: int = 50
     threads: int = 0
     workers: int = 0
@@ -266,6 +269,11 @@ class ImplConfig:
                 raise ValueError(
                     f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
                 )
+        if self.cuda_graphs and self.activation_checkpointing:
+            raise ValueError(
+                "impl.cuda_graphs=true with impl.activation_checkpointing=true: what is computed "
+                "again is not captured; set one of them to false"
+            )
         unknown = set(self.loggers) - {"tensorboard", "wandb"}
         if unknown:
             raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import methods
 from common_kernels.pack.operands import MULTIPLE
 from experiments.support.memory import buffer_bytes
-from experiments.training.sharding import blocks
+from experiments.training.blocks import trained_blocks
 from methods.nn.linear import SparseLinear
 
 # Moments that an optimizer keeps of each weight.
@@ -195,12 +195,8 @@ class _Saved:
     def __init__(
         self, model: nn.Module, own: set[int], watch: _Watch, dtype: torch.dtype | None
     ) -> None:
-        self.blocks = [
-            block
-            for block in blocks(model).values()
-            if any(p.requires_grad for p in block.parameters())
-        ]
-        self.seen, self.watch, self.dtype = own, watch, dtype
+        self.blocks, self.seen = trained_blocks(model), own
+        self.watch, self.dtype = watch, dtype
         self.kept: list[Any] = []  # so that no storage takes the place of another
         self.here: int | None = None
         self.of_blocks: dict[int, int] = {}

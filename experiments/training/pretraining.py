@@ -33,6 +33,7 @@ from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality, speed
+from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
 from experiments.training.optimization import DTYPES, micro_batch_size
@@ -98,6 +99,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
         check_viewers(config.impl.loggers)
         init = config.init_weights()
         model, method, converted, source = _prepare(config, here)
+        if config.impl.activation_checkpointing:
+            recompute(model)
         shards = share(model, method, config.impl, DTYPES[config.train.dtype], here)
         if config.init_weights() != init:
             raise UserError(f"{config.init} was changed while it was read")
@@ -113,7 +116,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 identity=f"{config.digest()} {init}",
                 directory=directory,
                 world=here,
-                compiled=config.impl.compile,
+                compiled=config.impl.compile and shards is None,
                 fused=config.impl.optimizer == "fused",
                 graphed=config.impl.cuda_graphs,
                 micro_batch=_micro_batch_size(config, method, here),

@@ -18,27 +18,13 @@ from torch import Tensor, nn
 
 from experiments.config.settings import ImplConfig
 from experiments.support.errors import UserError
+from experiments.training.blocks import blocks
 from experiments.training.distributed import World
 from methods import Method
 from methods.nn import sharding
+from methods.nn.fp8_gemms import FP8
 from methods.nn.linear import SparseLinear
 from models.base import Model
-
-
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The transformer blocks by name: what stands in lists of modules of one class that hold
-    linears."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        children = list(module.children())
-        if (
-            isinstance(module, nn.ModuleList | nn.Sequential)
-            and len({type(child) for child in children}) == 1
-            and any(isinstance(m, nn.Linear) for m in children[0].modules())
-            and not any(f"{name}.".startswith(f"{other}.") for other in found)
-        ):
-            found |= {f"{name}.{i}": child for i, child in enumerate(children)}
-    return found
 
 
 def shares_weights(impl: ImplConfig, world: World) -> bool:
@@ -55,10 +41,11 @@ def check_shared(method: Method, impl: ImplConfig, world: World) -> None:
             "impl.matmul=cusparselt with impl.shard=fsdp2: operands of sharded weights are not "
             "packed; set impl.matmul=auto"
         )
-    if getattr(method.config, "fp8", "off") == "hopper" and world.device.type == "cuda":
+    fp8 = FP8[getattr(method.config, "fp8", "off")]
+    if fp8 is not None and fp8.on_units and world.device.type == "cuda":
         raise UserError(
-            "method.fp8=hopper with impl.shard=fsdp2: FP8 units serve whole weights alone; set "
-            "method.fp8=paper, which is simulated, or impl.shard=ddp"
+            f"method.fp8={method.config.fp8} with impl.shard=fsdp2: FP8 units serve whole weights "
+            "alone; set method.fp8=paper, which is simulated, or impl.shard=ddp"
         )
 
 
@@ -66,20 +53,27 @@ def share(
     model: Model, method: Method, impl: ImplConfig, dtype: torch.dtype | None, world: World
 ) -> Shards | None:
     """Let the ranks share the weights, if `impl` says so; see `Shards`."""
-    return Shards(model, method, dtype, world) if shares_weights(impl, world) else None
+    if not shares_weights(impl, world):
+        return None
+    return Shards(model, method, dtype, world, compiled=impl.compile)
 
 
 class Shards:
     """A model and its method, converted and not yet trained, shared by the ranks from here on.
 
     Args:
-        dtype: of autocast, if any.
+        dtype: of autocast, if any. compiled: compile each block.
     Raises:
         UserError: there is something in them that cannot be sharded.
     """
 
     def __init__(
-        self, model: Model, method: Method, dtype: torch.dtype | None, world: World
+        self,
+        model: Model,
+        method: Method,
+        dtype: torch.dtype | None,
+        world: World,
+        compiled: bool = False,
     ) -> None:
         self.model, self.method, self.world = model, method, world
         teacher = getattr(method, "teacher", None)
@@ -89,6 +83,8 @@ class Shards:
             shapes[id(tensor)] = _like(tensor, "meta")
         self._shapes = copy.deepcopy((model, method), shapes)
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
+        for block in blocks(model).values() if compiled else ():
+            block.compile()  # before FSDP adds its hooks, around which a whole model would break
         try:
             for each in (model, teacher):
                 if each is not None:
