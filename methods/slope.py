@@ -15,7 +15,8 @@ expanded where a product needs them and never kept. The model ends N:M sparse.
 In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed.py): L random, R
 zero until then. Both are parameters from the start, but without a gradient until their phase: the
 optimizer begins their moments then, at its step 0. A model with trained adapters ends with
-`compressed.SparsePlusLowRank` layers.
+`compressed.SparsePlusLowRank` layers. With `fp8` all three products are in FP8
+(nn/compressed_fp8.py).
 
 In the released training code the mask's polarity is inverted, the copy of W^T is never updated,
 dense parameters never move, and the merged form leaves the scale out; its accuracy experiments
@@ -26,16 +27,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from .nn import base
+from .nn import base, delayed
 from .nn.compressed import CompressedLinear
+from .nn.compressed_fp8 import Fp8CompressedLinear
 from .nn.conversion import check_low_rank, weight_of
+from .nn.fp8_gemms import FP8
+from .nn.fp8_linear import Fp8Method
 
 # What the paper leaves dense: the first linear after the input (queries, keys and values of the
 # first block) and the heads, by their names in GPT-2, BERT, ViT and OPT or LLaMA.
@@ -62,6 +66,8 @@ class Config(base.Config):
     adapter_fraction: share of `total_steps`, the last ones, that trains them; at least one step.
     adapter_init: of L, `normal` (unit variance, the paper's) or `scaled` (variance 1 / in).
     adapter_left_sparse: keep L^T in the layer's N:M, so that X [W^T | L] is one sparse product.
+    fp8: FP8 products, `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`: as for
+        `methods.t_sr_ste`, but that wgrad is a dense product. Adapters have none.
     """
 
     include: Any = ("*",)
@@ -75,10 +81,12 @@ class Config(base.Config):
     adapter_fraction: float = 0.01
     adapter_init: str = "normal"
     adapter_left_sparse: bool = False
+    fp8: str = field(default="off", metadata={"added": True})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("mask", self.mask, ("random", "magnitude"))
+        base.check_choice("fp8", self.fp8, tuple(FP8))
         base.check_choice("adapter_init", self.adapter_init, ("normal", "scaled"))
         if isinstance(self.patterns, str):
             raise ValueError(f"patterns must be a list of GLOB=N:M, got {self.patterns!r}")
@@ -122,9 +130,15 @@ def _check_pattern(n: int, m: int, where: str) -> None:
         raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
 
 
-class Method(base.Method):
+def check_no_fp8(config: Config, name: str) -> None:
+    """Raise ValueError if a method of this name, whose backward pass is its own, is to have FP8."""
+    if config.fp8 != "off":
+        raise ValueError(f"fp8={config.fp8}; {name} has no FP8 products, set it to off")
+
+
+class Method(Fp8Method):
     Config = Config
-    Linear = CompressedLinear
+    Linear: ClassVar[type[CompressedLinear]] = Fp8CompressedLinear
 
     @property
     def adapter_start(self) -> int:
@@ -200,7 +214,8 @@ class Method(base.Method):
         for layer in self._layers():
             if due:
                 layer.refresh_mask()
-            layer.pack()
+            layer.derive()
+        delayed.update(self.layers.values())
         self._remember(None)
 
     def _layers(self) -> Iterator[CompressedLinear]:

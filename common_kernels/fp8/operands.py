@@ -317,18 +317,24 @@ def _(y, scale, other, factor, bias, dtype, backend):
 
 
 def scaled_linear(
-    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [n, k] w^T [k, m] / (x_scale * w_scale) + bias [m] -> bf16 [n, m], x and w being codes.
+    """x [n, k] w^T [k, m] / (x_scale * w_scale) + bias [m] -> [n, m] in `dtype`, x and w being
+    codes.
 
-    cuBLAS takes e5m2 in at most one of them; n, k and m are multiples of 16 there (n is filled up).
-    On a CPU the product is that of the codes in fp32.
+    cuBLAS takes e5m2 in at most one of them, and no bias in fp32; n, k and m are multiples of 16
+    there (n is filled up). On a CPU the product is that of the codes in fp32.
     """
     checks.one_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            y = x.float() @ w.float().t() / (x_scale * w_scale)
-        return (y if bias is None else y + bias).to(torch.bfloat16)
+            y = x.float() @ w.float().t() / x_scale / w_scale  # whose product may overflow
+        return (y if bias is None else y + bias).to(dtype)
     rows = len(x)
     y = torch._scaled_mm(
         fill_up(x, -rows % 16).contiguous(),
@@ -336,7 +342,7 @@ def scaled_linear(
         x_scale.reciprocal(),
         w_scale.reciprocal(),
         bias=None if bias is None else bias.to(torch.bfloat16).contiguous(),
-        out_dtype=torch.bfloat16,
+        out_dtype=dtype,
         use_fast_accum=torch.float8_e5m2 not in (x.dtype, w.dtype),
     )
     return y[:rows]

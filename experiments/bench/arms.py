@@ -301,7 +301,8 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
     if fp8:
         fprop, gradient, dgrad, wgrad = FORMATS[fp8]
         if isinstance(layer, Fp8Linear) and layer.fp8:
-            dgrad = layer.fp8.dgrad  # e5m2 where its weight is 2:4
+            # e5m2 where both operands are in one format, since one is 2:4
+            dgrad, wgrad = layer.fp8.dgrad, layer.fp8.wgrad
         forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
         of_forward, of_backward = fake_fp8(x, fprop), fake_fp8(x, wgrad)
         seen = fake_fp8(dy32, gradient)

@@ -56,9 +56,27 @@ def merged_linear(
     return lowrank_addmm(y1, y2, right, bias, 1 / len(left))
 
 
-def _dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
+def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
     """L^T [r, in] of an adapter that is stored compressed where it has a mask."""
     return left if left_mask is None else expand_nm(left, left_mask, *pattern)
+
+
+def adapter_gradients(
+    dy: Tensor, x: Tensor, left: Tensor, right: Tensor, left_mask: Tensor | None, pattern: Pattern
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `left` and `right`, then dY2 [T, r] and L^T [r, in] in x's dtype, whose
+    product is the adapters' part of dX.
+
+    Args:
+        dy, x: [T, out] and [T, in].
+    """
+    dense = dense_left(left.to(x.dtype), left_mask, pattern)
+    dy2 = dy @ right.to(x.dtype).t() / len(right)
+    grad_left = dy2.t() @ x
+    if left_mask is not None:
+        grad_left = compress_nm(grad_left, left_mask, *pattern)
+    grad_right = (x @ dense.t()).t() @ dy / len(right)
+    return grad_left.to(left.dtype), grad_right.to(right.dtype), dy2, dense
 
 
 class _Product(torch.autograd.Function):
@@ -79,10 +97,10 @@ class _Product(torch.autograd.Function):
             fprop = Dense(expand_nm(values.to(x.dtype), row_mask, *pattern))
         if not adapting:
             return fprop.linear(x, bias)
-        dense_left, right = _dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
+        dense, right = dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
         if isinstance(fprop, Dense):
-            return merged_linear(x, fprop.matrix, dense_left, right, bias)
-        y1, y2 = fprop.linear(x, None), F.linear(x, dense_left)
+            return merged_linear(x, fprop.matrix, dense, right, bias)
+        y1, y2 = fprop.linear(x, None), F.linear(x, dense)
         return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
 
     @staticmethod
@@ -106,15 +124,11 @@ class _Product(torch.autograd.Function):
         # Adapters that do not take part are inputs all the same, without a gradient: DDP waits
         # for every parameter that it knows.
         if ctx.adapting:
-            dense_left = _dense_left(left.to(x.dtype), left_mask, ctx.pattern)
-            dy2 = dy @ right.to(x.dtype).t() / len(right)
-            grad_left = dy2.t() @ x2d
-            if left_mask is not None:
-                grad_left = compress_nm(grad_left, left_mask, *ctx.pattern)
-            grad_left = grad_left.to(left.dtype)
-            grad_right = ((x2d @ dense_left.t()).t() @ dy / len(right)).to(right.dtype)
+            grad_left, grad_right, dy2, dense = adapter_gradients(
+                dy, x2d, left, right, left_mask, ctx.pattern
+            )
             if grad_x is not None:
-                grad_x = grad_x.addmm_(dy2, dense_left)
+                grad_x = grad_x.addmm_(dy2, dense)
         if grad_x is not None:
             grad_x = grad_x.reshape(x.shape)
         if ctx.needs_input_grad[4]:
@@ -150,8 +164,8 @@ class CompressedLinear(SparseLinear):
         expanded, which is half the work.
         """
         self.config, self.pattern = config, config.pattern(name)
-        for packed in ("packed", "packed_transposed"):
-            self.register_buffer(packed, None, persistent=False)
+        for operand in ("operand", "packed", "packed_transposed"):
+            self.register_buffer(operand, None, persistent=False)
         # Out, and in again: the parameters keep the order of nn.Linear.
         weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
         assert weight is not None
@@ -229,7 +243,7 @@ class CompressedLinear(SparseLinear):
     @torch.no_grad()
     def allocate(self) -> None:
         self._hold_packed(self.accelerated)
-        self.pack()
+        self.derive()
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -244,11 +258,15 @@ class CompressedLinear(SparseLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation."""
+        return self.forward_with(x)
+
+    def forward_with(self, x: Tensor, operands: tuple[None, None] | None = None) -> Tensor:
+        """`forward`, with dense operands of its own where `operands` says that there are none."""
         x = under_autocast(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
-        operands = self.operands(x.dtype)
+        taken: tuple[Packed | None, Packed | None] = operands or self.operands(x.dtype)
         return _Product.apply(
-            x, self.values, *adapters, self.bias, *masks, *operands, self.pattern, self.adapting
+            x, self.values, *adapters, self.bias, *masks, *taken, self.pattern, self.adapting
         )
 
     @property
@@ -263,7 +281,7 @@ class CompressedLinear(SparseLinear):
         trained = self.values.requires_grad
         if adapted:
             assert self.left is not None
-            left = _dense_left(self.left.detach(), self.left_mask, self.pattern)
+            left = dense_left(self.left.detach(), self.left_mask, self.pattern)
         plain = ("config", "pattern", "adapting", "dtype", "accelerated")
         for name in [*self._parameters, *self._buffers, *plain]:
             delattr(self, name)

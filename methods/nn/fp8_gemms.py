@@ -3,7 +3,7 @@
     GEMM   operands      paper          hybrid         hopper
     fprop  X, Wf         e4m3, e4m3     e4m3, e4m3     e4m3, e4m3
     dgrad  dY, Wb        e5m2, e5m2     e5m2, e4m3     e5m2, e4m3 (e5m2 where Wb is 2:4 along `out`)
-    wgrad  S(dY), X      e5m2, e5m2     e5m2, e4m3     e5m2, e5m2
+    wgrad  S(dY), X      e5m2, e5m2     e5m2, e4m3     e5m2, e5m2 (e4m3 where dY is not sampled)
 
 Every operand is quantised once in each format that takes it, with one scale for the whole tensor of
 a micro-batch; a product of codes is divided by both scales in fp32 and rounded once. Of X the
@@ -19,6 +19,7 @@ products with e5m2 in one operand at most, sparse ones with both operands in one
     fprop  sparse (cuSPARSELt), or dense where faster               given in bf16
     dgrad  dense (cuBLAS), or of e5m2 sparse or bf16 codes          given in bf16
     wgrad  sparse along the tokens, or bf16 codes where faster      given in fp32
+           dense (cuBLAS) where dY is not sampled
 
 They differ from the simulation of the same recipe by the accumulation of the FP8 units and by the
 rounding of Y and dX to bf16. For them `hopper` gives the sample of dY half of dY's scale instead of
@@ -36,7 +37,12 @@ from torch import Tensor
 
 from common_kernels import quantize_fp8
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale
+from common_kernels.fp8.operands import (
+    quantize_and_sample,
+    quantize_both,
+    rescale,
+    scaled_linear,
+)
 from common_kernels.matmul import mm24
 
 from . import delayed
@@ -65,11 +71,61 @@ FP8: dict[str, Any] = {
     "hopper": Fp8Formats("e4m3", "e5m2", dgrad="e4m3", wgrad="e5m2", on_units=True),
 }
 FP8["hopper_delayed"] = replace(FP8["hopper"], delayed=True)
-# Of weights that are 2:4 along `out` as well: a sparse product takes both operands in one format.
-FP8_BOTH_WAYS = {
-    name: replace(formats, dgrad="e5m2") if name.startswith("hopper") else formats
-    for name, formats in FP8.items()
-}
+
+
+def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
+    """The formats that `name` stands for in a layer.
+
+    Args:
+        both_ways: its weight is 2:4 along `out` as well, and a sparse product takes both operands
+            in one format.
+        samples: wgrad takes a sample of dY, which is 2:4; else it is a dense product, which takes
+            e5m2 in one operand at most.
+    """
+    formats: Fp8Formats | None = FP8[name]
+    if formats is None or not formats.on_units:
+        return formats
+    return replace(
+        formats, dgrad="e5m2" if both_ways else "e4m3", wgrad="e5m2" if samples else "e4m3"
+    )
+
+
+def quantized_input(
+    x: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Fp8, Tensor, Tensor]:
+    """X [T, in] for fprop, and the codes that wgrad takes, of X^T on FP8 units, with their scale.
+
+    amax, seen: `delayed.Amax`.
+    """
+    given = delayed.given(0, x, amax, seen)
+    if on_units:
+        codes, kept, scale, kept_scale = quantize_both(x, formats.fprop, formats.wgrad, *given)
+    else:
+        codes, scale = kept, kept_scale = quantize_fp8(x, formats.fprop, *given)
+        if formats.wgrad != formats.fprop:
+            kept, kept_scale = quantize_fp8(x, formats.wgrad, *given)
+    return Fp8(codes, scale), kept, kept_scale
+
+
+def quantized_gradient(
+    dy: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Fp8, Tensor | None]:
+    """dY [T, out] for dgrad, and for a dense wgrad on FP8 units the codes of its transpose."""
+    given = delayed.given(1, dy, amax, seen)
+    if on_units and formats.wgrad == "e4m3":
+        codes, turned, scale, _ = quantize_both(dy, formats.gradient, formats.gradient, *given)
+        return Fp8(codes, scale), turned
+    return Fp8(*quantize_fp8(dy, formats.gradient, *given)), None
+
+
+def weight_gradient(
+    dy: Fp8, turned: Tensor | None, x: Tensor, x_scale: Tensor, on_units: bool, dtype: torch.dtype
+) -> Tensor:
+    """dY^T X [out, in] in `dtype`, of what the two functions above gave."""
+    if turned is not None:
+        return scaled_linear(turned, x, dy.scale, x_scale, dtype=torch.float32).to(dtype)
+    product = exact_product(dy.codes.t(), x.t()[: len(dy.codes)] if on_units else x)
+    return rescale(product, dy.scale, x_scale, dtype=dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -80,18 +136,10 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             x2d = x.reshape(-1, x.shape[-1])
-            given = delayed.given(0, x2d, amax, seen)
-            if ctx.on_units:
-                codes, kept, scale, kept_scale = quantize_both(
-                    x2d, formats.fprop, formats.wgrad, *given
-                )
-            else:
-                codes, scale = kept, kept_scale = quantize_fp8(x2d, formats.fprop, *given)
-                if formats.wgrad != formats.fprop:
-                    kept, kept_scale = quantize_fp8(x2d, formats.wgrad, *given)
+            codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
             ctx.seen = seen  # not saved: it changes before the backward pass
-            save(ctx, dgrad, kept, kept_scale, key, amax)
-            return with_leading_dims(fprop.linear(Fp8(codes, scale), bias, x.dtype), x)
+            save(ctx, dgrad, kept, scale, key, amax)
+            return with_leading_dims(fprop.linear(codes, bias, x.dtype), x)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -104,25 +152,26 @@ class _Fp8Linear(torch.autograd.Function):
         formats = ctx.formats
         packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else None
         dy = grad_y.reshape(-1, grad_y.shape[-1])
-        grad_x = grad_weight = grad_bias = None
-        given = delayed.given(1, dy, amax, ctx.seen)
+        grad_x = grad_weight = grad_bias = turned = None
         if packs_sample:
-            codes, sample, scale = quantize_and_sample(
+            given = delayed.given(1, dy, amax, ctx.seen)
+            own, sample, scale = quantize_and_sample(
                 dy, key, groups_of(dy), formats.gradient, *given, layout=packs_sample
             )
+            codes = Fp8(own, scale)
         else:
-            codes, scale = quantize_fp8(dy, formats.gradient, *given)
+            codes, turned = quantized_gradient(dy, formats, ctx.on_units, amax, ctx.seen)
         if ctx.needs_input_grad[0]:
-            grad_x = dgrad.grad(Fp8(codes, scale), grad_y.dtype).reshape(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            if packs_sample:
-                scales = 0.5 * scale, x_scale
-                grad_weight = mm24(sample, x, ctx.weight_dtype, transposed=True, scales=scales)
-            else:
-                if ctx.mvue:
-                    codes, scale = quantized_sample(dy, scale, key, ctx.mvue, formats)
-                product = exact_product(codes.t(), x.t()[: len(dy)] if ctx.on_units else x)
-                grad_weight = rescale(product, scale, x_scale, dtype=ctx.weight_dtype)
+            grad_x = dgrad.grad(codes, grad_y.dtype).reshape(ctx.shape)
+        if ctx.needs_input_grad[1] and packs_sample:
+            scales = 0.5 * scale, x_scale
+            grad_weight = mm24(sample, x, ctx.weight_dtype, transposed=True, scales=scales)
+        elif ctx.needs_input_grad[1]:
+            if ctx.mvue:
+                codes = quantized_sample(dy, codes.scale, key, ctx.mvue, formats)
+            grad_weight = weight_gradient(
+                codes, turned, x, x_scale, ctx.on_units, ctx.weight_dtype
+            )
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
@@ -130,14 +179,15 @@ class _Fp8Linear(torch.autograd.Function):
 
 def quantized_sample(
     dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats: Fp8Formats
-) -> tuple[Tensor, Tensor]:
-    """Codes of the sample of dY [T, out], and their scale; `scale` is that of dY."""
+) -> Fp8:
+    """The sample of dY [T, out]; `scale` is that of dY."""
     if not formats.on_units or mvue != "exact":
-        return quantize_fp8(sample_tokens(dy, key, mvue), formats.gradient)
+        return Fp8(*quantize_fp8(sample_tokens(dy, key, mvue), formats.gradient))
     # An entry of the sample is at most twice the largest of dY.
     scale, dtype = 0.5 * scale, FORMATS[formats.gradient]
     top = torch.finfo(dtype).max
-    return (sample_tokens(dy.float(), key, mvue) * scale).clamp(-top, top).to(dtype), scale
+    codes = (sample_tokens(dy.float(), key, mvue) * scale).clamp(-top, top).to(dtype)
+    return Fp8(codes, scale)
 
 
 def fp8_linear(

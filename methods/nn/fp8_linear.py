@@ -14,7 +14,7 @@ from common_kernels.pack import Packed24
 from common_kernels.pack.cpu import buffer_bytes
 
 from . import base, delayed
-from .fp8_gemms import FP8, Fp8Formats, fp8_linear
+from .fp8_gemms import Fp8Formats, fp8_linear, recipe
 from .gemms import DENSE, Products, under_autocast
 from .linear import SparseLinear
 from .operands import Dense, Fp8
@@ -32,12 +32,8 @@ class Fp8Linear(SparseLinear):
     code_scales: Tensor
     has_history: bool  # with delayed scaling (delayed.py)
 
-    recipes: ClassVar[dict[str, Fp8Formats | None]] = FP8
-
-    @property
-    def recipe(self) -> Fp8Formats | None:
-        """Formats of the products in phases that have FP8; None for the dtype of the run."""
-        return self.recipes[self.config.fp8]
+    recipe: Fp8Formats | None  # of phases that have FP8; None for the dtype of the run
+    both_ways: ClassVar[bool] = False  # whether the weight is 2:4 along `out` as well
 
     @property
     def fp8(self) -> Fp8Formats | None:
@@ -58,12 +54,14 @@ class Fp8Linear(SparseLinear):
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
+        samples = getattr(config, "mvue", "off") != "off"
+        self.recipe = recipe(config.fp8, self.both_ways, samples)
         for codes in ("codes", "codes_dgrad", "code_scales"):
             self.register_buffer(codes, None, persistent=False)
         if self.recipe:
             self._hold_codes()
         if self.recipe and self.recipe.delayed:
-            delayed.setup(self, self.weight.device)
+            delayed.setup(self, next(self.parameters()).device)
 
     def reload(self) -> None:
         super().reload()
@@ -98,7 +96,7 @@ class Fp8Linear(SparseLinear):
         """Room for what the FP8 products take, in a phase without FP8 for the simulation's."""
         fp8, products = self.recipe, self.products
         assert fp8
-        (rows, columns), device = self.weight.shape, self.weight.device
+        rows, columns, device = self.out_features, self.in_features, next(self.parameters()).device
 
         def room(held: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
             if held is not None and (held.dtype, held.shape) == (dtype, shape):
@@ -119,7 +117,8 @@ class Fp8Linear(SparseLinear):
     def derive(self) -> None:
         if not self.products.fp8:
             super().derive()
-        if self.fp8:
+        # A sharded layer holds none (sharding.py).
+        if self.fp8 and self._buffers["code_scales"] is not None:
             self.quantize()
 
     def quantize(self) -> None:
@@ -129,7 +128,7 @@ class Fp8Linear(SparseLinear):
     def _room_for_codes(self) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
         """Where the codes of the weight [out, in] go, and those of its transpose."""
         assert self.fp8
-        (rows, columns), fp8 = self.weight.shape, self.fp8
+        rows, columns, fp8 = self.out_features, self.in_features, self.fp8
         fprop: Any = self.codes
         dgrad: Any = self.codes_dgrad
         if self.packed is not None:
@@ -182,7 +181,8 @@ class Fp8Linear(SparseLinear):
 
     def restore(self) -> None:
         super().restore()
-        vars(self).pop("has_history", None)
+        for name in ("recipe", "has_history"):
+            vars(self).pop(name, None)
 
 
 class Fp8Method(base.Method):

@@ -8,7 +8,7 @@ from typing import Any
 from common_kernels import adamw, transposable_mask24
 from common_kernels.pack.operands import pack_both24_
 
-from .fp8_gemms import FP8_BOTH_WAYS, Fp8Formats
+from .fp8_gemms import Fp8Formats
 from .fp8_linear import Fp8Linear
 from .gemms import Products
 from .optimizer import StepWork
@@ -21,7 +21,7 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
 
     config: Any
     rows_together = 4
-    recipes = FP8_BOTH_WAYS
+    both_ways = True
 
     @property
     def fp8(self) -> Fp8Formats | None:

@@ -76,3 +76,4 @@ class Method(slope.Method):
             raise ValueError(
                 f"adapter_rank={config.adapter_rank}; released.slope has no adapters, set it to 0"
             )
+        slope.check_no_fp8(config, "released.slope")

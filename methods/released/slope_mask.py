@@ -61,6 +61,7 @@ class Method(slope.Method):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        slope.check_no_fp8(config, "released.slope_mask")
         if config.adapter_rank or config.patterns or 2 * config.n != config.m:
             raise ValueError(
                 "released.slope_mask has no adapters, and as many weights pruned as kept: set "

@@ -58,6 +58,7 @@ ARMS = {
         {"n": 2, "m": 8, "column_refresh": 0},
         {"adapter_rank": 2, "adapter_fraction": 0.5},
         {"adapter_rank": 4, "adapter_fraction": 0.5, "adapter_left_sparse": True},
+        {"fp8": "hopper_delayed", "adapter_rank": 2, "adapter_fraction": 0.5},
     ],
 }
 CASES = [

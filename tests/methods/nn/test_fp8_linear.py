@@ -59,7 +59,7 @@ def step(layer, method, number=0):
 
 @every_method
 @pytest.mark.parametrize(("recipe", "dgrad", "wgrad"), [
-    ("paper", "e5m2", "e5m2"), ("hybrid", "e4m3", "e4m3"), ("hopper", None, "e5m2"),
+    ("paper", "e5m2", "e5m2"), ("hybrid", "e4m3", "e4m3"), ("hopper", None, "e4m3"),
 ])  # fmt: skip
 def test_simulated_products_are_those_of_the_quantised_sparse_weight(
     name, options, products, recipe, dgrad, wgrad

@@ -1,0 +1,101 @@
+"""`CompressedLinear` with its three products in FP8; what is trained stays the compressed values.
+
+    fprop    X, W_R      e4m3, e4m3; on FP8 units sparse, of packed codes
+    dgrad    dY, W_RC    e5m2, and of W_RC as the recipe has it (fp8_gemms.py), likewise
+    wgrad    dY, X       e5m2, and of X likewise; a dense product, compressed
+
+Adapters stay in the dtype of the run; while they take part, X is kept for them as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import compress_nm, lowrank_addmm
+from common_kernels.fp8.weights import quantize_compressed24_
+
+from . import delayed
+from .compressed import CompressedLinear, adapter_gradients, dense_left
+from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
+from .fp8_linear import Fp8Linear
+from .gemms import under_autocast
+from .operands import save, saved, with_leading_dims
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, values, left, right, bias, row_mask, left_mask, fprop, dgrad, pattern, adapting,
+        formats, amax, seen,
+    ):  # fmt: skip
+        ctx.pattern, ctx.adapting, ctx.formats = pattern, adapting, formats
+        ctx.shape, ctx.on_units = x.shape, fprop.on_units
+        ctx.dtypes = values.dtype, None if bias is None else bias.dtype
+        ctx.seen = seen  # not saved: it changes before the backward pass
+        with torch.autocast(x.device.type, enabled=False):
+            x2d = x.reshape(-1, x.shape[-1])
+            codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
+            adapters = (x2d, left, right, left_mask) if adapting else (None,) * 4
+            save(ctx, dgrad, kept, scale, amax, row_mask, *adapters)
+            y = fprop.linear(codes, None if adapting else bias, x.dtype)
+            if adapting:
+                y2 = F.linear(x2d, dense_left(left.to(x.dtype), left_mask, pattern))
+                y = lowrank_addmm(y, y2, right.to(x.dtype), bias, 1 / len(right))
+            return with_leading_dims(y, x)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        with torch.autocast(grad_y.device.type, enabled=False):
+            return _Fp8Product._backward(ctx, grad_y)
+
+    @staticmethod
+    def _backward(ctx, grad_y):
+        dgrad, x, x_scale, amax, row_mask, x2d, left, right, left_mask = saved(ctx)
+        dy, on_units = grad_y.reshape(-1, grad_y.shape[-1]), ctx.on_units
+        grad_x = grad_values = grad_left = grad_right = grad_bias = None
+        codes, turned = quantized_gradient(dy, ctx.formats, on_units, amax, ctx.seen)
+        if ctx.needs_input_grad[0]:
+            grad_x = dgrad.grad(codes, grad_y.dtype)
+        if ctx.needs_input_grad[1]:
+            product = weight_gradient(codes, turned, x, x_scale, on_units, torch.float32)
+            grad_values = compress_nm(product, row_mask, *ctx.pattern).to(ctx.dtypes[0])
+        if ctx.adapting:
+            grad_left, grad_right, dy2, dense = adapter_gradients(
+                dy, x2d, left, right, left_mask, ctx.pattern
+            )
+            if grad_x is not None:
+                grad_x = grad_x.addmm_(dy2, dense)
+        if grad_x is not None:
+            grad_x = grad_x.reshape(ctx.shape)
+        if ctx.needs_input_grad[4]:
+            grad_bias = dy.sum(0).to(ctx.dtypes[1])
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 9
+
+
+class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
+    """State beyond `CompressedLinear`: that of `Fp8Linear`."""
+
+    both_ways = True
+
+    def quantize(self) -> None:
+        """Derive the codes of both operands, dense or packed."""
+        quantize_compressed24_(
+            *self._room_for_codes(), self.code_scales, self.values.detach(), self.row_mask,
+            self.column_mask, *self.pattern,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; in evaluation without FP8."""
+        if not self.fp8 or (not self.training and not torch.is_grad_enabled()):
+            return self.forward_with(x, (None, None) if self.fp8 else None)
+        x = under_autocast(x)
+        amax = delayed.of(self) if self.fp8.delayed else delayed.NONE
+        operands: Any = self.operands(x.dtype)
+        return _Fp8Product.apply(
+            x, self.values, self.left, self.right, self.bias, self.row_mask, self.left_mask,
+            *operands, self.pattern, self.adapting, self.fp8, *amax,
+        )  # fmt: skip
