@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,8 @@ MATMULS = ("auto", "cusparselt", "cuda", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 
-class Layouts(NamedTuple):
+@dataclass(frozen=True)
+class Layouts:
     """The layouts of the packed operands of the three products."""
 
     fprop: str = BUFFERED

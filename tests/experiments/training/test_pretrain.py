@@ -1,5 +1,6 @@
 """The run directory: whose it is, what is refused, and what a refusal leaves alone."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from experiments.support.errors import Terminated, UserError, deferred_stop
 from experiments.training import pretraining, speed
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
+from methods.nn.gemms import DENSE
 
 
 def quiet(message):
@@ -276,7 +278,7 @@ def test_threads_and_backend_are_given_back(tiny, monkeypatch):
 def test_sparse_products_are_asked_for_and_told(tiny):
     """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
     result = pretraining.run(tiny("method=s_ste"), quiet)
-    dense = {"fprop": False, "dgrad": False, "wgrad": False, "fp8": False}
+    dense = json.loads(json.dumps(dataclasses.asdict(DENSE)))
     assert set(result["matmul"]) == set(result["converted"])
     assert all(products == dense for products in result["matmul"].values())
     speed = result["acceleration"]
