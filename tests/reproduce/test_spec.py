@@ -288,7 +288,7 @@ def test_all_sizes_of_ast_see_as_many_tokens(gpt2_folder):
 
 
 @pytest.mark.parametrize("tier", ["smoke", "full"])
-def test_tables_6_and_7_of_s_ste_share_their_runs(tier, tmp_path):
+def test_tables_6_7_and_9_of_s_ste_share_their_runs(tier, tmp_path):
     def directories(name, labels):
         table = TABLES[name]
         rows = [row for row in table.rows if row.label in labels]
@@ -301,6 +301,9 @@ def test_tables_6_and_7_of_s_ste_share_their_runs(tier, tmp_path):
     assert directories("sste_table6", {"dense", "S-STE"}) == directories(
         "sste_table7", {"dense", "S-STE, S-STE"}
     )
+    rows = {row.label for row in TABLES["sste_table6"].rows if row.overrides}
+    both = {row.label for row in TABLES["sste_table9"].rows}
+    assert directories("sste_table6", rows) == directories("sste_table9", both)
 
 
 def test_masks_after_a_dense_phase_are_those_of_its_largest_weights(tmp_path):
