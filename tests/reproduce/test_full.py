@@ -1,9 +1,11 @@
-"""Full tiers of language models: every row trains, for two steps of a tiny model on a CPU."""
+"""Full tiers: every row of every paper's table trains, for two steps of a tiny model on a CPU."""
 
 import dataclasses
 
 import pytest
 
+from experiments import dino
+from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
@@ -12,31 +14,85 @@ from reproduce.jobs import plan
 from reproduce.reading import read_tables
 from reproduce.render import render
 
-TABLES = {table.name: table for table in read_tables()}
-TINY = [
-    *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.log_every=1"),
-    *("train.eval_every=2", "train.eval_samples=4", "train.dtype=fp32", "model.n_layer=2"),
-    *("model.n_head=2", "model.n_embd=16", "model.block_size=32", "model.vocab_size=320"),
-    *("impl.device=cpu", "impl.micro_batch=1", "impl.threads=1", "impl.checkpoint_every=0"),
+TABLES = {
+    table.name: table
+    for table in read_tables()
+    if table.driver != "bench" and "full" in table.tiers and not table.tiers["full"].unavailable
+}
+SHORT = [
+    *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.dtype=fp32"),
+    *("train.log_every=1", "train.eval_every=2", "train.eval_samples=4", "impl.device=cpu"),
+    *(
+        "impl.micro_batch=null",
+        "train.fp8_samples=null",
+        "impl.threads=1",
+        "impl.workers=0",
+        "impl.checkpoint_every=0",
+    ),
 ]
-BERT = ["model.n_inner=32", "data.sequence_length=32", "data.max_predictions=4"]
+BLOCKS = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32"]
+VIT = ["model.depth=1", "model.heads=2", "model.width=16"]
+DIGITS = ["data.name=digits", "data.source=digits", "data.repeats=1"]
+BERT = [*BLOCKS, "model.n_layer=14", "model.n_embd=64", "model.n_inner=128", "model.vocab_size=320"]
+CROPS = [
+    *("data.image_size=32", "dino.local_crops=2", "dino.local_size=16", "dino.prototypes=64"),
+    *("dino.hidden=32", "dino.bottleneck=16"),
+]
+TINY = {
+    "gpt2": [*BLOCKS, "model.vocab_size=320"],
+    "hf": ["model.block_size=32", "train.cooldown_steps=0"],
+    "bert": [*BERT, "data.sequence_length=32", "data.max_predictions=4"],
+    "cramming": [
+        *BERT,
+        "train.warmup_steps=0",
+        "train.ramp_batch=null",
+        "train.ramp_micro_steps=null",
+    ],
+    "transformer": [*BLOCKS, "model.n_inner=64"],
+    "deit": [*VIT, *DIGITS, "model.n_classes=10"],
+    "dino": [*VIT, *DIGITS, *CROPS],
+}
+
+
+def family(table):
+    """The models that a table trains, a key of `TINY`."""
+    chosen = table.tiers["full"]
+    told = [*chosen.overrides, *(v.key for v in table.variants)]
+    told += [o for row in table.rows for o in row.tiers.get("full", [])]
+    text = " ".join(told)
+    found = {"model=hf": "hf", "bert": "bert", "cramming": "cramming", "deit": "deit"}
+    own = {"translate": "transformer", "dino": "dino"}.get(table.driver)
+    return own or next((name for word, name in found.items() if word in text), "gpt2")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Overrides of a small text of our own, for causal and for masked models."""
+def data(tmp_path_factory, hf_model):
+    """Overrides, by family, of a small text of our own in the place of what is downloaded."""
     root = tmp_path_factory.mktemp("text")
     (root / "text").mkdir()
     for part in ("a", "b"):
-        line = "keep two of four weights in every group\n"
+        line = "keep two of four weights in every group, drop the others\n"
         (root / "text" / f"{part}.txt").write_text(line * 200, encoding="utf-8")
-    own = {"source": str(root / "text"), "root": str(root)}
-    causal = own | {"name": "words", "tokenizer": "bpe", "vocab_size": 280}
-    masked = own | {"name": "masked", "tokenizer": "wordpiece", "vocab_size": 100}
-    prepare(DataConfig(**causal))
+    source = {"source": str(root / "text"), "root": str(root)}
+    words = {"name": "words", **source, "tokenizer": "bpe", "vocab_size": 280}
+    masked = {"name": "masked", **source, "tokenizer": "wordpiece", "vocab_size": 100}
+    prepare(DataConfig(**words))
     prepare(MLMConfig(**masked))
-    as_overrides = [[f"data.{key}={value}" for key, value in c.items()] for c in (causal, masked)]
-    return {"gpt2": as_overrides[0], "bert": [*as_overrides[1], *BERT]}
+    model = root / "model"
+    hf_model("gpt2", vocab_size=320).save_pretrained(model)
+    text = [f"data.{key}={value}" for key, value in words.items()]
+    of_masked = [f"data.{key}={value}" for key, value in masked.items()]
+    pairs = {
+        "name": "numbers", "source": "numbers", "root": str(root), "vocab_size": 384,
+        "source_language": "de", "target_language": "en", "batch_tokens": 256, "max_tokens": "null",
+    }  # fmt: skip
+    return {
+        "gpt2": text,
+        "hf": [*text, f"model.path={model}"],
+        "bert": of_masked,
+        "cramming": of_masked,
+        "transformer": [f"data.{key}={value}" for key, value in pairs.items()],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +101,18 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [
-        *(("slope_tableB4", 0), ("slope_tableB5", 0), ("slope_table3", 0), ("slope_figure2", 1)),
-        *(("slope_figureB1", 0), ("slope_figureB3", 0), ("slope_figureB5", 0)),
-        ("slope_figureB6", 0),
-    ],
-)
-def test_every_row_trains(name, variant, text, runs):
-    table = TABLES[name]
-    chosen = [table.variants_of("full")[variant]]
-    tier = dataclasses.replace(table.tiers["full"], measure={}, variants=chosen)
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_trains(name, data, runs, monkeypatch):
+    # Its fits take half a minute: tests/experiments has them.
+    monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 50.0, "linear_top1": 60.0})
+    monkeypatch.setattr(numbers, "SIZES", {"test": 2, "val": 8, "train": 60})
+    table, of = TABLES[name], family(TABLES[name])
+    tier = dataclasses.replace(
+        table.tiers["full"], measure={}, variants=table.variants_of("full")[:1]
+    )
     kept = [c for c in table.columns if "metrics." in (c.value or "")]
     table = dataclasses.replace(table, tiers={**table.tiers, "full": tier}, columns=kept)
-    family = "bert" if name == "slope_figureB3" else "gpt2"
-    planned, said = plan(table, "full", runs, [*TINY, *text[family]]), []
+    planned, said = plan(table, "full", runs, [*SHORT, *TINY[of], *data.get(of, [])]), []
     execute(planned.jobs, said.append)
     finished = finished_runs(planned)
     assert len(finished) == len(list(table.trainings("full"))), "\n".join(said)
