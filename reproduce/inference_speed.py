@@ -17,15 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common_kernels import matmul24, nm_mask, pack24
-from common_kernels.matmul import is_faster, unavailable
+from common_kernels import matmul24, nm_mask
+from common_kernels.matmul import is_faster
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack.operands import pack_both24_
 from experiments.bench import arms
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
+from models import packed
 from models.gpt2 import MLP, GPTConfig
+from models.packed import PackedProduct
 from reproduce import sam, speed
 from reproduce.speed import BUFFERS, Metrics, Told, clock_and_power
 
@@ -39,63 +41,52 @@ CLOCKS = {"graph": "in a CUDA graph", "events": "launched from Python", "host": 
 # --- models with packed weights ------------------------------------------------------------------
 
 
-class PackedLinear(nn.Module):
-    """A linear whose weight is packed 2:4, for inference."""
-
-    def __init__(self, packed: Packed24, bias: Tensor | None) -> None:
-        super().__init__()
-        self.packed, self.bias = packed, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return matmul24(self.packed, x, self.bias)
-
-
 @torch.no_grad()
 def to_packed(
     model: nn.Module, chosen: Callable[[str], bool], tokens: Iterable[int], device: torch.device
 ) -> str:
-    """Make the linears of `model` whose names are chosen 2:4 by magnitude and pack them, in place;
-    returns what multiplies. Without sparse products here they are masked and stay dense.
+    """Make the linears of `model` whose names are chosen 2:4 by magnitude and pack them for any
+    number of tokens, in place; returns what multiplies. Without sparse products here they stay
+    dense.
 
     tokens: numbers of tokens that will be multiplied; the fastest products for them are looked for.
 
     Raises:
         UserError: a packed product is not that of the masked weight.
     """
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and chosen(name)
-    }
-    seen: set[tuple[int, ...]] = set()
-    for name, linear in linears.items():
-        weight = linear.weight
-        mask = nm_mask(weight)
-        weight.mul_(mask)
-        if unavailable("cusparselt", device, weight.dtype):
-            continue
-        packed = PackedLinear(pack24(weight, mask, BUFFERED), linear.bias)
-        shape = tuple(weight.shape)
-        if shape not in seen:
-            seen.add(shape)
-            for count in tokens:
-                check(packed, linear, count, device)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, packed)
-    return "cusparselt" if seen else "dense"
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and chosen(name):
+            module.weight.mul_(nm_mask(module.weight))
+    try:
+        packed.layout_for(device, next(model.parameters()).dtype)
+    except ValueError:
+        return "dense"
+    packed.pack(model, crossover=0)
+    seen: dict[tuple[int, ...], PackedProduct] = {}
+    for layer in packed_layers(model):
+        seen.setdefault(layer.packed.shape, layer)
+    for layer in seen.values():
+        for count in tokens:
+            check(layer, count, device)
+    return ", ".join(sorted({layer.packed.layout for layer in seen.values()}))
 
 
-def check(packed: PackedLinear, linear: nn.Linear, tokens: int, device: torch.device) -> None:
+def packed_layers(model: nn.Module) -> list[PackedProduct]:
+    """The linears of a model that run packed."""
+    return [module for module in model.modules() if isinstance(module, PackedProduct)]
+
+
+def check(layer: PackedProduct, tokens: int, device: torch.device) -> None:
     """Find the fastest sparse product of so many tokens, and raise a `UserError` if it is wrong."""
-    weight = linear.weight
-    rows, columns = weight.shape
-    dtype, even = weight.dtype, -(-tokens // LEAST) * LEAST
-    bias = linear.bias is not None
-    is_faster(Problem(rows, columns, even, dtype, dtype, True, True, bias), device)
+    (rows, columns), dtype = layer.packed.shape, layer.packed.dtype
+    step, bias = packed.STEP if tokens > packed.STEP else LEAST, layer.bias
+    even = -(-tokens // step) * step
+    if layer.packed.layout == BUFFERED:
+        problem = Problem(rows, columns, even, dtype, dtype, True, True, bias is not None)
+        is_faster(problem, device)
     x = torch.randn(tokens, columns, dtype=dtype, device=device)
-    want = F.linear(x.float(), weight.float(), None if linear.bias is None else linear.bias.float())
-    error = arms.relative_error(packed(x), want)
+    want = F.linear(x.float(), layer.weight.float(), None if bias is None else bias.float())
+    error = arms.relative_error(layer(x), want)
     allowed = arms.tolerance(arms.arm("dense"), dtype, columns)
     if not error <= allowed:
         raise UserError(
@@ -271,10 +262,10 @@ def of_sam_inference(config: Config, _: Told) -> tuple[Metrics, str]:
 
 
 def peak(call: Callable[[], Any], model: nn.Module) -> float:
-    """MiB that torch has allocated at most during a call on a GPU, the weights of the model
-    included and those of others not."""
-    packed = [m.packed.buffer.nbytes for m in model.modules() if isinstance(m, PackedLinear)]
-    own = sum(packed) + sum(p.nbytes for p in model.parameters())
+    """MiB that torch has allocated at most during a call on a GPU, with the weights of the model as
+    they are stored (packed ones alone) and none of others."""
+    own = sum(p.nbytes for p in model.parameters())
+    own += sum(m.packed.buffer.nbytes - m.weight.nbytes for m in packed_layers(model))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -302,9 +293,12 @@ def of_kernels(config: Config, _: Told) -> tuple[Metrics, str]:
         what = to_packed(model, lambda _: True, (config.tokens,), config.on)
         linears.append(model[0])
 
+    @torch.no_grad()
     def product(i: int) -> Tensor:
-        with torch.no_grad():
-            return linears[i](xs[i])
+        layer = linears[i]
+        if isinstance(layer, PackedProduct):  # which would fill the tokens up to multiples of STEP
+            return matmul24(layer.packed, xs[i])
+        return layer(xs[i])
 
     calls: dict[str, Call] = {"dense": lambda i: F.linear(xs[i], ws[i]), "sparse": product}
     calls |= packing(ws)

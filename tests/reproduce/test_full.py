@@ -33,7 +33,7 @@ SHORT = [
 BLOCKS = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32"]
 VIT = ["model.depth=1", "model.heads=2", "model.width=16"]
 DIGITS = ["data.name=digits", "data.source=digits", "data.repeats=1"]
-BERT = [*BLOCKS, "model.n_layer=14", "model.n_embd=64", "model.n_inner=128", "model.vocab_size=320"]
+BERT = [*BLOCKS, "model.n_embd=64", "model.n_inner=128", "model.vocab_size=320"]
 CROPS = [
     *("data.image_size=32", "dino.local_crops=2", "dino.local_size=16", "dino.prototypes=64"),
     *("dino.hidden=32", "dino.bottleneck=16"),
@@ -110,8 +110,10 @@ def test_every_row_trains(name, data, runs, monkeypatch):
     tier = dataclasses.replace(
         table.tiers["full"], measure={}, variants=table.variants_of("full")[:1]
     )
+    # Patterns of halves of 24 blocks fit no smaller model: test_spec.py looks at them.
+    rows = [row for row in table.rows if "2:8" not in row.label]
     kept = [c for c in table.columns if "metrics." in (c.value or "")]
-    table = dataclasses.replace(table, tiers={**table.tiers, "full": tier}, columns=kept)
+    table = dataclasses.replace(table, tiers={**table.tiers, "full": tier}, columns=kept, rows=rows)
     planned, said = plan(table, "full", runs, [*SHORT, *TINY[of], *data.get(of, [])]), []
     execute(planned.jobs, said.append)
     finished = finished_runs(planned)

@@ -5,10 +5,13 @@ import torch
 from torch import nn
 
 from common_kernels import check24
+from common_kernels.pack import BUFFERED
 from experiments.support.errors import UserError
+from models import packed
+from models.packed import PackedProduct
 from reproduce import bench, inference_speed
 from reproduce.bench import Config
-from reproduce.inference_speed import Decoding, PackedLinear, llama, to_packed
+from reproduce.inference_speed import Decoding, llama, to_packed
 
 TINY = {"method": "dense", "width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
 
@@ -47,17 +50,19 @@ def test_chosen_linears_are_packed_and_the_rest_stays(packing):
     model = nn.ModuleDict({"mlp": nn.Linear(32, 64), "head": nn.Linear(64, 32)}).bfloat16()
     head = model["head"].weight.clone()
     x = torch.randn(3, 32, dtype=torch.bfloat16)
-    linear = model["mlp"]
-    assert to_packed(model, lambda name: name == "mlp", (1, 20), x.device) == "cusparselt"
-    assert isinstance(model["mlp"], PackedLinear)
+    assert to_packed(model, lambda name: name == "mlp", (1, 20), x.device) == BUFFERED
+    layer = model["mlp"]
+    assert isinstance(layer, PackedProduct) and layer.crossover == 0
     assert packing == [8, 24]  # as many as the products take
     assert torch.equal(model["head"].weight, head)
-    assert int(check24(linear.weight)) == 0
-    torch.testing.assert_close(model["mlp"](x), linear(x))
+    assert int(check24(layer.weight)) == 0
+    with torch.no_grad():
+        assert layer.runs_packed(x, 3)
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
 def test_a_wrong_packed_product_is_not_timed(packing, monkeypatch):
-    monkeypatch.setattr(inference_speed, "matmul24", lambda packed, x, bias: x @ x.t())
+    monkeypatch.setattr(packed, "linear24", lambda packed, x, bias: x @ x.t())
     model = nn.ModuleDict({"mlp": nn.Linear(64, 64)}).bfloat16()
     with pytest.raises(UserError, match="the packed product 64 x 64 -> 64 is off by"):
         to_packed(model, lambda _: True, (64,), torch.device("cpu"))
@@ -70,15 +75,15 @@ def test_without_sparse_products_weights_are_masked():
     assert int(check24(model["mlp"].weight)) == 0
 
 
-@pytest.mark.parametrize("packed", [(), ("mlp",), ("attn", "mlp")])
-def test_images_a_second(packed, tmp_path):
+@pytest.mark.parametrize("parts", [(), ("mlp",), ("attn", "mlp")])
+def test_images_a_second(parts, tmp_path):
     config = Config(
         what="sam_inference", method="dense", model="samvit_base_patch16", width=32, heads=2,
-        image=32, batch=2, repeats=2, threads=1, packed=packed, runs=str(tmp_path),
+        image=32, batch=2, repeats=2, threads=1, packed=parts, runs=str(tmp_path),
     )  # fmt: skip
     found = bench.run(config, lambda _: None)["metrics"]
     assert found["rate"] > 0
-    assert (found["speedup"] == 1.0) is (not packed)
+    assert (found["speedup"] == 1.0) is (not parts)
     assert found["mib"] is None  # a CPU does not tell
 
 
