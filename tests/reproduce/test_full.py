@@ -13,11 +13,12 @@ from reproduce.engine import execute, finished_runs
 from reproduce.jobs import plan
 from reproduce.reading import read_tables
 from reproduce.render import render
+from reproduce.spec import TRAINING
 
 TABLES = {
     table.name: table
     for table in read_tables()
-    if table.driver != "bench" and "full" in table.tiers and not table.tiers["full"].unavailable
+    if table.driver in TRAINING and "full" in table.tiers and not table.tiers["full"].unavailable
 }
 SHORT = [
     *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.dtype=fp32"),
