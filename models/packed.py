@@ -4,8 +4,8 @@ is faster.
 A product of few tokens reads weights and launches kernels, and a sparse one is slower to launch;
 one of many tokens computes, half as much where it is sparse. Between them lies a crossover. It is
 measured for each shape of weight on the GPU at hand, as the layers run: launched from Python one
-after the other. Below it a layer multiplies with its dense weight, which it keeps: packed weights
-take 9/16 of its memory in addition.
+after the other, or in a CUDA graph. Below it a layer multiplies with its dense weight, which it
+keeps: packed weights take 9/16 of its memory in addition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, check_form
 from common_kernels.pack.operands import fill_up
 
-COUNTS = (8, 64, 256, 1024, 4096, 16384)  # tokens at which products are measured
+COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # tokens at which products are measured
 # Every number of tokens has a plan of its own; beyond this many they are filled up to multiples.
 STEP = 64
 LAYOUTS = {"cusparselt": BUFFERED, "cutlass": "cutlass_sm80"}
@@ -89,7 +89,9 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
 
 @torch.inference_mode(False)  # tensors made in it have no version, which tells that they changed
 @torch.no_grad()
-def pack(model: nn.Module, crossover: int | None = None) -> dict[str, int | None]:
+def pack(
+    model: nn.Module, crossover: int | None = None, graphs: bool = False
+) -> dict[str, int | None]:
     """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster.
 
     In place, for inference: their weights need no gradient any more. Names and forms of parameters
@@ -98,6 +100,8 @@ def pack(model: nn.Module, crossover: int | None = None) -> dict[str, int | None
     Args:
         model: on its device, in bf16 or fp16.
         crossover: the least number of tokens to run packed; None measures it for each shape.
+        graphs: measure it for a model that will be replayed from CUDA graphs, where launching
+            costs nothing.
     Returns:
         For each 2:4 linear by name its crossover; None where dense products are always faster, and
         for a shape that cannot be packed.
@@ -127,13 +131,13 @@ def pack(model: nn.Module, crossover: int | None = None) -> dict[str, int | None
     found: dict[str, int | None] = dict.fromkeys(linears)
     for names in alike.values():
         layers = [_packed(model.get_submodule(name)) for name in names]
-        least = _measured(layers) if crossover is None else crossover
+        count = _measured(layers, graphs) if crossover is None else crossover
         for name, layer in zip(names, layers, strict=True):
-            found[name] = least
-            if least is None:
+            found[name] = count
+            if count is None:
                 _restore(layer)
             else:
-                layer.crossover = least
+                layer.crossover = count
     return found
 
 
@@ -182,25 +186,26 @@ def _restore(module: Any) -> None:
     del module.packed, module.crossover, module.version
 
 
-def _measured(layers: Sequence[PackedProduct]) -> int | None:
+def _measured(layers: Sequence[PackedProduct], graphs: bool) -> int | None:
     """The crossover of layers of one shape."""
     device = layers[0].weight.device
     if device.type != "cuda":
         raise ValueError(f"nothing is measured on a {device.type}; give the crossover")
-    return least(functools.partial(_faster, layers))
+    return least(functools.partial(_faster, layers, graphs))
 
 
-def _faster(layers: Sequence[PackedProduct], tokens: int) -> bool:
+def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
     """True if layers of one shape are faster packed with so many tokens."""
     packed, device, biased = layers[0].packed, layers[0].weight.device, layers[0].bias is not None
     dtype, (rows, columns) = packed.dtype, packed.shape
     if packed.layout == BUFFERED:
-        problem = Problem(rows, columns, tokens, dtype, dtype, True, True, biased)
-        if not is_faster(problem, device):
-            return False  # even without what launching costs
+        problem = Problem(rows, columns, max(8, tokens), dtype, dtype, True, True, biased)
+        # It finds the fastest algorithm, and its verdict is of a weight that stays in the cache.
+        if not is_faster(problem, device) and not graphs:
+            return False
     x = torch.randn(tokens, columns, dtype=dtype, device=device)
     variants = [[functools.partial(run, layer, x) for layer in layers] for run in (_dense, _sparse)]
-    dense_ms, sparse_ms = launched_ms(variants)
+    dense_ms, sparse_ms = times_ms(variants, graphs)
     return sparse_ms < dense_ms
 
 
@@ -222,25 +227,52 @@ def least(faster: Callable[[int], bool]) -> int | None:
                 return found // 2
             return found
         found = tokens
-    return 1  # faster even with the fewest that a product takes
+    return found
 
 
-def launched_ms(variants: Sequence[Sequence[Callable[[], Any]]], repeats: int = 5) -> list[float]:
-    """Median milliseconds of a call of each variant, launched from Python one after the other.
+def times_ms(
+    variants: Sequence[Sequence[Callable[[], Any]]], graphs: bool, repeats: int = 5
+) -> list[float]:
+    """Median milliseconds of a call of each variant, launched from Python one after the other, or
+    replayed from a CUDA graph of all.
 
     The calls of a variant work on memory of their own, as the layers of a model do; the variants
     take turns, so that the GPU's clock is the same for all.
     """
+    runs = [_captured(calls) if graphs else functools.partial(_launch, calls) for calls in variants]
     samples: list[list[float]] = [[] for _ in variants]
     for turn in range(repeats + 1):
-        for calls, found in zip(variants, samples, strict=True):
+        for calls, run, found in zip(variants, runs, samples, strict=True):
             rounds = -(-16 // len(calls))
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(rounds):
-                for call in calls:
-                    call()
+                run()
             torch.cuda.synchronize()
             if turn:  # the first one plans and allocates
                 found.append(1e3 * (time.perf_counter() - start) / rounds / len(calls))
     return [statistics.median(found) for found in samples]
+
+
+def _launch(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+@functools.cache  # cuSPARSELt's plans are kept for each stream
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """What replays the calls from a CUDA graph."""
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _launch(calls)  # plans, which nothing can while a graph is captured
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # What another thread does (pinning memory, say) does not disturb the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            _launch(calls)
+    return graph.replay

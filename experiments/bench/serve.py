@@ -4,7 +4,8 @@ A LLaMA of transformers with random weights, whose linears are 2:4 but for the h
 
     dense    as it is
     packed   with every linear packed, whatever the number of tokens
-    chosen   as `models.packed.pack` sets it up: packed from the measured crossover on, else dense
+    chosen   as `models.packed.pack` sets it up: packed from the measured crossover on, else dense;
+             the crossover is that of launched layers, or of layers in a graph
 
 A prefill reads a batch of prompts of up to 2,048 tokens and keeps their cache; a step of generation
 reads one token of each of so many sequences behind 128 others. Python launches every kernel, as in
@@ -82,15 +83,17 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
     """Add the rows `chosen` of one model."""
     models, used = build(size, options.device, report)
     gate(models, size, report)
-    for layer, count in shapes_of(models.get("chosen")).items():
-        figures = {} if count is None else {"tokens": float(count)}
-        report.add(Row("crossover", "bfloat16", f"{size.name}, {layer}", used, figures=figures))
+    if "chosen" in models:
+        add_crossovers("crossover", models["chosen"], size, used, report)
     for work in WORK:
         graphs = work.endswith("graph")
         wanted = [name for name in models if f"{work}, {name}" in chosen]
         if not wanted or (graphs and options.device.type != "cuda"):
             continue
         start = prefill if work == "prefill" else generation
+        if graphs and "chosen" in models:
+            pack(models["chosen"], graphs=True)
+            add_crossovers("crossover in a CUDA graph", models["chosen"], size, used, report)
         unit = "tokens" if work == "prefill" else "sequences"
         for count in size.tokens if work == "prefill" else size.sequences:
             timed = dict.fromkeys(["dense", *wanted])
@@ -177,16 +180,17 @@ def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int)
     return Row(name, "bfloat16", shape, used, own, peers, figures=figures)
 
 
-def shapes_of(model: nn.Module | None) -> dict[str, int | None]:
-    """The crossover of each shape of a model's 2:4 linears, as `in -> out`; None: always dense."""
-    if model is None:
-        return {}
+def add_crossovers(name: str, model: nn.Module, size: Size, used: str, report: Report) -> None:
+    """Add a row for each shape of a model's 2:4 linears, without a figure where they stay dense."""
     found = crossovers(model)
-    return {
-        f"{layer.in_features} -> {layer.out_features}": found.get(name)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and "_proj" in name
+    counts = {
+        f"{layer.in_features} -> {layer.out_features}": found.get(at)
+        for at, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and "_proj" in at
     }
+    for layer, count in counts.items():
+        figures = {} if count is None else {"tokens": float(count)}
+        report.add(Row(name, "bfloat16", f"{size.name}, {layer}", used, figures=figures))
 
 
 # --- figure --------------------------------------------------------------------------------------

@@ -153,8 +153,8 @@ def test_torch_s_operators_serve_where_cusparselt_cannot(monkeypatch):
 
 @pytest.mark.parametrize(
     ("first", "expected"),
-    [(1, 1), (8, 1), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512), (513, 1024),
-     (2049, 4096), (16384, 16384), (16385, None)],
+    [(1, 1), (2, 4), (5, 8), (8, 8), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512),
+     (513, 1024), (2049, 4096), (16384, 16384), (16385, None)],
 )  # fmt: skip
 def test_the_least_number_of_tokens_is_found(first, expected):
     asked = []
@@ -176,7 +176,7 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
     model = pruned(64, 128, 64, 128)
     asked = []
 
-    def measured(layers):
+    def measured(layers, graphs):
         asked.append([layer.packed.shape for layer in layers])
         return {128: 256, 64: None}[layers[0].packed.shape[0]]
 
@@ -195,16 +195,19 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
     seen = []
     monkeypatch.setattr(packed, "is_faster", lambda problem, device: problem.tokens >= 64)
 
-    def launched(variants):
+    def timed(variants, graphs):
         (dense, _), (sparse, _) = variants
         a, b = dense(), sparse()
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
         seen.append(len(a))
         return [1.0, 0.5 if len(a) >= 128 else 2.0]
 
-    monkeypatch.setattr(packed, "launched_ms", launched)
-    assert [packed._faster(layers, n) for n in (8, 63, 64, 127, 128)] == [False] * 4 + [True]
-    assert seen == [64, 127, 128]
+    monkeypatch.setattr(packed, "times_ms", timed)
+    found = [packed._faster(layers, False, n) for n in (8, 63, 64, 127, 128)]
+    assert found == [False] * 4 + [True] and seen == [64, 127, 128]
+    # In a graph the table's verdict does not count.
+    assert [packed._faster(layers, True, n) for n in (8, 128)] == [False, True]
+    assert seen[3:] == [8, 128]
 
 
 @no_gpu
@@ -225,11 +228,12 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("graphs", [False, True])
 @torch.no_grad()
-def test_a_crossover_is_measured_and_packed_ones_agree():
+def test_a_crossover_is_measured_and_packed_ones_agree(graphs):
     model = pruned(2048, 5632, 2048)
     dense = copy.deepcopy(model)
-    found = packed.pack(model)
+    found = packed.pack(model, graphs=graphs)
     assert found.keys() == {"0", "1"} and all(n is None or n > 0 for n in found.values())
     for tokens in (1, 7, 64, 100, 1000, 4096):
         x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
