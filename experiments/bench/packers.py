@@ -1,5 +1,5 @@
-"""Measures packing for cuSPARSELt beside its byte limit and other packers; a part of `ops` on a
-GPU.
+"""Measures packing, for cuSPARSELt and for our own kernels, beside its byte limit and other
+packers; a part of `ops` on a GPU.
 
 The floor: the matrix (and its mask, a byte an entry) read once, values and two bits a position
 written once; no packer can move less.
@@ -8,7 +8,7 @@ written once; no packer can move less.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common_kernels import nm_mask, transposable_mask24
-from common_kernels.pack import Packed24
+from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from experiments.bench.timing import Call
 from experiments.support.errors import UserError
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+OWN = "cutlass_sm90"  # the layout of our own kernels
 FLOORS = 1.4  # a packer shall take at most so many times what its bytes take
 
 
 class Inputs:
     """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key and room
-    to pack into; `pruned` is w made 2:4 along its rows, `pruned_fp8` the same in e4m3."""
+    to pack into, by layout; `pruned` is w made 2:4 along its rows, `pruned_fp8` that in e4m3."""
 
     def __init__(self, w: Tensor) -> None:
         self.w, self.mask, device = w, transposable_mask24(w), w.device
@@ -39,8 +40,10 @@ class Inputs:
         self.key = torch.tensor([77, 1], device=device)
         self.pruned = w * nm_mask(w)
         self.pruned_fp8 = self.pruned.to(FP8)
-        self.out, self.out_fp8 = (Packed24.empty(w.shape, dtype, device) for dtype in (BF16, FP8))
-        self.transposed = Packed24.empty(w.shape[::-1], BF16, device)
+        self.out_fp8 = Packed24.empty(w.shape, FP8, device)
+        out, transposed = (Packed24.empty(s, BF16, device) for s in (w.shape, w.shape[::-1]))
+        self.out = {layout: replace(out, layout=layout) for layout in (BUFFERED, OWN)}
+        self.transposed = {layout: replace(transposed, layout=layout) for layout in self.out}
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,26 @@ class Packer:
     peer: tuple[str, Callable[[Inputs], Any]]
 
 
-def one_way(i: Inputs, backend: str | None, source: str, fp8: bool = False) -> tuple[Packed24, ...]:
-    out = i.out_fp8 if fp8 else i.out
+def one_way(
+    i: Inputs, backend: str | None, source: str, fp8: bool = False, layout: str = BUFFERED
+) -> tuple[Packed24, ...]:
+    out = i.out_fp8 if fp8 else i.out[layout]
     mask, scale = i.mask if source == "mask" else None, i.scale if source == "soft" else None
     pack24_(out, i.w, source, mask, scale, backend=backend)
     return (out,)
 
 
-def two_ways(i: Inputs, backend: str | None, searched: bool) -> tuple[Packed24, ...]:
-    pack_both24_(i.out, i.transposed, i.w, None if searched else i.mask, backend=backend)
-    return i.out, i.transposed
+def two_ways(
+    i: Inputs, backend: str | None, searched: bool, layout: str = BUFFERED
+) -> tuple[Packed24, ...]:
+    out = i.out[layout], i.transposed[layout]
+    pack_both24_(*out, i.w, None if searched else i.mask, backend=backend)
+    return out
 
 
-def sample(i: Inputs, backend: str | None) -> tuple[Packed24, ...]:
-    return (sample_pack24(i.w, i.key, i.w.numel() // 4, dtype=BF16, backend=backend),)
+def sample(i: Inputs, backend: str | None, layout: str = BUFFERED) -> tuple[Packed24, ...]:
+    stride = i.w.numel() // 4
+    return (sample_pack24(i.w, i.key, stride, dtype=BF16, layout=layout, backend=backend),)
 
 
 LIBRARY = ("_cslt_compress", lambda i: aten._cslt_compress(i.pruned))
@@ -94,6 +103,15 @@ PACKERS = {
         partial(two_ways, searched=True), lambda b: b + 2.25, TILE
     ),
     "pack sample of a gradient": Packer(sample, lambda b: b + 1.125, LIBRARY),
+    "pack, given mask, for our own kernels": Packer(
+        partial(one_way, source="mask", layout=OWN), lambda b: b + 2.125, LIBRARY
+    ),
+    "pack both ways, given mask, for our own kernels": Packer(
+        partial(two_ways, searched=False, layout=OWN), lambda b: b + 3.25, TILE
+    ),
+    "pack sample of a gradient, for our own kernels": Packer(
+        partial(sample, layout=OWN), lambda b: b + 1.125, LIBRARY
+    ),
 }  # fmt: skip
 
 
