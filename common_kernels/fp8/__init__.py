@@ -26,7 +26,7 @@ def quantize_fp8(
             magnitude, so that x is read once; what is larger becomes the largest code. seen
             becomes the larger of itself and of x's largest magnitude.
     """
-    name = _check(x, fmt, backend)
+    name = check(x, fmt, backend)
     if amax is None and seen is None:
         return _quantize_fp8(x, fmt, name)
     return _quantize_fp8_delayed(x, fmt, *check_delayed(x, amax, seen), name)
@@ -37,7 +37,7 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
 
     No gradient is defined: the caller owns its straight-through rule.
     """
-    return _fake_fp8(x, fmt, _check(x, fmt, backend))
+    return _fake_fp8(x, fmt, check(x, fmt, backend))
 
 
 def check_delayed(
@@ -53,7 +53,7 @@ def check_delayed(
     return amax, seen
 
 
-def _check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
+def check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
     """The backend's name."""
     checks.float_tensor(x)
     if fmt not in cpu.FORMATS:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from common_kernels import backend
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.triton import BLOCK, largest, rounded, scale_from
+from common_kernels.fp8.triton import BLOCK, coded, constants, largest, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
 from common_kernels.mvue.triton import sample_stored, uniform
 from common_kernels.pack.triton import (
@@ -21,15 +21,6 @@ from common_kernels.pack.triton import (
 from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
-
-
-def constants(fmt: str) -> tuple[float, int, int]:
-    """Largest code, bits of the smallest normal number, and what lifts an exponent to the number
-    that rounds: see fp8.triton.rounded."""
-    info = torch.finfo(FORMATS[fmt])
-    mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
-    smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
-    return info.max, int(smallest), (23 - mantissa << 23) + (1 << 22)
 
 
 def codes_like(shape: tuple[int, ...], fmt: str, device: torch.device) -> torch.Tensor:
@@ -72,9 +63,7 @@ def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
     """
     if not INTERPRETED:
         return y
-    code = rounded(y, TOP, SMALLEST, LIFT)
-    sign = y.to(tl.int32, bitcast=True) & -2147483648
-    return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return coded(y, TOP, SMALLEST, LIFT)
 
 
 @triton.jit

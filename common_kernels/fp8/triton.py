@@ -29,6 +29,25 @@ def quantize_fp8(
     return codes.to(FORMATS[fmt]), scale
 
 
+def fp8_numbers(
+    x: torch.Tensor, fmt: str, kept: str | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The numbers of simulated.py in `dtype`, codes in `kept` (none: the numbers), two scales."""
+    numbers, scales = torch.empty_like(x, dtype=dtype), torch.empty(2, device=x.device)
+    codes = numbers
+    if kept:  # stored in fp32 first under the interpreter, as above
+        codes = torch.empty_like(
+            x, dtype=torch.float32 if backend.interpreted() else FORMATS[kept]
+        )
+    flat = (chunks.in_memory_order(t) for t in (x, numbers, codes))
+    launch(
+        numbers_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
+        *flat, largest(chunks.in_memory_order(x)), scales, x.numel(),
+        *constants(fmt), *constants(kept or fmt), KEPT=kept is not None, BLOCK=BLOCK,
+    )  # fmt: skip
+    return numbers, codes.to(FORMATS[kept]) if kept else codes, scales
+
+
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel():
@@ -45,18 +64,22 @@ def quantize(
     amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> None:
-    info = torch.finfo(FORMATS[fmt])
     x, out = chunks.in_memory_order(x), chunks.in_memory_order(out)
     bits = largest(x) if amax is None else amax.view(torch.int32)
-    mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
     launch(
         fp8_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, out, bits, scale,
         scale if seen is None else seen.view(torch.int32), x.numel(),
-        TOP=info.max,
-        SMALLEST=torch.tensor(info.smallest_normal).view(torch.int32).item(),
-        LIFT=(23 - mantissa << 23) + (1 << 22),
-        CODES=codes, SEEN=seen is not None, BLOCK=BLOCK,
+        *constants(fmt), CODES=codes, SEEN=seen is not None, BLOCK=BLOCK,
     )  # fmt: skip
+
+
+def constants(fmt: str) -> tuple[float, int, int]:
+    """Largest code, bits of the smallest normal number, and what lifts an exponent to the number
+    that rounds: see `rounded`."""
+    info = torch.finfo(FORMATS[fmt])
+    mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
+    smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
+    return info.max, int(smallest), (23 - mantissa << 23) + (1 << 22)
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
@@ -89,14 +112,32 @@ def fp8_kernel(
     a = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
     if SEEN:
         tl.atomic_max(seen, tl.max(magnitude(a), 0))
-    scaled = a * s
-    y = rounded(scaled, TOP, SMALLEST, LIFT)
-    if CODES:  # a negative number that vanishes is -0.0
-        sign = scaled.to(tl.int32, bitcast=True) & -2147483648
-        y = (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    if CODES:
+        y = coded(a * s, TOP, SMALLEST, LIFT)
     else:
-        y = tl.div_rn(y, s)
+        y = tl.div_rn(rounded(a * s, TOP, SMALLEST, LIFT), s)
     tl.store(out + at, cast(y, out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def numbers_kernel(
+    x, numbers, codes, amax, scales, size,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
+    TOP_K: tl.constexpr, SMALLEST_K: tl.constexpr, LIFT_K: tl.constexpr,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bits = tl.load(amax)
+    s, s_k = scale_from(bits, TOP), scale_from(bits, TOP_K)
+    if tl.program_id(0) == 0:
+        tl.store(scales, s)
+        tl.store(scales + 1, s_k)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
+    y = coded(a * s, TOP, SMALLEST, LIFT)
+    tl.store(numbers + at, cast(y, numbers.dtype.element_ty), mask=at < size)
+    if KEPT:
+        y = coded(a * s_k, TOP_K, SMALLEST_K, LIFT_K)
+        tl.store(codes + at, cast(y, codes.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -107,6 +148,14 @@ def scale_from(bits, TOP: tl.constexpr):
     return tl.minimum(
         tl.div_rn(tl.full([], TOP, tl.float32), amax), largest, propagate_nan=tl.PropagateNan.ALL
     )
+
+
+@triton.jit
+def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+    """As `rounded`; a negative number that vanishes is -0.0."""
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    code = rounded(y, TOP, SMALLEST, LIFT)
+    return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from common_kernels import backend
 from common_kernels.fp8.cpu import NAMES
-from common_kernels.fp8.operands_triton import codes_like, constants, encode
-from common_kernels.fp8.triton import scale_from
+from common_kernels.fp8.operands_triton import codes_like, encode
+from common_kernels.fp8.triton import constants, scale_from
 from common_kernels.launch import launch, magnitude
 from common_kernels.pack.compressed_triton import expanded, load_kept
 from common_kernels.pack.operands import row_major

@@ -20,7 +20,7 @@ OURS = {
         "mask24", "pack", "pack_both", "pack_both_compressed", "pack_mask", "project",
         "projected_amax", "quantize24", "soft", "unpack_mask", "weight_amax",
     ),
-    QUANTISING: ("amax", "fp8", "quantize_both", "rescale"),
+    QUANTISING: ("amax", "fp8", "numbers", "quantize_both", "rescale"),
     OPTIMIZER: ("adamw",),
     ELEMENTWISE: ("glu", "glu_backward"),
     DENSE: ("lowrank",),

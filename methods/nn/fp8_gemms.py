@@ -43,6 +43,7 @@ from common_kernels.fp8.operands import (
     rescale,
     scaled_linear,
 )
+from common_kernels.fp8.simulated import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.matmul import mm24
 
 from . import delayed
@@ -100,6 +101,8 @@ def quantized_input(
     given = delayed.given(0, x, amax, seen)
     if on_units:
         codes, kept, scale, kept_scale = quantize_both(x, formats.fprop, formats.wgrad, *given)
+    elif not given:
+        codes, scale, kept, kept_scale = fp8_numbers_and_codes(x, formats.fprop, formats.wgrad)
     else:
         codes, scale = kept, kept_scale = quantize_fp8(x, formats.fprop, *given)
         if formats.wgrad != formats.fprop:
@@ -115,7 +118,9 @@ def quantized_gradient(
     if on_units and formats.wgrad == "e4m3":
         codes, turned, scale, _ = quantize_both(dy, formats.gradient, formats.gradient, *given)
         return Fp8(codes, scale), turned
-    return Fp8(*quantize_fp8(dy, formats.gradient, *given)), None
+    if on_units or given:
+        return Fp8(*quantize_fp8(dy, formats.gradient, *given)), None
+    return Fp8(*fp8_numbers(dy, formats.gradient)), None
 
 
 def weight_gradient(
@@ -182,7 +187,7 @@ def quantized_sample(
 ) -> Fp8:
     """The sample of dY [T, out]; `scale` is that of dY."""
     if not formats.on_units or mvue != "exact":
-        return Fp8(*quantize_fp8(sample_tokens(dy, key, mvue), formats.gradient))
+        return Fp8(*fp8_numbers(sample_tokens(dy, key, mvue), formats.gradient))
     # An entry of the sample is at most twice the largest of dY.
     scale, dtype = 0.5 * scale, FORMATS[formats.gradient]
     top = torch.finfo(dtype).max

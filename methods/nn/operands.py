@@ -62,8 +62,9 @@ class Packed(NamedTuple):
 class Fp8(NamedTuple):
     """A matrix that is about codes / scale, for products with another such one.
 
-    codes: [out, in], simulated; on FP8 units the same for fprop, [in, out] for dgrad, or where
-        `shape` is given the buffer of a packed matrix of that shape and `layout`. scale: fp32 [].
+    codes: [out, in], simulated, where they may be numbers (`fp8_numbers`); on FP8 units the same
+        for fprop, [in, out] for dgrad, or where `shape` is given the buffer of a packed matrix of
+        that shape and `layout`. scale: fp32 [].
     """
 
     codes: Tensor
@@ -120,7 +121,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] b [k, n] in fp32, a and b being codes: bf16 holds them exactly."""
+    """a [m, k] b [k, n] in fp32, a and b being codes or their numbers: bf16 holds them exactly."""
     if a.is_cuda:
         return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
     return a.float() @ b.float()

@@ -4,8 +4,10 @@ import torch
 import common_kernels as ck
 from common_kernels import fake_fp8, quantize_fp8
 from common_kernels.backend import HAS_TRITON
+from common_kernels.fp8 import reference
 from common_kernels.fp8.cpu import codes_of, scale_from
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both
+from common_kernels.fp8.simulated import fp8_numbers, fp8_numbers_and_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
@@ -140,3 +142,43 @@ def test_delayed_scaling_takes_both_numbers():
     ):
         with pytest.raises(ValueError, match=match):
             ck.quantize_fp8(x, "e4m3", *given)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_numbers_are_those_of_the_codes(backend, dtype, turned):
+    """In both formats after one search, beside codes that are kept, whatever the strides."""
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    x[0, :3] = torch.tensor([-1e-6, -0.0, 0.0])
+    x = x.t() if turned else x
+    want, want_scale = reference.quantize_fp8(x.cpu(), "e4m3")
+    for kept in (None, "e4m3", "e5m2"):
+        if kept is None:
+            numbers, scale = fp8_numbers(x, "e4m3", backend=backend)
+        else:
+            given = fp8_numbers_and_codes(x, "e4m3", kept, backend=backend)
+            numbers, scale, codes, other = given
+        assert numbers.dtype == (torch.bfloat16 if DEVICE == "cuda" else torch.float32)
+        assert numbers.stride() == x.stride()
+        assert torch.equal(numbers.float().cpu(), want) and scale.cpu() == want_scale
+        if kept is None:
+            continue
+        own, own_scale = quantize_fp8(x, kept)
+        assert codes.dtype == own.dtype and torch.equal(codes.float(), own.float())
+        assert codes.stride() == x.stride() and other == own_scale
+
+
+@pytest.mark.parametrize("number", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_without_a_scale(backend, number):
+    x = torch.zeros(8, 8, device=DEVICE)
+    x[2, 3] = number
+    numbers, _, codes, _ = fp8_numbers_and_codes(x, "e4m3", "e5m2", backend=backend)
+    for got, fmt in ((numbers, "e4m3"), (codes, "e5m2")):
+        want = quantize_fp8(x, fmt)[0].float()
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+    empty = fp8_numbers_and_codes(x[:0], "e4m3", "e5m2", backend=backend)
+    assert empty[0].shape == empty[2].shape == (0, 8) and empty[1] == empty[3] == 1
+    with pytest.raises(ValueError, match="unknown format 'e3m4'"):
+        fp8_numbers_and_codes(x, "e4m3", "e3m4")

@@ -287,6 +287,8 @@ OPERATORS = {
     "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, SM90, "cpu"),
     "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "cpu"),
     "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", SM90, "cpu"),
+    "fp8_numbers": lambda: (W, "e4m3", "cpu"),
+    "fp8_numbers_and_codes": lambda: (W, "e4m3", "e5m2", "cpu"),
     "quantize_fp8_delayed": lambda: (W, "e4m3", torch.tensor(2.0), torch.tensor(1.0), "cpu"),
     "quantize_both_delayed": lambda: (
         W[:20], "e4m3", "e5m2", torch.tensor(2.0), torch.tensor(1.0), "cpu",
