@@ -15,7 +15,7 @@ from experiments.runs.stats import mean, std
 from reproduce.engine import PlacedRun
 
 PREFIX = "flip_rate."  # of the entries of metrics.jsonl
-PANEL = "flip rate per step, "
+PANEL = "flip rate, "
 
 
 def block_of(name: str) -> str:

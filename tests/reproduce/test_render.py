@@ -450,7 +450,7 @@ def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
         runs.append(finished_run("dense", seed, 1.0, log=log))
     points = by_block.points(runs)
     assert [(p.quantity, p.method, p.step, p.n) for p in points] == [
-        ("flip rate per step, dense", block, 5, 2) for block in ("h.0", "h.1", "head")
+        ("flip rate, dense", block, 5, 2) for block in ("h.0", "h.1", "head")
     ]
     assert [p.mean for p in points] == pytest.approx([0.6, 0.2, 1.0])
     table = dataclasses.replace(own_table([0, 1]), figure=Figure("blocks"))

@@ -80,8 +80,7 @@ def first_row(table):
     small = dataclasses.replace(
         tier, seeds=[0], rows=[], started=["train.steps=1"], measure=measure, variants=variants
     )
-    others = {name: dataclasses.replace(other, rows=[]) for name, other in table.tiers.items()}
-    tiers = {**others, "smoke": small}
+    tiers = {**_without_rows(table), "smoke": small}
     return dataclasses.replace(table, rows=kept, columns=columns, tiers=tiers, variants=[])
 
 
@@ -98,3 +97,34 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
         rendered = render(table, "smoke", finished_runs(planned))
         assert "not run" not in [text for line in rendered.grid.lines for text in line.values]
         assert rendered.grid.lines and {line["tier"] for line in rendered.summary} == {"smoke"}
+
+
+# Full tiers whose trainings are those of no older table; their settings at nano size.
+FULL = ["fst_table2", "fst_figure2", "fst_figure3", "fst_figure5", "sste_figure1", "sste_figure2"]
+NANO = ["train.dtype=fp32", "impl.device=cpu", "impl.micro_batch=null", "impl.matmul=auto"]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_tiers_train_at_nano_size(name, shared, monkeypatch):
+    """The last row that is trained, which has the method's own settings."""
+    runs, data = shared
+    monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
+    [table] = [table for table in TABLES if table.name == name]
+    tier = dataclasses.replace(table.tiers["full"], seeds=[0], measure={})
+    row = [row for row in table.rows_of("full") if not row.not_run][-1]
+    own = " ".join([*tier.overrides, *row.overrides, *row.tiers.get("full", [])])
+    family = "transformer" if "transformer" in own else "gpt2"
+    needed = {"gpt2": ["data=stdlib", *data], "transformer": ["data=numbers", *data[1:]]}[family]
+    window = ["train.steps=8", "train.warmup_steps=8"] if table.driver == "find_decay" else []
+    extra = [*SHORT, *TINY[family], *needed, *NANO, *window]
+    first = [dataclasses.replace(table.rows[0], label="first")] if table.has_baseline else []
+    tiers = {**_without_rows(table), "full": dataclasses.replace(tier, rows=[])}
+    small = dataclasses.replace(table, rows=[*first, row], tiers=tiers, variants=[])
+    planned, said = plan(small, "full", runs, extra), []
+    [job] = planned.jobs[len(first) :]
+    execute([job], said.append)
+    assert job.result(), "\n".join(said)
+
+
+def _without_rows(table):
+    return {name: dataclasses.replace(tier, rows=[]) for name, tier in table.tiers.items()}
