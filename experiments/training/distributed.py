@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from experiments.support.errors import UserError
+
+# Tells torchrun to make a store for the ranks of every attempt, and not to share its own.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 T = TypeVar("T")
 
@@ -95,7 +99,7 @@ def world(device: str) -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), place)
         dist.barrier()  # what rank 0 wrote is there for all
         return
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    _join("nccl" if kind == "cuda" else "gloo")
     try:
         yield World(dist.get_rank(), dist.get_world_size(), place)
         # gloo's threads outlive the group; with work in hand they abort an interpreter that ends
@@ -103,3 +107,26 @@ def world(device: str) -> Iterator[World]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _join(backend: str) -> None:
+    """Join the group that the environment describes, apart from what is left of earlier attempts.
+
+    When torchrun starts ranks anew (--max-restarts), its store still has the addresses of those
+    that died, and the new ones would wait for them (github.com/pytorch/pytorch/issues/135712). The
+    agent of one node counts the attempts. Those of several do not count alike, so there every
+    attempt needs a store of its own, which torchrun makes when it is told to.
+    """
+    environment = os.environ
+    nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    anew = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if nodes > 1 and anew and environment.get(OWN_STORE) != "1":
+        raise UserError(
+            f"--max-restarts={anew} on {nodes} nodes: ranks that are started anew would wait for "
+            f"those that died; set {OWN_STORE}=1 on every node before torchrun"
+        )
+    store, rank, size = next(rendezvous("env://"))
+    if nodes == 1:
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,46 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path):
+    """torchrun ends the others, starts all again, and they go on: the same losses to the last bit,
+    across a refresh of the masks and the change to dense."""
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=60"]
+    arguments = [*steps, "method=t_sr_ste", "method.refresh_every=5", "method.dense_fraction=0.3"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    killed, whole = ([*arguments, f"runs={tmp_path / name}"] for name in ("killed", "whole"))
+    command = [sys.executable, *torchrun, "--max-restarts=1", "--monitor-interval=0.1", *PRETRAIN]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    metrics = load(killed).directory() / "metrics.jsonl"
+    with (tmp_path / "said").open("w+") as said:
+        process = subprocess.Popen([*command, *killed], stdout=said, stderr=said, env=environment)
+        deadline = time.monotonic() + 300
+        while len(read_metrics(metrics)) < 20:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(children(process.pid)[1], signal.SIGKILL)
+        assert process.wait(timeout=300) == 0
+        said.seek(0)
+        assert "resumed at step" in said.read()
+    done = python(*torchrun, *PRETRAIN, *whole, env=environment)
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "grad_norm", "flip_rate", "phase"):
+        found = losses(load(killed).directory(), key)
+        assert found == losses(load(whole).directory(), key) and len(found) == 60
+
+
+def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(overrides):
+    two = os.environ | {
+        "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+    }  # fmt: skip
+    done = python(*PRETRAIN, *overrides, env=two)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: --max-restarts=3 on 2 nodes: ranks that are started anew would")
+    assert line.endswith("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun")
