@@ -11,8 +11,8 @@ from reproduce.reading import read_tables
 TABLES = read_tables()
 # Numbers of the papers' tables; those of torchao are numbered by us.
 NUMBERS = {
-    "fst": {str(n) for n in range(1, 14)} | {"figure7"},
-    "sste": {str(n) for n in range(1, 13)} | {"figure4"},
+    "fst": {str(n) for n in range(1, 14)} | {f"figure{n}" for n in range(1, 10)},
+    "sste": {str(n) for n in range(1, 13)} | {f"figure{n}" for n in range(1, 5)},
     "ast": {str(n) for n in range(1, 7)},
     "slope": {str(n) for n in range(1, 9)} | {f"B{n}" for n in range(1, 6)},
     "torchao": {"1", "2", "3", "4", "5"},
