@@ -25,12 +25,15 @@ from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality
+from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import process_settings, save_model
+from experiments.training.sharding import Shards, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers
 from experiments.training.trainer import Trainer
 from methods import Method, dense
+from methods.nn import sharding
 from models.bert import BertLM
 from models.gpt2 import GPT
 from models.heads import Head
@@ -72,8 +75,16 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         problem = here.main_first(lambda: load_problem(config, encoding))
         if Hashes.of(config) != hashes:
             raise UserError(f"{config.source} or {config.data} was changed while it was read")
+        if config.mode == LORA and shares_weights(config.impl, here):
+            raise UserError(
+                "impl.shard=fsdp2 with mode=lora: adapters are for whole weights; set "
+                "impl.shard=ddp"
+            )
         model, method, train = prepare_model(config, source, pretrained, problem, here)
         adapters = make_adapters(config, source, model) if config.mode == LORA else None
+        if config.impl.activation_checkpointing:
+            recompute(model)
+        shards = share(model, method, config.impl, DTYPES[config.recipe.dtype], here)
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
             # By another process, since it was asked.
             if (done := here.main_first(lambda: finished(config))) is not None:
@@ -86,7 +97,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
                 seeds = np.random.SeedSequence([config.seed, here.rank])
                 torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
-            result = _train(config, trainer, source, hashes, problem, adapters)
+            result = _train(config, trainer, shards, source, hashes, problem, adapters)
             report(f"{config.task}: {metrics_text(result['metrics'])}")
             return result
 
@@ -155,9 +166,11 @@ def prepare_model(
         dtype, matmul = DTYPES[recipe.dtype], config.impl.matmul
         mode = "dense" if config.mode == LORA else config.mode
         method = source.method_for(model, mode, train.steps, config.seed, dtype)
-        # Shorter batches run sparse, too; the products are measured for the longest.
-        longest = _micro_batch(config, here) * recipe.max_length
-        method.accelerate(longest, None if matmul == "auto" else matmul)
+        check_shared(method, config.impl, train, here)
+        if not shares_weights(config.impl, here):
+            # Shorter batches run sparse, too; the products are measured for the longest.
+            longest = _micro_batch(config, here) * recipe.max_length
+            method.accelerate(longest, None if matmul == "auto" else matmul)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, train
@@ -208,7 +221,8 @@ class _Tuner(Trainer):
             return
         illegal = self.method.metrics()["illegal_groups"]
         now = dict(self.model.named_buffers())
-        changed = [name for name, mask in self.masks.items() if not torch.equal(mask, now[name])]
+        rows = sharding.rows_of
+        changed = [n for n, mask in self.masks.items() if not torch.equal(rows(mask), rows(now[n]))]
         if illegal or changed:
             raise RuntimeError(
                 f"after step {self.step} {illegal} groups have too many non-zeros, and "
@@ -252,6 +266,7 @@ def make_trainer(
 def _train(
     config: FinetuneConfig,
     trainer: _Tuner,
+    shards: Shards | None,
     source: FinishedRun | Checkpoint,
     hashes: Hashes,
     problem: Problem,
@@ -266,13 +281,21 @@ def _train(
     patterns = {name: method.pattern(name) for name in method.layers}
     trainer.fit()
     trainer.check_zeros()
-    method.finalize(model)
+    whole = (model, method) if shards is None else shards.whole()
+    if shards is None:
+        method.finalize(model)
+    else:
+        shards.finalize()
     evaluation = trainer.evaluation
     assert isinstance(evaluation, TaskMetrics)
     lora = {} if adapters is None else {"lora": _merged(config, trainer, evaluation, adapters)}
     metrics = trainer.evaluate()
     trainer.log_last(metrics)
     predictions = evaluation.files(trainer)
+    if shards is not None and whole is not None:
+        whole[1].finalize(whole[0])
+    tuned = model if whole is None else whole[0]
+    sparsity = None if whole is None else legality.total(legality.measure(tuned, patterns))
     result = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
@@ -298,7 +321,7 @@ def _train(
         "metrics": metrics,
         "losses": evaluation.losses,
         **lora,
-        "sparsity": legality.total(legality.measure(model, patterns)),
+        "sparsity": sparsity if shards is None else trainer.world.all(sparsity)[0],
         "converted": list(patterns),
         "backend": backend.resolve(device),
         "acceleration": method.acceleration.as_dict() if method.acceleration else None,
@@ -308,7 +331,7 @@ def _train(
     }
     if not trainer.world.is_main:
         return result
-    save_model(model, trainer.directory / WEIGHTS)
+    save_model(tuned, trainer.directory / WEIGHTS)
     for name, text in predictions.items():
         checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
     wrote = [WEIGHTS, *(f"{PREDICTIONS}/{name}" for name in predictions)]

@@ -168,7 +168,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
     except ValueError as error:
         raise UserError(str(error)) from error
     method = config.build_method()
-    check_shared(method, config.impl, here)
+    check_shared(method, config.impl, config.train, here)
 
     @functools.cache
     def open_source() -> Source:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.config.settings import ImplConfig
+from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.support.errors import UserError
 from experiments.training.blocks import blocks
 from experiments.training.distributed import World
@@ -32,7 +32,7 @@ def shares_weights(impl: ImplConfig, world: World) -> bool:
     return impl.shard == "fsdp2" and world.size > 1
 
 
-def check_shared(method: Method, impl: ImplConfig, world: World) -> None:
+def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: World) -> None:
     """Raise a `UserError` if these settings do not go together with sharded weights."""
     if not shares_weights(impl, world):
         return
@@ -40,6 +40,11 @@ def check_shared(method: Method, impl: ImplConfig, world: World) -> None:
         raise UserError(
             "impl.matmul=cusparselt with impl.shard=fsdp2: operands of sharded weights are not "
             "packed; set impl.matmul=auto"
+        )
+    if train.descent_every:
+        raise UserError(
+            f"train.descent_every={train.descent_every} with impl.shard=fsdp2: a step is taken "
+            "back and forth with whole weights alone; set impl.shard=ddp"
         )
     fp8 = FP8[getattr(method.config, "fp8", "off")]
     if fp8 is not None and fp8.on_units and world.device.type == "cuda":

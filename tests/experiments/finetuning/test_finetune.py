@@ -926,33 +926,37 @@ def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2):
     more = ["mode=masked", "recipe.epochs=1", "recipe.batch_size=48", "recipe.warmup_fraction=0"]
     own = config(gpt2, "rte", *more, "impl.micro_batch=20")
     kept = ("model.safetensors", "predictions/dev.tsv", "metrics.jsonl", "result.json")
-    found = []
-    for ranks in (1, 2):
-        if ranks == 1:
+
+    def run(shard=None):
+        if shard is None:
             finetune.run(own, quiet)
         else:
             given = [f"run={gpt2}", "task=rte", f"data.source={GLUE}", *QUICK, *CPU, *more]
-            done = torchrun(*given, "impl.micro_batch=20")
+            done = torchrun(*given, "impl.micro_batch=20", f"impl.shard={shard}")
             assert done.returncode == 0, done.stderr
         texts = {name: (own.directory() / name).read_bytes() for name in kept}
         weights = load_file(own.directory() / "model.safetensors")
-        found.append((weights, texts, json.loads(texts["result.json"])))
         shutil.rmtree(gpt2 / "finetune")
-    (one, first, single), (two, second, double) = found
-    assert (single["world_size"], double["world_size"]) == (1, 2)
+        return weights, texts, json.loads(texts["result.json"])
+
+    one, first, single = run()
     before = load_file(gpt2 / "model.safetensors")
-    for name in single["converted"]:
-        # The mask of the start, and of the two it is the same.
-        outside = before[f"{name}.weight"] == 0
-        assert not one[f"{name}.weight"][outside].any() and not two[f"{name}.weight"][outside].any()
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        # Adam's first step is lr * sign: where a gradient is about 0 its sign may differ.
-        assert ((weight - two[name]).abs() > 1e-4).float().mean() < 0.01, name
-    assert first["predictions/dev.tsv"] == second["predictions/dev.tsv"]
-    assert single["metrics"] == double["metrics"]
-    losses = [json.loads(texts["metrics.jsonl"])["loss"] for texts in (first, second)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for two, second, double in map(run, ("ddp", "fsdp2")):
+        assert (single["world_size"], double["world_size"]) == (1, 2)
+        for name in single["converted"]:
+            # The mask of the start, and of the two it is the same.
+            outside = before[f"{name}.weight"] == 0
+            assert not one[f"{name}.weight"][outside].any()
+            assert not two[f"{name}.weight"][outside].any()
+        assert one.keys() == two.keys()
+        for name, weight in one.items():
+            # Adam's first step is lr * sign: where a gradient is about 0 its sign may differ.
+            assert ((weight - two[name]).abs() > 1e-4).float().mean() < 0.01, name
+        assert first["predictions/dev.tsv"] == second["predictions/dev.tsv"]
+        assert single["metrics"] == double["metrics"]
+        assert single["sparsity"] == double["sparsity"]
+        losses = [json.loads(texts["metrics.jsonl"])["loss"] for texts in (first, second)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_mask_that_changes_is_not_saved(gpt2):

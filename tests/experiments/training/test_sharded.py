@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from experiments.config.run import load
-from experiments.config.settings import ImplConfig
+from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.training import pretraining, sharded_checkpoint, sharding
@@ -205,10 +205,14 @@ def test_rows_are_read_by_any_number_of_ranks(two_checkpoints, ranks):
     assert torch.equal(torch.cat(read), whole) and torch.equal(rows.read(), whole)
 
 
-def refusal(method, impl, device="cpu"):
+def train(**more):
+    return TrainConfig(steps=1, batch_size=2, learning_rate=1.0, **more)
+
+
+def refusal(method, impl, device="cpu", **more):
     two = World(0, 2, torch.device(device))
     with pytest.raises(UserError) as error:
-        sharding.check_shared(method, ImplConfig(shard="fsdp2", **impl), two)
+        sharding.check_shared(method, ImplConfig(shard="fsdp2", **impl), train(**more), two)
     return str(error.value)
 
 
@@ -217,7 +221,8 @@ def test_what_shards_do_not_serve_is_one_line():
     packed = {"matmul": "cusparselt"}
     assert "impl.matmul=cusparselt with impl.shard=fsdp2" in refusal(method, packed)
     assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
-    sharding.check_shared(method, ImplConfig(shard="fsdp2", **packed), ALONE)
+    assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
+    sharding.check_shared(method, ImplConfig(shard="fsdp2", **packed), train(), ALONE)
     with pytest.raises(ValueError, match=r"impl\.shard=fsdp; choose one of ddp, fsdp2"):
         ImplConfig(shard="fsdp")
 
