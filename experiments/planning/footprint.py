@@ -130,7 +130,7 @@ def _hold_packed(layer: SparseLinear) -> None:
         return
     layer.pack = lambda: None  # type: ignore[method-assign]
     try:
-        layer.accelerate(layer.sparse_products())
+        layer.accelerate(layer.candidates())
     finally:
         del layer.pack
 
