@@ -131,8 +131,8 @@ class Linear(Fp8Linear):
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
 
-    def derive(self) -> None:
-        super().derive()
+    def derive(self, amax: Tensor | None = None) -> None:
+        super().derive(amax)
         if self.operand_dgrad is not None:
             self.operand_dgrad.copy_(self.sparse_weight)
 
@@ -145,9 +145,9 @@ class Linear(Fp8Linear):
         else:
             pack24_(fprop.matrix, weight, "soft", scale=self.scale, dense=dense)
 
-    def quantize(self) -> None:
+    def quantize(self, amax: Tensor | None = None) -> None:
         if not self.products.fp8:
-            super().quantize()
+            super().quantize(amax)
             return
         assert self.fp8 and self.codes_dgrad is not None
         room, shape = None, (self.out_features, self.in_features)

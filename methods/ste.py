@@ -49,4 +49,5 @@ class Method(Fp8Method):
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         assert isinstance(layer, Linear)
         rule = Rule(choose="rows")
-        return StepWork(layer=layer, rule=rule, mask=layer.mask, derives=not layer.recipe)
+        fp8 = layer.recipe is not None
+        return StepWork(layer=layer, rule=rule, mask=layer.mask, scales=fp8, derives=not fp8)

@@ -36,6 +36,7 @@ class Weight24:
     scale: fp32 []; operands of the soft threshold are multiplied by it.
     dense: [rows, columns], receives the operand as a dense matrix.
     packed, transposed: room for the operand and its transpose, packed, of a 16-bit type.
+    amax: fp32 [], receives the largest magnitude of the operand, which is under a mask.
     """
 
     weight: Tensor
@@ -48,6 +49,7 @@ class Weight24:
     dense: Tensor | None = None
     packed: Packed24 | None = None
     transposed: Packed24 | None = None
+    amax: Tensor | None = None
 
     @cached_property
     def tensors(self) -> dict[str, Tensor | None]:
@@ -141,6 +143,8 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
         raise ValueError(f"{rule} needs a mask")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
+    if given.amax is not None and (given.amax.dtype != torch.float32 or rule.source != "mask"):
+        raise ValueError(f"amax must be float32, and source='mask': {given.amax.dtype}, {rule}")
     if rule.source == "soft" and given.scale is None:
         raise ValueError("source='soft' needs a scale")
     for packed, shape in (given.packed, weight.shape), (given.transposed, weight.shape[::-1]):

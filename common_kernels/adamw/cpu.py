@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from common_kernels.decay import cpu as decay
+from common_kernels.fp8.cpu import amax_of
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.pack.operands import pack24_, pack_both24_
 from common_kernels.soft_threshold import soft_threshold24
@@ -63,6 +64,8 @@ def derive(given: Weight24, rule: Rule) -> None:
         mask.copy_(
             nm_mask(weight) if rule.choose == "rows" else transposable_mask24(weight, rule.choose)
         )
+    if given.amax is not None:
+        given.amax.copy_(amax_of(operand(given, rule)))
     if given.dense is not None:
         given.dense.copy_(operand(given, rule))
     if given.packed is None and given.transposed is None:

@@ -52,11 +52,14 @@ def adamw24_(
         return
     steps = [given.step for of_a_kind in launches.values() for given in of_a_kind]
     torch._foreach_add_(steps, 1)
+    found = [w.amax for of_a_kind in launches.values() for w in of_a_kind if w.amax is not None]
+    if found:
+        torch._foreach_zero_(found)
     for of_a_kind in launches.values():
         start(of_a_kind, rates, rule, grad_scale, found_inf)
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
-    written = ("weight", "exp_avg", "exp_avg_sq", "mask", "dense", "packed", "transposed")
+    written = ("weight", "exp_avg", "exp_avg_sq", "mask", "dense", "packed", "transposed", "amax")
     tensors = [t for w in weights for n, t in w.tensors.items() if n in written and t is not None]
     torch.autograd.graph.increment_version(tensors)
 
@@ -109,7 +112,7 @@ def start(
         NETWORK=network(16) if rule.choose == "greedy" else (),
         DENSE=first.dense is not None, PACKED=first.packed is not None,
         TRANSPOSED=first.transposed is not None,
-        ORDER=order(first.packed), ORDER_T=order(first.transposed),
+        ORDER=order(first.packed), ORDER_T=order(first.transposed), AMAX=first.amax is not None,
         WHOLE=rows % TILE == 0 and columns % TILE == 0,
     )  # fmt: skip
 
@@ -142,7 +145,7 @@ _tables: dict[tuple, Tensor] = {}
 
 
 def table_of(weights: list[Weight24]) -> Tensor:
-    """int64 [weights, 12] on their device: the addresses of each."""
+    """int64 [weights, 13] on their device: the addresses of each."""
     device = weights[0].weight.device
     flat = tuple(address for given in weights for address in addresses(given))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -209,11 +212,11 @@ def adamw_kernel(
     GRAD: tl.constexpr, OPERAND: tl.constexpr, RATE_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr,
     SKIPS: tl.constexpr, DECAYS: tl.constexpr, CHOOSE: tl.constexpr, SOURCE: tl.constexpr,
     NETWORK: tl.constexpr, DENSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ORDER: tl.constexpr, ORDER_T: tl.constexpr, WHOLE: tl.constexpr,
+    ORDER: tl.constexpr, ORDER_T: tl.constexpr, AMAX: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     across, down = tl.cdiv(columns, 64), tl.cdiv(rows, 64)
     block = tl.program_id(0) % (across * down)
-    at = table + tl.program_id(0) // (across * down) * 12
+    at = table + tl.program_id(0) // (across * down) * 13
     top, left = (block // across).to(tl.int64) * 64, (block % across).to(tl.int64) * 64
 
     # Scalars in fp64: beta^t is close to 1.
@@ -255,6 +258,8 @@ def adamw_kernel(
         tl.store(weight + i, new, inside)
         tl.store(exp_avg + i, new_m, inside)
         tl.store(exp_avg_sq + i, new_v, inside)
+        if AMAX and not WHOLE:
+            new = tl.where(inside, new, 0.0)
         a += (parts_of(new),)
         if CHOOSE == 0 and SOURCE == 1:
             k += (parts_of(kept),)
@@ -277,6 +282,12 @@ def adamw_kernel(
     if CHOOSE != 0:
         store_rows(mask, k, row, column, rows, columns, WHOLE)
 
+    if AMAX:
+        bits = tl.zeros([256], tl.int32)
+        for r in tl.static_range(4):
+            for c in tl.static_range(4):
+                bits = tl.maximum(bits, tl.where(k[r][c], magnitude(a[r][c]), 0))
+        tl.atomic_max(pointer(at, 10, tl.int32), tl.max(bits, 0))
     if SOURCE == 2:
         scale = tl.load(pointer(at, 6, tl.float32))
         values = ()
@@ -300,7 +311,7 @@ def adamw_kernel(
             nibbles += (nibble,)
         pair = tl.permute(stack(pairs), 0, 3, 1, 2)
         nibble = tl.permute(stack(nibbles), 0, 3, 1, 2)
-        values, meta = vectors(at, 8, OPERAND), vectors(at, 10, tl.int32)
+        values, meta = vectors(at, 8, OPERAND), vectors(at, 11, tl.int32)
         store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
     if TRANSPOSED:
         pairs, nibbles = (), ()
@@ -311,7 +322,7 @@ def adamw_kernel(
             nibbles += (nibble,)
         pair = tl.permute(stack(pairs), 1, 3, 0, 2)
         nibble = tl.permute(stack(nibbles), 1, 3, 0, 2)
-        values, meta = vectors(at, 9, OPERAND), vectors(at, 11, tl.int32)
+        values, meta = vectors(at, 9, OPERAND), vectors(at, 12, tl.int32)
         store_tiles(values, meta, pair, nibble, left, top, columns, rows, ORDER_T)
 
 

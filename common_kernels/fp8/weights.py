@@ -23,6 +23,7 @@ def quantize24_(
     scales: Tensor,
     w: Tensor,
     mask: Tensor | None = None,
+    amax: Tensor | None = None,
     *,
     backend: str | None = None,
 ) -> None:
@@ -34,6 +35,7 @@ def quantize24_(
         scales: fp32 [2], receives those of own and of other.
         mask: bool [rows, columns], unchecked: at most two of four along the columns where `own` is
             packed, along the rows where `other` is. None for the whole of w, which is not packed.
+        amax: fp32 [], the largest magnitude of w under the mask, where it is known.
     """
     checks.float_tensor(w, "w")
     if w.ndim != 2:
@@ -44,10 +46,10 @@ def quantize24_(
         raise ValueError("the whole weight is not 2:4; give a mask, or room for dense codes")
     rows, columns = w.shape
     first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
-    device = checks.one_device(w=w, mask=mask, scales=scales, own=first, other=second)
+    device = checks.one_device(w=w, mask=mask, scales=scales, amax=amax, own=first, other=second)
     name = backends.resolve(device, backend)
     kinds = own.dtype, _layout(own), other.dtype, _layout(other)
-    _quantize24_(first, second, *kinds, scales, w, mask, name)
+    _quantize24_(first, second, *kinds, scales, w, mask, amax, name)
 
 
 def quantize_compressed24_(
@@ -113,6 +115,7 @@ def _quantize24_(
     scales: Tensor,
     w: Tensor,
     mask: Tensor | None,
+    amax: Tensor | None,
     backend: str,
 ) -> None:
     if backend == "triton" and _fits(*w.shape):
@@ -125,17 +128,17 @@ def _quantize24_(
                 other, other_dtype, other_layout, w.numel(), turned=True
             ) as second,
         ):
-            weights_triton.quantize24_(first, second, scales, w.contiguous(), mask)
+            weights_triton.quantize24_(first, second, scales, w.contiguous(), mask, amax)
         return
     pruned = w if mask is None else torch.where(mask, w, 0.0)
-    scales.copy_(_scales(pruned, own_dtype, other_dtype))
+    scales.copy_(_scales(pruned, own_dtype, other_dtype, amax=amax))
     _write(own, own_dtype, own_layout, scales[0], pruned, mask)
     turned = None if mask is None else mask.t()
     _write(other, other_dtype, other_layout, scales[1], pruned.t(), turned)
 
 
 @_quantize24_.register_fake
-def _(own, other, own_dtype, own_layout, other_dtype, other_layout, scales, w, mask, backend):
+def _(own, other, own_dtype, own_layout, other_dtype, other_layout, scales, w, mask, amax, backend):
     return None
 
 
@@ -196,11 +199,11 @@ def _fits(rows: int, columns: int) -> bool:
     return rows * columns > 0 and rows % TILE == 0 and columns % TILE == 0
 
 
-def _scales(x: Tensor, *dtypes: torch.dtype) -> Tensor:
-    """The scale of x in each dtype, after one search for the largest magnitude."""
+def _scales(x: Tensor, *dtypes: torch.dtype, amax: Tensor | None = None) -> Tensor:
+    """The scale of x in each dtype, after one search for the largest magnitude or none."""
     if not x.numel():
         return x.new_ones(len(dtypes), dtype=torch.float32)
-    amax = fp8.amax_of(x)
+    amax = fp8.amax_of(x) if amax is None else amax
     return torch.stack([fp8.scale_from(amax, fp8.NAMES[dtype]) for dtype in dtypes])
 
 

@@ -62,17 +62,25 @@ def target(
 
 
 def quantize24_(
-    own: Target, other: Target, scales: torch.Tensor, w: torch.Tensor, mask: torch.Tensor | None
+    own: Target,
+    other: Target,
+    scales: torch.Tensor,
+    w: torch.Tensor,
+    mask: torch.Tensor | None,
+    amax: torch.Tensor | None,
 ) -> None:
     """weights.quantize24_ of w [64 a, 64 b], which is row-major as its mask is."""
-    amax = torch.zeros(1, dtype=torch.int32, device=w.device)
     masked, kind = (w, WHOLE) if mask is None else (mask.view(torch.uint8), MASK)
-    launch(
-        weight_amax_kernel, triton.cdiv(w.numel(), BLOCK), w.device, w, masked, amax, w.numel(),
-        KIND=kind, BLOCK=BLOCK,
-    )  # fmt: skip
+    if amax is None:
+        bits = torch.zeros((), dtype=torch.int32, device=w.device)
+        launch(
+            weight_amax_kernel, triton.cdiv(w.numel(), BLOCK), w.device,
+            w, masked, bits, w.numel(), KIND=kind, BLOCK=BLOCK,
+        )  # fmt: skip
+    else:
+        bits = amax.view(torch.int32)
     rows, columns = w.shape
-    start(own, other, scales, (w, masked, w), amax.expand(2), rows, columns, kind)
+    start(own, other, scales, (w, masked, w), bits.expand(2), rows, columns, kind)
 
 
 def quantize_compressed24_(

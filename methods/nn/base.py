@@ -361,7 +361,7 @@ class Method:
                     layer.refresh_mask()
                 layer.refresh()
             elif not work.derives:
-                layer.refresh()
+                layer.refresh(work.amax)
         self._works.clear()
         if self._masks_before is not None:
             self._count_flips(self._masks_before)

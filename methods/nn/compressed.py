@@ -233,7 +233,7 @@ class CompressedLinear(SparseLinear):
         """Let the adapters take part if R, which came with weights from elsewhere, is not zero."""
         self.adapting = self.right is not None and bool(self.right.any())
 
-    def derive(self) -> None:
+    def derive(self, amax: Tensor | None = None) -> None:
         self.pack()
 
     def sparse_products(self) -> Products:

@@ -81,7 +81,7 @@ class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
 
     both_ways = True
 
-    def quantize(self) -> None:
+    def quantize(self, amax: Tensor | None = None) -> None:
         """Derive the codes of both operands, dense or packed."""
         quantize_compressed24_(
             *self._room_for_codes(), self.code_scales, self.values.detach(), self.row_mask,

@@ -114,16 +114,16 @@ class Fp8Linear(SparseLinear):
         self.codes_dgrad = None if products.dgrad else room(self.codes_dgrad, dgrad, *shape)
         self.code_scales = room(self.code_scales, torch.float32, 2)
 
-    def derive(self) -> None:
+    def derive(self, amax: Tensor | None = None) -> None:
         if not self.products.fp8:
-            super().derive()
+            super().derive(amax)
         # A sharded layer holds none (sharding.py).
         if self.fp8 and self._buffers["code_scales"] is not None:
-            self.quantize()
+            self.quantize(amax)
 
-    def quantize(self) -> None:
+    def quantize(self, amax: Tensor | None = None) -> None:
         """Derive the codes of both operands, dense or packed."""
-        quantize24_(*self._room_for_codes(), self.code_scales, *self.quantized_weight())
+        quantize24_(*self._room_for_codes(), self.code_scales, *self.quantized_weight(), amax)
 
     def _room_for_codes(self) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
         """Where the codes of the weight [out, in] go, and those of its transpose."""

@@ -161,13 +161,14 @@ class SparseLinear(nn.Linear):
     def settle(self) -> None:
         """Bring the weight and saved buffers other than a mask up to date with the weight."""
 
-    def refresh(self) -> None:
-        """Derive the operands from weight, mask and scale."""
+    def refresh(self, amax: Tensor | None = None) -> None:
+        """Derive the operands from weight, mask and scale. amax: as for `derive`."""
         self.settle()
-        self.derive()
+        self.derive(amax)
 
-    def derive(self) -> None:
-        """Fill the operands that there are."""
+    def derive(self, amax: Tensor | None = None) -> None:
+        """Fill the operands that there are. amax: the largest magnitude of the weight in use, where
+        a step has found it, for layers that scale by it."""
         if self.packed is not None or self.packed_transposed is not None:
             self.pack()
         elif self.operand is not None:

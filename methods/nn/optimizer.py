@@ -21,14 +21,17 @@ class StepWork:
     """The work of a step on the weight of `layer` beside AdamW's update.
 
     mask, scale: those of the layer that `rule` reads or writes. derives: whether it ends with the
-        operands; else, as for those in FP8, `on_step_end` derives them. done: the layer's weight,
-        mask and, if derived, operands are those after the step.
+        operands; else, as for those in FP8, `on_step_end` derives them. scales: codes are scaled by
+        the operand's largest magnitude. amax: that one, fp32 [], if `scales`, once it is found.
+        done: the layer's weight, mask and, if derived, operands are those after the step.
     """
 
     layer: SparseLinear
     rule: Rule
     mask: Tensor | None = None
     scale: Tensor | None = None
+    scales: bool = False
+    amax: Tensor | None = None
     derives: bool = True
     done: bool = False
 
@@ -106,6 +109,9 @@ class FusedAdamW(torch.optim.AdamW):
         for work in works:
             launches.setdefault((work.layer.weight.device, work.rule), []).append(work)
         for (device, rule), together in launches.items():
+            for work in together:
+                if work.scales:
+                    work.amax = self._room_for_amax(work.layer.weight)
             adamw24_(
                 [_tensors(work, self.state[work.layer.weight]) for work in together],
                 Rates(
@@ -121,6 +127,14 @@ class FusedAdamW(torch.optim.AdamW):
             )
             for work in together:
                 work.done = True
+
+    def _room_for_amax(self, weight: Tensor) -> Tensor:
+        """fp32 [], the same in each step: the kernel's table of addresses then stays."""
+        rooms = vars(self).setdefault("_amax", {})  # a copied optimizer has none
+        key = id(weight), weight.device
+        if key not in rooms:
+            rooms[key] = torch.empty((), device=weight.device)
+        return rooms[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`."""
@@ -158,6 +172,7 @@ def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
         step=state["step"],
         mask=work.mask,
         scale=work.scale,
+        amax=work.amax,
         **operands,
     )
 

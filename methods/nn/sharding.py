@@ -142,7 +142,7 @@ class ShardedLayer:
         with self._where_it_chooses():
             super().refresh_mask()  # type: ignore[misc]
 
-    def refresh(self) -> None:
+    def refresh(self, amax: Tensor | None = None) -> None:
         """Operands are derived where they are used."""
         with self._where_it_chooses():
             self.settle()  # type: ignore[attr-defined]

@@ -53,4 +53,5 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
         if self.is_dense:
             source = "whole"
         rule = adamw.Rule(alpha=alpha, choose=choose, source=source)
-        return StepWork(layer=self, rule=rule, mask=self.mask, derives=not self.recipe)
+        scales, derives = self.fp8 is not None, not self.recipe
+        return StepWork(layer=self, rule=rule, mask=self.mask, scales=scales, derives=derives)

@@ -272,3 +272,19 @@ def test_errors():
         adamw24_([given((64, 64), operand=torch.float8_e4m3fn, packs=(True, False))], RATES, Rule())
     with pytest.raises(ValueError, match=r"whole weight is not 2:4"):
         adamw24_([given((64, 64), packs=(True, False))], RATES, Rule(source="whole"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("choose", [None, "rows", "exact", "greedy"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_largest_magnitude_of_the_operand(backend, choose, shape):
+    """Of two weights, one of which has its largest entry where it is pruned; without eps 0 / 0 lies
+    outside of the matrix."""
+    weights = [replace(given(shape, seed), amax=number(NAN)) for seed in range(2)]
+    for weight in weights:
+        weight.weight[~weight.mask] *= 3.0
+    adamw24_(weights, replace(RATES, eps=0.0), Rule(choose=choose), backend=backend)
+    for weight in weights:
+        assert weight.amax == torch.where(weight.mask, weight.weight, 0.0).abs().max()
+    with pytest.raises(ValueError, match="amax must be float32, and source='mask'"):
+        adamw24_(weights, RATES, Rule(source="whole"), backend=backend)

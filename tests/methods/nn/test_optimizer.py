@@ -12,6 +12,7 @@ from torch import nn
 
 import methods
 from common_kernels import nm_mask, transposable_mask24
+from common_kernels.fp8 import cpu
 from methods.nn.gemms import Products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # for kernels; with the rest no bit changes
@@ -134,7 +135,7 @@ def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeyp
     ("name", "options"), [("ste", {"fp8": "paper"}), ("t_sr_ste", T_SR_STE | {"fp8": "hopper"})]
 )
 def test_codes_in_fp8_are_derived_by_the_hooks(name, options, monkeypatch):
-    """Decay and masks are not: scales of FP8 need the whole masked weight first."""
+    """Decay, masks and the largest magnitude are not: codes need it first."""
     run, other = (
         Run(name, options | {"total_steps": 8}, make) for make in (methods.FusedAdamW, fused)
     )
@@ -148,6 +149,7 @@ def test_codes_in_fp8_are_derived_by_the_hooks(name, options, monkeypatch):
     run.optimizer.step()
     for layer in run.method.sparse_layers.values():
         monkeypatch.setattr(layer, "refresh_mask", lambda: pytest.fail("chosen again"))
+        monkeypatch.setattr(cpu, "amax_of", lambda _: pytest.fail("searched again"))
     run.method.on_step_end(7)
 
 
