@@ -159,15 +159,16 @@ def prefill(model: Any, count: int) -> Callable[[int], Any]:
 
 
 def generation(model: Any, count: int) -> Callable[[int], Any]:
-    """A call that reads the next token of `count` sequences; their cache stays as it was."""
+    """A call that reads the next token of `count` sequences; their cache stays as it was, and where
+    it was: a graph of the call reads it there."""
     ids = tokens(model, count, CONTEXT + 1)
     cache = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
     last = ids[:, -1:].contiguous()
 
     def step(_: int) -> Any:
-        logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits
-        cache.crop(-1)
-        return logits
+        grown = copy.copy(cache)  # its layers get longer tensors, those of `cache` keep theirs
+        grown.layers = [copy.copy(layer) for layer in cache.layers]
+        return model(input_ids=last, past_key_values=grown, use_cache=True).logits
 
     return step
 
