@@ -26,6 +26,7 @@ from experiments.planning.speed import Speed, nearest
 from experiments.support.errors import UserError
 from experiments.training import averages
 from experiments.training.optimization import DTYPES, micro_batch_size
+from methods.nn.fp8_gemms import FP8
 
 SHARDS = ("ddp", "fsdp2")
 MIB, GIB = 2**20, 2**30
@@ -191,9 +192,10 @@ def _speed(run: RunConfig, need: Footprint) -> Speed | None:
     family = "images" if isinstance(run.data, ImageConfig) else "causal"
     if isinstance(run.data, MLMConfig | PairsConfig) or run.dino is not None:
         return None
-    fp8 = getattr(run.method_options, "fp8", None)
-    names = {None: run.method, "paper": f"{run.method}, fp8=paper simulated"}
-    return nearest(family, names.get(fp8, f"{run.method}, fp8"), need.parameters)
+    fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
+    if fp8 is not None:
+        name += ", fp8" if fp8.on_units else ", fp8=paper simulated"
+    return nearest(family, name, need.parameters)
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:

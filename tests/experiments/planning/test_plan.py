@@ -14,6 +14,7 @@ from experiments import plan as driver
 from experiments.bench import arms
 from experiments.bench.jobs import ALL, MLP
 from experiments.config.compose import composed
+from experiments.planning import plan as planning
 from experiments.planning import speed
 from experiments.planning.footprint import Footprint, footprint
 from experiments.planning.plan import GIB, MIB, Options, lines, per_gpu, plan
@@ -178,6 +179,21 @@ def test_the_speed_is_that_of_the_nearest_measured_model():
 
 def planned(*overrides):
     return composed("plan", driver.freeze_plan, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "row"),
+    [
+        ("off", "s_ste"), ("paper", "s_ste, fp8=paper simulated"),
+        ("hybrid", "s_ste, fp8=paper simulated"), ("hopper", "s_ste, fp8"),
+        ("hopper_delayed", "s_ste, fp8"),
+    ],
+)  # fmt: skip
+def test_the_speed_is_that_of_the_recipe_of_fp8(fp8, row, monkeypatch):
+    asked = []
+    monkeypatch.setattr(planning, "nearest", lambda *of: asked.append(of))
+    assert plan(planned("model=gpt2_124m", "method=s_ste", f"method.fp8={fp8}"))["speed"] is None
+    assert [name for _, name, _ in asked] == [row]
 
 
 HEADERS = ("ast_naive_llama2_7b", "s_ste_gpt2_1558m", "slope_opt_2b7", "slope_opt_66b")
