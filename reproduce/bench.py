@@ -24,7 +24,14 @@ from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce import inference_speed, operator_speed, slope_parts, speed, step_speed
+from reproduce import (
+    adapter_similarity,
+    inference_speed,
+    operator_speed,
+    slope_parts,
+    speed,
+    step_speed,
+)
 
 MEASURES = {
     **speed.MEASURES,
@@ -32,6 +39,7 @@ MEASURES = {
     **step_speed.MEASURES,
     **inference_speed.MEASURES,
     **slope_parts.MEASURES,
+    **adapter_similarity.MEASURES,
 }
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,7 +58,8 @@ class Config:
         (product and packing of a weight width -> inner, alone); `mlp`; `layer` (of OPT's shapes,
         with and without SLoPe's parts); `shapes` (products of weights around width x width);
         `slow_down` (of a block by Bi-Mask); `imposed_zeros` (by the second mask of a weight width x
-        width, for an N:M `pattern`). method: of experiments.bench.ARMS, or any other.
+        width, for an N:M `pattern`); `adapters` (of a training of `model`, `after` a percentage of
+        their steps). method: of experiments.bench.ARMS, or any other.
     inner: width of the feed-forward network; null = 4 * width. kv_heads: of a LLaMA layer; null =
         a GPT-2 block, which has OPT's shapes. ranks: of adapters, in percent of the width.
     accumulate: micro-batches of a step. steps: of a whole training.
@@ -76,6 +85,8 @@ class Config:
     steps: int = 0
     packed: tuple[str, ...] = ()
     pattern: str = "2:4"
+    adapter_rank: int = 0
+    after: int = 100
     model: str = ""
     image: int = 1024
     precision: str = "bf16"

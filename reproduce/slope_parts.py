@@ -35,8 +35,8 @@ from reproduce.speed import BUFFERS, Metrics, Told, bench, clock_and_power, gpt2
 if TYPE_CHECKING:
     from reproduce.bench import Config
 
-# Plain attention writes all of its scores; MATH serves where there is no fused kernel.
-ATTENTION = {"plain": [SDPBackend.MATH], "fused": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
+# Plain attention writes all of its scores.
+ATTENTION = {"plain": SDPBackend.MATH, "fused": SDPBackend.FLASH_ATTENTION}
 SHARES = (1.0, 2.0, 5.0, 10.0)  # ranks of low-rank products, in percent of the width
 
 

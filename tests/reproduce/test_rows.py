@@ -10,7 +10,7 @@ from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
-from reproduce import smoke_tasks
+from reproduce import adapter_similarity, smoke_tasks
 from reproduce.engine import execute, finished_runs
 from reproduce.jobs import INPUTS, plan
 from reproduce.reading import read_tables
@@ -89,6 +89,8 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
     runs, data = shared
     # Its fits take half a minute: tests/experiments has them.
     monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 50.0, "linear_top1": 60.0})
+    own = {"gpt2_nano": ["train=nano", *TINY["gpt2"], *data]}
+    monkeypatch.setattr(adapter_similarity, "TRAININGS", own)
     monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
     for table in (first_row(t) for t in TABLES if t.command == command):
         planned, said = plan(table, "smoke", runs, short(table, data)), []
