@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,15 +36,16 @@ class PackedProduct(nn.Module):
     """A linear with a packed copy of its 2:4 weight beside it, used from `crossover` tokens on.
 
     For inference. Where a gradient is asked for, in another dtype or on another device than that
-    of the copy, and once the weight has been changed, it is the dense linear that it was. A change
-    that goes round autograd is not seen (`weight.data += ...`, as peft merges): `pack` again.
+    of the copy, in a copy of the layer, and once the weight has been changed or replaced, it is the
+    dense linear that it was. A change that goes round autograd is not seen (`weight.data += ...`,
+    as peft merges), and in a compiled model none is: `pack` again.
     """
 
     packed: Packed24
     crossover: int
     weight: Tensor
     bias: Tensor | None
-    version: int
+    source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -65,7 +67,12 @@ class PackedProduct(nn.Module):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
             return False
-        return x.device == self.packed.values.device and self.weight._version == self.version
+        if x.device != self.packed.values.device:
+            return False
+        if torch.compiler.is_compiling():  # a graph cannot ask for versions
+            return True
+        weight, version = self.source  # another tensor may have the same version
+        return weight() is self.weight and self.weight._version == version
 
 
 @functools.cache
@@ -106,7 +113,8 @@ def pack(
         For each 2:4 linear by name its crossover; None where dense products are always faster, and
         for a shape that cannot be packed.
     Raises:
-        ValueError: the device or dtype has no 2:4 products, or no linear is 2:4 and can be packed.
+        ValueError: the device or dtype has no 2:4 products, no linear is 2:4 and can be packed, or
+            the weights were made in `inference_mode`.
     """
     for module in model.modules():
         if isinstance(module, PackedProduct):
@@ -114,6 +122,12 @@ def pack(
     linears = {name: m for name, m in model.named_modules() if _is_24(m)}
     if not linears:
         raise ValueError("no linear of this model is 2:4, so there is nothing to pack")
+    for name, module in linears.items():
+        if module.get_parameter("weight").is_inference():
+            raise ValueError(
+                f"{name} was made in torch.inference_mode, and does not tell when it is changed; "
+                "make or load the model outside of it"
+            )
     alike: dict[Any, list[str]] = {}
     unfit: dict[str, str] = {}
     for name, module in linears.items():
@@ -131,7 +145,12 @@ def pack(
     found: dict[str, int | None] = dict.fromkeys(linears)
     for names in alike.values():
         layers = [_packed(model.get_submodule(name)) for name in names]
-        count = _measured(layers, graphs) if crossover is None else crossover
+        try:
+            count = _measured(layers, graphs) if crossover is None else crossover
+        except BaseException:
+            for layer in layers:
+                _restore(layer)
+            raise
         for name, layer in zip(names, layers, strict=True):
             found[name] = count
             if count is None:
@@ -176,14 +195,15 @@ def _packed(module: Any) -> PackedProduct:
     module.weight.requires_grad_(False)
     kind: Any = type(module)
     module.__class__ = _class_of(kind)
-    module.packed, module.crossover, module.version = packed, 0, module.weight._version
+    module.packed, module.crossover = packed, 0
+    module.source = weakref.ref(module.weight), module.weight._version
     return module
 
 
 def _restore(module: Any) -> None:
     """Make a packed module the linear that it was."""
     module.__class__ = type(module).__mro__[2]
-    del module.packed, module.crossover, module.version
+    del module.packed, module.crossover, module.source
 
 
 def _measured(layers: Sequence[PackedProduct], graphs: bool) -> int | None:

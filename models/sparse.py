@@ -130,13 +130,15 @@ def expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[s
     return dense
 
 
+@torch.inference_mode(False)  # weights made in it cannot be packed
 def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The model of transformers in an exported folder, on `device`, in evaluation mode and in the
     dtype that it was exported in.
 
     On a GPU its 2:4 linears run packed from so many tokens on as that is faster
-    (`models.packed.pack`), outside of training; a warning says why if none can. The first time a
-    shape is met, all algorithms for it are tried, which takes some seconds and is kept.
+    (`models.packed.pack`), and their weights ask for no gradient: to train, take `from_pretrained`
+    or `load` on the CPU. A warning says why if none can run packed. The first time a shape is met,
+    all algorithms for it are tried, which takes some seconds and is kept.
 
     Raises:
         ValueError: a file is missing, damaged or of something else; its name is in the line.

@@ -65,11 +65,16 @@ def test_the_dense_weight_is_used_below_the_crossover():
         lambda model, x: (model.load_state_dict(model.state_dict()) and model, x),
         lambda model, x: (model[0].weight.mul_(2) is None or model, x),
         lambda model, x: (copy.deepcopy(model[0].weight.mul_(2) is None or model), x),
+        # A new tensor has the version that the packed one had.
+        lambda model, x: (model.load_state_dict(model.state_dict(), assign=True) and model, x),
+        lambda model, x: (copy.deepcopy(model), x),
     ],
-    ids=["input", "weight", "dtype", "loaded", "changed", "copied"],
+    ids=["input", "weight", "dtype", "loaded", "changed", "changed copy", "replaced", "copy"],
 )
 def test_it_is_dense_where_the_packed_copy_would_be_wrong(change):
     model = pruned(64, 128).requires_grad_(False)
+    model[0].weight = nn.Parameter(model[0].weight.clone(), requires_grad=False)
+    assert not model[0].weight._version
     packed.pack(model, crossover=0)
     spoil(model[0])
     model, x = change(model, torch.randn(8, 64, device=DEVICE).bfloat16())
@@ -97,6 +102,17 @@ def test_a_model_is_packed_anew():
     assert packed.pack(model, crossover=3) == {"0": 3} == packed.crossovers(model)
     want = nn.functional.linear(x, model[0].weight, model[0].bias)
     torch.testing.assert_close(model(x), want, rtol=2**-7, atol=2**-7)
+
+
+@torch.no_grad()
+def test_packed_linears_are_compiled_into_one_graph():
+    model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
+    packed.pack(model, crossover=4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    for rows in (x, x[:2]):
+        assert torch.equal(compiled(rows), model(rows))
+    spoil(model[0])
+    assert torch.equal(compiled(x), model[0].bias.expand(8, -1))  # it was the packed product
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -214,14 +230,20 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
 def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="no linear of this model is 2:4"):
         packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), 0)
+    model = pruned(64, 64)
     with pytest.raises(ValueError, match="nothing is measured on a cpu; give the crossover"):
-        packed.pack(pruned(64, 64))
+        packed.pack(model)
+    assert type(model[0]) is nn.Linear and not hasattr(model[0], "packed")
     with pytest.raises(ValueError, match=r"cuSPARSELt takes bf16, .* here, not torch\.float32"):
         packed.pack(pruned(64, 64, dtype=torch.float32), 0)
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     with pytest.raises(ValueError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS"):
         packed.pack(pruned(64, 64), 0)
     monkeypatch.undo()
+    with torch.inference_mode():
+        made = pruned(64, 64)
+    with pytest.raises(ValueError, match=r"^0 was made in torch\.inference_mode"):
+        packed.pack(made, 0)
     with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
         packed.pack(pruned(64, 32), 0)
     assert packed.pack(pruned(64, 32, 64), 0) == {"0": None, "1": 0}
