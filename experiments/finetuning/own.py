@@ -55,14 +55,17 @@ def load(
     The classes are those of the training file, in the order of their names.
 
     Raises:
-        UserError: a file cannot be read, a column is missing or empty in a row, or a label of the
-            dev file is none of the training's; it names the file and the row.
+        UserError: a file cannot be read, a row lacks a column or has more than there are, a label
+            is empty, or one of the dev file is none of the training's; it names the file and row.
     """
     paths, read, names = files(data), {}, {}
     for split in ("train", "dev"):
         rows = list(_rows(paths[split], (*texts, label)))
         if not rows:
             raise UserError(f"{paths[split]} has no rows")
+        for place, row in rows:
+            if not row[-1].strip():
+                raise UserError(f"{place}: the {label} is empty; leave the row out or give it one")
         read[split] = [tuple(row[:-1]) for _, row in rows]
         names[split] = [(place, row[-1]) for place, row in rows]
     classes = tuple(sorted({name for _, name in names["train"]}))
@@ -101,10 +104,14 @@ def metrics(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     """(file and number of the row, its values in these columns)."""
     for place, row in _records(path):
+        if None in row:  # of CSV
+            raise UserError(
+                f"{place} has more values than columns; texts with commas go in double quotes"
+            )
         values = []
         for column in columns:
             if (value := row.get(column)) is None:
-                there = ", ".join(str(name) for name in row if name is not None)
+                there = ", ".join(row)
                 raise UserError(f"{place}: no {column!r} among {there}; set data.text, data.label")
             values.append(value if isinstance(value, str) else json.dumps(value))
         yield place, values
@@ -116,7 +123,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
                 csv.field_size_limit(LONGEST)
-                reader = csv.DictReader(file)
+                reader = csv.DictReader(file, strict=True)
                 for row in reader:
                     yield f"{path}, line {reader.line_num}", row
                 return
