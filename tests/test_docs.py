@@ -183,7 +183,7 @@ def trained():
 
 def test_every_snippet_is_run_here():
     counts = {"README.md": 2, "docs/own_loop.md": 12, "docs/methods.md": 2}
-    counts |= {"docs/evaluation.md": 1, "docs/serving.md": 1}
+    counts |= {"docs/evaluation.md": 2, "docs/serving.md": 1}
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
 
@@ -285,7 +285,8 @@ def test_a_finished_model_is_packed_and_run_as_shown(monkeypatch):
     opened = SimpleNamespace(model=lambda: model)
     monkeypatch.setattr(FinishedRun, "open", lambda run: opened if run == "runs/x" else None)
     monkeypatch.setattr(semi_structured, "semi_structured_layout", lambda *_: "cutlass_sm80")
-    (code,) = blocks(ROOT / "docs" / "evaluation.md", "python")
+    # The other one is run in tests/experiments/finetuning/test_finetune.py.
+    _, code = blocks(ROOT / "docs" / "evaluation.md", "python")
     exec(code, names)
     assert names["names"] == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
     with torch.no_grad():

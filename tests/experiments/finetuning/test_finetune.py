@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -831,6 +832,12 @@ def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests):
     t.method.finalize(t.model)
     t.model.load_state_dict(load_file(rte.directory() / "model.safetensors"))
     assert t.evaluate() == result["metrics"] and t.evaluation.losses == result["losses"]
+    page = (HERE.parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)[0]
+    names = {"run": gpt2, "tuned": rte.directory()}
+    exec(code, names)
+    shown = names["model"].state_dict()
+    assert all(torch.equal(shown[key], value) for key, value in t.model.state_dict().items())
     with zipfile.ZipFile(own.directory() / "submission.zip") as archive:
         names = ["RTE.tsv", "CoLA.tsv", "STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
         assert archive.namelist() == names
