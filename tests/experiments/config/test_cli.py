@@ -167,11 +167,13 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path):
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
+def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path, shard):
     """torchrun ends the others, starts all again, and they go on: the same losses to the last bit,
     across a refresh of the masks and the change to dense."""
     steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=60"]
     arguments = [*steps, "method=t_sr_ste", "method.refresh_every=5", "method.dense_fraction=0.3"]
+    arguments += [f"impl.shard={shard}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     killed, whole = ([*arguments, f"runs={tmp_path / name}"] for name in ("killed", "whole"))
     command = [sys.executable, *torchrun, "--max-restarts=1", "--monitor-interval=0.1", *PRETRAIN]

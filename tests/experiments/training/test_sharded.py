@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from experiments import dino
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.support import checkpoint
@@ -21,6 +22,7 @@ from experiments.training.trainer import Trainer
 from methods import s_ste
 from models.gpt2 import GPT, GPTConfig
 from tests.experiments.conftest import SHORT, TINY_MODEL, Interrupted
+from tests.experiments.test_dino import TINY as TINY_DINO
 
 # Each passes a choice of masks and, where the method has phases, a switch. A large eps lets AdamW's
 # update be as smooth as the gradient: no last bit of it grows.
@@ -32,6 +34,14 @@ CASES = {
 }
 SETTINGS = ["model.n_layer=2", "model.n_embd=24", "train.eps=1e-2", "impl.shard=fsdp2"]
 LAST = 12
+IMAGES = [
+    *TINY_DINO,
+    "method=semi_sparse",
+    "train.eps=1e-2",
+    "impl.workers=0",
+    "impl.shard=fsdp2",
+    "impl.checkpoint_every=1",
+]
 
 
 def quiet(message):
@@ -39,13 +49,13 @@ def quiet(message):
 
 
 def _run(rank, ranks, store, runs):
-    """Train each of `runs`, (overrides, step): to the end, or up to a step before which it dies."""
+    """Train each of `runs`, (config, step): to the end, or up to a step before which it dies."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     train_step = Trainer._train_step
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     with world("cpu"):
-        for overrides, step in runs:
+        for config, step in runs:
 
             def dying(self, batches, step=step):
                 if self.step == step:
@@ -54,15 +64,15 @@ def _run(rank, ranks, store, runs):
 
             Trainer._train_step = dying
             with suppress(Interrupted):
-                pretraining.run(load(overrides), quiet)
+                pretraining.run(config, quiet)
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
 
 @pytest.fixture(scope="module")
 def trained(corpus_dir, tmp_path_factory):
-    """Overrides of each case by (case, folder): `one` process, `two` ranks, and `moved` from two to
-    four to one; and the checkpoints of `moved` as two ranks left them."""
+    """The config of each case by (case, folder): `one` process, `two` ranks, and `moved` from two
+    to four to one; and the checkpoints of `moved` as two ranks left them."""
     folder = tmp_path_factory.mktemp("sharded")
     data = [
         "data.name=words",
@@ -72,13 +82,16 @@ def trained(corpus_dir, tmp_path_factory):
     ]
     model = [o for o in TINY_MODEL if "n_layer" not in o and "n_embd" not in o]
     found = {
-        (case, place): [
+        (case, place): load([
             *model, *SHORT, *SETTINGS, *data, f"method={case}", *options, f"runs={folder / place}"
-        ]
+        ])
         for case, options in CASES.items()
         for place in ("one", "two", "moved")
     }  # fmt: skip
-    two = [(found[case, "two"], LAST) for case in CASES]
+    for place in ("one", "two"):
+        found["dino", place] = dino.load([*IMAGES, f"runs={folder / place}"])
+    two = [(found["dino", "two"], LAST)]
+    two += [(found[case, "two"], LAST) for case in CASES]
     two += [(found[case, "moved"], 7) for case in CASES]
     # All ranks are forked from one process that has imported everything and done nothing.
     modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
@@ -91,7 +104,8 @@ def trained(corpus_dir, tmp_path_factory):
     mp.start_processes(_run, (4, store, four), nprocs=4, start_method="forkserver")
     for case in CASES:
         for place in ("one", "moved"):
-            pretraining.run(load(found[case, place]), quiet)
+            pretraining.run(found[case, place], quiet)
+    pretraining.run(found["dino", "one"], quiet)
     return found, folder / "kept"
 
 
@@ -108,7 +122,7 @@ def curves(config):
 @pytest.mark.parametrize("place", ["two", "moved"])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
-    one, other = load(trained[0][case, "one"]), load(trained[0][case, place])
+    one, other = trained[0][case, "one"], trained[0][case, place]
     found, expected = curves(other), curves(one)
     assert found.keys() == expected.keys()
     assert len({step for step, name in found if name == "loss"}) == LAST
@@ -123,6 +137,16 @@ def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
             for key, value in load_file(other.directory() / name).items():
                 assert value.dtype == weights[key].dtype
                 torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
+
+
+def test_a_model_that_teaches_itself_is_shared_with_its_teacher(trained):
+    one, two = (trained[0]["dino", place] for place in ("one", "two"))
+    assert curves(two) == pytest.approx(curves(one), rel=1e-4, abs=1e-5)
+    weights = load_file(one.directory() / "model.safetensors")
+    found = load_file(two.directory() / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for key, value in found.items():
+        torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
 
 
 ALONE = World(0, 1, torch.device("cpu"))
