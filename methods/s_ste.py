@@ -161,6 +161,7 @@ class Linear(Fp8Linear):
             self.code_scales,
             self.weight.detach(),
             self.scale,
+            amax,
         )
 
     def sparse_products(self) -> Products:
@@ -198,12 +199,13 @@ class Method(Fp8Method):
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         config = self.config
-        if config.fp8 != "off" or config.gamma or config.mvue_weight:
+        if config.gamma or config.mvue_weight:
             return None
         if config.beta == "mse_dynamic":  # the scale is a sum over the weight
             return None
         assert isinstance(layer, Linear)
-        return StepWork(layer=layer, rule=Rule(source="soft"), scale=layer.scale)
+        rule, fp8 = Rule(source="soft"), layer.recipe is not None
+        return StepWork(layer=layer, rule=rule, scale=layer.scale, scales=fp8, derives=not fp8)
 
     def finetuning(self, total_steps: int) -> base.Config:
         """The weights are projected on, with the scale of training, in full precision and without

@@ -36,7 +36,7 @@ class Weight24:
     scale: fp32 []; operands of the soft threshold are multiplied by it.
     dense: [rows, columns], receives the operand as a dense matrix.
     packed, transposed: room for the operand and its transpose, packed, of a 16-bit type.
-    amax: fp32 [], receives the largest magnitude of the operand, which is under a mask.
+    amax: fp32 [], receives the largest magnitude of the operand, which is not the whole weight.
     """
 
     weight: Tensor
@@ -143,8 +143,10 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
         raise ValueError(f"{rule} needs a mask")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
-    if given.amax is not None and (given.amax.dtype != torch.float32 or rule.source != "mask"):
-        raise ValueError(f"amax must be float32, and source='mask': {given.amax.dtype}, {rule}")
+    if given.amax is not None and (given.amax.dtype != torch.float32 or rule.source == "whole"):
+        raise ValueError(
+            f"amax must be float32, and of a part of the weight: {given.amax.dtype}, {rule}"
+        )
     if rule.source == "soft" and given.scale is None:
         raise ValueError("source='soft' needs a scale")
     for packed, shape in (given.packed, weight.shape), (given.transposed, weight.shape[::-1]):

@@ -282,12 +282,6 @@ def adamw_kernel(
     if CHOOSE != 0:
         store_rows(mask, k, row, column, rows, columns, WHOLE)
 
-    if AMAX:
-        bits = tl.zeros([256], tl.int32)
-        for r in tl.static_range(4):
-            for c in tl.static_range(4):
-                bits = tl.maximum(bits, tl.where(k[r][c], magnitude(a[r][c]), 0))
-        tl.atomic_max(pointer(at, 10, tl.int32), tl.max(bits, 0))
     if SOURCE == 2:
         scale = tl.load(pointer(at, 6, tl.float32))
         values = ()
@@ -295,6 +289,12 @@ def adamw_kernel(
             s0, s1, s2, s3 = shrink(a[r][0], a[r][1], a[r][2], a[r][3], 0.0, False)
             values += ((scale * s0, scale * s1, scale * s2, scale * s3),)
         a = values
+    if AMAX:
+        bits = tl.zeros([256], tl.int32)
+        for r in tl.static_range(4):
+            for c in tl.static_range(4):
+                bits = tl.maximum(bits, tl.where(k[r][c], magnitude(a[r][c]), 0))
+        tl.atomic_max(pointer(at, 10, tl.int32), tl.max(bits, 0))
     if DENSE:
         if SOURCE == 1:
             values = ()

@@ -102,6 +102,7 @@ def project_quantize24_(
     scales: Tensor,
     w: Tensor,
     beta: Tensor,
+    amax: Tensor | None = None,
     *,
     backend: str | None = None,
 ) -> None:
@@ -112,16 +113,17 @@ def project_quantize24_(
         out: [rows, columns], or None. codes: [rows, columns], of the same dtype, or None.
         transposed: [columns, rows], of another FP8 dtype or the same.
         scales: fp32 [2], receives those of P and of P^T. beta: fp32 [].
+        amax: fp32 [], the largest magnitude of P, where it is known.
     """
     checks.float_tensor(w, "w")
     buffer, dtype, layout = None, None, BUFFERED
     if out is not None:
         buffer, dtype, layout = out.buffer, out.dtype, out.layout
     device = checks.one_device(
-        w=w, beta=beta, out=buffer, codes=codes, transposed=transposed, scales=scales
+        w=w, beta=beta, out=buffer, codes=codes, transposed=transposed, scales=scales, amax=amax
     )
     name = backends.resolve(device, backend)
-    _project_quantize24_(buffer, dtype, layout, codes, transposed, scales, w, beta, name)
+    _project_quantize24_(buffer, dtype, layout, codes, transposed, scales, w, beta, amax, name)
 
 
 @custom_op(
@@ -136,6 +138,7 @@ def _project_quantize24_(
     scales: Tensor,
     w: Tensor,
     beta: Tensor,
+    amax: Tensor | None,
     backend: str,
 ) -> None:
     # Under the interpreter codes cannot be stored as such.
@@ -144,23 +147,23 @@ def _project_quantize24_(
 
         with row_major(codes) as own, row_major(transposed) as other:
             operands_triton.project_quantize24_(
-                buffer, dtype, layout, own, other, scales, w.contiguous(), beta
+                buffer, dtype, layout, own, other, scales, w.contiguous(), beta, amax
             )
         return
     projected = soft_threshold24(w).float() * beta
     dtype = dtype if codes is None else codes.dtype
     if dtype is not None:
-        own, scales[0] = fp8.quantize_fp8(projected, fp8.NAMES[dtype])
+        own, scales[0] = fp8.quantize_fp8(projected, fp8.NAMES[dtype], amax)
         if codes is not None:
             codes.copy_(own)
         if buffer is not None:
             buffer.copy_(cpu.pack(own, nm_mask(w), layout))
-    other, scales[1] = fp8.quantize_fp8(projected, fp8.NAMES[transposed.dtype])
+    other, scales[1] = fp8.quantize_fp8(projected, fp8.NAMES[transposed.dtype], amax)
     transposed.copy_(other.t())
 
 
 @_project_quantize24_.register_fake
-def _(buffer, dtype, layout, codes, transposed, scales, w, beta, backend):
+def _(buffer, dtype, layout, codes, transposed, scales, w, beta, amax, backend):
     return None
 
 

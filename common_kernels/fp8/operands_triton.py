@@ -104,14 +104,18 @@ def project_quantize24_(
     scales: torch.Tensor,
     w: torch.Tensor,
     beta: torch.Tensor,
+    amax: torch.Tensor | None,
 ) -> None:
     rows, columns = w.shape
-    amax = torch.zeros((), dtype=torch.int32, device=w.device)
-    size = w.numel() // 4
-    launch(
-        projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, amax, size,
-        BLOCK=BLOCK // 4,
-    )  # fmt: skip
+    if amax is None:
+        bits = torch.zeros((), dtype=torch.int32, device=w.device)
+        size = w.numel() // 4
+        launch(
+            projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, bits, size,
+            BLOCK=BLOCK // 4,
+        )  # fmt: skip
+    else:
+        bits = amax.view(torch.int32)
     values, meta, order = scales, scales, 0  # not written to
     if buffer is not None:
         assert dtype is not None
@@ -122,7 +126,7 @@ def project_quantize24_(
     def run(own: torch.Tensor, **outputs: bool) -> None:
         launch(
             project_kernel, rows // TILE * (columns // TILE), w.device,
-            w, beta, amax, values, meta, own, transposed, scales, rows, columns,
+            w, beta, bits, values, meta, own, transposed, scales, rows, columns,
             *constants(formats[own.dtype]), *constants(formats[transposed.dtype]),
             **outputs, ORDER=order, num_warps=8,
         )  # fmt: skip

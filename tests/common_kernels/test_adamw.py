@@ -286,5 +286,8 @@ def test_the_largest_magnitude_of_the_operand(backend, choose, shape):
     adamw24_(weights, replace(RATES, eps=0.0), Rule(choose=choose), backend=backend)
     for weight in weights:
         assert weight.amax == torch.where(weight.mask, weight.weight, 0.0).abs().max()
-    with pytest.raises(ValueError, match="amax must be float32, and source='mask'"):
+    adamw24_(weights, RATES, Rule(source="soft"), backend=backend)
+    for weight in weights:
+        assert weight.amax == (weight.scale * soft_threshold24(weight.weight)).abs().max()
+    with pytest.raises(ValueError, match="amax must be float32, and of a part of the weight"):
         adamw24_(weights, RATES, Rule(source="whole"), backend=backend)

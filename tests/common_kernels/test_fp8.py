@@ -182,3 +182,11 @@ def test_numbers_without_a_scale(backend, number):
     assert empty[0].shape == empty[2].shape == (0, 8) and empty[1] == empty[3] == 1
     with pytest.raises(ValueError, match="unknown format 'e3m4'"):
         fp8_numbers_and_codes(x, "e4m3", "e3m4")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="its CPU side; on a GPU the fakes are the same")
+def test_opcheck_of_numbers():
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    torch.library.opcheck(torch.ops.sparse24.fp8_numbers.default, (x, "e4m3", "cpu"))
+    operator = torch.ops.sparse24.fp8_numbers_and_codes.default
+    torch.library.opcheck(operator, (x, "e4m3", "e5m2", "cpu"))

@@ -232,16 +232,18 @@ def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
     assert torch.equal(unpack24(packed).float(), want.t().float())
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("dgrad", ["e4m3", "e5m2"])
 @masters
-def test_codes_of_a_projected_weight(dgrad, master):
+def test_codes_of_a_projected_weight(dgrad, master, known):
     w, beta = weight(128, 192, master), torch.tensor(1.21, device=DEVICE)
     projected = soft_threshold24(w).float() * beta
     packed = Packed24.empty((128, 192), FP8["e4m3"], DEVICE)
     own = torch.empty(128, 192, dtype=FP8["e4m3"], device=DEVICE)
     transposed = torch.empty(192, 128, dtype=FP8[dgrad], device=DEVICE)
     scales = torch.empty(2, device=DEVICE)
-    project_quantize24_(packed, own, transposed, scales, w, beta)
+    amax = projected.abs().max() if known else None
+    project_quantize24_(packed, own, transposed, scales, w, beta, amax)
     want, scale = quantize_fp8(projected, "e4m3")
     assert torch.equal(codes(own), codes(want)) and scales[0] == scale
     assert torch.equal(unpack24(packed).float(), want.float())
@@ -287,8 +289,6 @@ OPERATORS = {
     "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, SM90, "cpu"),
     "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "cpu"),
     "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", SM90, "cpu"),
-    "fp8_numbers": lambda: (W, "e4m3", "cpu"),
-    "fp8_numbers_and_codes": lambda: (W, "e4m3", "e5m2", "cpu"),
     "quantize_fp8_delayed": lambda: (W, "e4m3", torch.tensor(2.0), torch.tensor(1.0), "cpu"),
     "quantize_both_delayed": lambda: (
         W[:20], "e4m3", "e5m2", torch.tensor(2.0), torch.tensor(1.0), "cpu",
@@ -302,7 +302,7 @@ OPERATORS = {
     "project_quantize24_": lambda: (
         torch.empty(64 * 40, dtype=torch.uint8), FP8["e4m3"], "cusparselt_sm90",
         torch.empty(64, 64, dtype=FP8["e4m3"]),
-        torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), "cpu",
+        torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), None, "cpu",
     ),
 }  # fmt: skip
 

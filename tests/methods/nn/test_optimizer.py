@@ -29,7 +29,7 @@ TAKEN = [
 LEFT = [
     ("bi_mask", {}),
     ("gmp", {"total_steps": 8}),
-    ("s_ste", {"fp8": "paper"}),
+    ("s_ste", {"fp8": "paper", "mvue_weight": True}),
     ("s_ste", {"gamma": 0.1}),
     ("s_ste", {"beta": "mse_dynamic"}),
     ("s_ste", {"mvue_weight": True}),
@@ -132,7 +132,12 @@ def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("ste", {"fp8": "paper"}), ("t_sr_ste", T_SR_STE | {"fp8": "hopper"})]
+    ("name", "options"),
+    [
+        ("ste", {"fp8": "paper"}),
+        ("t_sr_ste", T_SR_STE | {"fp8": "hopper"}),
+        ("s_ste", {"fp8": "hopper"}),
+    ],
 )
 def test_codes_in_fp8_are_derived_by_the_hooks(name, options, monkeypatch):
     """Decay, masks and the largest magnitude are not: codes need it first."""
