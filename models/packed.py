@@ -28,7 +28,7 @@ from common_kernels.pack.operands import fill_up
 
 COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # tokens at which products are measured
 # Every number of tokens has a plan of its own; beyond this many they are filled up to multiples.
-STEP = 64
+STEP, LEAST = 64, 8  # LEAST: what cuSPARSELt takes of 16-bit types
 LAYOUTS = {"cusparselt": BUFFERED, "cutlass": "cutlass_sm80"}
 
 
@@ -73,6 +73,16 @@ class PackedProduct(nn.Module):
             return True
         weight, version = self.source  # another tensor may have the same version
         return weight() is self.weight and self.weight._version == version
+
+    def problem(self, tokens: int) -> Problem | None:
+        """What is multiplied for so many tokens, filled up; None if not by cuSPARSELt, whose
+        algorithms alone are measured."""
+        if self.packed.layout != BUFFERED:
+            return None
+        (rows, columns), dtype = self.packed.shape, self.packed.dtype
+        step = STEP if tokens > STEP else LEAST
+        filled, biased = -(-tokens // step) * step, self.bias is not None
+        return Problem(rows, columns, filled, dtype, dtype, True, True, biased)
 
 
 @functools.cache
@@ -216,14 +226,11 @@ def _measured(layers: Sequence[PackedProduct], graphs: bool) -> int | None:
 
 def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
     """True if layers of one shape are faster packed with so many tokens."""
-    packed, device, biased = layers[0].packed, layers[0].weight.device, layers[0].bias is not None
-    dtype, (rows, columns) = packed.dtype, packed.shape
-    if packed.layout == BUFFERED:
-        problem = Problem(rows, columns, max(8, tokens), dtype, dtype, True, True, biased)
-        # It finds the fastest algorithm, and its verdict is of a weight that stays in the cache.
-        if not is_faster(problem, device) and not graphs:
-            return False
-    x = torch.randn(tokens, columns, dtype=dtype, device=device)
+    packed, device, problem = layers[0].packed, layers[0].weight.device, layers[0].problem(tokens)
+    # It finds the fastest algorithm, and its verdict is of a weight that stays in the cache.
+    if problem is not None and not is_faster(problem, device) and not graphs:
+        return False
+    x = torch.randn(tokens, packed.shape[1], dtype=packed.dtype, device=device)
     variants = [[functools.partial(run, layer, x) for layer in layers] for run in (_dense, _sparse)]
     dense_ms, sparse_ms = times_ms(variants, graphs)
     return sparse_ms < dense_ms

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from common_kernels import matmul24, nm_mask
 from common_kernels.matmul import is_faster
-from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
 from experiments.bench import arms
 from experiments.bench.timing import Call, Time, in_turns
@@ -34,7 +33,6 @@ from reproduce.speed import BUFFERS, Metrics, Told, clock_and_power
 if TYPE_CHECKING:
     from reproduce.bench import Config
 
-LEAST = 8  # tokens that a sparse product of 16-bit types takes: fewer are filled up
 CLOCKS = {"graph": "in a CUDA graph", "events": "launched from Python", "host": "not in a graph"}
 
 
@@ -78,11 +76,8 @@ def packed_layers(model: nn.Module) -> list[PackedProduct]:
 
 def check(layer: PackedProduct, tokens: int, device: torch.device) -> None:
     """Find the fastest sparse product of so many tokens, and raise a `UserError` if it is wrong."""
-    (rows, columns), dtype = layer.packed.shape, layer.packed.dtype
-    step, bias = packed.STEP if tokens > packed.STEP else LEAST, layer.bias
-    even = -(-tokens // step) * step
-    if layer.packed.layout == BUFFERED:
-        problem = Problem(rows, columns, even, dtype, dtype, True, True, bias is not None)
+    (rows, columns), dtype, bias = layer.packed.shape, layer.packed.dtype, layer.bias
+    if (problem := layer.problem(tokens)) is not None:
         is_faster(problem, device)
     x = torch.randn(tokens, columns, dtype=dtype, device=device)
     want = F.linear(x.float(), layer.weight.float(), None if bias is None else bias.float())

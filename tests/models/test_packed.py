@@ -219,7 +219,7 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
         return [1.0, 0.5 if len(a) >= 128 else 2.0]
 
     monkeypatch.setattr(packed, "times_ms", timed)
-    found = [packed._faster(layers, False, n) for n in (8, 63, 64, 127, 128)]
+    found = [packed._faster(layers, False, n) for n in (8, 56, 64, 127, 128)]
     assert found == [False] * 4 + [True] and seen == [64, 127, 128]
     # In a graph the table's verdict does not count.
     assert [packed._faster(layers, True, n) for n in (8, 128)] == [False, True]

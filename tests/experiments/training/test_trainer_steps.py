@@ -23,6 +23,7 @@ from methods import FusedAdamW, s_ste, sr_ste, ste, t_sr_ste
 from models.base import Model
 from models.gpt2 import GPT
 from models.hf import CausalLM
+from tests.lifetimes import Reads
 
 
 class Stop(Exception):
@@ -332,8 +333,8 @@ def test_steps_in_one_pass_are_the_same_and_go_on(build, tmp_path):
 
 def capture_by_calling(model_of):
     """A stand-in for `graphs.capture` without a GPU: a replay calls `part` again and writes where
-    the capture wrote. The capture itself leaves the random numbers as they were; what it writes is
-    overwritten by the first replay.
+    the capture wrote, if all that a graph would read is still there. The capture itself leaves the
+    random numbers as they were; what it writes is overwritten by the first replay.
 
     Args:
         model_of: the model whose gradients `part` writes.
@@ -342,11 +343,13 @@ def capture_by_calling(model_of):
     def capture(part, pool):
         fresh = [p for p in model_of(part).parameters() if p.grad is None]
         before = torch.get_rng_state()
-        result = part()
+        with Reads() as reads:
+            result = part()
         torch.set_rng_state(before)
         written = [(p, p.grad) for p in fresh if p.grad is not None]
 
         def replay():
+            assert not reads.lost()
             own = [p.grad for p, _ in written]
             for parameter, _ in written:
                 parameter.grad = None
