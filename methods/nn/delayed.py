@@ -8,8 +8,9 @@ A layer with it keeps, all fp32, first of X and then of dY:
     amax          [2], saved: the largest of these, which scales follow from
     amax_seen     [2], saved: the largest in the micro-batches of this step so far
 
-The first step has no history: it takes the scales of its own tensors. What grows from one step to
-the next beyond all of its history becomes the largest code.
+Until X and dY have both had a magnitude there is no history: a step takes the scales of its own
+tensors, the first one and those behind it that are skipped. What grows from one step to the next
+beyond all of its history becomes the largest code.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def reload(layer: Any) -> None:
     for name in _SHAPES:
         held = getattr(layer, name).float()
         setattr(layer, name, held.masked_fill_(~held.isfinite(), 0.0))
-    layer.has_history = bool(layer.amax.any())
+    layer.has_history = bool(layer.amax.all())
 
 
 def of(layer: Any) -> Amax:
@@ -75,7 +76,8 @@ def update(layers: Iterable[nn.Module]) -> None:
     """At the end of an optimizer step: take what was seen into the history, on all ranks alike.
 
     A magnitude that is not finite, that of a step which is skipped, is left out; where there is
-    none the last scale stays. Nothing waits for the device, in launches for all layers together.
+    none the last scale stays. Once all layers have a history nothing waits for the device, in
+    launches for all layers together.
     """
     # Those in a dense phase have seen nothing.
     delayed: list[Any] = [m for m in layers if hasattr(m, "has_history") and m.fp8]
@@ -92,5 +94,6 @@ def update(layers: Iterable[nn.Module]) -> None:
     torch._foreach_copy_([layer.amax_history for layer in delayed], list(history.unbind()))
     torch._foreach_copy_([layer.amax for layer in delayed], list(amax.unbind()))
     torch._foreach_zero_([layer.amax_seen for layer in delayed])
-    for layer in delayed:
-        layer.has_history = True
+    if not all(layer.has_history for layer in delayed):
+        for layer, has_history in zip(delayed, amax.all(-1).tolist(), strict=True):
+            layer.has_history = has_history

@@ -103,6 +103,21 @@ def test_gradients_that_have_no_scale_leave_the_last_one(size):
     assert all(result.isfinite().all() for result in step(layer, method, 9)[0])
 
 
+@pytest.mark.parametrize("size", [torch.inf, 0.0])
+def test_a_first_step_without_a_gradient_is_no_history(size):
+    """fp16 often skips the first ones; a scale of nothing would make the next gradient one of
+    largest codes."""
+    layer, method = converted()
+    now, quick = converted(fp8="hopper")
+    step(layer, method, 0, size=size)
+    assert not layer.has_history and layer.amax[0] > 0 == layer.amax[1]
+    fresh, _ = converted()
+    fresh.load_state_dict(layer.state_dict())
+    assert not fresh.has_history
+    results = step(layer, method, 1), step(now, quick, 1)
+    assert all(map(torch.equal, results[0][0], results[1][0])) and layer.has_history
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_or_not_on_units_or_simulated(compiled, monkeypatch):
     """The state is written in the forward and in the backward pass."""
