@@ -1,8 +1,7 @@
 """Measures one cell of a speed or memory table on the device at hand.
 
-A driver like those of `experiments`: `load`, `run`, `finished`.
-`MEASURES` has what is timed, by module. The result is known by its config and the device, and is
-kept.
+A driver like those of `experiments`: `load`, `run`, `finished`. `MEASURES` has what is timed, by
+module. The result is known by its config and the device, and is kept.
 """
 
 from __future__ import annotations
