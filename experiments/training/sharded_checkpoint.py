@@ -14,6 +14,7 @@ pickles, and none is loaded here.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,8 @@ def save(directory: Path, step: int, state: dict[str, Any], world: World) -> Non
     checkpoint.write_atomic(hidden / STATE, lambda p: checkpoint.write(plain, p))
     files[STATE] = checkpoint.record_of(hidden / STATE)
     checkpoint.write_json(hidden / INDEX, {"ranks": world.size, "files": files})
+    if path.exists():  # damaged, or the same state
+        shutil.rmtree(path)
     hidden.rename(path)
     checkpoint.sync_directory(directory)
     checkpoint.remove_others(path)

@@ -214,6 +214,28 @@ def test_half_a_checkpoint_is_removed_and_never_read(two_checkpoints):
         assert not hidden.exists()
 
 
+def test_a_checkpoint_takes_the_place_of_a_damaged_one(two_checkpoints):
+    (two_checkpoints / "step-000000006" / "state.pt").write_bytes(b"")
+    state = newest(two_checkpoints, []) | {"step": 6}
+    sharded_checkpoint.save(two_checkpoints, 6, state, ALONE)
+    found = newest(two_checkpoints, [])
+    assert found["step"] == 6 and found["model"].keys() == state["model"].keys()
+    names = ["step-000000003", "step-000000006"]
+    assert sorted(p.name for p in two_checkpoints.iterdir()) == names
+
+
+def test_a_full_disk_is_one_line_on_every_rank(two_checkpoints, full_disk, monkeypatch):
+    before = {p for p in two_checkpoints.rglob("*") if p.is_file()}
+    large = {"w": torch.zeros(100_000)}
+    monkeypatch.setattr(
+        sharded_checkpoint, "_without_rows", lambda state, name, rows, names: rows.update(state)
+    )
+    with full_disk(), pytest.raises(UserError, match=r"rank-0\.safetensors cannot be written"):
+        sharded_checkpoint.save(two_checkpoints, 9, large, ALONE)
+    assert {p for p in two_checkpoints.rglob("*") if p.is_file()} == before
+    assert newest(two_checkpoints, [])["step"] == 6
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_rows_are_read_by_any_number_of_ranks(two_checkpoints, ranks):
     """Rows of a tensor whose first dim no number of ranks divides."""
