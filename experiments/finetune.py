@@ -1,9 +1,9 @@
 """Fine-tune a pre-trained GPT-2 or BERT: `python -m experiments.finetune run=DIR task=cola`.
 
-`task` is one of the nine of GLUE, `squad`, or `glue`: those that the recipe lists, one after the
-other, in one table.
+`task` is one of the nine of GLUE, `squad`, `own` (texts and labels of your own), or `glue`: those
+that the recipe lists, one after the other, in one table.
 `model.path=FOLDER` takes a checkpoint of transformers (a causal model or BERT) instead of a run; it
-is fine-tuned densely.
+is fine-tuned densely, with mode=masked under the zeros of its 2:4 linears, or by LoRA.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
 dev split after each epoch, and at the end `model.safetensors`, `predictions/` and `result.json`;

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common_kernels import check24
 from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import digest
@@ -21,7 +22,7 @@ from experiments.finetuning.lora import LoraConfig, require_peft
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_seed
-from methods import Method, dense
+from methods import Method, dense, one_shot
 
 GLUE, SQUAD, OWN = "glue", "squad", "own"
 TASKS = (*glue.TASKS, OWN, SQUAD)
@@ -140,11 +141,22 @@ class Checkpoint:
     ) -> Method:
         if mode == "sparse":
             raise UserError(
-                f"model.path={self.config.path} knows no sparse method: set mode=dense, or train "
-                "it with a method (`python -m experiments.distill`) and give that run"
+                f"model.path={self.config.path} knows no sparse method: set mode=dense, or masked "
+                "if its weights are 2:4, or train it with a method (`python -m "
+                "experiments.distill`) and give that run"
             )
         include = ("*.h.*", "*.layers.*", "*.layer.*")  # the blocks, whatever they are called
-        method = dense.Method(dense.Config(include=include, total_steps=total_steps, seed=seed))
+        options: Any = {"include": include, "total_steps": total_steps, "seed": seed}
+        method: Method = dense.Method(dense.Config(**options))
+        if mode == "masked":
+            there = method.matching_linears(model)
+            sparse = tuple(name for name, layer in there.items() if not check24(layer.weight))
+            if not sparse:
+                raise UserError(
+                    f"mode=masked, but of the {len(there)} linears of model.path="
+                    f"{self.config.path} none is 2:4; set mode=dense"
+                )
+            method = one_shot.Method(one_shot.Config(**{**options, "include": sparse}))
         method.convert(model, dtype)
         return method
 

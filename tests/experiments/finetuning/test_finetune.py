@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common_kernels import nm_mask
 from experiments import finetune
 from experiments.config.run import load
 from experiments.finetuning import glue, glue_table, squad, tuning
@@ -752,11 +753,41 @@ def test_a_checkpoint_of_transformers_is_fine_tuned_densely(hf_model, runs, tmp_
     sparse = finetune.load([*given, "mode=sparse", "recipe.max_length=32", *CPU])
     with pytest.raises(UserError, match=r"knows no sparse method: set mode=dense"):
         finetune.run(sparse, quiet)
+    masked = finetune.load([*given, "mode=masked", *QUICK, *CPU, "recipe.max_length=32"])
+    with pytest.raises(UserError, match=r"of the 8 linears of model\.path=.* none is 2:4; set"):
+        finetune.run(masked, quiet)
     # Another tokenizer makes it another model.
     digest, path = own.digest(), folder / "tokenizer_config.json"
     path.write_text(path.read_text() + "\n")
     again = finetune.load([*given, *QUICK, *CPU, "recipe.max_length=32", "recipe.epochs=1"])
     assert again.digest() != digest and again.directory() != own.directory()
+
+
+def test_the_zeros_of_a_checkpoint_of_transformers_stay(hf_model, runs, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    from experiments.data.tokenizer import END_OF_TEXT
+
+    folder, model = tmp_path / "checkpoint", hf_model("gpt2", vocab_size=512)
+    pruned = [block.mlp.c_fc.weight for block in model.transformer.h]  # [in, out]
+    for weight in pruned:
+        weight.data *= nm_mask(weight, dim=0)
+    model.save_pretrained(folder)
+    [tokenizer] = runs("gpt2").parents[3].glob("toys-v400*/tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END_OF_TEXT).save_pretrained(
+        folder
+    )
+    given = [f"model.path={folder}", "task=sst2", f"data.source={GLUE}", f"runs={tmp_path / 'r'}"]
+    own = finetune.load(
+        [*given, *QUICK, *CPU, "mode=masked", "recipe.max_length=32", "recipe.epochs=1"]
+    )
+    result = finetune.run(own, quiet)
+    assert len(result["converted"]) == 2 and result["sparsity"]["illegal_groups"] == 0
+    tuned = load_file(own.directory() / "model.safetensors")
+    for name, before in zip(result["converted"], pruned, strict=True):
+        weight = tuned[f"{name}.weight"]
+        assert name.endswith("mlp.c_fc") and not torch.equal(weight, before.T)
+        assert torch.equal(weight != 0, before.T != 0)
 
 
 def test_a_bert_of_transformers_is_fine_tuned_as_ours(runs, tmp_path):
