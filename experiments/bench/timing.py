@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-# A call gets the number of the buffer that it shall work on.
+# A call gets the number of the buffer that it shall work on. What it reads and has not made itself
+# has to stay where it is, for a graph reads it there again: no call may replace it.
 Call = Callable[[int], Any]
 
 GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution of the events

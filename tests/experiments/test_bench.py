@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.bench import ops, packers, passes, report, timing
+from experiments.bench import ops, packers, passes, report, serve, timing
 from experiments.bench.__main__ import main
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
@@ -243,6 +243,26 @@ def test_graphs_share_memory_and_nothing_else():
     times = in_turns(calls, device, repeats=2)
     assert {time.clock for time in times.values()} == {"graph"}
     assert kept[0].eq(2).all() and kept[1].eq(4).all()
+
+
+@on_gpu
+@torch.inference_mode()
+def test_a_graph_of_a_step_of_generation_reads_the_cache_that_is_there():
+    """Its tensors are large enough to be given back to the driver once nobody holds them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**serve.SIZES["nano"].shape)).bfloat16().eval()
+    step, found, stream = serve.generation(model, 2048), [], torch.cuda.Stream()
+    want = step(0)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(0)
+        graph = timing.captured(lambda i: found.append(step(i)), 1, 1, stream, None)
+    torch.cuda.empty_cache()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found[0], want, rtol=2**-5, atol=2**-5)
 
 
 @on_gpu
