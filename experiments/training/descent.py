@@ -40,6 +40,8 @@ class Descent:
         layers = optimization.method.layers.values()
         masked = [layer for layer in layers if isinstance(layer, MaskedLinear)]
         self.masks = [(layer, layer.mask.clone()) for layer in masked]
+        # What delayed scaling has seen of the step; passes of one's own are no part of it.
+        self.seen = [layer.amax_seen for layer in layers if hasattr(layer, "amax_seen")]
         self.loss, self.scale = self._loss(), optimization.scaler.get_scale()
         parameters = [p for p in optimization.model.parameters() if p.grad is not None]
         self.weights = [(p, p.detach().clone(), p.grad) for p in parameters]
@@ -74,6 +76,7 @@ class Descent:
         added to the parameters', scaled as in a step."""
         optimization = self.optimization
         set_generators(self.generators, optimization.device)
+        seen = [amax.clone() for amax in self.seen]
         total = torch.zeros((), device=optimization.device)
         for batch, share in zip(self.batches, self.shares, strict=True):
             with optimization.autocast():
@@ -81,4 +84,6 @@ class Descent:
             if torch.is_grad_enabled():
                 optimization.scaler.scale(loss).backward()
             total += loss.detach()
+        for amax, before in zip(self.seen, seen, strict=True):
+            amax.copy_(before)
         return total

@@ -20,9 +20,12 @@ def changes(config):
     return {r["step"]: r for r in log if "actual_change" in r}, log
 
 
-@pytest.mark.parametrize("method", ["dense", "ste", "s_ste", "t_sr_ste"])
-def test_the_training_stays_the_same(method, tiny):
-    own = ["method.refresh_every=2"] if method == "t_sr_ste" else []
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [("dense", []), ("ste", []), ("s_ste", []), ("s_ste", ["method.fp8=hopper_delayed"]),
+     ("t_sr_ste", ["method.refresh_every=2"])],
+)  # fmt: skip
+def test_the_training_stays_the_same(method, own, tiny):
     plain, observed = (
         tiny(f"method={method}", *SHORT, *own, *more) for more in ([], ["train.descent_every=2"])
     )
