@@ -83,7 +83,7 @@ def export(
 
     Raises:
         UserError: transformers has no such architecture, the method keeps no dense weights, or
-            `to` holds something else.
+            `to` holds something else, if beside an export that must be written anew.
     """
     form = form or Form()
     if find_spec("transformers") is None:
@@ -105,6 +105,11 @@ def export(
             other = _form(found) if found.get("config_hash") == run.config_hash else None
             holds = "is no export of this run" if other is None else f"is its {other.kind}"
             raise UserError(f"{folder} exists and {holds}; give another, to=FOLDER")
+        if ours and (others := _others(folder, found)):
+            raise UserError(
+                f"{folder} must be written anew, and holds {others[0]}, which is no file of the "
+                "export; move it away, or give another folder, to=FOLDER"
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Names of this run alone, which is locked: what is there was left by a killed process.
         tag = digest({"run": str(run.directory.resolve())})[:8]
@@ -182,6 +187,12 @@ def _is_whole(folder: Path, record: dict[str, Any]) -> bool:
     """True if the files of an export are those that were written."""
     paths = {folder / name: sha256 for name, sha256 in record["files"].items()}
     return all(p.is_file() and checkpoint.sha256(p) == sha256 for p, sha256 in paths.items())
+
+
+def _others(folder: Path, record: dict[str, Any]) -> list[str]:
+    """The files in the folder of an export that were put there by others, a `.git` for one."""
+    paths = (p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())
+    return [path for path in paths if path not in record["files"] and path != RECORD]
 
 
 def read_patterns(folder: Path) -> dict[str, dict[str, int]]:

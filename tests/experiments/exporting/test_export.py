@@ -336,6 +336,20 @@ def test_a_folder_of_something_else_is_left_alone(finished, tmp_path):
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
+def test_files_of_others_in_an_export_are_not_lost(finished, tmp_path):
+    run, folder = finished("gpt2"), tmp_path / "out"
+    export.export(run, to=folder, report=quiet)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("keep")
+    export.export(run, to=folder, report=quiet)  # it is whole, so nothing is written
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=r"out must be written anew, and holds \.git/HEAD, which"):
+        export.export(run, to=folder, report=quiet)
+    (folder / ".git" / "HEAD").rename(tmp_path / "HEAD")
+    export.export(run, to=folder, report=quiet)
+    assert (folder / "config.json").is_file()
+
+
 def test_an_export_that_fails_leaves_nothing(finished, monkeypatch):
     run = finished("gpt2")
     before = {p.name for p in run.directory.iterdir()}
