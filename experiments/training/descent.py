@@ -16,6 +16,7 @@ the training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class Descent:
         masked = [layer for layer in layers if isinstance(layer, MaskedLinear)]
         self.masks = [(layer, layer.mask.clone()) for layer in masked]
         # What delayed scaling has seen of the step; passes of one's own are no part of it.
-        self.seen = [layer.amax_seen for layer in layers if hasattr(layer, "amax_seen")]
+        given: list[Any] = [layer for layer in layers if hasattr(layer, "amax_seen")]
+        self.seen: list[Tensor] = [layer.amax_seen for layer in given]
         self.loss, self.scale = self._loss(), optimization.scaler.get_scale()
         parameters = [p for p in optimization.model.parameters() if p.grad is not None]
         self.weights = [(p, p.detach().clone(), p.grad) for p in parameters]
