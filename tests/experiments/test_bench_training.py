@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from experiments.bench.__main__ import main
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import Time, in_turns
 from experiments.support.errors import UserError
+from tests.lifetimes import Reads
 
 CPU = torch.device("cpu")
 SHAPE = (64, 16, 32)  # tokens, in, out; FP8 products take multiples of 16
@@ -217,6 +219,18 @@ def test_all_arms_are_measured_in_turns(benchmark, tmp_path, monkeypatch):
     else:
         wanted = ["dense", *(f"{name}: whole" for name in ("dense", "t_sr_ste", "slope"))]
         assert [name for name in calls if name == "dense" or "whole" in name] == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if name != arms.TORCHAO])
+def test_what_calls_read_stays_where_graphs_of_them_read_it(name):
+    """No call replaces what itself or another one has read."""
+    built = linear.build(name, SHAPE, torch.float32, CPU, "dense", 2)
+    seen = {}
+    for measured in (False, True):
+        for part, call in built.calls().items():
+            with Reads() if measured else nullcontext() as seen[part]:
+                call(0)
+    assert {part: reads.lost() for part, reads in seen.items()} == {part: [] for part in seen}
 
 
 def test_memory_counts_the_parts():
