@@ -171,7 +171,7 @@ def children(pid):
 def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path, shard):
     """torchrun ends the others, starts all again, and they go on: the same losses to the last bit,
     across a refresh of the masks and the change to dense."""
-    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=60"]
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=150"]
     arguments = [*steps, "method=t_sr_ste", "method.refresh_every=5", "method.dense_fraction=0.3"]
     arguments += [f"impl.shard={shard}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -193,7 +193,7 @@ def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path, shard)
     assert done.returncode == 0, done.stderr
     for key in ("loss", "grad_norm", "flip_rate", "phase"):
         found = losses(load(killed).directory(), key)
-        assert found == losses(load(whole).directory(), key) and len(found) == 60
+        assert found == losses(load(whole).directory(), key) and len(found) == 150
 
 
 def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(overrides):
