@@ -35,6 +35,7 @@ TINY = {
     "deit": ["model.width=16", "model.depth=1", "model.heads=2"],
     "vit": ["model.width=16", "model.depth=1", "model.heads=2"],
 }
+WINDOW = ["train.steps=8", "train.warmup_steps=8", "candidates=[1.0e-6,1.0e-4]"]  # of find_decay
 BENCH = ["repeats=2", "batch=1", "threads=1"]
 
 
@@ -64,7 +65,7 @@ def short(table, data):
     overrides = [*table.tiers["smoke"].overrides, *table.rows[0].tiers.get("smoke", [])]
     [family] = {o.removeprefix("model=").partition("_")[0] for o in overrides if "model=" in o}
     needed = {"gpt2": data, "bert": data, "transformer": data[1:]}.get(family, [])
-    window = ["train.steps=8", "train.warmup_steps=8"] if table.driver == "find_decay" else []
+    window = WINDOW if table.driver == "find_decay" else []
     return [*SHORT, *TINY[family], *needed, *window]
 
 
@@ -116,7 +117,7 @@ def test_full_tiers_train_at_nano_size(name, shared, monkeypatch):
     own = " ".join([*tier.overrides, *row.overrides, *row.tiers.get("full", [])])
     family = "transformer" if "transformer" in own else "gpt2"
     needed = {"gpt2": ["data=stdlib", *data], "transformer": ["data=numbers", *data[1:]]}[family]
-    window = ["train.steps=8", "train.warmup_steps=8"] if table.driver == "find_decay" else []
+    window = WINDOW if table.driver == "find_decay" else []
     extra = [*SHORT, *TINY[family], *needed, *NANO, *window]
     first = [dataclasses.replace(table.rows[0], label="first")] if table.has_baseline else []
     tiers = {**_without_rows(table), "full": dataclasses.replace(tier, rows=[])}
