@@ -19,12 +19,13 @@ def quantize_fp8(
     """The codes of x and their scale: x is about codes / scale.
 
     fmt `e4m3` gives torch.float8_e4m3fn codes, `e5m2` torch.float8_e5m2, in x's shape; the scale is
-    a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs.
+    a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs,
+    but for an Inf under delayed scaling.
 
     Args:
         amax, seen: fp32 [], together, for delayed scaling. amax takes the place of x's largest
-            magnitude, so that x is read once; what is larger becomes the largest code. seen
-            becomes the larger of itself and of x's largest magnitude.
+            magnitude, so that x is read once; what is larger, an Inf too, becomes the largest
+            code. seen becomes the larger of itself and of x's largest magnitude.
     """
     name = check(x, fmt, backend)
     if amax is None and seen is None:

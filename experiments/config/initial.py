@@ -29,7 +29,7 @@ from experiments.support.hashes import file_hash
 from experiments.support.results import FILE as RESULT
 from experiments.support.results import read_training
 from methods.nn import compressed, slorb
-from models import bert, gpt2, vit
+from models import bert, gpt2, sparse, vit
 from models.bert import BertLM
 from models.gpt2 import GPT
 from models.hf import CausalLM
@@ -66,6 +66,11 @@ class HFConfig:
         folder = Path(self.path)
         if not folder.is_dir():
             folder = hub.download(self.path, _CHECKPOINT_FILES, "model.path")
+        if [path.name for path in folder.glob("*.safetensors")] == [sparse.WEIGHTS]:
+            raise UserError(
+                f"model.path={self.path} is a compressed export, which models.sparse.load alone "
+                "reads; export the run without compressed=true"
+            )
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise UserError(
                 f"model.path={self.path} has no config.json with weights in .safetensors: give the "

@@ -46,7 +46,8 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
             return done
         tuning.open_model(config, config.open())
         for task in config.recipes:  # a file that is bad is found before hours of training
-            here.main_first(partial(glue.load, task, config.data))
+            for load in (glue.load, glue.load_tests):
+                here.main_first(partial(load, task, config.data))
         parts = {task: tuning.run(config.single(task), report) for task in config.recipes}
         result = _result(config, parts)
         if here.is_main:

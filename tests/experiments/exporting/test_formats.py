@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common_kernels import nm_mask
+from experiments.config.initial import HFConfig
 from experiments.config.run import load
 from experiments.exporting import export, files
 from experiments.exporting.card import Evaluation, result_files
@@ -129,6 +130,13 @@ def test_the_compressed_twin_has_the_same_bits(family, dtype, two):
     for name, tensor in sparse.read_compressed(compressed).items():
         told = records[1]["tensors"].get(name)
         assert told is None or told["sha256"] == sparse.sha256_of(tensor)
+
+
+def test_a_compressed_folder_is_no_checkpoint_of_transformers(two):
+    whole, compressed = two("gpt2", "fp32")
+    assert HFConfig(str(whole)).folder == whole
+    with pytest.raises(UserError, match=r"is a compressed export, .* without compressed=true"):
+        _ = HFConfig(str(compressed)).folder
 
 
 def test_nine_sixteenths_of_the_bytes_of_bf16(two):

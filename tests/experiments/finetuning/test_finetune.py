@@ -364,12 +364,13 @@ def test_a_recipe_says_which_tasks_are_in_its_mean(gpt2):
     assert f"mean of 2  {sum(scores) / 2:>5.1f}" in said
 
 
-def test_bad_data_of_the_last_task_are_found_before_the_first_is_trained(gpt2, tmp_path):
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_bad_data_of_the_last_task_are_found_before_the_first_is_trained(gpt2, split, tmp_path):
     folder = Path(shutil.copytree(GLUE, tmp_path / "glue"))
-    path = folder / "WNLI/dev.tsv"
-    path.write_text(path.read_text(encoding="utf-8") + "no label\n", encoding="utf-8")
+    path, good = folder / f"WNLI/{split}.tsv", (folder / "WNLI/dev.tsv").read_text("utf-8")
+    path.write_text(good + "no label\n", encoding="utf-8")
     own = config(gpt2, "glue", f"data.source={folder}", "recipe.epochs=1")
-    with pytest.raises(UserError, match=r"WNLI/dev\.tsv, line 18: 1 fields"):
+    with pytest.raises(UserError, match=rf"WNLI/{split}\.tsv, line 18: 1 fields"):
         finetune.run(own, quiet)
     assert not (gpt2 / "finetune").exists()
 
