@@ -48,23 +48,28 @@ def quiet(message):
     pass
 
 
+def _train(config, last):
+    """Train to the end, or up to the step `last`, in which the training dies."""
+    train_step = Trainer._train_step
+
+    def dying(self, batches):
+        if self.step == last:
+            raise Interrupted
+        return train_step(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Interrupted):
+        patch.setattr(Trainer, "_train_step", dying)
+        pretraining.run(config, quiet)
+
+
 def _run(rank, ranks, store, runs):
-    """Train each of `runs`, (config, step): to the end, or up to a step before which it dies."""
+    """`_train` each of `runs`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    train_step = Trainer._train_step
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     with world("cpu"):
-        for config, step in runs:
-
-            def dying(self, batches, step=step):
-                if self.step == step:
-                    raise Interrupted
-                return train_step(self, batches)
-
-            Trainer._train_step = dying
-            with suppress(Interrupted):
-                pretraining.run(config, quiet)
+        for config, last in runs:
+            _train(config, last)
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
@@ -72,7 +77,7 @@ def _run(rank, ranks, store, runs):
 @pytest.fixture(scope="module")
 def trained(corpus_dir, tmp_path_factory):
     """The config of each case by (case, folder): `one` process, `two` ranks, and `moved` from two
-    to four to one; and the checkpoints of `moved` as two ranks left them."""
+    to four to one, but for S-STE begun by one; and what two ranks left of `moved`."""
     folder = tmp_path_factory.mktemp("sharded")
     data = [
         "data.name=words",
@@ -90,6 +95,8 @@ def trained(corpus_dir, tmp_path_factory):
     }  # fmt: skip
     for place in ("one", "two"):
         found["dino", place] = dino.load([*IMAGES, f"runs={folder / place}"])
+    for case in CASES.keys() - {"s_ste"}:
+        _train(found[case, "moved"], 4)
     two = [(found["dino", "two"], LAST)]
     two += [(found[case, "two"], LAST) for case in CASES]
     two += [(found[case, "moved"], 7) for case in CASES]
