@@ -136,17 +136,25 @@ def build(
     paths = {name: place / f"{name}.so" for name in wanted}
     if all(path.is_file() for path in paths.values()):
         return paths
-    place.mkdir(parents=True, exist_ok=True)
-    with _alone(place.with_suffix(".lock"), say):
-        todo = [name for name, path in paths.items() if not path.is_file()]
-        workers = max(1, min(len(todo), os.cpu_count() or 1))
-        if todo:
-            say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = {name: pool.submit(_compile, source, wanted[name], paths[name]) for name in todo}
-            for number, (name, job) in enumerate(jobs.items(), 1):
-                job.result()
-                say(f"compiled {name} ({number} of {len(todo)})")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with _alone(place.with_suffix(".lock"), say):
+            todo = [name for name, path in paths.items() if not path.is_file()]
+            workers = max(1, min(len(todo), os.cpu_count() or 1))
+            if todo:
+                say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
+            with ThreadPoolExecutor(workers) as pool:
+                jobs = {
+                    name: pool.submit(_compile, source, wanted[name], paths[name]) for name in todo
+                }
+                for number, (name, job) in enumerate(jobs.items(), 1):
+                    job.result()
+                    say(f"compiled {name} ({number} of {len(todo)})")
+    except OSError as error:
+        raise BuildError(
+            f"CUDA kernels cannot be kept in {place} ({error}); set XDG_CACHE_HOME to a folder "
+            "that can be written"
+        ) from error
     return paths
 
 

@@ -108,6 +108,14 @@ def test_an_error_of_the_compiler_is_one_line_and_leaves_nothing(toolchain):
     assert not list(cuda_build.folder(toolchain).iterdir())
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(toolchain, tmp_path, monkeypatch):
+    """It is a `BuildError`, without which products go on as cuSPARSELt's."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(cuda_build.BuildError, match=r"cannot be kept in .*; set XDG_CACHE_HOME"):
+        cuda_build.build(toolchain, {"one": {}}, lambda _: None)
+
+
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
