@@ -133,8 +133,19 @@ class _Arguments(ctypes.Structure):
 @functools.cache
 def _library(config: Config) -> ctypes.CDLL:
     """The compiled kernel; all of its types are compiled together, when one is first needed."""
-    alike = [c for c in CONFIGS if c.dtype == config.dtype]
-    return _load(cuda_build.build(SOURCE, {c.name: c.macros() for c in alike})[config.name])
+    built = _built(config.dtype)
+    if isinstance(built, str):
+        raise cuda_build.BuildError(built)
+    return _load(built[config.name])
+
+
+@functools.cache  # a failure, too: each product of a model would try again, for minutes
+def _built(dtype: torch.dtype) -> dict[str, Path] | str:
+    """The libraries of all kernels of a type by name, or why there are none."""
+    try:
+        return cuda_build.build(SOURCE, {c.name: c.macros() for c in CONFIGS if c.dtype == dtype})
+    except cuda_build.BuildError as error:
+        return str(error)
 
 
 def _load(library: Path) -> ctypes.CDLL:

@@ -108,6 +108,24 @@ def test_an_error_of_the_compiler_is_one_line_and_leaves_nothing(toolchain):
     assert not list(cuda_build.folder(toolchain).iterdir())
 
 
+def test_kernels_that_cannot_be_compiled_are_tried_once(monkeypatch):
+    tried = []
+
+    def build(source, wanted):
+        tried.append(list(wanted))
+        raise cuda_build.BuildError("no such luck")
+
+    monkeypatch.setattr(cuda_build, "build", build)
+    for cached in (cuda._built, cuda._library):
+        cached.cache_clear()
+    alike = [config for config in cuda.CONFIGS if config.dtype == torch.bfloat16]
+    for config in alike:
+        with pytest.raises(cuda_build.BuildError, match="no such luck"):
+            cuda._library(config)
+    cuda._built.cache_clear()
+    assert tried == [[config.name for config in alike]]
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(toolchain, tmp_path, monkeypatch):
     """It is a `BuildError`, without which products go on as cuSPARSELt's."""
     (tmp_path / "file").touch()
