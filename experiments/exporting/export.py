@@ -28,7 +28,7 @@ from experiments.support import checkpoint
 from experiments.support.errors import UserError, writing
 from experiments.support.progress import say
 from experiments.training import legality
-from methods.nn import slorb
+from methods.nn import compressed, slorb
 from methods.nn.compressed import SparsePlusLowRank
 from models.sparse import FORMAT, MASKS, RECORD, VERSION, WEIGHTS, read_record
 
@@ -235,11 +235,6 @@ def merge_low_rank(model: nn.Module) -> bool:
 
     The function stays, the N:M pattern does not.
     """
-    boosted = any(isinstance(m, slorb.BoostedLinear) for m in model.modules())
-    slorb.merge(model)
-    adapted = [m for m in model.modules() if isinstance(m, SparsePlusLowRank)]
-    for layer in adapted:
-        layer.weight += layer.right.t() @ layer.left / len(layer.left)
-        del layer.left, layer.right
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
-    return boosted or bool(adapted)
+    found = any(isinstance(m, slorb.BoostedLinear | SparsePlusLowRank) for m in model.modules())
+    compressed.merge(slorb.merge(model))
+    return found

@@ -67,7 +67,8 @@ class Adapters:
     """Adapters on linears of `model`, in place; they and the head train, the trunk does not.
 
     patterns: (n, m) of linears that may be sparse, by name; 2:4 of all others. `masks` are those of
-    the linears that are, for merging.
+    the linears that are, for merging; `notice` is a line on those of `patterns` that are not, which
+    cannot be merged under a mask.
 
     Raises:
         UserError: no linear has a name that `config.include` takes.
@@ -91,6 +92,14 @@ class Adapters:
             for name, linear in linears.items()
             if not int(check_nm(linear.weight, *patterns.get(name, (2, 4))))
         }
+        dense = [name for name in linears if name in patterns and name not in self.masks]
+        self.notice = ""
+        if dense and config.merge == "sparse":
+            self.notice = (
+                f"lora.merge=sparse: {len(dense)} of {len(linears)} linears have no mask, "
+                f"{dense[0]} for one, and end dense: their training ended so, or low-rank terms "
+                "were added to them"
+            )
         heads = [name for name, child in model.named_children() if [*child.parameters()]]
         self.wrapped: Any = peft.get_peft_model(
             model,

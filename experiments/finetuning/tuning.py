@@ -92,6 +92,8 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
                 return done
             kind = _kind(config, method)
             report(f"{config.task}, {kind}, seed {config.seed} -> {directory}")
+            if adapters is not None and adapters.notice:
+                report(adapters.notice)
             trainer = make_trainer(config, hashes, problem, model, method, train, here, report)
             if here.size > 1:  # the head used the seed itself; dropout differs by rank
                 seeds = np.random.SeedSequence([config.seed, here.rank])

@@ -927,6 +927,7 @@ def test_adapters_on_a_sparse_model_are_kept_and_merged_under_its_mask(gpt2, mon
         said = []
         result = results[merge] = finetune.run(own, said.append)
         assert "resumed at step 2 of 6" in said and result["tuned"] == "lora"
+        assert not any("have no mask" in line for line in said)
         assert {f"adapter/adapter_{n}" for n in ("config.json", "model.safetensors")} <= {
             *result["files"]
         }
