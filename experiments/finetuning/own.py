@@ -124,6 +124,9 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if path.suffix == ".csv":
                 csv.field_size_limit(LONGEST)
                 reader = csv.DictReader(file, strict=True)
+                names = reader.fieldnames or ()
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise UserError(f"{path} has two columns {twice[0]!r}; rename one")
                 for row in reader:
                     yield f"{path}, line {reader.line_num}", row
                 return

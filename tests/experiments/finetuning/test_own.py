@@ -72,6 +72,7 @@ def test_accuracy_and_the_mean_of_f1_by_hand():
         ("dev.csv", "review,liked\na,maybe\n", r"dev\.csv, line 2: the liked 'maybe' is not in tr"),
         ("dev.csv", "review,liked\n", r"dev\.csv has no rows"),
         ("dev.csv", "review,liked\na\n", r"dev\.csv, line 2: no 'liked' among review, liked"),
+        ("dev.csv", "review,liked,liked\na,yes,no\n", r"dev\.csv has two columns 'liked'; ren"),
         ("train.csv", "review,liked\na,yes\nb,\n", r"train\.csv, line 3: the liked is empty"),
         ("train.csv", "review,liked\na, b,yes\n", r"train\.csv, line 2 has more values than col"),
         ("train.csv", 'review,liked\na,yes\n"b,no\n', r"train\.csv cannot be read: "),
