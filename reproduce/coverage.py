@@ -105,10 +105,13 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
 
 def counts(tables: list[Table], runs: Path, known: list[Item]) -> str:
     """A line that counts the numbered tables and figures: all, covered, run and measured."""
-    specs: dict[tuple[str | None, str | None], Table] = {(t.paper, t.number): t for t in tables}
+    specs: dict[tuple[str | None, str | None], list[Table]] = {}
+    for table in tables:
+        specs.setdefault((table.paper, table.number), []).append(table)
+    # Parts of a figure are specs of their own: it counts when all of them do.
     covered = {item: specs[key] for item in known if (key := (item.paper, item.number)) in specs}
-    run = [item for item, table in covered.items() if was_run(table, runs)]
-    kept = [item for item, table in covered.items() if was_measured(table)]
+    run = [item for item, parts in covered.items() if all(was_run(t, runs) for t in parts)]
+    kept = [item for item, parts in covered.items() if all(map(was_measured, parts))]
     of, having, ran, measured = (sum(i.count for i in part) for part in (known, covered, run, kept))
     return (
         f"{of} numbered tables and figures: {having} covered by a spec, {of - having} not, each "

@@ -66,21 +66,22 @@ class Summary:
     def __init__(self, tables: list[Table], tier: str, runs: Path) -> None:
         self.tier, self.runs = tier, runs
         self.stem = runs / "tables" / f"all-{tier}"
-        self.lines: dict[str, Line] = {}
-        kept = self._kept()
+        self.lines = self._kept()  # also of papers that this call was not asked for
         for table in tables:
-            line = self.lines[table.name] = Line(table.name, script(table))
-            line.minutes = kept.get(table.name, 0.0)
+            line = Line(table.name, script(table))
+            if table.name in self.lines:
+                line.minutes = self.lines[table.name].minutes
             if reason := not_offered(table, tier):
                 line.status, line.reason = "not offered", reason
+            self.lines[table.name] = line
 
-    def _kept(self) -> dict[str, float]:
-        """The minutes of earlier calls, by spec."""
+    def _kept(self) -> dict[str, Line]:
+        """The lines of earlier calls, by spec."""
         try:
             content = json.loads(self.stem.with_suffix(".json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        return {line["spec"]: line["minutes"] for line in content["tables"]}
+        return {line["spec"]: Line(**line) for line in content["tables"]}
 
     def make(self, table: Table) -> None:
         """Make a table and write down how it ended, or that it was interrupted."""

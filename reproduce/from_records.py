@@ -15,12 +15,10 @@ from reproduce.spec import Table
 
 @dataclass(frozen=True)
 class Collected:
-    """A table of a block's tier with its runs. table: with the seeds of the block. runs: the
-    records of its rows, as runs. missing: the seeds without a record, by arm. warnings: lines on
-    records that do not count.
+    """A table of a block's tier with its runs.
 
     table: with the seeds of the block. runs: the records of its rows, as runs. missing: the seeds
-    of its arms that have none. warnings: lines on records that do not count.
+    without a record, by arm. warnings: lines on records that do not count.
     """
 
     table: Table

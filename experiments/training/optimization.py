@@ -178,8 +178,8 @@ class Optimization:
         """One optimizer step on as many micro-batches as there are `shares`.
 
         Args:
-            batches: the micro-batches, on any device. shares: for each of them its part of the
-                samples of the step on this rank; the loss of the step is the mean over its samples.
+            batches: the micro-batches, on any device. shares: the weight of each one's mean loss;
+                the mean over the ranks of their sums is that over all samples of the step.
         Returns: (mean loss on this rank, norm of the gradient before clipping). Where the norm is
             not finite, the loss scaler has left the step out.
         Raises:

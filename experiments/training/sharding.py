@@ -36,9 +36,9 @@ def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: Wo
     """Raise a `UserError` if these settings do not go together with sharded weights."""
     if not shares_weights(impl, world):
         return
-    if impl.matmul == "cusparselt":
+    if impl.matmul not in ("auto", "dense"):
         raise UserError(
-            "impl.matmul=cusparselt with impl.shard=fsdp2: operands of sharded weights are not "
+            f"impl.matmul={impl.matmul} with impl.shard=fsdp2: operands of sharded weights are not "
             "packed; set impl.matmul=auto"
         )
     if train.descent_every:

@@ -62,3 +62,13 @@ def test_what_was_made_is_told(counts, tmp_path):
     path.write_text(f'{{"jobs": {jobs}, "done": {done}}}')
     told = f"{done} of {jobs} runs done at the last call"
     assert coverage.state(table, "smoke", tmp_path) == told
+
+
+def test_a_figure_of_two_specs_was_run_when_both_were(small, tmp_path):
+    tables = [small(name=name, paper="fst", number="figure1") for name in ("left", "right")]
+    item = coverage.Item("fst", "figure1", "Two panels.")
+    for table, ran in zip(reversed(tables), (0, 1), strict=True):
+        path = coverage.stem(table, "smoke", tmp_path).with_suffix(".json")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"jobs": 2, "done": 2}')
+        assert f"; {ran} run here" in coverage.counts(tables, tmp_path, [item])

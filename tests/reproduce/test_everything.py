@@ -90,6 +90,16 @@ def test_an_interruption_keeps_what_was_written(tables, outcomes, tmp_path, monk
         assert summary(tmp_path)[name]["minutes"] == before[name]["minutes"] + 1
 
 
+def test_a_call_for_some_keeps_the_lines_of_the_others(tables, outcomes, tmp_path):
+    outcomes["one"] = Made(5, 3)
+    everything.run(tables, "smoke", tmp_path)
+    before = summary(tmp_path)
+    assert everything.run(tables[1:2], "smoke", tmp_path) is True
+    after = summary(tmp_path)
+    assert list(after) == list(before) and after["one"] == before["one"]
+    assert "2 of 3 complete" in (tmp_path / "tables" / "all-smoke.md").read_text()
+
+
 def test_it_asks_for_the_papers_tables(tmp_path, capsys):
     tables = read_tables()
     assert {t.name for t in parse(["all"], tables).tables} == {t.name for t in tables if t.paper}

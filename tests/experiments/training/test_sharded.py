@@ -272,7 +272,9 @@ def refusal(method, impl, device="cpu", **more):
 def test_what_shards_do_not_serve_is_one_line():
     method = s_ste.Method(s_ste.Config(fp8="hopper"))
     packed = {"matmul": "cusparselt"}
-    assert "impl.matmul=cusparselt with impl.shard=fsdp2" in refusal(method, packed)
+    for matmul in ("cusparselt", "cuda"):
+        told = refusal(method, {"matmul": matmul})
+        assert f"impl.matmul={matmul} with impl.shard=fsdp2" in told
     assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
     assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
     sharding.check_shared(method, ImplConfig(shard="fsdp2", **packed), train(), ALONE)
