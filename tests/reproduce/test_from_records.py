@@ -65,9 +65,11 @@ def test_the_tables_of_the_issue_have_a_mini_tier():
         assert tier == "mini"
         by_block.setdefault(table.tiers[tier].block, set()).add(table.name)
     a = {f"fst_table{n}" for n in (1, 5, 6, 9, 10)} | {f"sste_table{n}" for n in (1, 2, 3, 4, 6, 7)}
+    figures = {f"fst_figure{n}" for n in (1, 3, 4, 5)} | {"sste_figure4", "slope_figure2"}
+    figures |= {f"slope_figure{n}" for n in ("B1", "B3", "B6")}
     assert by_block == {
-        "a": a | {"sste_figure4", "slope_table3", "slope_table4"},
-        "b": {"ast_table1", "ast_table4", "ast_table5"},
+        "a": a | figures | {f"slope_table{n}" for n in ("3", "4", "B4", "B5")},
+        "b": {"ast_figure2", *(f"ast_table{n}" for n in (1, 3, 4, 5))},
         "c": {"fst_table8", "sste_table5", "sste_table8"},
         "d": {"torchao_table1"},
     }
