@@ -143,6 +143,24 @@ def _records(block: str, arm: str) -> Iterator[Path]:
     return (HERE / "evidence" / (folder or block)).glob(f"{name}-seed*.json")
 
 
+def sizes(table: Table, tier: str) -> tuple[int, int]:
+    """(runs, measurements of them) of a tier. Rows share what is the same, and stages are not
+    measured."""
+    chosen, measured = table.tiers[tier], set()
+    runs: dict[tuple[str, str, int], tuple[Any, ...]] = {}  # by place: what the run depends on
+    for variant, row, seed in table.trainings(tier):
+        own = [*variant.overrides, *row.overrides, *row.tiers.get(tier, [])]
+        source = None
+        if row.starts_from is not None and not chosen.pretrained:
+            source = runs[variant.label, row.starts_from, seed]
+        run = (*(o.replace("{variant}", variant.key) for o in own), seed, source)
+        runs[variant.label, row.label, seed] = run
+        for name, measure in ({} if row.stage else chosen.measure).items():
+            given = (name, *row.measure.get(name, []))
+            measured |= {(run, given, task) for task in measure.tasks or [""]}
+    return len(set(runs.values())), len(measured)
+
+
 def _tiers(table: Table, runs: Path) -> list[str]:
     told = []
     for name, tier in table.tiers.items():
@@ -153,9 +171,8 @@ def _tiers(table: Table, runs: Path) -> list[str]:
             shown = f"the records of block {tier.block}; `python -m reproduce run {tier.block}`"
             told.append(f"  {table.command} tier={name}: {state(table, name, runs)} ({shown})")
             continue
-        trained = len(list(table.trainings(name)))
-        measured = sum(len(measure.tasks) or 1 for measure in tier.measure.values())
-        size = f"{trained} runs" + (f", {measured} measurements of each" if measured else "")
+        trained, measured = sizes(table, name)
+        size = f"{trained} runs" + (f", {measured} measurements of them" if measured else "")
         needs = f"; needs {tier.needs}" if tier.needs else ""
         told.append(f"  {table.command} tier={name}: {state(table, name, runs)} ({size}{needs})")
     return told

@@ -368,19 +368,15 @@ def of_slow_down(config: Config, _: Told) -> tuple[Metrics, str]:
     sparse = bench(config, config.method, gpt2(config), ("*",))
     converted, period = sparse.converted, sparse.converted.method.config.permute_every
 
-    def step(i: int) -> None:
-        converted.before(1)
+    def step(i: int, number: int = 1) -> None:
+        converted.before(number)
         sparse.forward_backward(i)
-        converted.after(1)
-
-    def searching(i: int) -> None:
-        converted.before(0)
-        step(i)
+        converted.after(number)
 
     calls: dict[str, Call] = {
         "dense": dense.forward_backward,
         "step": step,
-        "step with a search": searching,
+        "step with a search": partial(step, number=0),
     }
     times = in_turns(calls, config.on, config.repeats, BUFFERS)
     found = {name: time.ms for name, time in times.items()}
