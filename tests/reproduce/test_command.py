@@ -19,7 +19,7 @@ from reproduce.reading import read_tables
     ("arguments", "message"),
     [
         (["table99"], "error: no table 'table99'; there are table1, table2, "),
-        (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, slope, sste, tor"),
+        (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
         (["table2", "tier="], "error: cannot use 'tier='"),
@@ -54,7 +54,7 @@ def test_the_default_is_every_paper_and_the_smallest_tier():
     tables = read_tables()
     request = parse(["table2"], tables)
     assert request.tier == "smoke"
-    assert {t.paper for t in request.tables} == {"ast", "slope", "sste", "torchao"}
+    assert {t.paper for t in request.tables} == {"ast", "fst", "slope", "sste", "torchao"}
     assert parse(["table2", "tier=mini", "paper=sste"], tables).tier == "mini"
     assert [t.name for t in parse(["tableB2"], tables).tables] == ["slope_tableB2"]
     assert [t.name for t in parse(["figure7"], tables).tables] == ["fst_figure7"]
