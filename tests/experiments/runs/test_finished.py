@@ -133,7 +133,7 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
     dense_end = finished("method=dense")
     with pytest.raises(UserError, match=r"mode=sparse, but .* ends with dense weights"):
         dense_end.method_for(dense_end.model(), "sparse", 10, 0)
-    with pytest.raises(UserError, match="mode=both; choose one of auto, sparse, dense"):
+    with pytest.raises(UserError, match="mode=both; choose one of auto, sparse, masked, dense"):
         run.method_for(run.model(), "both", 10, 0)
     with pytest.raises(UserError, match="weights=both; choose one of sparse, dense"):
         run.model("both")
