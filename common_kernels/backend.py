@@ -1,4 +1,4 @@
-"""The one place where the backend of an operator is chosen.
+"""The one place where the backend of an operator is chosen, and its GPU made the current one.
 
 `cpu` is plain PyTorch, `cpu.py` of each family, and runs on any device. `triton` serves GPUs, and
 any device under Triton's interpreter; what has no Triton kernel (the baselines `two_approx` and
@@ -8,12 +8,15 @@ serve a device is an error.
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 BACKENDS = ("cpu", "triton")
 ENVIRONMENT_VARIABLE = "SPARSE24_BACKEND"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
@@ -40,6 +43,14 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
             f"unset {ENVIRONMENT_VARIABLE} or choose 'cpu'"
         )
     return name
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which kernels are launched on `device`; the same one, which does nothing, where
+    they are already: to enter and leave another takes as long as a launch."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def interpreted() -> bool:

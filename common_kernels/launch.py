@@ -9,12 +9,13 @@ consecutive lanes. Either way every byte is read once, in whole lines, whatever 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from common_kernels import backend
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 BLOCK = 512  # groups in a program: the fastest of 256 to 4096 on an H200 for nearly every kernel
@@ -25,7 +26,7 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
 
     Without fused multiply-adds: cpu.py has none, and the bits are to be equal.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with backend.current(device):
         kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
 
 

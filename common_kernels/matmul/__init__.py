@@ -21,7 +21,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -263,7 +263,7 @@ def _matmul24(
 ) -> Tensor:
     """The product, with our own kernels divided by two scales."""
     scales = None if scale is None or other is None else (scale, other)
-    problem = Problem(
+    problem = (
         rows, columns, dense.shape[0 if dense_transposed else 1], dense.dtype, out_dtype,
         dense_transposed, result_transposed, bias is not None and scales is None, layout,
     )  # fmt: skip
@@ -275,17 +275,21 @@ def _product(
     dense: Tensor,
     bias: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
-    problem: Problem,
+    problem: tuple[Any, ...],
 ) -> Tensor:
-    if buffer.device.type == "cpu":
+    """The product; problem: the fields of a `Problem`. Python's part of it takes as long as the
+    GPU's where layers are small."""
+    device = buffer.device
+    if device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            return _emulate(buffer, dense, bias, scales, problem)
+            return _emulate(buffer, dense, bias, scales, Problem(*problem))
     if not dense.numel():
-        return torch.zeros(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
-    with torch.cuda.device(buffer.device):
-        out = torch.empty(problem.result_shape, dtype=problem.out_dtype, device=buffer.device)
-        stream = torch.cuda.current_stream().cuda_stream
-        plan = _plan(problem, buffer.device.index, stream)
+        described = Problem(*problem)
+        return torch.zeros(described.result_shape, dtype=described.out_dtype, device=device)
+    with backends.current(device):
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        plan = _plan(problem, device.index, stream)
+        out = torch.empty(plan.result_shape, dtype=plan.out_dtype, device=device)
         given = aligned(buffer), aligned(dense), out
         if isinstance(plan, cuda.Plan):
             own = None if bias is None else aligned(bias.to(out.dtype).contiguous())
@@ -433,11 +437,12 @@ def _do_without(reason: str) -> None:
 
 
 @functools.cache  # never dropped: a captured graph uses the memory of its plans
-def _plan(problem: Problem, device: int, stream: int) -> cusparselt.Plan | cuda.Plan:
+def _plan(fields: tuple[Any, ...], device: int, stream: int) -> cusparselt.Plan | cuda.Plan:
     """For each stream its own: a plan has one place for a bias. (Two graphs that were captured on
     one stream share it: do not replay them at the same time.)"""
     from common_kernels.matmul import table
 
+    problem = Problem(*fields)
     _check_available(problem, torch.device("cuda", device))
     with torch.autocast("cuda", enabled=False):
         algorithm = table.entry(problem, device).algorithm

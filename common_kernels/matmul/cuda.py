@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common_kernels.matmul import cuda_build
-from common_kernels.matmul.cusparselt import Problem
+from common_kernels.matmul.cusparselt import Problem, work_space
 
 SOURCE = cuda_build.SOURCES / "product24_sm90.cu"
 LAYOUTS = ("cutlass_sm90", "cutlass_sm90_k128")  # of the packed matrix
@@ -130,6 +131,14 @@ class _Arguments(ctypes.Structure):
     )
 
 
+# The pointers, in their order, take half as long as a string of bytes as one by one.
+_POINTERS = struct.Struct("8P").pack
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 @functools.cache
 def _library(config: Config) -> ctypes.CDLL:
     """The compiled kernel; all of its types are compiled together, when one is first needed."""
@@ -153,7 +162,7 @@ def _load(library: Path) -> ctypes.CDLL:
     loaded.workspace_bytes.restype = loaded.metadata_place.restype = ctypes.c_int64
     loaded.metadata_place.argtypes = (ctypes.c_int32,) * 4
     loaded.workspace_bytes.argtypes = (ctypes.POINTER(_Arguments),)
-    loaded.launch.argtypes = (ctypes.POINTER(_Arguments), ctypes.c_void_p)
+    loaded.launch.argtypes = (ctypes.c_char_p, ctypes.c_void_p)  # the bytes of `_Arguments`
     return loaded
 
 
@@ -176,11 +185,12 @@ class Plan:
             clusters = self._library.most_clusters()
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         p = problem
-        self._arguments = _Arguments(
-            p.rows, p.tokens, p.columns, raster, swizzle, processors, clusters
-        )
-        self._workspace = self._library.workspace_bytes(ctypes.byref(self._arguments))
+        arguments = _Arguments(p.rows, p.tokens, p.columns, raster, swizzle, processors, clusters)
+        self._sizes = bytes(arguments)[: _Arguments.values.offset]
+        self._launch = self._library.launch
+        self._workspace = self._library.workspace_bytes(ctypes.byref(arguments))
         self._values = p.rows * (p.columns // 2) * p.dtype.itemsize
+        self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
 
     def run(
         self,
@@ -196,15 +206,14 @@ class Plan:
             buffer: the values of the packed matrix [rows, columns], then its metadata.
             bias: bf16 [rows]. scales: fp32 numbers by which the sum is divided, on the device.
         """
-        a = _Arguments.from_buffer_copy(self._arguments)  # another thread may launch this plan, too
-        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=out.device)
-        a.values, a.x = buffer.data_ptr(), dense.data_ptr()
-        a.metadata = buffer.data_ptr() + self._values
-        a.result, a.workspace = out.data_ptr(), workspace.data_ptr()
-        a.bias = None if bias is None else bias.data_ptr()
-        a.scale_a, a.scale_b = (None, None) if scales is None else (s.data_ptr() for s in scales)
-        stream = torch.cuda.current_stream(out.device).cuda_stream
-        status = self._library.launch(ctypes.byref(a), stream)
+        workspace = work_space(self._workspace, out.device)
+        values, (scale, other) = buffer.data_ptr(), scales or (None, None)
+        pointers = _POINTERS(
+            values, values + self._values, dense.data_ptr(), _address(bias), _address(scale),
+            _address(other), out.data_ptr(), _address(workspace),
+        )  # fmt: skip
+        stream = torch._C._cuda_getCurrentRawStream(out.device.index)
+        status = self._launch(self._sizes + pointers, stream)
         if status:
             raise CudaProductError(
                 f"kernel {self.config.name} refused {self.problem}: status {status}"

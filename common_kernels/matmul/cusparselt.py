@@ -31,6 +31,7 @@ _BIAS_POINTER = 8  # cusparseLtMatmulDescAttribute_t
 _CONFIG_ID, _CONFIG_MAX_ID = 0, 1  # cusparseLtMatmulAlgAttribute_t
 _OPAQUE = 2048  # bytes for a structure of the library, which takes 512 in version 0.8
 _ALIGNMENT = 16  # bytes
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 class CuSparseLtError(RuntimeError):
@@ -73,6 +74,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
+def work_space(size: int, device: torch.device) -> torch.Tensor | None:
+    """Room for a launch, of `size` bytes; None for none."""
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Raises CuSparseLtError where there is none."""
@@ -81,6 +87,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise CuSparseLtError(f"cuSPARSELt cannot be loaded: {error}") from error
     loaded.cusparseLtGetErrorString.restype = ctypes.c_char_p
+    loaded.cusparseLtMatmul.argtypes = (*(ctypes.c_void_p,) * 10, ctypes.c_int32)
     return loaded
 
 
@@ -119,6 +126,7 @@ class Plan:
 
     def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
         p, self.problem, self.handle = problem, problem, handle(device)
+        self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
         self._descriptors = [ctypes.create_string_buffer(_OPAQUE) for _ in range(7)]
         a, b, c, d, matmul, selection, self._plan = self._descriptors
         self._describe("Structured", a, p.rows, p.columns, p.columns, TYPES[p.dtype], _ROW_MAJOR, 0)
@@ -167,13 +175,10 @@ class Plan:
         """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity."""
         if bias is not None:
             self._bias.copy_(bias)
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=out.device)
-        stream = ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream)
-        sparse, other, result, space = (
-            ctypes.c_void_p(t.data_ptr()) for t in (buffer, dense, out, workspace)
-        )
+        workspace = work_space(self._workspace, out.device)
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.device.index))
+        result, space = out.data_ptr(), None if workspace is None else workspace.data_ptr()
         call(
-            "cusparseLtMatmul", self.handle, self._plan, ctypes.byref(one), sparse, other,
-            ctypes.byref(zero), result, result, space, ctypes.byref(stream), 1,
+            "cusparseLtMatmul", self.handle, self._plan, ctypes.byref(_ONE), buffer.data_ptr(),
+            dense.data_ptr(), ctypes.byref(_ZERO), result, result, space, ctypes.byref(stream), 1,
         )  # fmt: skip

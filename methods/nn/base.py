@@ -399,8 +399,8 @@ class Method:
         self._order.remember(self._trained(), begun)
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        for layer in self.layers.values():
-            yield from (p for p in layer.parameters() if p.requires_grad)
+        for layer in self.layers.values():  # which have no modules in them
+            yield from (p for p in layer._parameters.values() if p is not None and p.requires_grad)
 
     def _chooses(self, step: int) -> bool:
         """True if masks are chosen at the end of this step."""

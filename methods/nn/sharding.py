@@ -65,7 +65,7 @@ def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
         a backward pass are given back first.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if fsdp is None or not dist.is_initialized():  # to walk through a model takes a while
         return
     for module in () if model is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):
