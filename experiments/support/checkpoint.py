@@ -131,18 +131,19 @@ def found(directory: Path) -> list[Path]:
 
 
 def load_latest(
-    directory: Path,
+    paths: Sequence[Path],
     warn: Callable[[str], None],
     load: Callable[[Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
     """The newest intact checkpoint, on the CPU, or None.
 
     Args:
-        warn: gets a line on each damaged one. load: reads one, or raises `Damaged`.
+        paths: as `found` gives them. warn: gets a line on each damaged one. load: reads one, or
+            raises `Damaged`.
     """
     damaged: dict[Path, str] = {}
     state, instead = None, "none is whole, so the run begins anew"
-    for path in reversed(found(directory)):
+    for path in reversed(paths):
         try:
             state = (load or load_file)(path)
             instead = f"{path.name}, the one before it, is used"

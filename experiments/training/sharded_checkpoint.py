@@ -15,6 +15,8 @@ pickles, and none is loaded here.
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from experiments.training.distributed import World
 from methods.nn import sharding
 
 STATE, INDEX = "state.pt", "index.json"
+PATIENCE = 60.0  # seconds; NFS believes what it knows of a folder for so long
 _NOTE = "sharded tensor"  # the key of a note
 
 
@@ -61,40 +64,69 @@ def is_sharded(state: Any) -> bool:
     return sharding.is_sharded(state)
 
 
-def save(directory: Path, step: int, state: dict[str, Any], world: World) -> None:
-    """Write the state before optimizer step `step` as `directory/step-<step>`. Every rank must call
-    it, with its rows of what is sharded; all else is taken from rank 0.
+def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(`state` with a note for each sharded tensor, copies on the CPU of this rank's rows)."""
+    rows: dict[str, Tensor] = {}
+    return _without_rows(state, "", rows, {}), rows
+
+
+def _places(directory: Path, step: int) -> tuple[Path, Path]:
+    """Of the checkpoint before `step`, and of what will become it."""
+    path = directory / f"step-{step:09d}"
+    return path, directory / f".{path.name}.0"
+
+
+def write(
+    directory: Path, step: int, rank: int, rows: dict[str, Tensor], plain: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Write the rows of a rank, and all else where it is given; returns what `index.json` says of
+    the files.
 
     Raises:
-        UserError: on every rank, if one of them cannot write.
+        UserError: the disk is full.
     """
-    path = directory / f"step-{step:09d}"
-    hidden = directory / f".{path.name}.0"
+    _, hidden = _places(directory, step)
     hidden.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Tensor] = {}
-    plain = _without_rows(state, "", rows, {})
-    name = f"rank-{world.rank}.safetensors"
-    files: dict[str, Any] = {}
-    problem = None
-    try:
-        checkpoint.write_atomic(hidden / name, lambda p: save_file(rows, p))
-        files[name] = checkpoint.record_of(hidden / name)
-    except UserError as error:
-        problem = str(error)
-    for record, other in world.all((files, problem)):
-        if other is not None:
-            raise UserError(other)
-        files |= record
-    if not world.is_main:
-        return
-    checkpoint.write_atomic(hidden / STATE, lambda p: checkpoint.write(plain, p))
-    files[STATE] = checkpoint.record_of(hidden / STATE)
-    checkpoint.write_json(hidden / INDEX, {"ranks": world.size, "files": files})
+    own = f"rank-{rank}.safetensors"
+    checkpoint.write_atomic(hidden / own, lambda p: save_file(rows, p))
+    files = {own: checkpoint.record_of(hidden / own)}
+    if plain is not None:
+        checkpoint.write_atomic(hidden / STATE, lambda p: checkpoint.write(plain, p))
+        files[STATE] = checkpoint.record_of(hidden / STATE)
+    return files
+
+
+def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> None:
+    """Make what `ranks` ranks wrote a checkpoint. files: what `write` returned on each of them.
+
+    Raises:
+        UserError: the files of other ranks are not seen here.
+    """
+    path, hidden = _places(directory, step)
+    if missing := _unseen(hidden, list(files)):
+        raise UserError(
+            f"{directory}: {', '.join(missing)} of step {step}, which other ranks wrote there, "
+            "cannot be seen by rank 0; runs= must lie on storage that all nodes share"
+        )
+    checkpoint.write_json(hidden / INDEX, {"ranks": ranks, "files": files})
     if path.exists():  # damaged, or the same state
         shutil.rmtree(path)
     hidden.rename(path)
     checkpoint.sync_directory(directory)
     checkpoint.remove_others(path)
+
+
+def _unseen(directory: Path, names: list[str]) -> list[str]:
+    """Those of `names` that are not seen in `directory` within the time that a network file system
+    may take to show what another node wrote."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        # A listing is asked of the server where a name that was missing before may not be.
+        there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+        missing = [name for name in names if name not in there]
+        if not missing or time.monotonic() >= deadline:
+            return missing
+        time.sleep(min(0.5, PATIENCE))
 
 
 def _without_rows(state: Any, name: str, rows: dict[str, Tensor], names: dict[int, str]) -> Any:
@@ -108,8 +140,28 @@ def _without_rows(state: Any, name: str, rows: dict[str, Tensor], names: dict[in
     if own.numel():  # else the address says nothing
         name = names.setdefault(own.data_ptr(), name)
     if name not in rows:
-        rows[name] = own.cpu().contiguous()
+        rows[name] = own.contiguous().to("cpu", copy=True)
     return {_NOTE: name, "shape": tuple(state.shape)}
+
+
+def load_latest(
+    directory: Path, warn: Callable[[str], None], world: World
+) -> dict[str, Any] | None:
+    """The newest intact one of the checkpoints that rank 0 sees, or None, as by
+    `checkpoint.load_latest`. Every rank must call it, and gets that of the same step.
+
+    Raises:
+        UserError: on every rank, if one of them does not see what rank 0 sees.
+    """
+    names = world.all([path.name for path in checkpoint.found(directory)])[0]
+    for rank, missing in enumerate(world.all(_unseen(directory, names))):
+        if missing:
+            raise UserError(
+                f"{directory}: rank {rank} does not see {', '.join(missing)}, which rank 0 sees; "
+                "runs= must lie on storage that all nodes share"
+            )
+    paths = [directory / name for name in names]
+    return checkpoint.load_latest(paths, warn, lambda path: load(path, world))
 
 
 def load(path: Path, world: World) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch, Request, TrainingSource
-from experiments.support import checkpoint
 from experiments.support.errors import Stop, UserError, deferred_stop
 from experiments.support.progress import Progress, say
 from experiments.training import averages, sharded_checkpoint
@@ -31,6 +30,7 @@ from experiments.training.optimization import (
     generators,
     set_generators,
 )
+from experiments.training.saving import Saver
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog
 from methods import Method, refresh
@@ -80,6 +80,7 @@ class Trainer:
         self.checkpoint_every, self.report = checkpoint_every, report
         self.loggers, self.config = loggers, config or {}
         self.micro_batch = micro_batch
+        self.saver = Saver(self.checkpoints, world)
         self.optimization = Optimization(
             model,
             method,
@@ -116,7 +117,8 @@ class Trainer:
         batches = self.source.batches(self._requests())
         self.model.train()
         bar = Progress(self.train.steps, self.step, unit, enabled=main)
-        with bar as progress, self._stop() as stop:
+        # Whatever ends the training, what is being written is written to its end.
+        with closing(self.saver), bar as progress, self._stop() as stop:
             while self.step < self.train.steps:
                 if self._evaluation_due():
                     self._log_evaluation(self.evaluate())
@@ -128,11 +130,14 @@ class Trainer:
                 if loss is not None:
                     progress.update(self.step + 1, int(seen[self.step + 1] - seen[first]), loss)
                 self.step += 1
+                self.saver.poll()
                 every = self.checkpoint_every
                 if every and (stop.kind is not None or self.step % every == 0):
                     self.save()
                 if stop.kind is not None:
+                    self.saver.wait()
                     raise stop.kind
+            self.saver.wait()
         self._join_skipped()
 
     def log_last(self, means: dict[str, float]) -> None:
@@ -297,6 +302,7 @@ class Trainer:
     def _stop_non_finite(self, loss: float, before: dict[str, Tensor]) -> NoReturn:
         # Nothing of this step has touched the weights yet: they are the last good ones.
         self.save(before)
+        self.saver.wait()
         raise UserError(
             f"the gradient of step {self.step} is not finite (loss {loss:.4g}); the state before "
             f"it is saved in {self.checkpoints}. Start anew with a lower {self.group}.learning_rate"
@@ -306,7 +312,7 @@ class Trainer:
     # ------------------------------------------------------------------ state
 
     def save(self, own: dict[str, Tensor] | None = None) -> None:
-        """Checkpoint the state before step `self.step`; every rank must call it.
+        """Begin to checkpoint the state before step `self.step`; every rank must call it.
 
         Args:
             own: states of this rank's generators, if not the present ones.
@@ -329,21 +335,16 @@ class Trainer:
             "skipped_samples": skipped,
             "log": self.lines,
         }
-        if sharded_checkpoint.is_sharded(state):
-            sharded_checkpoint.save(self.checkpoints, self.step, state, self.world)
-        elif self.world.is_main:
-            checkpoint.save(self.checkpoints, self.step, state)
+        self.saver.save(self.step, state)
 
     def resume(self) -> None:
         """Load the newest whole checkpoint, if there is one.
 
         Raises:
-            UserError: it belongs to another config, other first weights or other data; nothing is
-                changed.
+            UserError: it belongs to another config, other first weights or other data, or some
+                ranks do not see it; nothing is changed.
         """
-        state = checkpoint.load_latest(
-            self.checkpoints, self.report, lambda path: sharded_checkpoint.load(path, self.world)
-        )
+        state = sharded_checkpoint.load_latest(self.checkpoints, self.report, self.world)
         if state is None:
             return
         if state.get("identity") != self.identity:

@@ -1007,6 +1007,7 @@ def test_a_mask_that_changes_is_not_saved(gpt2):
     t.directory.mkdir(parents=True)
     t._train_step(batches(t))
     t.save()
+    t.saver.wait()
     layer.mask[0, :4] = ~layer.mask[0, :4]  # legal, but another one
     with pytest.raises(RuntimeError, match=r"1 masks are not those of the start: .*c_fc\.mask"):
         t.save()

@@ -13,7 +13,7 @@ from experiments.support.errors import UserError, writing
 
 def heard(directory):
     messages = []
-    return checkpoint.load_latest(directory, messages.append), messages
+    return checkpoint.load_latest(checkpoint.found(directory), messages.append), messages
 
 
 def test_the_newest_is_loaded_and_two_are_kept(tmp_path):

@@ -54,6 +54,7 @@ def _train(config, last):
 
     def dying(self, batches):
         if self.step == last:
+            self.saver.wait()
             raise Interrupted
         return train_step(self, batches)
 
@@ -161,9 +162,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 def newest(folder, messages):
     """The newest checkpoint in `folder`, whole, read by one process."""
-    state = checkpoint.load_latest(
-        folder, messages.append, lambda path: sharded_checkpoint.load(path, ALONE)
-    )
+    state = sharded_checkpoint.load_latest(folder, messages.append, ALONE)
     return sharded_checkpoint.placed(state, None)
 
 
@@ -224,21 +223,19 @@ def test_half_a_checkpoint_is_removed_and_never_read(two_checkpoints):
 def test_a_checkpoint_takes_the_place_of_a_damaged_one(two_checkpoints):
     (two_checkpoints / "step-000000006" / "state.pt").write_bytes(b"")
     state = newest(two_checkpoints, []) | {"step": 6}
-    sharded_checkpoint.save(two_checkpoints, 6, state, ALONE)
+    files = sharded_checkpoint.write(two_checkpoints, 6, 0, {}, state)
+    sharded_checkpoint.finish(two_checkpoints, 6, 1, files)
     found = newest(two_checkpoints, [])
     assert found["step"] == 6 and found["model"].keys() == state["model"].keys()
     names = ["step-000000003", "step-000000006"]
     assert sorted(p.name for p in two_checkpoints.iterdir()) == names
 
 
-def test_a_full_disk_is_one_line_on_every_rank(two_checkpoints, full_disk, monkeypatch):
+def test_a_full_disk_is_one_line(two_checkpoints, full_disk):
     before = {p for p in two_checkpoints.rglob("*") if p.is_file()}
     large = {"w": torch.zeros(100_000)}
-    monkeypatch.setattr(
-        sharded_checkpoint, "_without_rows", lambda state, name, rows, names: rows.update(state)
-    )
     with full_disk(), pytest.raises(UserError, match=r"rank-0\.safetensors cannot be written"):
-        sharded_checkpoint.save(two_checkpoints, 9, large, ALONE)
+        sharded_checkpoint.write(two_checkpoints, 9, 0, large, {})
     assert {p for p in two_checkpoints.rglob("*") if p.is_file()} == before
     assert newest(two_checkpoints, [])["step"] == 6
 

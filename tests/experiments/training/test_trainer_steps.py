@@ -466,6 +466,7 @@ def test_time_and_skipped_steps_add_up(build):
     first = build()
     first.seconds, first.optimization.skipped, first.optimization.skipped_in_a_row = 1e6, 3, 2
     first.save()
+    first.saver.wait()
     second = build()
     second.resume()
     assert (second.seconds, second.optimization.skipped, second.optimization.skipped_in_a_row) == (

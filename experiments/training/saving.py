@@ -1,0 +1,111 @@
+"""Saves checkpoints while the training goes on.
+
+`Saver.save` copies the state to the memory of the host and returns; a thread writes the copy, as
+one file (support/checkpoint.py) or, where weights are sharded, as a folder to which every rank adds
+its rows (training/sharded_checkpoint.py). The thread talks to no other rank: ranks tell each other
+how far their files are between the steps, and rank 0 makes the folder a checkpoint when all are
+written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from experiments.support import checkpoint
+from experiments.support.errors import UserError
+from experiments.training import sharded_checkpoint
+from experiments.training.distributed import World
+
+Work = Callable[[], Any]  # done in the thread; returns what other ranks must know, if anything
+
+
+class Saver:
+    """Writes the checkpoints of a training into `directory`, one at a time. Every rank must call
+    its methods alike, `close` excepted."""
+
+    def __init__(self, directory: Path, world: World) -> None:
+        self.directory, self.world = directory, world
+        self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self.pending: futures.Future[Any] | None = None
+        self.finish: Callable[[dict[str, Any]], Any] | None = None  # with the files of all ranks
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to write the state before optimizer step `step`, when the checkpoint before is
+        written. The state may change as soon as this returns.
+
+        Raises:
+            UserError: as `poll`.
+        """
+        self.wait()
+        main, place = self.world.is_main, (self.directory, step)
+        work: Work = dict  # nothing to do
+        if sharded_checkpoint.is_sharded(state):
+            plain, rows = sharded_checkpoint.split(state)
+            copied = on_host(plain, {}) if main else None
+            work = partial(sharded_checkpoint.write, *place, self.world.rank, rows, copied)
+            self.finish = partial(sharded_checkpoint.finish, *place, self.world.size)
+        elif main:
+            work = partial(checkpoint.save, *place, on_host(state, {}))
+        self.pending = self.thread.submit(work)
+
+    def poll(self) -> None:
+        """Take notice of what is written by now; call it between steps.
+
+        Raises:
+            UserError: on every rank, if one of them could not write.
+        """
+        if self.pending is None:
+            return
+        found: Any = None
+        done, problem = self.pending.done(), None
+        try:
+            found = self.pending.result() if done else None
+        except UserError as error:
+            problem = str(error)
+        results = self.world.all((done, found, problem))
+        for *_, told in results:
+            if told is not None:
+                raise UserError(told)
+        if not all(written for written, *_ in results):
+            return
+        self.pending, finish, self.finish = None, self.finish, None
+        if finish is not None:
+            files = {name: record for _, own, _ in results for name, record in own.items()}
+            work: Work = partial(finish, files) if self.world.is_main else dict
+            self.pending = self.thread.submit(work)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written. Raises as `poll`."""
+        while self.pending is not None:
+            futures.wait([self.pending])
+            self.poll()
+
+    def close(self) -> None:
+        """End the thread when it has written what it was given."""
+        self.thread.shutdown()
+
+
+def on_host(value: Any, copies: dict[Any, Tensor]) -> Any:
+    """A copy of a tree of dicts, lists, tensors and plain values, with its tensors in the memory of
+    the host. copies: those made before; tensors that are one stay one."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies:
+            copies[key] = value.to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of the same class, with the attributes of a state dict
+        for name, part in value.items():
+            copied[name] = on_host(part, copies)
+        return copied
+    if isinstance(value, list | tuple):
+        return type(value)(on_host(part, copies) for part in value)
+    return value

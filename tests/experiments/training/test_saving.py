@@ -1,0 +1,212 @@
+"""Checkpoints that are written while the training goes on."""
+
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from experiments.config.run import load
+from experiments.support import checkpoint
+from experiments.support.errors import UserError
+from experiments.training import pretraining, sharded_checkpoint
+from experiments.training.distributed import World, world
+from experiments.training.saving import Saver
+from experiments.training.tracking import read_metrics
+from tests.experiments.conftest import SHORT, TINY_MODEL
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def quiet(message):
+    pass
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that the writing of a file waits for."""
+    opened, write = threading.Event(), checkpoint.write
+
+    def waiting(state, path):
+        assert opened.wait(60)
+        write(state, path)
+
+    monkeypatch.setattr(checkpoint, "write", waiting)
+    yield opened
+    opened.set()
+
+
+def test_what_changes_after_the_call_is_not_in_the_file(tmp_path, gate):
+    weight, lines = torch.arange(1000.0), ["a"]
+    module = torch.nn.Linear(2, 2)
+    state = {"a": weight, "tied": weight, "log": lines, "model": module.state_dict(), "step": 1}
+    saver = Saver(tmp_path, ALONE)
+    saver.save(1, state)
+    first = module.weight.detach().clone()
+    weight.zero_(), lines.append("b"), module.weight.data.zero_()
+    saver.poll()
+    assert checkpoint.found(tmp_path) == []  # it waits for the gate, the training does not
+    gate.set()
+    saver.wait()
+    [path] = checkpoint.found(tmp_path)
+    found = checkpoint.load_file(path)
+    assert torch.equal(found["a"], torch.arange(1000.0)) and found["log"] == ["a"]
+    assert found["a"].data_ptr() == found["tied"].data_ptr()
+    assert torch.equal(found["model"]["weight"], first)
+    assert found["model"]._metadata == state["model"]._metadata
+    saver.close()
+
+
+def test_a_checkpoint_waits_for_the_one_before(tmp_path, gate):
+    saver = Saver(tmp_path, ALONE)
+    saver.save(1, {"step": 1})
+    second = threading.Thread(target=saver.save, args=(2, {"step": 2}))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive()
+    gate.set()
+    second.join()
+    assert [path.stem for path in checkpoint.found(tmp_path)][:1] == ["step-000000001"]
+    saver.close()  # what has begun is written
+    assert checkpoint.load_latest(checkpoint.found(tmp_path), quiet) == {"step": 2}
+
+
+def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, gate):
+    saver = Saver(tmp_path, ALONE)
+    with full_disk():
+        saver.save(1, {"w": torch.zeros(100_000)})
+        saver.poll()
+        gate.set()
+        saver.close()
+    with pytest.raises(UserError, match=r"step-000000001\.pt cannot be written: File too large"):
+        saver.poll()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_ends_with_an_error_of_the_writer(tiny, full_disk):
+    with full_disk(), pytest.raises(UserError, match=r"step-000000003\.pt cannot be written"):
+        pretraining.run(tiny("method=dense", "train.log_every=12"), quiet)
+
+
+# ------------------------------------------------------------------ ranks, and their end
+
+
+def get_stuck(last):
+    """Let the writing of the checkpoint of step 6 never end, on the `last` of the ranks."""
+    write_atomic = checkpoint.write_atomic
+
+    def half(path, write):
+        if last and "step-000000006" in str(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.{os.getpid()}").write_bytes(b"half")
+            time.sleep(600)
+        write_atomic(path, write)
+
+    checkpoint.write_atomic = half
+
+
+def unshared(folder, rank, here):
+    """What a rank hears that has a folder of its own."""
+    sharded_checkpoint.PATIENCE = 0.1
+    own, told = folder / f"node{rank}", []
+    mesh = torch.distributed.init_device_mesh("cpu", (here.size,))
+    rows = torch.distributed.tensor.distribute_tensor(torch.arange(8.0), mesh)
+    saver = Saver(own, here)
+    saver.save(3, {"w": rows, "step": 3})
+    seen = folder / "kept" if here.is_main else own
+    for attempt in (saver.wait, lambda: sharded_checkpoint.load_latest(seen, quiet, here)):
+        try:
+            attempt()
+        except UserError as error:
+            told.append(str(error))
+    saver.close()
+    (folder / f"told{rank}").write_text("\n".join(told))
+
+
+def work(rank, ranks, store, stuck, configs, folder):
+    """Train `configs`; `stuck`: until killed."""
+    torch.set_num_threads(1)
+    if ranks > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    with world("cpu") as here:
+        if stuck:
+            get_stuck(rank == ranks - 1)
+        for config in configs:
+            with (folder / "said").open("a") as said:
+                pretraining.run(config, lambda line: print(line, file=said))
+        if ranks > 1:
+            unshared(folder, rank, here)
+            torch.distributed.barrier()
+    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
+
+
+@pytest.fixture(scope="module")
+def killed(corpus_dir, tmp_path_factory, request):
+    """(ranks, folder, a run that was killed while it wrote a checkpoint and then resumed, and one
+    in peace)."""
+    ranks, folder = request.param, tmp_path_factory.mktemp("killed")
+    data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
+    more = ["method=t_sr_ste", "method.refresh_every=4", "impl.shard=fsdp2", "data.vocab_size=300"]
+    war, peace = (
+        load([*TINY_MODEL, *SHORT, *data, *more, f"runs={folder / name}"])
+        for name in ("war", "peace")
+    )
+    modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
+    multiprocessing.set_forkserver_preload(modules)
+
+    def start(name, stuck, *configs):
+        store = (folder / name).as_uri()
+        return mp.start_processes(
+            work, (ranks, store, stuck, configs, folder), ranks, join=False,
+            start_method="forkserver",
+        )  # fmt: skip
+
+    running = start("store1", True, war)
+    deadline = time.monotonic() + 120
+    metrics = war.directory() / "metrics.jsonl"
+    # The steps go on while the file is half written, up to the next checkpoint, which waits for it.
+    while not any(record["step"] == 8 for record in read_metrics(metrics)):
+        assert time.monotonic() < deadline and all(p.is_alive() for p in running.processes)
+        time.sleep(0.01)
+    for process in running.processes:
+        process.kill()
+        process.join()
+    left = sorted(p.name for p in (war.directory() / "checkpoints").iterdir())
+    (folder / "kept" / "step-000000003").mkdir(parents=True)
+    start("store2", False, war, peace).join()
+    return ranks, folder, war, peace, left
+
+
+@pytest.mark.parametrize("killed", [1, 2], indirect=True)
+def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(killed):
+    ranks, folder, war, peace, left = killed
+    endings = [".json", ".pt"] if ranks == 1 else [""]
+    assert [n for n in left if n[0] != "."] == [f"step-000000003{ending}" for ending in endings]
+    assert any(name.startswith(".step-000000006") for name in left)
+    assert "resumed at step 3 of 12" in (folder / "said").read_text().splitlines()
+
+    def records(config):
+        found = read_metrics(config.directory() / "metrics.jsonl")
+        return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
+
+    assert records(war) == records(peace)
+    weights = load_file(peace.directory() / "model.safetensors")
+    for name, value in load_file(war.directory() / "model.safetensors").items():
+        assert torch.equal(value, weights[name])
+
+
+@pytest.mark.parametrize("killed", [2], indirect=True)
+def test_ranks_without_a_common_folder_are_told(killed):
+    folder, common = killed[1], "runs= must lie on storage that all nodes share"
+    first, second = ((folder / f"told{rank}").read_text().splitlines() for rank in range(2))
+    assert first == [
+        f"{folder / 'node0'}: rank-1.safetensors of step 3, which other ranks wrote there, cannot "
+        f"be seen by rank 0; {common}",
+        f"{folder / 'kept'}: rank 1 does not see step-000000003, which rank 0 sees; {common}",
+    ]
+    assert second[0] == first[0] and second[1].endswith(f"rank 0 sees; {common}")
