@@ -30,7 +30,16 @@ from methods.nn import operands
 from methods.nn.compressed import CompressedLinear
 from methods.nn.operands import Dense, Packed
 from methods.slope import parse_pattern
-from reproduce.speed import BUFFERS, Metrics, Told, bench, clock_and_power, gpt2, rank_suffix
+from reproduce.speed import (
+    BUFFERS,
+    Metrics,
+    Told,
+    bench,
+    clock_and_power,
+    evaluating,
+    gpt2,
+    rank_suffix,
+)
 
 if TYPE_CHECKING:
     from reproduce.bench import Config
@@ -145,20 +154,6 @@ def sixteen_bit_scores() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
-
-
-def evaluating(arm: Bench) -> Call:
-    """A forward pass of the model in evaluation mode."""
-    model = arm.converted.model
-
-    def call(i: int) -> Tensor:
-        model.eval()
-        with torch.no_grad():
-            y = model(arm.inputs[i])
-        model.train()
-        return y
-
-    return call
 
 
 class Apart(CompressedLinear):

@@ -297,22 +297,27 @@ def ends_dense(config: Config) -> bool:
     return config.method == "t_sr_ste"
 
 
+def evaluating(arm: Bench) -> Call:
+    """A forward pass of the model in evaluation mode."""
+    model = arm.converted.model
+
+    def call(i: int) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            y = model(arm.inputs[i])
+        model.train()
+        return y
+
+    return call
+
+
 def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict[str, Call]:
     """The calls to time: training steps of both models, whole and in parts, and forward passes in
     evaluation mode of the dense model (`dense inference`) and of the models in `inference`."""
 
     def forward(arm: Bench) -> Call:
         arm.converted.before(0)
-        model = arm.converted.model
-
-        def call(i: int) -> Tensor:
-            model.eval()
-            with torch.no_grad():
-                y = model(arm.inputs[i])
-            model.train()
-            return y
-
-        return call
+        return evaluating(arm)
 
     calls = {"dense": dense.forward_backward, **sparse.calls()}
     if inference:

@@ -66,5 +66,5 @@ def _(x, fmt, kept, backend):
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What products of codes are taken in (methods.nn.operands.exact_product)."""
+    """The dtype in which codes are multiplied exactly (methods.nn.operands.exact_product)."""
     return torch.bfloat16 if x.is_cuda else torch.float32

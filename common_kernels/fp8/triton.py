@@ -152,7 +152,7 @@ def scale_from(bits, TOP: tl.constexpr):
 
 @triton.jit
 def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """As `rounded`; a negative number that vanishes is -0.0."""
+    """y rounded as by `rounded`; a negative number that vanishes is -0.0."""
     sign = y.to(tl.int32, bitcast=True) & -2147483648
     code = rounded(y, TOP, SMALLEST, LIFT)
     return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -89,7 +89,7 @@ def quantize_compressed24_(
 
 
 def _bytes(given: Packed24 | Tensor, rows: int, columns: int) -> Tensor:
-    """What is to be written: a buffer of uint8, or codes."""
+    """The tensor to write: a buffer of uint8, or codes. Refuses other shapes and dtypes."""
     if tuple(given.shape) != (rows, columns):
         raise ValueError(
             f"there is room for a {tuple(given.shape)} matrix, not for {(rows, columns)}"

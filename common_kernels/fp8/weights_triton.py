@@ -35,7 +35,7 @@ WHOLE, MASK, BITS = 0, 1, 2  # what a weight is given under
 
 
 class Target(NamedTuple):
-    """Where codes go: the values of a packed matrix and its metadata, or a dense matrix."""
+    """The room for codes: the values of a packed matrix and its metadata, or a dense matrix."""
 
     out: torch.Tensor
     meta: torch.Tensor | None
@@ -231,7 +231,7 @@ def four(a, k):
 
 @triton.jit
 def store_packed(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """As pack.triton.store_tiles, for one-byte types."""
+    """Store packed tiles of a one-byte type, as pack.triton.store_tiles does others."""
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, tl.reshape(pairs, [64, 32]).to(values.dtype.element_ty))

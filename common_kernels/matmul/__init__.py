@@ -335,7 +335,7 @@ class Measured(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Whether the sparse product is the faster one."""
+        """True if the sparse product is the faster one."""
         return self.ms < self.dense_ms
 
 
@@ -407,7 +407,7 @@ def own_layout(problem: Problem, device: torch.device) -> str:
 def measured(
     problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
 ) -> Measured | None:
-    """As `fastest`, of what was measured so far; None if nothing was, or not on a GPU."""
+    """The `fastest` of what was measured so far; None if nothing was, or not on a GPU."""
     if device.type != "cuda":
         return None
     from common_kernels.matmul import table

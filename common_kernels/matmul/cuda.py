@@ -109,7 +109,7 @@ def configs(problem: Problem) -> list[Config]:
 
 
 def algorithms(problem: Problem) -> list[tuple[Config, int, int]]:
-    """What can be chosen for a product: a kernel, raster and swizzle. Tables have their numbers."""
+    """The kernels, rasters and swizzles that can serve a product. Tables have their numbers."""
     return [(config, *order) for config in configs(problem) for order in ORDERS]
 
 

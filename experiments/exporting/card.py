@@ -57,7 +57,7 @@ def evaluations(run: FinishedRun, weights: str, source: Mapping[str, str]) -> li
 
 
 def result_files(measured: Sequence[Evaluation]) -> dict[str, str]:
-    """What the hub shows beside a model, as YAML by path: perplexity on WikiText-2 and whole tasks
+    """The results that the hub shows, as YAML by path: perplexity on WikiText-2 and whole tasks
     of lm-eval, accuracies in percent. Other texts and tasks are no data sets of the hub."""
     import yaml
 

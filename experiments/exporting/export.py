@@ -39,7 +39,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What of a run is written, and how. weights: `sparse` as the method ended, or the `dense`
+    """The form in which a run is written. weights: `sparse` as the method ended, or the `dense`
     master weights. dtype: that the weights are rounded to. compressed: 2:4 weights as values and
     positions. license: an id of the hub for the model card."""
 

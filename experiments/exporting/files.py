@@ -132,7 +132,7 @@ def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[St
 def describe(
     folder: Path, stored: list[Stored], patterns: Mapping[str, tuple[int, int]]
 ) -> dict[str, dict[str, Any]]:
-    """What sparse24.json says of the tensors `stored` in a folder, by name, in order."""
+    """The entries of sparse24.json for the tensors `stored` in a folder, by name, in order."""
     places = {s.name: s for s in stored}
     found = {}
     for name, tensor in tensors(folder):

@@ -19,7 +19,7 @@ NAMES = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Choice:
-    """The way in which one product of a layer runs.
+    """One product of a layer: whether it runs sparse, by which kernels, and why.
 
     reason: why it is dense; empty where it is sparse.
     kernels: whose multiply where it is sparse, `cusparselt` or `cuda`, our own.

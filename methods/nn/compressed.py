@@ -62,13 +62,19 @@ def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tens
 
 
 def adapter_gradients(
-    dy: Tensor, x: Tensor, left: Tensor, right: Tensor, left_mask: Tensor | None, pattern: Pattern
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `left` and `right`, then dY2 [T, r] and L^T [r, in] in x's dtype, whose
-    product is the adapters' part of dX.
+    dy: Tensor,
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    left_mask: Tensor | None,
+    pattern: Pattern,
+    grad_x: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `left` and `right`; the adapters' part of dX is added to `grad_x` in place.
 
     Args:
         dy, x: [T, out] and [T, in].
+        grad_x: [T, in], or None where x needs no gradient.
     """
     dense = dense_left(left.to(x.dtype), left_mask, pattern)
     dy2 = dy @ right.to(x.dtype).t() / len(right)
@@ -76,7 +82,9 @@ def adapter_gradients(
     if left_mask is not None:
         grad_left = compress_nm(grad_left, left_mask, *pattern)
     grad_right = (x @ dense.t()).t() @ dy / len(right)
-    return grad_left.to(left.dtype), grad_right.to(right.dtype), dy2, dense
+    if grad_x is not None:
+        grad_x.addmm_(dy2, dense)
+    return grad_left.to(left.dtype), grad_right.to(right.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -124,11 +132,9 @@ class _Product(torch.autograd.Function):
         # Adapters that do not take part are inputs all the same, without a gradient: DDP waits
         # for every parameter that it knows.
         if ctx.adapting:
-            grad_left, grad_right, dy2, dense = adapter_gradients(
-                dy, x2d, left, right, left_mask, ctx.pattern
+            grad_left, grad_right = adapter_gradients(
+                dy, x2d, left, right, left_mask, ctx.pattern, grad_x
             )
-            if grad_x is not None:
-                grad_x = grad_x.addmm_(dy2, dense)
         if grad_x is not None:
             grad_x = grad_x.reshape(x.shape)
         if ctx.needs_input_grad[4]:

@@ -64,11 +64,9 @@ class _Fp8Product(torch.autograd.Function):
             product = weight_gradient(codes, turned, x, x_scale, on_units, torch.float32)
             grad_values = compress_nm(product, row_mask, *ctx.pattern).to(ctx.dtypes[0])
         if ctx.adapting:
-            grad_left, grad_right, dy2, dense = adapter_gradients(
-                dy, x2d, left, right, left_mask, ctx.pattern
+            grad_left, grad_right = adapter_gradients(
+                dy, x2d, left, right, left_mask, ctx.pattern, grad_x
             )
-            if grad_x is not None:
-                grad_x = grad_x.addmm_(dy2, dense)
         if grad_x is not None:
             grad_x = grad_x.reshape(ctx.shape)
         if ctx.needs_input_grad[4]:
