@@ -2,7 +2,8 @@
 derives their mask and operands while it holds them.
 
 All weights of a shape and kind share a launch. It finds them in a table of addresses on the device,
-which is filled again when a tensor has moved: gradients do, the others do not.
+which is filled again when a tensor has moved: gradients do, the others do not. A row ends with what
+a small kernel derives from the weight's steps, so that no program of the large one works in fp64.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
     from common_kernels.pack import Packed24
 
 TILE = 64
+WARPS = 8  # a 4 x 4 tile to a thread
+REGISTERS = 80  # of a thread: three programs on a multiprocessor
+HELD = tl.constexpr(2)  # rows of the tiles that are loaded together
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHOICES = {None: 0, "rows": 1, "exact": 2, "greedy": 3}
 SOURCES = {"whole": 0, "mask": 1, "soft": 2}
 TABLES = 64  # that are remembered, the last ones used
+ROW = tl.constexpr(16)  # of a table: 128 bytes, so that pointers made of it are known as aligned
+SCALARS = tl.constexpr(13)  # the place in a row after the addresses
 
 
 def adamw24_(
@@ -42,7 +48,7 @@ def adamw24_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    launches = defaultdict(list)
+    launches: dict[tuple | None, list[Weight24]] = defaultdict(list)
     for given in weights:
         if given.weight.numel() == 0:
             continue
@@ -50,17 +56,22 @@ def adamw24_(
     cpu.adamw24_(launches.pop(None, ()), rates, rule, grad_scale, found_inf)
     if not launches:
         return
-    steps = [given.step for of_a_kind in launches.values() for given in of_a_kind]
-    torch._foreach_add_(steps, 1)
-    found = [w.amax for of_a_kind in launches.values() for w in of_a_kind if w.amax is not None]
+    fitting = [given for of_a_kind in launches.values() for given in of_a_kind]
+    found = [given.amax for given in fitting if given.amax is not None]
     if found:
         torch._foreach_zero_(found)
+    table = table_of(fitting)
+    launch(
+        scalars_kernel, len(fitting), table.device,
+        table, rates.lr, logarithm(rates.betas[0]), logarithm(rates.betas[1]), rates.eps,
+        rates.weight_decay, table if found_inf is None else found_inf,
+        RATE_IS_TENSOR=isinstance(rates.lr, Tensor), SKIPS=found_inf is not None, num_warps=1,
+    )  # fmt: skip
     for of_a_kind in launches.values():
-        start(of_a_kind, rates, rule, grad_scale, found_inf)
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))
-    written = ("weight", "exp_avg", "exp_avg_sq", "mask", "dense", "packed", "transposed", "amax")
-    tensors = [t for w in weights for n, t in w.tensors.items() if n in written and t is not None]
+        start(of_a_kind, table, rates, rule, grad_scale, found_inf)
+        table = table[len(of_a_kind) :]
+    read = ("grad", "scale")
+    tensors = [t for w in weights for n, t in w.tensors.items() if n not in read and t is not None]
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -87,6 +98,7 @@ def kind(given: Weight24) -> tuple:
 
 def start(
     weights: list[Weight24],
+    table: Tensor,
     rates: Rates,
     rule: Rule,
     grad_scale: Tensor | None,
@@ -100,13 +112,11 @@ def start(
     words = masks.half_words(first.weight.device) if rule.choose == "exact" else first.weight
     launch(
         adamw_kernel, blocks, first.weight.device,
-        table_of(weights), rows, columns, rates.lr, 1 - beta1, beta2, 1 - beta2,
-        logarithm(beta1), logarithm(beta2), rates.eps, rates.weight_decay, rule.alpha,
+        table, rows, columns, 1 - beta1, beta2, 1 - beta2, rule.alpha,
         first.weight if grad_scale is None else grad_scale,
         first.weight if found_inf is None else found_inf, words,
         GRAD=DTYPES[first.grad.dtype],
         OPERAND=DTYPES[operands[0].dtype] if operands else tl.float32,
-        RATE_IS_TENSOR=isinstance(rates.lr, Tensor),
         SCALED=grad_scale is not None, SKIPS=found_inf is not None, DECAYS=rule.alpha != 0,
         CHOOSE=CHOICES[rule.choose], SOURCE=SOURCES[rule.source],
         NETWORK=network(16) if rule.choose == "greedy" else (),
@@ -114,6 +124,7 @@ def start(
         TRANSPOSED=first.transposed is not None,
         ORDER=order(first.packed), ORDER_T=order(first.transposed), AMAX=first.amax is not None,
         WHOLE=rows % TILE == 0 and columns % TILE == 0,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_reflect_ftz=False,
     )  # fmt: skip
 
 
@@ -138,14 +149,15 @@ def addresses(given: Weight24) -> tuple[int, ...]:
         if packed is not None:
             address = packed.buffer.data_ptr() + values * packed.dtype.itemsize
         out.append(address)
-    return tuple(out)
+    return (*out, *[0] * (ROW.value - len(out)))
 
 
 _tables: dict[tuple, Tensor] = {}
 
 
 def table_of(weights: list[Weight24]) -> Tensor:
-    """int64 [weights, 13] on their device: the addresses of each."""
+    """int64 [weights, ROW] on their device: the addresses of each, and room for scalars."""
+    width = ROW.value
     device = weights[0].weight.device
     flat = tuple(address for given in weights for address in addresses(given))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -153,11 +165,11 @@ def table_of(weights: list[Weight24]) -> Tensor:
         # arguments of a kernel that the graph holds. The table lives as long as the graph.
         table = torch.zeros(len(flat), dtype=torch.int64, device=device)
         torch._foreach_add_(list(table.unbind()), list(flat))
-        return table
+        return table.view(-1, width)
     key = (device, flat)
     table = _tables.pop(key, None)
     if table is None:
-        table = torch.tensor(flat, dtype=torch.int64).to(device, non_blocking=True)
+        table = torch.tensor(flat, dtype=torch.int64).view(-1, width).to(device, non_blocking=True)
         if len(_tables) >= TABLES:
             del _tables[next(iter(_tables))]
     _tables[key] = table  # the last one used comes last
@@ -174,8 +186,13 @@ def pointer(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the pointer to a matrix, known to be a multiple of 16 bytes."""
-    return tl.multiple_of(pointer(row, PLACE, DTYPE), 16)
+    """Returns the pointer to a matrix, known to be a multiple of 16 bytes.
+
+    It is made of the row's own, which is: what is said of a pointer made of a number, Triton 3.6
+    does not hear, and would load and store single entries.
+    """
+    distance = tl.multiple_of(tl.load(row + PLACE) - row.to(tl.int64), 16)
+    return (row.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
@@ -206,25 +223,41 @@ def under(k, a):
 
 
 @triton.jit
+def scalars_kernel(
+    table, lr, log_beta1, log_beta2, eps, weight_decay, found_inf,
+    RATE_IS_TENSOR: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Counts a weight's steps up and writes what all its entries need: step size and eps, both
+    times sqrt(1 - beta2^t), and the factor of the weight decay."""
+    at = table + tl.program_id(0) * ROW
+    count = pointer(at, 4, tl.float32)
+    step = tl.load(count) + 1
+    rate = tl.load(lr) if RATE_IS_TENSOR else lr
+    # In fp64: beta^t is close to 1.
+    left1 = 1 - tl.exp2(step.to(tl.float64) * log_beta1)
+    left2 = tl.sqrt_rn((1 - tl.exp2(step.to(tl.float64) * log_beta2)).to(tl.float32))
+    out = (at + SCALARS).to(tl.pointer_type(tl.float32))
+    tl.store(out, (rate / left1).to(tl.float32) * left2)
+    tl.store(out + 1, eps * left2)
+    tl.store(out + 2, 1 - rate * weight_decay)
+    tl.store(count, step - tl.load(found_inf) if SKIPS else step)
+
+
+@triton.jit
 def adamw_kernel(
-    table, rows, columns, lr, one_minus_beta1, beta2, one_minus_beta2, log_beta1, log_beta2, eps,
-    weight_decay, alpha, grad_scale, found_inf, words,
-    GRAD: tl.constexpr, OPERAND: tl.constexpr, RATE_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr,
+    table, rows, columns, one_minus_beta1, beta2, one_minus_beta2, alpha, grad_scale, found_inf,
+    words,
+    GRAD: tl.constexpr, OPERAND: tl.constexpr, SCALED: tl.constexpr,
     SKIPS: tl.constexpr, DECAYS: tl.constexpr, CHOOSE: tl.constexpr, SOURCE: tl.constexpr,
     NETWORK: tl.constexpr, DENSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ORDER: tl.constexpr, ORDER_T: tl.constexpr, AMAX: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     across, down = tl.cdiv(columns, 64), tl.cdiv(rows, 64)
     block = tl.program_id(0) % (across * down)
-    at = table + tl.program_id(0) // (across * down) * 13
+    at = table + tl.program_id(0) // (across * down) * ROW
     top, left = (block // across).to(tl.int64) * 64, (block % across).to(tl.int64) * 64
-
-    # Scalars in fp64: beta^t is close to 1.
-    steps = tl.load(pointer(at, 4, tl.float32)).to(tl.float64)
-    rate = tl.load(lr) if RATE_IS_TENSOR else lr
-    step_size = (rate / (1 - tl.exp2(steps * log_beta1))).to(tl.float32)
-    correction = tl.sqrt_rn((1 - tl.exp2(steps * log_beta2)).to(tl.float32))
-    shrunk = 1 - rate * weight_decay
+    scalars = (at + SCALARS).to(tl.pointer_type(tl.float32))
+    step_size, eps, shrunk = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     skipped = tl.load(found_inf) != 0 if SKIPS else False
 
     weight, grad = vectors(at, 0, tl.float32), vectors(at, 1, GRAD)
@@ -234,35 +267,41 @@ def adamw_kernel(
     # Four entries to a thread: a row of a tile.
     row, column = top + 4 * (entry // 64), left + tl.max_contiguous(entry % 64, 4)
     a, k = (), ()
-    for r in tl.static_range(4):
-        i = (row + r) * columns + column
-        inside = tl.full([1024], True, tl.int1)
-        if not WHOLE:
-            inside = (row + r < rows) & (column < columns)
-        w, g = tl.load(weight + i, inside, 0), tl.load(grad + i, inside, 0).to(tl.float32)
-        m, v = tl.load(exp_avg + i, inside, 0), tl.load(exp_avg_sq + i, inside, 0)
-        if SCALED:
-            g = tl.div_rn(g, tl.load(grad_scale))
-        if DECAYS or (CHOOSE == 0 and SOURCE == 1):
-            kept = tl.load(mask + i, inside, 0) != 0
-        if DECAYS:
-            g = tl.where(kept, g, g + alpha * w)
-        new_m = m + one_minus_beta1 * (g - m)
-        new_v = beta2 * v + one_minus_beta2 * g * g
-        new = w * shrunk - tl.div_rn(
-            step_size * new_m, tl.div_rn(tl.sqrt_rn(new_v), correction) + eps
-        )
-        if SKIPS:
-            new, new_m = tl.where(skipped, w, new), tl.where(skipped, m, new_m)
-            new_v = tl.where(skipped, v, new_v)
-        tl.store(weight + i, new, inside)
-        tl.store(exp_avg + i, new_m, inside)
-        tl.store(exp_avg_sq + i, new_v, inside)
-        if AMAX and not WHOLE:
-            new = tl.where(inside, new, 0.0)
-        a += (parts_of(new),)
-        if CHOOSE == 0 and SOURCE == 1:
-            k += (parts_of(kept),)
+    for h in tl.static_range(0, 4, HELD):
+        # All is asked for before anything is worked on: no load may pass a store.
+        held = ()
+        for q in tl.static_range(h, h + HELD):
+            i = (row + q) * columns + column
+            inside = tl.full([1024], True, tl.int1)
+            if not WHOLE:
+                inside = (row + q < rows) & (column < columns)
+            w, g = tl.load(weight + i, inside, 0), tl.load(grad + i, inside, 0)
+            m, v = tl.load(exp_avg + i, inside, 0), tl.load(exp_avg_sq + i, inside, 0)
+            kept = inside
+            if DECAYS or (CHOOSE == 0 and SOURCE == 1):
+                kept = tl.load(mask + i, inside, 0) != 0
+            held += ((w, g, m, v, kept, i, inside),)
+        for r in tl.static_range(HELD):
+            w, g, m, v, kept, i, inside = held[r]
+            g = g.to(tl.float32)
+            if SCALED:
+                g /= tl.load(grad_scale)
+            if DECAYS:
+                g = tl.where(kept, g, g + alpha * w)
+            new_m = m + one_minus_beta1 * (g - m)
+            new_v = beta2 * v + one_minus_beta2 * g * g
+            new = w * shrunk - step_size * new_m / (tl.sqrt(new_v) + eps)
+            if SKIPS:
+                new, new_m = tl.where(skipped, w, new), tl.where(skipped, m, new_m)
+                new_v = tl.where(skipped, v, new_v)
+            tl.store(weight + i, new, inside)
+            tl.store(exp_avg + i, new_m, inside)
+            tl.store(exp_avg_sq + i, new_v, inside)
+            if AMAX and not WHOLE:
+                new = tl.where(inside, new, 0.0)
+            a += (parts_of(new),)
+            if CHOOSE == 0 and SOURCE == 1:
+                k += (parts_of(kept),)
 
     if CHOOSE == 1 or SOURCE == 2:
         for r in tl.static_range(4):

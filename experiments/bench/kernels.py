@@ -21,7 +21,7 @@ OURS = {
         "projected_amax", "quantize24", "soft", "unpack_mask", "weight_amax",
     ),
     QUANTISING: ("amax", "fp8", "numbers", "quantize_both", "rescale"),
-    OPTIMIZER: ("adamw",),
+    OPTIMIZER: ("adamw", "scalars"),
     ELEMENTWISE: ("glu", "glu_backward"),
     DENSE: ("lowrank",),
 }  # fmt: skip
