@@ -34,7 +34,7 @@ from common_kernels.library import custom_op
 from common_kernels.matmul import cuda, cuda_build, cusparselt
 from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.pack import BUFFERED, Packed24, check_form, convert24, meta_bytes, unpack24
-from common_kernels.pack.operands import fill_up
+from common_kernels.pack.operands import fill_up, packed_sample, whole_blocks
 
 BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
 LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # of the products of training
@@ -233,6 +233,45 @@ def mm24(
         return rescale(product, scale, other, dtype=out_dtype)
     y = _matmul24(buffer, *given, scale, other, transposed, False, fp32)
     return y if out_dtype in (None, fp32) else y.to(out_dtype)
+
+
+def sample_mm24(
+    dy: Tensor,
+    x: Tensor,
+    key: Tensor,
+    stride: int = 1,
+    *,
+    layout: str = BUFFERED,
+    backend: str | None = None,
+) -> Tensor:
+    """S(dY)^T X [out, in] in one operator: mm24(sample_pack24(dy, key, stride, layout=layout), x).
+
+    dy, x: [tokens, out] and [tokens, in] of one dtype. For the rest see these two.
+    """
+    if x.shape[0] != dy.shape[0] or x.dtype != dy.dtype:
+        raise ValueError(
+            f"dy {tuple(dy.shape)} of {dy.dtype} and x {tuple(x.shape)} of {x.dtype} must have "
+            "as many tokens, and one dtype"
+        )
+    whole = whole_blocks(dy, key, dy.dtype, layout)
+    name = backends.resolve(checks.one_device(dy=dy, x=x, key=key), backend)
+    x = fill_up(x, whole.shape[0] - x.shape[0]).contiguous()
+    return _sample_mm24(whole, x, key, stride, layout, name)
+
+
+@custom_op("sparse24::sample_mm24", mutates_args=())
+def _sample_mm24(
+    dy: Tensor, x: Tensor, key: Tensor, stride: int, layout: str, backend: str
+) -> Tensor:
+    buffer = packed_sample(dy, key, stride, dy.dtype, layout, backend)
+    (tokens, rows), columns = dy.shape, x.shape[1]
+    problem = (rows, tokens, columns, x.dtype, x.dtype, False, False, False, layout)
+    return _product(buffer, x, None, None, problem)
+
+
+@_sample_mm24.register_fake
+def _(dy, x, key, stride, layout, backend):
+    return x.new_empty(dy.shape[1], x.shape[1])
 
 
 def _check_fit(packed: Packed24, x: Tensor, summed: int) -> None:

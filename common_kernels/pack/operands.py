@@ -233,16 +233,22 @@ def sample_pack24(
         columns that `layout` needs.
     key: int64 [2]; key[1] * stride must be a multiple of 4. dtype: of the result, 16-bit; dy's.
     """
+    dtype = dtype or dy.dtype
+    dy = whole_blocks(dy, key, dtype, layout)
+    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
+    buffer = _sample_pack24(dy, key, stride, dtype, layout, name)
+    return Packed24((buffer,), (dy.shape[1], dy.shape[0]), dtype, layout)
+
+
+def whole_blocks(dy: Tensor, key: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    """`dy`, contiguous, with as many tokens as a packed sample of it has. Raises ValueError or
+    TypeError unless it can be sampled with `key`."""
     checks.float_tensor(dy, "dy")
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     if key.shape != (2,) or key.dtype != torch.int64:
         raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
-    dtype = dtype or dy.dtype
-    dy = fill_up(dy, -dy.shape[0] % tokens_multiple(layout, dtype)).contiguous()
-    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
-    buffer = _sample_pack24(dy, key, stride, dtype, layout, name)
-    return Packed24((buffer,), (dy.shape[1], dy.shape[0]), dtype, layout)
+    return fill_up(dy, -dy.shape[0] % tokens_multiple(layout, dtype)).contiguous()
 
 
 def tokens_multiple(layout: str, dtype: torch.dtype) -> int:
@@ -254,6 +260,13 @@ def tokens_multiple(layout: str, dtype: torch.dtype) -> int:
 def _sample_pack24(
     dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
 ) -> Tensor:
+    return packed_sample(dy, key, stride, dtype, layout, backend)
+
+
+def packed_sample(
+    dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
+) -> Tensor:
+    """The bytes of `sample_pack24` of a dY of whole blocks, for an operator."""
     if backend == "triton":
         from common_kernels.pack import triton
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import mvue24
-from common_kernels.matmul import Problem, fastest, mm24, own_layout, unavailable
+from common_kernels.matmul import Problem, fastest, own_layout, sample_mm24, unavailable
 from common_kernels.pack import BUFFERED
-from common_kernels.pack.operands import MULTIPLE, TOKENS, sample_pack24
+from common_kernels.pack.operands import MULTIPLE, TOKENS
 
 from .operands import Dense, Packed, save, saved
 
@@ -184,8 +184,7 @@ class _SparseLinear(torch.autograd.Function):
             grad_x = dgrad.grad(dy).reshape(x.shape)
         if ctx.needs_input_grad[1]:
             if ctx.packs_sample:
-                packed = sample_pack24(dy, key, groups_of(dy), layout=ctx.packs_sample)
-                grad_weight = mm24(packed, x2d)
+                grad_weight = sample_mm24(dy, x2d, key, groups_of(dy), layout=ctx.packs_sample)
             else:
                 sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
                 grad_weight = sample.t() @ x2d

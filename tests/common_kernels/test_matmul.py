@@ -22,11 +22,13 @@ from common_kernels.matmul import (
     measured,
     mm24,
     own_layout,
+    sample_mm24,
     table,
     unavailable,
 )
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, Packed24, cpu, pack24
+from common_kernels.pack.operands import sample_pack24
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -202,6 +204,20 @@ def test_a_times_x_summed_over_any_tokens(layout, columns):
         mm24(packed(a, mask, layout), dense(filled + 8, 96))
 
 
+@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
+@pytest.mark.parametrize("tokens", [64, 100])
+def test_a_sample_times_x(layout, tokens):
+    """One operator does what two do, to the bit."""
+    if reason := unserved(layout):
+        pytest.skip(reason)
+    dy, x, key = dense(tokens, 128), dense(tokens, 96), torch.tensor([5, 3], device=DEVICE)
+    sample = sample_pack24(dy, key, 25 * 128, layout=layout)
+    assert torch.equal(sample_mm24(dy, x, key, 25 * 128, layout=layout), mm24(sample, x))
+    for other in (dense(tokens + 4, 96), dense(tokens, 96, torch.float16)):
+        with pytest.raises(ValueError, match="as many tokens, and one dtype"):
+            sample_mm24(dy, other, key, layout=layout)
+
+
 @sparse_gpu
 def test_a_times_x_of_codes():
     a, mask = matrix(64, 128, E5M2)
@@ -229,6 +245,8 @@ def test_opcheck():
         (buffer, CUTLASS, 64, 128, wide, None, None, None, False, False, BF16),
     ):
         torch.library.opcheck(torch.ops.sparse24.matmul24.default, arguments)
+    arguments = (torch.ones(16, 64, dtype=BF16), x, torch.tensor([1, 0]), 4, BUFFERED, "cpu")
+    torch.library.opcheck(torch.ops.sparse24.sample_mm24.default, arguments)
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from common_kernels.fp8.operands import (
     scaled_linear,
 )
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
-from common_kernels.matmul import linear24, mm24
+from common_kernels.matmul import linear24, mm24, sample_mm24
 from common_kernels.pack.operands import (
     pack24_,
     pack_both24_,
@@ -132,6 +132,7 @@ def cases():
         "sample_pack24": (
             lambda backend, *o: sample_pack24(*o, backend=backend).buffer, {"dy": x, "key": key}
         ),
+        "sample_mm24": (pure(sample_mm24), {"dy": x, "x": x, "key": key}),
         "quantize_both": (pure(quantize_both, "e4m3", "e5m2"), {"x": w}),
         "quantize_and_sample": (
             lambda backend, *o: [
