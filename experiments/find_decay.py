@@ -157,7 +157,8 @@ def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, 
     Raises:
         UserError: from the runs, and when the flip rates cannot be compared.
     """
-    with world(search.config.impl.device) as here:  # one process group for all the runs
+    impl = search.config.impl
+    with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent
         outcomes, alphas = [], (None, *search.candidates)
         for number, alpha in enumerate(alphas, 1):

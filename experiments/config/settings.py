@@ -235,6 +235,8 @@ class ImplConfig:
     serves, or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs
     instead of launched kernel by kernel: on one GPU, with batches of one shape. shard: what several
     ranks share: the batch alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
+    offload: what `fsdp2` shares lies in the memory of the host, where the optimizer steps, and a
+    block's weights come to the GPU for its passes.
     activation_checkpointing: a transformer block keeps its input alone for the backward pass, in
     which it is computed again: a third more work, for less memory.
     checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
@@ -250,6 +252,7 @@ class ImplConfig:
     optimizer: str = "separate"
     cuda_graphs: bool = False
     shard: str = "ddp"
+    offload: bool = False
     activation_checkpointing: bool = False
     checkpoint_every: int = 50
     threads: int = 0
@@ -269,6 +272,11 @@ class ImplConfig:
                 raise ValueError(
                     f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
                 )
+        if self.offload and self.shard != "fsdp2":
+            raise ValueError(
+                f"impl.offload=true with impl.shard={self.shard}: only weights that ranks share "
+                "are offloaded; set impl.shard=fsdp2"
+            )
         if self.cuda_graphs and self.activation_checkpointing:
             raise ValueError(
                 "impl.cuda_graphs=true with impl.activation_checkpointing=true: what is computed "

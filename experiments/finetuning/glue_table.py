@@ -39,7 +39,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
-    with world(config.impl.device) as here:
+    with world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
         if (done := finished(config)) is not None:
             report(f"done already: {config.directory()}")

@@ -63,7 +63,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
     directory = config.directory()
-    with process_settings(config.impl), world(config.impl.device) as here:
+    with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
         if (done := finished(config)) is not None:
             report(f"done already: {directory}")

@@ -93,6 +93,7 @@ class Planned:
         return per_gpu(
             self.footprint(samples), gpus, shard, accumulation > 1,
             checkpointing=self.options.checkpointing, averaged=averages.is_kept(train),
+            offloads=self.run.impl.offload,
         )  # fmt: skip
 
     def needed(self) -> tuple[int, str] | None:
@@ -117,9 +118,11 @@ def per_gpu(
     accumulates: bool,
     checkpointing: bool = False,
     averaged: bool = False,
+    offloads: bool = False,
 ) -> dict[str, int]:
     """Bytes on one GPU by what they are for, and their `peak`.
 
+    offloads: what `fsdp2` shares lies in the memory of the host instead.
     accumulates: there is more than one micro-batch in a step. Gradients then stay beside the
     activations; otherwise these go as gradients come.
     """
@@ -130,17 +133,22 @@ def per_gpu(
         weights = (2 * need.block + need.root) * need.width
         gradients = (need.block + need.root) * (need.width + 4)
         communication = weights + gradients + (weights if need.frozen else 0)
+    # What the GPUs share, a GPU's part of it; the host has it where it is offloaded.
+    trained, frozen, moments, masks = (
+        0 if shared and offloads else size // share
+        for size in (need.trained, need.frozen, need.moments, need.masks)
+    )
     held = {
-        "weights": need.trained // share,
-        "teacher": need.frozen // share,
-        "optimizer": need.moments // share,
-        "averages": need.trained // share if averaged else 0,
-        "masks": need.masks // share,
+        "weights": trained,
+        "teacher": frozen,
+        "optimizer": moments,
+        "averages": trained if averaged else 0,
+        "masks": masks,
         "packed operands": need.packed // share,
         "dense operands": need.operands // share,
         "communication": communication,
     }
-    gradients = need.trained // share
+    gradients = trained
     forward = {
         "weights under autocast": 0 if shared else need.casts,
         "activations": need.checkpointed if checkpointing else need.activations,

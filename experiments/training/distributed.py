@@ -70,14 +70,15 @@ class World:
 
 
 @contextmanager
-def world(device: str) -> Iterator[World]:
+def world(device: str, offload: bool = False) -> Iterator[World]:
     """Join the group that torchrun describes in the environment; leave it at the end.
 
     Within another `world` it is that one's group: a process cannot join torchrun's twice, so
     several runs in one process need a `world` around them.
 
     Args:
-        device: `auto` (a GPU where there is one), `cpu` (gloo) or `cuda` (nccl).
+        device: `auto` (a GPU where there is one), `cpu` (gloo) or `cuda` (nccl). offload: tensors
+            in the memory of the host are exchanged, too.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("impl.device=cuda, but torch sees no GPU here; use impl.device=cpu")
@@ -99,7 +100,7 @@ def world(device: str) -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), place)
         dist.barrier()  # what rank 0 wrote is there for all
         return
-    _join("nccl" if kind == "cuda" else "gloo")
+    _join("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if offload else "nccl")
     try:
         yield World(dist.get_rank(), dist.get_world_size(), place)
         # gloo's threads outlive the group; with work in hand they abort an interpreter that ends

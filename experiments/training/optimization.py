@@ -156,7 +156,7 @@ class Optimization:
         memory.require(
             "weights, gradients and moments",
             _training_bytes(model, train.optimizer),
-            device,
+            next(model.parameters()).device,  # not that of its passes, with CPU offload
             "choose a smaller model",
         )
         self.optimizer = make_optimizer(method, model, train, fused)

@@ -84,7 +84,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     Raises:
         UserError: before anything is written, if config, data and machine do not fit together.
     """
-    with process_settings(config.impl), world(config.impl.device) as here:
+    with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
         ended = _ended(config)
         why = None if ended is None else _to_make_again(config, ended)

@@ -222,7 +222,7 @@ def placed(state: Any, like: Any) -> Any:
     first = mesh.get_coordinate()[sharding.shard_dim(like)] * chunk
     first, end = min(first, len(like)), min(first + chunk, len(like))
     own = state.read(first, end) if isinstance(state, Rows) else state[first:end].clone()
-    return DTensor.from_local(
+    there = DTensor.from_local(
         own.to(mesh.device_type),
         mesh,
         like.placements,
@@ -230,3 +230,4 @@ def placed(state: Any, like: Any) -> Any:
         shape=like.shape,
         stride=like.stride(),
     )
+    return there.to(like.device)  # that of the host, with CPU offload

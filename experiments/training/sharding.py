@@ -35,6 +35,11 @@ def shares_weights(impl: ImplConfig, world: World) -> bool:
 def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: World) -> None:
     """Raise a `UserError` if these settings do not go together with sharded weights."""
     if not shares_weights(impl, world):
+        if impl.offload:
+            raise UserError(
+                "impl.offload=true with one process, which holds all weights itself; start several "
+                "with torchrun, or set impl.offload=false"
+            )
         return
     if impl.matmul not in ("auto", "dense"):
         raise UserError(
@@ -60,14 +65,15 @@ def share(
     """Let the ranks share the weights, if `impl` says so; see `Shards`."""
     if not shares_weights(impl, world):
         return None
-    return Shards(model, method, dtype, world, compiled=impl.compile)
+    return Shards(model, method, dtype, world, compiled=impl.compile, offload=impl.offload)
 
 
 class Shards:
     """A model and its method, converted and not yet trained, shared by the ranks from here on.
 
     Args:
-        dtype: of autocast, if any. compiled: compile each block.
+        dtype: of autocast, if any. compiled: compile each block. offload: keep the shards in the
+            memory of the host.
     Raises:
         UserError: there is something in them that cannot be sharded.
     """
@@ -79,6 +85,7 @@ class Shards:
         dtype: torch.dtype | None,
         world: World,
         compiled: bool = False,
+        offload: bool = False,
     ) -> None:
         self.model, self.method, self.world = model, method, world
         teacher = getattr(method, "teacher", None)
@@ -93,7 +100,7 @@ class Shards:
         try:
             for each in (model, teacher):
                 if each is not None:
-                    _shard(each, dtype, mesh, keeps_root=each is model)
+                    _shard(each, dtype, mesh, offload, keeps_root=each is model)
             sharding.follow(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
@@ -150,14 +157,18 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
             module.reload()
 
 
-def _shard(model: nn.Module, dtype: torch.dtype | None, mesh: Any, keeps_root: bool) -> None:
+def _shard(
+    model: nn.Module, dtype: torch.dtype | None, mesh: Any, offload: bool, keeps_root: bool
+) -> None:
     """Shard each block of `model`, and what is outside of blocks.
 
     keeps_root: the latter stays gathered from the forward to the backward pass.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     options = {"mesh": mesh, "mp_policy": _policy(model, dtype)}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for block in blocks(model).values():
         fully_shard(block, **options)
     fully_shard(model, reshard_after_forward=None if keeps_root else True, **options)

@@ -86,12 +86,6 @@ def _shard(layer: Any, like: Any) -> None:
             f"a converted weight is placed as {like.placements}; shard it along dim 0, as "
             "fully_shard does by itself, and along no other"
         )
-    place, wanted = like.to_local().device.type, like.device_mesh.device_type
-    if place != wanted:
-        raise ValueError(
-            f"a converted weight lies on {place} and its mesh on {wanted}: CPU offload is not "
-            "served; leave offload_policy out"
-        )
     if layer.conv1d is not None:
         raise ValueError(
             "a Conv1D of transformers cannot be sharded; load the model with models.gpt2.from_hf "
@@ -106,9 +100,8 @@ def _shard(layer: Any, like: Any) -> None:
             layer.derived[name] = torch.empty_like(buffer, device="meta")
             layer._buffers[name] = None
         elif buffer.ndim == 2 and len(buffer) == len(like):
-            layer._buffers[name] = distribute_tensor(
-                buffer, like.device_mesh, like.placements, src_data_rank=None
-            )
+            rows = distribute_tensor(buffer, like.device_mesh, like.placements, src_data_rank=None)
+            layer._buffers[name] = rows.to(like.device)  # that of the host, with CPU offload
     layer.__class__ = _sharded_class(layer.__class__)
 
 
@@ -293,10 +286,16 @@ def _plain(own: Any, tensor: Tensor) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def rows(layer: Any) -> Iterator[None]:
-    """In it the tensors of `layer` that are sharded are plain ones: the rows of this rank."""
+    """In it the tensors of `layer` that are sharded are plain ones on the mesh's device: the rows
+    of this rank. What is changed in place is kept."""
     own = _sharded_tensors(layer)
-    with _showing(layer, {n: _plain(t, t.to_local()) for n, t in own.items()}):
+    shown = {n: _plain(t, t.to_local().to(t.device_mesh.device_type)) for n, t in own.items()}
+    versions = {n: t._version for n, t in shown.items()}
+    with _showing(layer, shown):
         yield
+    for name, tensor in own.items():
+        if shown[name].device != tensor.device and shown[name]._version != versions[name]:
+            tensor.to_local().copy_(shown[name])
 
 
 @contextmanager
@@ -309,7 +308,9 @@ def whole(layer: Any) -> Iterator[None]:
     from torch.distributed.tensor import distribute_tensor
 
     own = _sharded_tensors(layer)
-    shown = {n: _plain(t, t.full_tensor()) for n, t in own.items()}
+    shown = {}
+    for name, tensor in own.items():
+        shown[name] = _plain(tensor, tensor.full_tensor().to(tensor.device_mesh.device_type))
     versions = {n: t._version for n, t in shown.items()}
     with _showing(layer, shown):
         yield

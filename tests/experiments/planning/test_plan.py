@@ -147,6 +147,8 @@ def test_gpus_share_a_step():
     gathered = (2 * 10 + 20) * 2
     assert fsdp["communication"] == 2 * gathered + (10 + 20) * 6  # the teacher's weights as well
     assert fsdp["peak"] == held // 4 + fsdp["communication"] + 400 // 4 + 1000 + 30
+    host = per_gpu(NEED, 4, "fsdp2", accumulates=True, offloads=True)
+    assert host["peak"] == fsdp["peak"] - (400 + 80 + 800 + 40 + 400) // 4
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,18 @@ def trained(corpus_dir, tmp_path_factory):
         for case, options in CASES.items()
         for place in ("one", "two", "moved")
     }  # fmt: skip
+    for case in ("t_sr_ste", "ast"):
+        options = [*CASES[case], "impl.offload=true", f"runs={folder / 'offloaded'}"]
+        found[case, "offloaded"] = load(
+            [*model, *SHORT, *SETTINGS, *data, f"method={case}", *options]
+        )
     for place in ("one", "two"):
         found["dino", place] = dino.load([*IMAGES, f"runs={folder / place}"])
     for case in CASES.keys() - {"s_ste"}:
         _train(found[case, "moved"], 4)
     two = [(found["dino", "two"], LAST)]
     two += [(found[case, "two"], LAST) for case in CASES]
+    two += [(found[case, "offloaded"], last) for case in ("t_sr_ste", "ast") for last in (7, LAST)]
     two += [(found[case, "moved"], 7) for case in CASES]
     # All ranks are forked from one process that has imported everything and done nothing.
     modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
@@ -145,6 +151,16 @@ def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
             for key, value in load_file(other.directory() / name).items():
                 assert value.dtype == weights[key].dtype
                 torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["t_sr_ste", "ast"])
+def test_offloading_changes_no_number(trained, case):
+    """Nor does a stop; on the CPU host and device are one, so that each sum has the same order."""
+    two, offloaded = (trained[0][case, place] for place in ("two", "offloaded"))
+    assert curves(offloaded) == curves(two)
+    weights = load_file(two.directory() / "model.safetensors")
+    for key, value in load_file(offloaded.directory() / "model.safetensors").items():
+        assert torch.equal(value, weights[key])
 
 
 def test_a_model_that_teaches_itself_is_shared_with_its_teacher(trained):
@@ -275,6 +291,10 @@ def test_what_shards_do_not_serve_is_one_line():
     assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
     assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
     sharding.check_shared(method, ImplConfig(shard="fsdp2", **packed), train(), ALONE)
+    with pytest.raises(UserError, match=r"impl\.offload=true with one process"):
+        sharding.check_shared(method, ImplConfig(shard="fsdp2", offload=True), train(), ALONE)
+    with pytest.raises(ValueError, match=r"impl\.offload=true with impl\.shard=ddp: .*=fsdp2"):
+        ImplConfig(offload=True)
     with pytest.raises(ValueError, match=r"impl\.shard=fsdp; choose one of ddp, fsdp2"):
         ImplConfig(shard="fsdp")
 
