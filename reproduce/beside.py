@@ -1,18 +1,24 @@
 """Writes the table that compares measured speeds with the papers' statements: `python -m
 reproduce.beside`.
 
-Writes the table between the marks in README.md from the CSVs of `measured/h200`; nothing of it is
-written by hand.
+Writes the table between the marks in README.md from the CSVs of `measured/h200` and from
+`published.json`; nothing of it is written by hand.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, reduce
+from operator import truediv
 from pathlib import Path
 
 from experiments.support.checkpoint import write_atomic
+from reproduce.cells import published_cell
+from reproduce.reading import read_tables
+from reproduce.spec import Table, Variant
 
 HERE = Path(__file__).parent
 MEASURED, README = HERE / "measured" / "h200", HERE / "README.md"
@@ -20,21 +26,22 @@ BEGIN, END = "<!-- beside: written by python -m reproduce.beside -->\n", "<!-- e
 EQUAL = 0.01  # relative difference up to which two speeds are equal: the noise of timing
 
 Cell = tuple[str, str, str]  # table, row, column
+Cells = tuple[Cell, ...]  # one, whose value is meant, or two, whose quotient is
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The statement that something is faster or smaller than dense. paper: the cell of the paper's
-    value, where it is not in the row of ours."""
+    """The statement that something is faster or smaller than dense. paper: where the paper's value
+    is, if not in the cells of ours."""
 
     text: str
-    cell: Cell
-    paper: Cell | None = None
+    cells: Cells
+    paper: Cells = ()
     smaller: bool = False
 
     def line(self) -> list[str]:
         """The cells of the statement's line: text, the paper's value, ours, verdict."""
-        paper, ours = read(self.paper or self.cell, "paper"), read(self.cell, "mean")
+        paper, ours = quotient(self.paper or self.cells, published), quotient(self.cells, measured)
         if paper is None or ours is None:
             return [self.text, _number(paper), _number(ours), "not measured"]
         gains = [1 - v if self.smaller else v - 1 for v in (paper, ours)]
@@ -52,7 +59,7 @@ class Ranking:
 
     def line(self) -> list[str]:
         """The cells of the statement's line: text, the paper's values, ours, verdict."""
-        paper, ours = ([read(cell, kind) for cell in self.cells] for kind in ("paper", "mean"))
+        paper, ours = ([read(cell) for cell in self.cells] for read in (published, measured))
         texts = [self.text, *(" / ".join(map(_number, values)) for values in (paper, ours))]
         first, second = ours
         if first is None or second is None:
@@ -66,31 +73,51 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def read(cell: Cell, kind: str) -> float | None:
-    """The value in a cell of a measured table, `paper` or `mean` (ours); None if it is
-    not there."""
+def quotient(cells: Cells, read: Callable[[Cell], float | None]) -> float | None:
+    """The value of one cell, or the first of two over the second; None if one is not there."""
+    values = [read(cell) for cell in cells]
+    return None if None in values else reduce(truediv, values)
+
+
+def measured(cell: Cell) -> float | None:
+    """Our value in a cell of a measured table; None if it is not there."""
     table, method, column = cell
     path = MEASURED / f"{table}-full.csv"
     if not path.exists():
         return None
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            if row["method"] == method and row.get(f"{column}: {kind}"):
-                return float(row[f"{column}: {kind}"])
+            if row["method"] == method and row.get(f"{column}: mean"):
+                return float(row[f"{column}: mean"])
     return None
+
+
+def published(cell: Cell) -> float | None:
+    """The paper's value in a cell of a table, measured or not; None if nobody confirmed it."""
+    name, label, column = cell
+    table = _tables()[name]
+    rows = {row.label: row for row in table.rows}
+    columns = {column.label: column for column in table.columns}
+    found = published_cell(table, Variant(""), rows[label], columns[column])
+    return None if found is None else found.value
+
+
+@cache
+def _tables() -> dict[str, Table]:
+    return {table.name: table for table in read_tables()}
 
 
 def fst(shape: str, column: str) -> Gain:
     """The statement on a row of FST's Figure 7."""
     part = column.removesuffix(" speedup")
-    return Gain(f"FST, Figure 7: {part}, {shape}", ("fst_figure7", shape, column))
+    return Gain(f"FST, Figure 7: {part}, {shape}", (("fst_figure7", shape, column),))
 
 
 def sste(column: str) -> Gain:
     """The statement on a column of S-STE's Table 10."""
     table, quoted = "sste_table10", "as quoted, shape unknown"
     text = f"S-STE, Table 10: {column}; ours at d=4096, their shape is unknown"
-    return Gain(text, (table, "d=4096", column), (table, quoted, column))
+    return Gain(text, ((table, "d=4096", column),), ((table, quoted, column),))
 
 
 def faster_than_fst(model: str) -> Ranking:
@@ -106,7 +133,26 @@ def slope(number: int, model: str, column: str) -> Gain:
     """The statement on a model in SLoPe's Table 1 (speed) or 2 (memory)."""
     what = {1: "speed", 2: "memory"}[number]
     cell = (f"slope_table{number}", f"{model} / SLoPe", column)
-    return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", cell, smaller=number == 2)
+    return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", (cell,), smaller=number == 2)
+
+
+def decoding(lengths: str, device: str) -> Gain:
+    """The statement on a row of AST's Table 6: lengths of prompt and text, on one of its GPUs."""
+    table, column = "ast_table6", "speedup"
+    text = f"AST, Table 6: decoding, prompt and text of {lengths} tokens; theirs on one {device}"
+    return Gain(text, ((table, lengths, column),), ((table, f"{device}, {lengths}", column),))
+
+
+def sparse_over_dense(text: str, row: str) -> Gain:
+    """The statement on a row of torchao's Table 4, of times: the dense one over that of 2:4."""
+    cells = ("torchao_table4", row, "dense"), ("torchao_table4", row, "2:4")
+    return Gain(f"torchao, Table 4: {text}", cells)
+
+
+def sam(text: str, row: str, column: str, smaller: bool = False) -> Gain:
+    """The statement on a row of torchao's Table 5, over its dense row."""
+    cells = ("torchao_table5", row, column), ("torchao_table5", "dense", column)
+    return Gain(f"torchao, Table 5: SAM's encoder at inference, {text}", cells, smaller=smaller)
 
 
 STATEMENTS: tuple[Gain | Ranking, ...] = (
@@ -126,9 +172,19 @@ STATEMENTS: tuple[Gain | Ranking, ...] = (
     slope(2, "OPT-66B", "training"),
     slope(2, "OPT-66B", "inference"),
     Gain("torchao, Table 2: SAM's image encoder, forward and backward",
-         ("torchao_table2", "2:4 MLP weights", "speed-up")),
-    *(Gain(f"torchao, Table 3: linear {shape}", ("torchao_table3", shape, "speedup"))
+         (("torchao_table2", "2:4 MLP weights", "speed-up"),)),
+    *(Gain(f"torchao, Table 3: linear {shape}", (("torchao_table3", shape, "speedup"),))
       for shape in ("(13008,1024,4096)", "(13008,4096,1024)")),
+    sparse_over_dense("product alone", "product (13008,1024,4096)"),
+    sparse_over_dense("MLP of PR 184, forward and backward", "MLP (44160,1024,4096,1024)"),
+    Gain("torchao, Table 4: time to choose and pack, over the library's packing",
+         (("torchao_table4", "product (13008,1024,4096)", "prune and pack"),
+          ("torchao_table4", "product (13008,1024,4096)", "library")), smaller=True),
+    sam("MLP", "2:4, MLP", "images a second"),
+    sam("attention and MLP", "2:4, attention and MLP", "images a second"),
+    sam("memory, attention and MLP", "2:4, attention and MLP", "peak memory", smaller=True),
+    *(decoding(lengths, device) for device in ("RTX 4090", "L20")
+      for lengths in ("128, 128", "1024, 1024")),
 )  # fmt: skip
 
 

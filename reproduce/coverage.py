@@ -6,9 +6,9 @@ Needs neither torch nor the drivers: `python -m reproduce --list` answers at onc
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def counts(tables: list[Table], runs: Path, known: list[Item]) -> str:
     return (
         f"{of} numbered tables and figures: {having} covered by a spec, {of - having} not, each "
         f"with its reason; {ran} run here (all runs of a tier); {measured} measured (a committed "
-        "table of the full tier, or committed records of all rows of the tier mini)"
+        "table of the full tier, or committed records of the tier mini, with numbers in all rows)"
     )
 
 
@@ -127,20 +127,42 @@ def was_run(table: Table, runs: Path) -> bool:
 
 
 def was_measured(table: Table) -> bool:
-    """True if a full tier or the records of all rows of a block's tier are committed."""
-    if any((HERE / "measured").glob(f"*/{table.name}-full.md")):
-        return True
-    blocks = [name for name, tier in table.tiers.items() if tier.block]
-    rows = {name: [row.arm for row in table.rows_of(name) if row.arm] for name in blocks}
+    """True if a table of the full tier or the records of a block's tier are committed, with numbers
+    of that tier in all rows that it runs. Whether a record's config is today's, only making the
+    table can tell."""
     return any(
-        all(any(_records(table.tiers[name].block, arm)) for arm in arms)
-        for name, arms in rows.items()
+        _has_records(table, name) if tier.block else name == "full" and _has_numbers(table, name)
+        for name, tier in table.tiers.items()
+        if not tier.unavailable
     )
 
 
-def _records(block: str, arm: str) -> Iterator[Path]:
+def _has_numbers(table: Table, tier: str) -> bool:
+    wanted = {(v.label, row.label) for v, row, _ in table.trainings(tier) if not row.stage}
+    for path in (HERE / "measured").glob(f"*/{table.name}-{tier}.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            found = {
+                (line.get("of", ""), line["method"])
+                for line in csv.DictReader(file)
+                if line["tier"] == tier
+                and any(name.endswith(": n") and int(n or 0) for name, n in line.items())
+            }
+        if wanted and wanted <= found:
+            return True
+    return False
+
+
+def _has_records(table: Table, tier: str) -> bool:
+    # The block has the seeds: its tier has none of its own.
+    arms = {row.arm for row in table.rows_of(tier) if row.arm}
+    return bool(arms) and all(_has_record(table.tiers[tier].block, arm, tier) for arm in arms)
+
+
+def _has_record(block: str, arm: str, tier: str) -> bool:
     folder, _, name = arm.rpartition("/")
-    return (HERE / "evidence" / (folder or block)).glob(f"{name}-seed*.json")
+    paths = (HERE / "evidence" / (folder or block)).glob(f"{name}-seed*.json")
+    records = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    return any(record["metrics"] and f"tier={tier}" in record["overrides"] for record in records)
 
 
 def sizes(table: Table, tier: str) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """`--list`: every table of every paper, covered or not, without torch."""
 
+import json
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from reproduce import coverage, jobs
 from reproduce.reading import read_tables
-from reproduce.spec import MEASURING
+from reproduce.spec import MEASURING, TableRow, Tier
 
 TABLES = read_tables()
 # Numbers of the papers' tables; those of torchao are numbered by us.
@@ -73,6 +74,39 @@ def test_a_figure_of_two_specs_was_run_when_both_were(small, tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text('{"jobs": 2, "done": 2}')
         assert f"; {ran} run here" in coverage.counts(tables, tmp_path, [item])
+
+
+def test_a_table_is_measured_by_its_numbers_not_by_its_files(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(coverage, "HERE", tmp_path)
+    table = small(tiers={"full": Tier(seeds=[0])})
+    first, *others = (row.label for row in table.rows)
+    assert others and not coverage.was_measured(table)
+    path = tmp_path / "measured" / "gpu" / f"{table.name}-full.csv"
+    path.parent.mkdir(parents=True)
+
+    def measured(*lines):
+        path.write_text("method,tier,x: mean,x: n\n" + "".join(f"{line}\n" for line in lines))
+        return coverage.was_measured(table)
+
+    assert measured(*(f"{row.label},full,1.5,1" for row in table.rows))
+    assert not measured(f"{first},full,1.5,1")  # a row is missing
+    assert not measured(f"{first},full,1.5,1", *(f"{label},full,,0" for label in others))
+    assert not measured(*(f"{row.label},smoke,1.5,1" for row in table.rows))
+
+
+def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(coverage, "HERE", tmp_path)
+    rows = [TableRow("dense", ["method=dense"], arm="dense"), TableRow("STE", arm="b/ste")]
+    table = small(rows=rows, tiers={"mini": Tier(block="a")})
+    for folder, name in (("a", "dense"), ("b", "ste")):
+        assert not coverage.was_measured(table)
+        path = tmp_path / "evidence" / folder / f"{name}-seed0.json"
+        path.parent.mkdir(parents=True)
+        record = {"overrides": ["tier=smoke"], "metrics": {"val_loss": 2.5}}
+        path.write_text(json.dumps(record))
+        assert not coverage.was_measured(table)
+        path.write_text(json.dumps(record | {"overrides": ["tier=mini"]}))
+    assert coverage.was_measured(table)
 
 
 def test_runs_are_counted_as_they_are_made(tmp_path, monkeypatch):
