@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 TILE = 64
 WARPS = 8  # a 4 x 4 tile to a thread
-REGISTERS = 80  # of a thread: three programs on a multiprocessor
-HELD = tl.constexpr(2)  # rows of the tiles that are loaded together
+REGISTERS = 128  # of a thread: two programs on a multiprocessor
+HELD = tl.constexpr(4)  # rows of the tiles that are loaded together
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHOICES = {None: 0, "rows": 1, "exact": 2, "greedy": 3}
 SOURCES = {"whole": 0, "mask": 1, "soft": 2}
 TABLES = 64  # that are remembered, the last ones used
 ROW = tl.constexpr(16)  # of a table: 128 bytes, so that pointers made of it are known as aligned
-SCALARS = tl.constexpr(13)  # the place in a row after the addresses
+SCALARS = tl.constexpr(13)  # the place in a row, after the addresses, of six fp32
 
 
 def adamw24_(
@@ -61,14 +61,15 @@ def adamw24_(
     if found:
         torch._foreach_zero_(found)
     table = table_of(fitting)
+    beta1, beta2 = rates.betas
     launch(
         scalars_kernel, len(fitting), table.device,
-        table, rates.lr, logarithm(rates.betas[0]), logarithm(rates.betas[1]), rates.eps,
+        table, rates.lr, 1 - beta1, beta2, 1 - beta2, logarithm(beta1), logarithm(beta2), rates.eps,
         rates.weight_decay, table if found_inf is None else found_inf,
         RATE_IS_TENSOR=isinstance(rates.lr, Tensor), SKIPS=found_inf is not None, num_warps=1,
     )  # fmt: skip
     for of_a_kind in launches.values():
-        start(of_a_kind, table, rates, rule, grad_scale, found_inf)
+        start(of_a_kind, table, rule, grad_scale, found_inf)
         table = table[len(of_a_kind) :]
     read = ("grad", "scale")
     tensors = [t for w in weights for n, t in w.tensors.items() if n not in read and t is not None]
@@ -99,7 +100,6 @@ def kind(given: Weight24) -> tuple:
 def start(
     weights: list[Weight24],
     table: Tensor,
-    rates: Rates,
     rule: Rule,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -107,12 +107,11 @@ def start(
     first = weights[0]
     rows, columns = first.weight.shape
     operands = [t for t in (first.dense, first.packed, first.transposed) if t is not None]
-    beta1, beta2 = rates.betas
     blocks = len(weights) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     words = masks.half_words(first.weight.device) if rule.choose == "exact" else first.weight
     launch(
         adamw_kernel, blocks, first.weight.device,
-        table, rows, columns, 1 - beta1, beta2, 1 - beta2, rule.alpha,
+        table, rows, columns, rule.alpha,
         first.weight if grad_scale is None else grad_scale,
         first.weight if found_inf is None else found_inf, words,
         GRAD=DTYPES[first.grad.dtype],
@@ -224,11 +223,12 @@ def under(k, a):
 
 @triton.jit
 def scalars_kernel(
-    table, lr, log_beta1, log_beta2, eps, weight_decay, found_inf,
+    table, lr, one_minus_beta1, beta2, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay,
+    found_inf,
     RATE_IS_TENSOR: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Counts a weight's steps up and writes what all its entries need: step size and eps, both
-    times sqrt(1 - beta2^t), and the factor of the weight decay."""
+    times sqrt(1 - beta2^t), the factor of the weight decay and those of the moments."""
     at = table + tl.program_id(0) * ROW
     count = pointer(at, 4, tl.float32)
     step = tl.load(count) + 1
@@ -240,13 +240,15 @@ def scalars_kernel(
     tl.store(out, (rate / left1).to(tl.float32) * left2)
     tl.store(out + 1, eps * left2)
     tl.store(out + 2, 1 - rate * weight_decay)
+    tl.store(out + 3, one_minus_beta1)
+    tl.store(out + 4, beta2)
+    tl.store(out + 5, one_minus_beta2)
     tl.store(count, step - tl.load(found_inf) if SKIPS else step)
 
 
 @triton.jit
 def adamw_kernel(
-    table, rows, columns, one_minus_beta1, beta2, one_minus_beta2, alpha, grad_scale, found_inf,
-    words,
+    table, rows, columns, alpha, grad_scale, found_inf, words,
     GRAD: tl.constexpr, OPERAND: tl.constexpr, SCALED: tl.constexpr,
     SKIPS: tl.constexpr, DECAYS: tl.constexpr, CHOOSE: tl.constexpr, SOURCE: tl.constexpr,
     NETWORK: tl.constexpr, DENSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -257,7 +259,6 @@ def adamw_kernel(
     at = table + tl.program_id(0) // (across * down) * ROW
     top, left = (block // across).to(tl.int64) * 64, (block % across).to(tl.int64) * 64
     scalars = (at + SCALARS).to(tl.pointer_type(tl.float32))
-    step_size, eps, shrunk = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     skipped = tl.load(found_inf) != 0 if SKIPS else False
 
     weight, grad = vectors(at, 0, tl.float32), vectors(at, 1, GRAD)
@@ -268,7 +269,6 @@ def adamw_kernel(
     row, column = top + 4 * (entry // 64), left + tl.max_contiguous(entry % 64, 4)
     a, k = (), ()
     for h in tl.static_range(0, 4, HELD):
-        # All is asked for before anything is worked on: no load may pass a store.
         held = ()
         for q in tl.static_range(h, h + HELD):
             i = (row + q) * columns + column
@@ -281,11 +281,19 @@ def adamw_kernel(
             if DECAYS or (CHOOSE == 0 and SOURCE == 1):
                 kept = tl.load(mask + i, inside, 0) != 0
             held += ((w, g, m, v, kept, i, inside),)
+        # All is asked for before anything is worked on. Without a barrier the assembler delays
+        # loads for the work on earlier ones; the work needs what is loaded behind the barrier.
+        tl.debug_barrier()
+        step_size, eps, shrunk = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+        one_minus_beta1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4)
+        one_minus_beta2 = tl.load(scalars + 5)
+        if SCALED:
+            divisor = tl.load(grad_scale)
         for r in tl.static_range(HELD):
             w, g, m, v, kept, i, inside = held[r]
             g = g.to(tl.float32)
             if SCALED:
-                g /= tl.load(grad_scale)
+                g /= divisor
             if DECAYS:
                 g = tl.where(kept, g, g + alpha * w)
             new_m = m + one_minus_beta1 * (g - m)
