@@ -121,13 +121,16 @@ def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], pa
     over_steps = figure.kind in ("curves", "blocks")
     labels = 0 if over_steps or figure.kind == "scatter" else len({entry.method for entry in data})
     told = f"\n{SPREAD}" if over_steps else ""
-    # Wide enough that no label covers another.
-    draw_figure(panels, title + told, path, width=max(3.6, 0.17 * labels))
+    # Wide enough that no label covers another, and as high as the longest asks for.
+    longest = max(len(entry.method) for entry in data) if labels else 0
+    size = max(3.6, 0.17 * labels), 3.4 + 0.05 * max(0, longest - 16)
+    draw_figure(panels, title + told, path, *size)
 
 
 def _values(axes: Any, data: list[Value], lines: bool) -> None:
     labels = list(dict.fromkeys(entry.method for entry in data))
     place = {label: float(number) for number, label in enumerate(labels)}
+    sources = {entry.source for entry in data}
     for number, source in enumerate(("paper", "ours")):
         shown = [entry for entry in data if entry.source == source]
         if not shown:
@@ -137,9 +140,11 @@ def _values(axes: Any, data: list[Value], lines: bool) -> None:
         if lines:
             axes.plot(at, heights, label=source, color=colour, marker=MARKERS[number], markersize=4)
         else:
-            left = [x - 0.2 + 0.4 * number for x in at]
-            axes.bar(left, heights, width=0.4, label=source, color=colour)
+            beside = (-0.2 + 0.4 * number) * (len(sources) > 1)
+            centres = [x + beside for x in at]
+            axes.bar(centres, heights, width=0.4, label=source, color=colour)
     steep = {"rotation": 60, "ha": "right", "fontsize": 7}
     upright = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 6}
     style: Any = upright if len(labels) > 12 else steep
     axes.set_xticks(list(place.values()), labels, rotation_mode="anchor", **style)
+    axes.set_xlim(-0.75, len(labels) - 0.25)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.runs.curves import COLOURS, STYLES
+from experiments.runs.curves import look
 from reproduce.engine import PlacedRun
 
 NAMES = {
@@ -54,7 +54,7 @@ def draw(axes: Any, panel: str, data: list[Pair], quantities: Sequence[str]) -> 
     """Draw one method's steps, with the diagonal on which both quantities are equal."""
     methods = list(dict.fromkeys(pair.method for pair in data))
     shown = [pair for pair in data if pair.quantity == panel]
-    colour = COLOURS[methods.index(shown[0].method) % len(COLOURS)]
+    colour, _ = look(methods.index(shown[0].method))
     xs, ys = [p.x for p in shown], [p.y for p in shown]
     axes.scatter(xs, ys, s=5, alpha=0.5, color=colour, linewidths=0, label=shown[0].method)
     # The same limits in all panels, so that they can be compared.
@@ -73,8 +73,8 @@ def distribution(axes: Any, data: list[Pair], quantity: str) -> None:
     for number, method in enumerate(methods):
         values = sorted(pair.y for pair in data if pair.method == method)
         shares = [(place + 1) / len(values) for place in range(len(values))]
-        style = STYLES[number // len(COLOURS) % len(STYLES)]
-        axes.step(values, shares, where="post", color=COLOURS[number % len(COLOURS)], ls=style)
+        colour, style = look(number)
+        axes.step(values, shares, where="post", color=colour, ls=style)
     axes.axvline(0.0, color="black", linewidth=0.6)
     axes.set_xlim(*inner([pair.y for pair in data]))
     axes.set_xlabel(NAMES.get(quantity, quantity), fontsize=9)

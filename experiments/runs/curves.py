@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ SPREAD = "mean over seeds, band: ± standard deviation"
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
 MARKERS = ("o", "s", "^", "v", "D", "P", "X")
 STYLES = ("-", "--", ":", "-.")
+WIDEST = 16.0  # of a row of panels, in inches
+LABEL = 28  # characters of a y axis's label that stand beside a panel
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,15 @@ def points(
     ]
 
 
+def look(number: int) -> tuple[str, str]:
+    """(colour, line style) of the method at a place in the order; the baseline's, at 0, is no
+    other's."""
+    if number == 0:
+        return COLOURS[0], "--"
+    again, place = divmod(number - 1, len(COLOURS) - 1)
+    return COLOURS[1 + place], STYLES[again % len(STYLES)]
+
+
 def draw(axes: Any, quantity: str, data: list[Point]) -> None:
     """Draw the curves of one quantity, one line for each label. A label has the same look in every
     quantity, even if some quantities lack it."""
@@ -83,13 +96,13 @@ def draw(axes: Any, quantity: str, data: list[Point]) -> None:
         if not shown:
             continue
         steps, means = [p.step for p in shown], [p.mean for p in shown]
-        colour = COLOURS[number % len(COLOURS)]
+        colour, style = look(number)
         axes.plot(
             steps,
             means,
             label=label,
             color=colour,
-            linestyle="--" if number == 0 else STYLES[number // len(COLOURS) % len(STYLES)],
+            linestyle=style,
             # Thinner from row to row, so that a curve under another one still shows.
             linewidth=max(1.0, 2.6 - 0.4 * number),
             marker=MARKERS[number % len(MARKERS)] if quantity in EVALUATED else None,
@@ -104,33 +117,54 @@ def draw(axes: Any, quantity: str, data: list[Point]) -> None:
 
 
 def figure(
-    panels: Mapping[str, Callable[[Any], None]], title: str, path: Path, width: float = 3.6
+    panels: Mapping[str, Callable[[Any], None]],
+    title: str,
+    path: Path,
+    width: float = 3.6,
+    height: float = 3.4,
 ) -> None:
     """Write a figure with one panel for each entry of `panels`, its key the y axis's label and
-    its value a function that draws on given axes, and one legend for all. width: of a panel, in
-    inches."""
+    its value a function that draws on given axes, and one legend for all. Where many panels would
+    make it too wide to read, they stand in several rows. width, height: of a panel, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    canvas = Figure(figsize=(max(width * len(panels), 5.0), 3.4), layout="constrained")
+    rows = math.ceil(len(panels) * width / WIDEST) if len(panels) > 1 else 1
+    columns = math.ceil(len(panels) / rows)
+    size = max(width * columns, 5.0), height * rows
+    canvas = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(canvas)
     legend: dict[str, Any] = {}
-    several = canvas.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (label, fill) in zip(several, panels.items(), strict=True):
+    several = canvas.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (label, fill) in zip(several, panels.items(), strict=False):
         fill(axes)
-        axes.set_ylabel(label, fontsize=9)
+        axes.set_ylabel(textwrap.fill(label, LABEL), fontsize=9)
         axes.tick_params(labelsize=8, which="both")
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        handles, labelled = axes.get_legend_handles_labels()
-        legend |= dict(zip(labelled, handles, strict=True))
+        for handle, labelled in zip(*axes.get_legend_handles_labels(), strict=True):
+            # Of a line that only some panels mark, the one with its marker.
+            if labelled not in legend or getattr(handle, "get_marker", str)() in MARKERS:
+                legend[labelled] = handle
+    for axes in several[len(panels) :]:
+        axes.set_axis_off()
     canvas.legend(
         list(legend.values()),
         list(legend),
         loc="outside lower center",
-        ncols=3,
+        ncols=_columns([*legend], size[0]),
         fontsize=8,
         frameon=False,
     )
     canvas.suptitle(title, fontsize=9)
     canvas.savefig(path, dpi=200, format="png")
+
+
+def _columns(labels: Sequence[str], width: float) -> int:
+    """The number of columns in which a legend at font size 8 is no wider than the figure."""
+    for n in (3, 2):
+        height = math.ceil(len(labels) / n) or 1
+        longest = [max(map(len, labels[at : at + height])) for at in range(0, len(labels), height)]
+        if 0.06 * sum(longest) + 0.55 * n <= width:  # inches of a character, and of a line's sample
+            return n
+    return 1

@@ -336,6 +336,24 @@ def test_a_run_looks_the_same_in_every_panel(tmp_path):
         )
     assert list(looks[0]) == ["dense", "ste", "s_ste"]
     assert looks[1] == {name: looks[0][name] for name in ("ste", "s_ste")}
+    assert len({curves.look(number) for number in range(19)}) == 19
+
+
+def test_many_panels_stand_in_rows_and_a_legend_is_no_wider_than_its_figure(tmp_path):
+    from PIL import Image
+
+    def size(panels, label):
+        draw = {f"panel {n}": lambda axes: axes.plot([1, 2], label=label) for n in range(panels)}
+        curves.figure(draw, "", tmp_path / "figure.png")
+        with Image.open(tmp_path / "figure.png") as image:
+            return image.size
+
+    one, four, seven = (size(panels, "dense") for panels in (1, 4, 7))
+    assert four[0] > one[0] and four[1] == one[1]
+    assert seven == (four[0], 2 * one[1])
+    assert curves._columns(["dense", "SLoPe", "FST", "STE"], 5.0) == 3
+    assert curves._columns(["+ masked decay, without MVUE"] * 4, 5.0) == 2
+    assert curves._columns(["the pruned operand " * 3] * 2, 5.0) == 1
 
 
 @pytest.mark.parametrize(
