@@ -21,6 +21,11 @@ writes, are what `from_pretrained` reads. What a training goes on with (dense we
 masks, masks, compressed values) lies beside, in the checkpoint's `method_state.pt`.
 
 Our own causal models go in as `models.hf.ForTrainer(model)`.
+
+Under FSDP2 (`fsdp=True` in the arguments, or accelerate's plugin) masks are sharded with their
+weights, and a distilling method's teacher as well. There the Trainer makes the optimizer itself:
+`Trainer(..., optimizer_cls_and_kwargs=callback.optimizer_cls_and_kwargs)`. Its checkpoints hold the
+layers in its own files, and `trainer.save_model()` writes the plain model without `finalize`.
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import (
     PreTrainedModel,
     TrainerCallback,
@@ -42,8 +49,10 @@ from transformers import (
 )
 
 from experiments.support import checkpoint
+from experiments.training import sharded_checkpoint
+from experiments.training.sharding import fill, shard, without_numbers
 from methods import Method
-from methods.nn import base, compressed, conversion, distillation, slorb
+from methods.nn import base, compressed, conversion, distillation, sharding, slorb
 from methods.nn.linear import SparseLinear
 from models.groups import param_groups
 
@@ -82,8 +91,10 @@ class MethodCallback(TrainerCallback):
             raise ValueError("the method has converted another model; build a new one")
         self.report = method.report if method.layers else method.convert(model, dtype)
         if isinstance(model, PreTrainedModel):
+            layers = method.sparse_layers.items()
+            save = functools.partial(_save_plain, {n: without_numbers(x, x) for n, x in layers})
             # A bound method: a copy of the model gets its own.
-            model.save_pretrained = types.MethodType(_save_plain, model)  # type: ignore[method-assign]
+            model.save_pretrained = types.MethodType(save, model)  # type: ignore[method-assign]
         self._hook = model.register_load_state_dict_post_hook(_expect_plain)
         self._distilled = 0  # forward passes of this step
         if isinstance(method, distillation.Method) and method.teacher is not None:
@@ -93,11 +104,23 @@ class MethodCallback(TrainerCallback):
     def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
         """The method's optimizer for `Trainer(..., optimizers=...)`, by the arguments: AdamW, or
         the method's form of it. Matrices are decayed, biases and norms are not."""
+        options = self._optimizer_options()
+        return self.method.optimizer(options.pop("params"), **options), None
+
+    @property
+    def optimizer_cls_and_kwargs(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The same for `Trainer(..., optimizer_cls_and_kwargs=...)`, which makes it, as it must
+        under FSDP."""
+        return type(self.optimizers[0]), self._optimizer_options()
+
+    def _optimizer_options(self) -> dict[str, Any]:
         args = self.args
-        groups = param_groups(self.model.named_parameters(), args.weight_decay)
-        betas = args.adam_beta1, args.adam_beta2
-        options: dict[str, Any] = {"lr": args.learning_rate, "betas": betas}
-        return self.method.optimizer(groups, eps=args.adam_epsilon, **options), None
+        return {
+            "params": param_groups(self.model.named_parameters(), args.weight_decay),
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
 
     def _take_loss(self, method: distillation.Method) -> None:
         """Give the model the method's loss in the forward passes of training."""
@@ -125,10 +148,17 @@ class MethodCallback(TrainerCallback):
         # A bound method: a copy of the model gets its own, and keeps its own loss.
         model.forward = types.MethodType(forward, model)
 
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        _check_sharding(args)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        _check_sharding(args)
         self._check(args, state)
+        self._share_teacher()
         if state.global_step:
             path = Path(args.resume_from_checkpoint or self._folder(args, state)) / STATE
             if not path.is_file():
@@ -179,6 +209,13 @@ class MethodCallback(TrainerCallback):
         """Called before `state.global_step` is raised."""
         self.method.on_step_end(state.global_step)
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Called before a checkpoint is saved."""
+        if self._mesh() is not None:
+            _give_states(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -191,20 +228,38 @@ class MethodCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        found = self.method.state_dict()
+        if self._mesh() is not None:
+            found = _gathered(found, state.is_world_process_zero)  # by all ranks
         if state.is_world_process_zero:
-            layers = {n: layer.state_dict() for n, layer in self.method.sparse_layers.items()}
-            found = {**self.method.state_dict(), "layers": layers}
+            if self._mesh() is None:  # else they are in the Trainer's own files
+                layers = self.method.sparse_layers.items()
+                found["layers"] = {name: layer.state_dict() for name, layer in layers}
             path = self._folder(args, state) / STATE
             checkpoint.write_atomic(path, lambda p: torch.save(found, p))
 
     def _load(self, path: Path, args: TrainingArguments) -> None:
-        found = torch.load(path, map_location=args.device, weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
         layers = found.pop("layers", {})
-        if layers.keys() != self.method.sparse_layers.keys():
-            raise ValueError(f"{path} is of other converted layers; set include as it was")
-        for name, layer in self.method.sparse_layers.items():
-            layer.load_state_dict(layers[name])
-        self.method.load_state_dict(found)
+        if self._mesh() is None:
+            if layers.keys() != self.method.sparse_layers.keys():
+                raise ValueError(f"{path} is of other converted layers; set include as it was")
+            for name, layer in self.method.sparse_layers.items():
+                layer.load_state_dict(layers[name])
+        self.method.load_state_dict(sharded_checkpoint.placed(found, self.method.state_dict()))
+
+    def _mesh(self) -> Any:
+        """The ranks that share the weights; None: each has all of them."""
+        parameter: Any = next(self.model.parameters())
+        return parameter.device_mesh if sharding.is_sharded(parameter) else None
+
+    def _share_teacher(self) -> None:
+        """Let the ranks share the teacher's weights if they share the model's."""
+        teacher, mesh = getattr(self.method, "teacher", None), self._mesh()
+        if teacher is None or mesh is None:
+            return
+        if not any(map(sharding.is_sharded, teacher.parameters())):
+            shard(teacher, mesh)
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
         """Refuse settings under which the method would silently be another one."""
@@ -214,9 +269,10 @@ class MethodCallback(TrainerCallback):
                 f"the method was built with total_steps={total}, but the Trainer will take "
                 f"{state.max_steps} steps; make them equal"
             )
-        if args.fsdp or args.deepspeed:
-            raise ValueError("sharded weights cannot be pruned; train without fsdp and deepspeed")
-        if args.world_size > 1 and args.ddp_broadcast_buffers is not False:
+        shared = self._mesh() is not None
+        if args.fsdp and not shared:
+            raise ValueError("accelerate has not sharded the model: it does so on GPUs alone")
+        if args.world_size > 1 and not shared and args.ddp_broadcast_buffers is not False:
             raise ValueError(
                 "every rank draws random bits of its own, from keys that are buffers; set "
                 "ddp_broadcast_buffers=False"
@@ -232,24 +288,78 @@ class MethodCallback(TrainerCallback):
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
-def plain_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the plain model of the same function, made of `state`, that of `model`."""
+def _check_sharding(args: TrainingArguments) -> None:
+    """Refuse ways of sharding in which masks do not follow their weights."""
+    if args.deepspeed:
+        raise ValueError("weights that deepspeed shards cannot be pruned; use FSDP2 (fsdp=True)")
+    plugin = AcceleratorState._shared_state.get("fsdp_plugin")
+    if plugin is None:
+        return
+    wrong = {
+        "version 1": getattr(plugin, "fsdp_version", 1) != 2,
+        "cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,  # knows no buffers
+        "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+    }
+    for name in (name for name, found in wrong.items() if found):
+        raise ValueError(
+            f"FSDP with {name} does not serve pruned weights; set fsdp_config={{'version': 2, "
+            "'cpu_ram_efficient_loading': False}, without cpu_offload"
+        )
+
+
+def _give_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that had no gradient yet, such as SLoPe's adapters, the state that their
+    first step would begin with: torch does not load sharded states from which some are missing."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    known = [p for p in trained if optimizer.state.get(p)]
+    for parameter in [p for p in trained if not optimizer.state.get(p)] if known else ():
+        optimizer.state[parameter] = {
+            key: torch.zeros_like(parameter if value.shape == known[0].shape else value)
+            for key, value in optimizer.state[known[0]].items()
+        }
+
+
+def _gathered(state: Any, keep: bool) -> Any:
+    """`state` with whole tensors, on the CPU, in the place of sharded ones; on ranks that do not
+    `keep` them, with nothing there."""
+    if isinstance(state, dict):
+        return {key: _gathered(value, keep) for key, value in state.items()}
+    if not sharding.is_sharded(state):
+        return state
+    whole = sharding.full(state)
+    return whole.cpu() if keep else None
+
+
+def plain_state(
+    model: nn.Module, state: dict[str, Tensor], shapes: dict[str, SparseLinear] | None = None
+) -> dict[str, Tensor]:
+    """The state dict of the plain model of the same function, made of `state`, that of `model`.
+
+    shapes: the sparse layers without their numbers, for those that are sharded.
+    """
     for name, layer in model.named_modules():
         kinds = SparseLinear | compressed.SparsePlusLowRank | slorb.BoostedLinear
         if isinstance(layer, kinds):
-            twin = copy.deepcopy(layer)
+            # accelerate wraps blocks whose activations are computed again.
+            name = name.replace("_checkpoint_wrapped_module.", "")
+            if shapes and isinstance(layer, sharding.ShardedLayer):
+                twin: nn.Module = copy.deepcopy(shapes[name])
+                fill(twin, {key: state[f"{name}.{key}"] for key in twin.state_dict()})
+            else:
+                twin = copy.deepcopy(layer)
             if isinstance(twin, SparseLinear):
                 with torch.no_grad():
                     twin.restore()
             compressed.merge(slorb.merge(twin))
             conversion.release(twin)
-            for key in layer.state_dict():
-                del state[f"{name}.{key}"]
+            for key in [key for key in state if key.rpartition(".")[0] == name]:
+                del state[key]
             state |= {f"{name}.{key}": value.cpu() for key, value in twin.state_dict().items()}
     return state
 
 
 def _save_plain(
+    shapes: dict[str, SparseLinear],
     self: PreTrainedModel,
     save_directory: Any,
     is_main_process: bool = True,
@@ -257,7 +367,8 @@ def _save_plain(
     **options: Any,
 ) -> Any:
     """`PreTrainedModel.save_pretrained` with plain weights in the place of converted ones."""
-    state = plain_state(self, dict(self.state_dict() if state_dict is None else state_dict))
+    own = self.state_dict() if state_dict is None else state_dict
+    state = plain_state(self, {name: sharding.full(x) for name, x in own.items()}, shapes)
     return type(self).save_pretrained(self, save_directory, is_main_process, state, **options)
 
 

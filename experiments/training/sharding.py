@@ -89,18 +89,15 @@ class Shards:
     ) -> None:
         self.model, self.method, self.world = model, method, world
         teacher = getattr(method, "teacher", None)
-        # For `whole`: all but the numbers, as it is before FSDP takes the parameters over.
-        shapes: dict[int, Any] = {id(teacher): None}
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            shapes[id(tensor)] = _like(tensor, "meta")
-        self._shapes = copy.deepcopy((model, method), shapes)
+        # For `whole`, as they are before FSDP takes the parameters over.
+        self._shapes = without_numbers((model, method), model, {id(teacher): None})
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
         for block in blocks(model).values() if compiled else ():
             block.compile()  # before FSDP adds its hooks, around which a whole model would break
         try:
             for each in (model, teacher):
                 if each is not None:
-                    _shard(each, dtype, mesh, offload, keeps_root=each is model)
+                    shard(each, mesh, dtype, offload, keeps_root=each is model)
             sharding.follow(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
@@ -119,7 +116,7 @@ class Shards:
             return None
         # A new copy each time: the averaged weights are a second one.
         model, method = copy.deepcopy(self._shapes)
-        _fill(model, state)
+        fill(model, state)
         return model, method
 
     def finalize(self) -> None:
@@ -129,14 +126,21 @@ class Shards:
             self.method.finalize(self.model)
 
 
-def _like(tensor: Tensor, device: str) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+def without_numbers(copied: Any, module: nn.Module, others: dict[int, Any] | None = None) -> Any:
+    """A copy of `copied` with the tensors of `module`, which it holds, on the meta device.
+
+    others: what stands in the copy for other objects, by their id.
+    """
+    known = dict(others or {})
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        known[id(tensor)] = empty
+    return copy.deepcopy(copied, known)
 
 
-def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
+def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Put numbers, those of `state` where it has some, into a model on the meta device; what is
     tied stays so."""
     filled: dict[int, Tensor] = {}
@@ -157,12 +161,17 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
             module.reload()
 
 
-def _shard(
-    model: nn.Module, dtype: torch.dtype | None, mesh: Any, offload: bool, keeps_root: bool
+def shard(
+    model: nn.Module,
+    mesh: Any,
+    dtype: torch.dtype | None = None,
+    offload: bool = False,
+    keeps_root: bool = False,
 ) -> None:
     """Shard each block of `model`, and what is outside of blocks.
 
-    keeps_root: the latter stays gathered from the forward to the backward pass.
+    dtype: of autocast, if any. offload: keep the shards in the host's memory. keeps_root: what is
+        outside of blocks stays gathered from the forward to the backward pass.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 

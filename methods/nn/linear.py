@@ -235,6 +235,7 @@ class SparseLinear(nn.Linear):
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         sharding.follow([self])
+        sharding.cut(self, state_dict, prefix)
         self._swap_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():

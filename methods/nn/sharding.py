@@ -105,6 +105,22 @@ def _shard(layer: Any, like: Any) -> None:
     layer.__class__ = _sharded_class(layer.__class__)
 
 
+def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
+    """Shard the whole tensors of a state dict, in place, that are for sharded buffers of `layer`.
+
+    torch does so with those for parameters, and for buffers that were sharded when it looked.
+    """
+    for name, buffer in layer._buffers.items():
+        key = f"{prefix}{name}"
+        if is_sharded(buffer) and key in state and not is_sharded(state[key]):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = buffer.device_mesh, buffer.placements
+            whole = state[key].to(mesh.device_type)
+            rows = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            state[key] = rows.to(buffer.device)
+
+
 def _check_dense(products: Any) -> None:
     if products != type(products)():
         raise ValueError("accelerate does not serve sharded weights yet; leave it out under FSDP2")

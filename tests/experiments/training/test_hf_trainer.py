@@ -513,7 +513,8 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fsdp": "full_shard"}, "without fsdp"),
+        ({"fsdp": True}, "has not sharded the model"),
+        ({"deepspeed": "stage2.json"}, "weights that deepspeed shards"),
         ({"world_size": 2}, "ddp_broadcast_buffers=False"),
         ({"fp16": True, "max_grad_norm": 0.0}, "set max_grad_norm"),
     ],

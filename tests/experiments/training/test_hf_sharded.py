@@ -1,0 +1,148 @@
+"""Methods inside transformers.Trainer under FSDP2, as accelerate applies it: two ranks are one."""
+
+import json
+import multiprocessing
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from transformers import TrainingArguments
+
+from experiments.training.hf_trainer import STATE, MethodCallback
+from methods.nn.sharding import is_sharded
+from tests.experiments.training.test_hf_trainer import TOKENS, Ordered, build, records
+
+STEPS, MICRO, SAVED = 10, 4, 5
+# Each passes a choice of masks and, where the method has phases, a switch. A large eps lets AdamW's
+# update be as smooth as the gradient: no last bit of it grows.
+CASES = {
+    "t_sr_ste": {"refresh_every": 4, "dense_fraction": 0.4, "mvue": "off"},
+    "s_ste": {"mvue": "off"},
+    "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
+    "ast distilling": {"refresh_every": 3, "kl_weight": 0.5},
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def on_cpus(made):
+    """accelerate shards on GPUs alone: `made`, the making of its state, on CPUs, too."""
+
+    def make(self, *args, fsdp_plugin=None, **kwargs):
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    return make
+
+
+def train(case, folder, ranks, resume=None):
+    model, method = build(case, **{"total_steps": STEPS, **CASES[case]})
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=2 // ranks, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_steps=SAVED, logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-2,
+        lr_scheduler_type="constant", resume_from_checkpoint=resume, fsdp=ranks > 1,
+    )  # fmt: skip
+    callback = MethodCallback(method, model, arguments)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 32, (STEPS * MICRO * 2, TOKENS), generator=generator)
+    trainer = Ordered(
+        model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=[callback], optimizer_cls_and_kwargs=callback.optimizer_cls_and_kwargs,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    if ranks > 1:
+        assert all(is_sharded(p) for p in model.parameters())
+        if case == "ast distilling":
+            assert all(is_sharded(layer.mask) for layer in method.layers.values())
+            assert all(map(is_sharded, method.teacher.parameters()))
+    trainer.save_model(str(folder / "end"))
+    if arguments.process_index == 0:
+        (folder / "records.json").write_text(json.dumps(records(trainer)))
+
+
+def run(rank, store, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    AcceleratorState.__init__ = on_cpus(AcceleratorState.__init__)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    for case in CASES:
+        train(case, folder / "two" / case, 2)
+        resume = str(folder / "two" / case / f"checkpoint-{SAVED}")
+        train(case, folder / "resumed" / case, 2, resume)
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with that of each case in `one`, `two` and `resumed`."""
+    folder = tmp_path_factory.mktemp("sharded")
+    multiprocessing.set_forkserver_preload([__name__, "torch.distributed.fsdp"])
+    store = (folder / "store").as_uri()
+    mp.start_processes(run, (store, folder), nprocs=2, start_method="forkserver")
+    for case in CASES:
+        train(case, folder / "one" / case, 1)
+    return folder
+
+
+@every_case
+@pytest.mark.parametrize("place", ["two", "resumed"])
+def test_two_ranks_are_one_process(case, place, trained):
+    one, two = (
+        json.loads((trained / p / case / "records.json").read_text()) for p in ("one", place)
+    )
+    assert len(one) == STEPS
+    assert all(log["illegal_groups"] == 0 for log in one if log["phase"] != "dense")
+    for log, other in zip(one, two, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert log.pop(key) == pytest.approx(other.pop(key), abs=1e-5)
+        assert log == other
+
+
+@every_case
+@pytest.mark.parametrize("end", [f"checkpoint-{SAVED}", "end"])
+def test_what_is_saved_is_the_plain_model(case, end, trained):
+    one, two = (load_file(trained / p / case / end / "model.safetensors") for p in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+        assert torch.equal(two[name] == 0, weight == 0)
+
+
+def test_the_layers_lie_in_the_files_of_the_trainer(trained):
+    folder = trained / "two" / "ast distilling" / f"checkpoint-{SAVED}"
+    state = torch.load(folder / STATE, weights_only=True)
+    assert "layers" not in state and not any(map(is_sharded, state["teacher"].values()))
+    layers = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
+    assert layers["model.layers.0.mlp.up_proj.mask"].dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"fsdp_version": 1}, "version 1"),
+        ({"cpu_ram_efficient_loading": True}, "cpu_ram_efficient_loading"),
+        ({"cpu_offload": CPUOffloadPolicy()}, "cpu_offload"),
+    ],
+)
+def test_ways_of_sharding_that_are_refused(wrong, message, monkeypatch):
+    callback = MethodCallback(*reversed(build("s_ste")), SimpleNamespace(device="cpu"))
+    right = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "cpu_offload": OffloadPolicy()}
+    arguments = SimpleNamespace(deepspeed=None)
+    for settings in (right, {**right, **wrong}):
+        plugin = SimpleNamespace(**settings)
+        monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+        if settings is right:
+            callback.on_init_end(arguments, None, None)
+        else:
+            with pytest.raises(ValueError, match=f"FSDP with {message} does not serve"):
+                callback.on_init_end(arguments, None, None)
