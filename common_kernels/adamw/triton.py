@@ -293,12 +293,12 @@ def adamw_kernel(
             w, g, m, v, kept, i, inside = held[r]
             g = g.to(tl.float32)
             if SCALED:
-                g /= divisor
+                g = tl.div_rn(g, divisor)
             if DECAYS:
                 g = tl.where(kept, g, g + alpha * w)
             new_m = m + one_minus_beta1 * (g - m)
             new_v = beta2 * v + one_minus_beta2 * g * g
-            new = w * shrunk - step_size * new_m / (tl.sqrt(new_v) + eps)
+            new = w * shrunk - tl.div_rn(step_size * new_m, tl.sqrt_rn(new_v) + eps)
             if SKIPS:
                 new, new_m = tl.where(skipped, w, new), tl.where(skipped, m, new_m)
                 new_v = tl.where(skipped, v, new_v)
