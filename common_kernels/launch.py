@@ -9,6 +9,7 @@ consecutive lanes. Either way every byte is read once, in whole lines, whatever 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import triton.language as tl
 from common_kernels import backend
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+TABLES = 64  # of addresses that are remembered, the last ones used
 BLOCK = 512  # groups in a program: the fastest of 256 to 4096 on an H200 for nearly every kernel
 
 
@@ -28,6 +30,44 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
     """
     with backend.current(device):
         kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
+
+
+_tables: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def table_of(device: torch.device, addresses: Sequence[int]) -> torch.Tensor:
+    """int64, flat: the addresses on `device`, for a kernel that serves many tensors at once."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Nothing can be copied from pageable memory here, but numbers can be added: they are
+        # arguments of a kernel that the graph holds. The table lives as long as the graph.
+        table = torch.zeros(len(addresses), dtype=torch.int64, device=device)
+        torch._foreach_add_(list(table.unbind()), list(addresses))
+        return table
+    key = (device, *addresses)
+    table = _tables.pop(key, None)
+    if table is None:
+        table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+        if len(_tables) >= TABLES:
+            del _tables[next(iter(_tables))]
+    _tables[key] = table  # the last one used comes last
+    return table
+
+
+@triton.jit
+def pointer(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    """The pointer whose address stands at PLACE of a row of a table."""
+    return tl.load(row + PLACE).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns the pointer to a matrix, known to be a multiple of 16 bytes.
+
+    It is made of the row's own, which is: what is said of a pointer made of a number, Triton 3.6
+    does not hear, and would load and store single entries.
+    """
+    distance = tl.multiple_of(tl.load(row + PLACE) - row.to(tl.int64), 16)
+    return (row.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit

@@ -34,6 +34,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from common_kernels.pack.compressed import prune_and_pack24_
+
 from .nn import base, delayed
 from .nn.compressed import CompressedLinear
 from .nn.compressed_fp8 import Fp8CompressedLinear
@@ -211,10 +213,15 @@ class Method(Fp8Method):
         # The row masks do not change, so there are no flips to measure.
         period = self.config.column_refresh
         due = period and (step + 1) % period == 0
+        together = []
         for layer in self._layers():
+            if (stored := layer.stored()) is not None:
+                together.append(stored)
+                continue
             if due:
                 layer.refresh_mask()
             layer.derive()
+        prune_and_pack24_(together, choose=bool(due))
         delayed.update(self.layers.values())
         self._remember(None)
 

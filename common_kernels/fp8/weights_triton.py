@@ -17,7 +17,6 @@ from common_kernels.fp8.cpu import NAMES
 from common_kernels.fp8.operands_triton import codes_like, encode
 from common_kernels.fp8.triton import constants, scale_from
 from common_kernels.launch import launch, magnitude
-from common_kernels.pack.compressed_triton import expanded, load_kept
 from common_kernels.pack.operands import row_major
 from common_kernels.pack.triton import (
     bools,
@@ -152,6 +151,31 @@ def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.conste
     if KIND == 2:
         kept = tl.load(mask + at // 8, mask=inside, other=0) >> (at % 8).to(tl.uint8) & 1 != 0
         tl.atomic_max(amax + 1, tl.max(tl.where(kept, bits, 0), 0))
+
+
+@triton.jit
+def load_kept(values, row_mask, column_mask, row, left, columns):
+    """Row `row` of each of 16 x 16 tiles: its two values, where they are (four bools) and whether B
+    keeps them, each `[256]`."""
+    at = tl.arange(0, 512)
+    at = (row + 4 * (at // 32)) * (columns // 2) + left // 2 + tl.max_contiguous(at % 32, 2)
+    one, other = tl.split(tl.reshape(tl.load(values + at), [256, 2]))
+    tile = tl.arange(0, 256)
+    r, group = row + 4 * (tile // 16), left // 4 + tile % 16
+    a = tl.load(row_mask + r * (columns // 8) + group // 2).to(tl.int32) >> 4 * (group % 2)
+    b = tl.load(column_mask + r * (columns // 16) + group // 4).to(tl.int32) >> 2 * (group % 4)
+    places = a & 1 != 0, a & 2 != 0, a & 4 != 0, a & 8 != 0
+    return one, other, places, b & 1 != 0, b & 2 != 0
+
+
+@triton.jit
+def expanded(one, other, places, keeps_one, keeps_other):
+    """Four entries under B, 0 where there is none, and whether there is one."""
+    k0, k1, k2, k3 = places
+    e0, e3 = tl.where(k0, one, 0), tl.where(k3, other, 0)
+    e1, e2 = tl.where(k0, other, one), tl.where(k3, one, other)
+    b1, b2 = tl.where(k0, keeps_other, keeps_one), tl.where(k3, keeps_one, keeps_other)
+    return (e0, e1, e2, e3), (k0 & keeps_one, k1 & b1, k2 & b2, k3 & keeps_other)
 
 
 @triton.jit

@@ -1,121 +1,312 @@
 # mypy: ignore-errors
-"""SLoPe's two operands from a weight that is stored compressed, in Triton: one read of the values.
+"""SLoPe's step on weights that are stored compressed, in Triton: one read of the values gives the
+column mask and both packed operands.
 
 W * A, 2:4 along its rows, is what `values` and `row_mask` hold; (W * A * B)^T is 2:4 along the
 columns of W, B dropping some of the values (arXiv 2405.16325).
+
+A thread holds 8 x 8 entries of W, two by two tiles of 4 x 4. It loads 16 bytes of a row and stores
+8 of a row of either operand, and four or eight neighbours fill whole sectors: no value changes
+threads. What is chosen in a tile is one word: in its byte i the two rows that are stored of column
+i, two bits each, and above them, a bit a column, where row i is one of them.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from common_kernels.launch import launch
-from common_kernels.pack.cpu import BUFFERED
-from common_kernels.pack.triton import (
-    entries_stored,
-    new_buffer,
-    order_of,
-    split,
-    stack,
-    store_tiles,
-    stored,
-)
+from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
+from common_kernels.pack.triton import CUSPARSELT, CUTLASS, order_of
+
+if TYPE_CHECKING:
+    from common_kernels.pack.compressed import Compressed24
+
+ROW = tl.constexpr(8)  # of the table of addresses: 64 bytes
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def pack_both_compressed(
-    values: torch.Tensor,
-    row_mask: torch.Tensor,
-    column_mask: torch.Tensor,
-    dtype: torch.dtype,
-    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
-    layouts: tuple[str, str] = (BUFFERED, BUFFERED),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The buffers of W * A and of (W * A * B)^T, W [out, in], both multiples of 64. 16-bit `dtype`.
+def prune_and_pack(weights: Sequence["Compressed24"], choose: bool) -> list["Compressed24"]:
+    """As `compressed.prune_and_pack24_`; returns the weights that the kernel cannot address."""
+    launches, rest = defaultdict(list), []
+    for weight in weights:
+        addresses = addresses_of(weight)
+        if fits(weight, addresses):
+            launches[kind(weight)].append(addresses)
+        else:
+            rest.append(weight)
+    device = weights[0].values.device
+    for (shape, source, dtype, order, order_t), together in launches.items():
+        rows, columns = shape[0], 2 * shape[1]
+        table = table_of(device, [address for addresses in together for address in addresses])
+        launch(
+            prune_and_pack_kernel, len(together) * (rows // 64) * (columns // 64), device,
+            table, rows, columns, VALUES=DTYPES[source], OPERAND=DTYPES[dtype], CHOOSE=choose,
+            PACKED=order >= 0, TRANSPOSED=order_t >= 0, ORDER=order, ORDER_T=order_t, num_warps=2,
+        )  # fmt: skip
+    return rest
 
-    Args:
-        values: [out, in / 2], the entries of W under A, of any float dtype.
-        row_mask: [out, in / 8] uint8, the bits of A: two of each four along a row.
-        column_mask: [out, in / 16] uint8, for each value whether B keeps it: at most two of each
-            four along a column.
-        buffers: to be written to; new ones if None.
+
+def fits(weight: "Compressed24", addresses: list[int]) -> bool:
+    """True if rows lie one after the other, and begin where whole vectors do."""
+    return (
+        all(address % 16 == 0 for address in (addresses[0], *addresses[3:]))
+        and weight.values.is_contiguous()
+        and weight.row_mask.is_contiguous()
+        and weight.column_mask.is_contiguous()
+    )
+
+
+def kind(weight: "Compressed24") -> tuple:
+    """What is equal within a launch: shape, dtypes, and the orders of the metadata, -1 for none."""
+    outs = weight.operands
+    orders = (-1 if out is None else order_of(out.layout, out.dtype) for out in outs)
+    return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders
+
+
+def addresses_of(weight: "Compressed24") -> list[int]:
+    """Of what the kernel takes, in its order; those of the values for a missing operand."""
+    nothing = weight.values.data_ptr()
+    found = [nothing, weight.row_mask.data_ptr(), weight.column_mask.data_ptr()]
+    for out in weight.operands:  # the metadata follow the values, two bytes each
+        start = nothing if out is None else out.buffer.data_ptr()
+        found += [start, start + 2 * weight.values.numel()]
+    return [*found, nothing]
+
+
+@triton.constexpr_function
+def word_of(j, first, second):
+    """The part of column j in a tile's word, where rows `first` and `second` are stored; -1: not
+    known."""
+    word = 0
+    if first >= 0:
+        word |= 1 << 8 * first + 4 + j | first << 8 * j
+    if second >= 0:
+        word |= 1 << 8 * second + 4 + j | second << 8 * j + 2
+    return word - (word >> 31 << 32)  # as int32
+
+
+@triton.constexpr_function
+def rank_of_none(row):
+    """Of no entry in this row of a tile: below all, in the order in which cpu.choose fills up."""
+    return (-3, -3, -1, -2)[row]
+
+
+@triton.jit
+def stored_of(m0, m1, m2, m3, x0, x1, x2, x3, j: tl.constexpr):
+    """Returns, of four entries x of column j, the two of the largest ranks m, the lower row first
+    and winning a draw, and their part of the tile's word."""
+    w01, w23 = m0 >= m1, m2 >= m3
+    both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
+    both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)
+    one = tl.where(both23, x2, tl.where(both01 | w01, x0, x1))
+    other = tl.where(both01, x1, tl.where(both23 | ~w23, x3, x2))
+    word = tl.where(w01, word_of(j, 0, -1), word_of(j, 1, -1))
+    word |= tl.where(w23, word_of(j, -1, 2), word_of(j, -1, 3))
+    word = tl.where(both01, word_of(j, 0, 1), word)
+    return one, other, tl.where(both23, word_of(j, 2, 3), word)
+
+
+@triton.jit
+def spread(one, other, k0, k1, k2, k3, nothing):
+    """The two entries of a row of a tile where they are, `nothing` where there is none."""
+    return (
+        tl.where(k0, one, nothing),
+        tl.where(k1, tl.where(k0, other, one), nothing),
+        tl.where(k2, tl.where(k3, one, other), nothing),
+        tl.where(k3, other, nothing),
+    )
+
+
+@triton.jit
+def tile_of(one, other, bits, kept, out, CHOOSE: tl.constexpr):
+    """Returns the stored pairs of the four columns of tiles, and their words.
+
+    one, other, bits: of the four rows, their values and in the lowest four bits where they are.
+    kept: unless chosen here, in the lowest two bits which values B keeps. out: where pairs will go.
     """
-    rows, columns = values.shape[0], 2 * values.shape[1]
-    if rows % 64 or columns % 64:
-        raise ValueError(f"a weight [{rows}, {columns}]: both dims must be multiples of 64")
-    for bits, name, width in ((row_mask, "row_mask", 8), (column_mask, "column_mask", 16)):
-        if bits.shape != (rows, columns // width) or bits.dtype != torch.uint8:
-            raise ValueError(
-                f"{name} must be uint8 [{rows}, {columns // width}], not {bits.dtype} "
-                f"{list(bits.shape)}"
-            )
-    if dtype.itemsize != 2:
-        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
-    if buffers is None:  # of one size
-        buffers = tuple(new_buffer(rows, columns, dtype, values.device) for _ in range(2))
-    parts = [split(buffer, rows * columns, dtype) for buffer in buffers]
-    launch(
-        pack_both_compressed_kernel, rows // 64 * (columns // 64), values.device,
-        values.contiguous(), row_mask.contiguous(), column_mask.contiguous(),
-        *parts[0], *parts[1], rows, columns,
-        ORDER=order_of(layouts[0], dtype), ORDER_T=order_of(layouts[1], dtype), num_warps=4,
-    )  # fmt: skip
-    return buffers
+    x, m = (), ()
+    for i in tl.static_range(4):
+        nothing = rank_of_none(i)
+        b = bits[i]
+        k0, k1, k2, k3 = b & 1 != 0, b & 2 != 0, b & 4 != 0, b & 8 != 0
+        if CHOOSE:
+            rank, other_rank = tl.maximum(magnitude(one[i]), 1), tl.maximum(magnitude(other[i]), 1)
+            x += (spread(one[i], other[i], k0, k1, k2, k3, 0.0),)
+        else:
+            keeps_one, keeps_other = kept[i] & 1 != 0, kept[i] & 2 != 0
+            rank, other_rank = tl.where(keeps_one, 1, nothing), tl.where(keeps_other, 1, nothing)
+            under = tl.where(keeps_one, one[i], 0.0), tl.where(keeps_other, other[i], 0.0)
+            x += (spread(under[0], under[1], k0, k1, k2, k3, 0.0),)
+        m += (spread(rank, other_rank, k0, k1, k2, k3, nothing),)
+    pairs, words = (), ()
+    for j in tl.static_range(4):
+        first, second, word = stored_of(
+            m[0][j], m[1][j], m[2][j], m[3][j], x[0][j], x[1][j], x[2][j], x[3][j], j
+        )
+        pairs += (cast(tl.join(first, second), out.dtype.element_ty),)
+        words += (word,)
+    return pairs, words[0] | words[1] | words[2] | words[3]
 
 
 @triton.jit
-def load_kept(values, row_mask, column_mask, row, left, columns):
-    """Row `row` of each of 16 x 16 tiles: its two values, where they are (four bools) and whether B
-    keeps them, each `[256]`."""
-    at = tl.arange(0, 512)
-    at = (row + 4 * (at // 32)) * (columns // 2) + left // 2 + tl.max_contiguous(at % 32, 2)
-    one, other = tl.split(tl.reshape(tl.load(values + at), [256, 2]))
-    tile = tl.arange(0, 256)
-    r, group = row + 4 * (tile // 16), left // 4 + tile % 16
-    a = tl.load(row_mask + r * (columns // 8) + group // 2).to(tl.int32) >> 4 * (group % 2)
-    b = tl.load(column_mask + r * (columns // 16) + group // 4).to(tl.int32) >> 2 * (group % 4)
-    places = a & 1 != 0, a & 2 != 0, a & 4 != 0, a & 8 != 0
-    return one, other, places, b & 1 != 0, b & 2 != 0
-
-
-@triton.jit
-def expanded(one, other, places, keeps_one, keeps_other):
-    """Four entries under B, 0 where there is none, and whether there is one."""
-    k0, k1, k2, k3 = places
-    e0, e3 = tl.where(k0, one, 0), tl.where(k3, other, 0)
-    e1, e2 = tl.where(k0, other, one), tl.where(k3, one, other)
-    b1, b2 = tl.where(k0, keeps_other, keeps_one), tl.where(k3, keeps_one, keeps_other)
-    return (e0, e1, e2, e3), (k0 & keeps_one, k1 & b1, k2 & b2, k3 & keeps_other)
-
-
-@triton.jit
-def pack_both_compressed_kernel(
-    values, row_mask, column_mask, packed, meta, packed_t, meta_t, rows, columns,
+def prune_and_pack_block(
+    values, row_mask, column_mask, packed, meta, packed_t, meta_t, top, left, rows, columns,
+    CHOOSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """64 x 64 entries of W: 16 x 16 tiles, four to a thread."""
-    across = columns // 64
-    top = (tl.program_id(0) // across).to(tl.int64) * 64
-    left = (tl.program_id(0) % across).to(tl.int64) * 64
-    pairs, nibbles, entries, kept = (), (), (), ()
-    for i in tl.static_range(4):
-        one, other, k, keeps_one, keeps_other = load_kept(
-            values, row_mask, column_mask, top + i, left, columns
-        )
-        first, second = stored(k[0], k[1], k[2], k[3])
-        pairs += (tl.join(one, other),)
-        nibbles += (first | second << 2,)
-        row, row_kept = expanded(one, other, k, keeps_one, keeps_other)
-        entries += (row,)
-        kept += (row_kept,)
-    pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-    store_tiles(packed, meta, pair, nibble, top, left, rows, columns, ORDER)
-    pairs, nibbles = (), ()
-    for j in tl.static_range(4):
-        pair, nibble = entries_stored(
-            entries[0][j], entries[1][j], entries[2][j], entries[3][j],
-            (kept[0][j], kept[1][j], kept[2][j], kept[3][j]),
+    """64 x 64 entries of W, from (top, left) on."""
+    thread, four = tl.arange(0, 64), tl.arange(0, 4)[None, :]
+    down, across = thread // 8, thread % 8
+    values += top * (columns // 2) + left // 2
+    packed += top * (columns // 2) + left // 2
+    packed_t += left * (rows // 2) + top // 2
+    row_mask += top * (columns // 8) + left // 8
+    column_mask += top * (columns // 16) + left // 16
+    words, pairs = (), ()
+    for h in tl.static_range(2):
+        ones, others, bits, kept = ((), ()), ((), ()), ((), ()), ((), ())
+        row_bits = tl.zeros([64], tl.int32)
+        for i in tl.static_range(4):
+            row = 8 * down + 4 * h + i
+            at = (row * (columns // 2) + 4 * across)[:, None] + four
+            entries = tl.load(values + at)
+            if PACKED:
+                tl.store(packed + at, cast(entries, packed.dtype.element_ty))
+            even, odd = tl.split(tl.reshape(entries.to(tl.float32), [64, 2, 2]))
+            e0, e1 = tl.split(even)
+            o0, o1 = tl.split(odd)
+            byte = tl.load(row_mask + row * (columns // 8) + across).to(tl.int32)
+            row_bits |= byte << 8 * i
+            ones = ones[0] + (e0,), ones[1] + (e1,)
+            others = others[0] + (o0,), others[1] + (o1,)
+            bits = bits[0] + (byte,), bits[1] + (byte >> 4,)
+            if not CHOOSE:
+                half = tl.load(column_mask + row * (columns // 16) + across // 2)
+                half = half.to(tl.int32) >> 4 * (across % 2)
+                kept = kept[0] + (half,), kept[1] + (half >> 2,)
+        of_w0, word0 = tile_of(ones[0], others[0], bits[0], kept[0], packed_t, CHOOSE)
+        of_w1, word1 = tile_of(ones[1], others[1], bits[1], kept[1], packed_t, CHOOSE)
+        words += ((word0, word1),)
+        pairs += ((of_w0, of_w1),)
+        if CHOOSE:
+            # Byte i has row i, its halves the tiles, their bits the columns.
+            a, c = row_bits, (word0 >> 4 & 0x0F0F0F0F) | (word1 & 0xF0F0F0F0 - (1 << 32))
+            b = a & c
+            first = b | ~a & (b >> 1 | ~(a >> 1) & b >> 2)
+            last = b >> 3 | ~(a >> 3) & (b >> 2 | ~(a >> 2) & b >> 1)
+            both = (first & 0x11111111) | (last & 0x11111111) << 1
+            half = (both | both >> 2) & 0x0F0F0F0F
+            # Of two neighbours' halves each stores two whole bytes.
+            odd = across % 2
+            byte = tl.sum(tl.reshape(half << 4 * odd, [32, 2]), 1)[:, None]
+            byte = tl.reshape(tl.broadcast_to(byte, [32, 2]), [64]) >> 16 * odd
+            at = (8 * down + 4 * h + 2 * odd) * (columns // 16) + across // 2
+            tl.store(column_mask + at, byte.to(tl.uint8))
+            tl.store(column_mask + at + columns // 16, (byte >> 8).to(tl.uint8))
+    if PACKED:
+        store_row_meta(meta, row_mask, top, left, rows, columns, ORDER)
+    if TRANSPOSED:
+        found = ()
+        for w in tl.static_range(2):
+            for j in tl.static_range(4):
+                four_of = tl.permute(tl.join(pairs[0][w][j], pairs[1][w][j]), 0, 2, 1)
+                at = (8 * across + 4 * w + j) * (rows // 2) + 4 * down
+                tl.store(packed_t + at[:, None] + four, tl.reshape(four_of, [64, 4]))
+                low, high = words[0][w] >> 8 * j & 15, words[1][w] >> 8 * j & 15
+                if ORDER_T == CUSPARSELT:
+                    nibbles = (low | high << 16) << 8 * (down // 2 % 2) + 4 * (across % 2)
+                    parts = tl.reshape(nibbles, [2, 2, 2, 4, 2])  # tile, g2, g1, r4 r5, r3
+                    parts = tl.permute(tl.sum(tl.sum(parts, 4), 1), 2, 0, 1)
+                else:
+                    nibbles = (low | high << 4) << 8 * (down % 2) + 16 * (across % 2)
+                    parts = tl.reshape(nibbles, [2, 2, 2, 4, 2])
+                    parts = tl.permute(tl.sum(tl.sum(parts, 4), 2), 2, 1, 0)  # r4 r5, g2, tile
+                found += (parts,)
+        store_column_meta(meta_t, found, top, left, rows, columns, ORDER_T)
+
+
+@triton.jit
+def store_column_meta(meta, found, top, left, rows, columns, ORDER: tl.constexpr):
+    """found: the words of the eight columns of a thread."""
+    joined = tl.join(
+        tl.join(tl.join(found[0], found[4]), tl.join(found[2], found[6])),
+        tl.join(tl.join(found[1], found[5]), tl.join(found[3], found[7])),
+    )  # [.., r2, r1, r0]
+    if ORDER == CUSPARSELT:
+        words = tl.permute(joined, 0, 3, 4, 5, 1, 2)
+        words = tl.reshape(words, [4, 8, 2, 2])  # r4 r5, r2 r1 r0, tile, g1
+    else:
+        words = tl.reshape(tl.permute(joined, 0, 1, 3, 4, 5, 2), [64, 2])
+    store_words(meta, words, left, top, columns, rows, ORDER)
+
+
+@triton.jit
+def store_words(meta, words, top, left, rows, columns, ORDER: tl.constexpr):
+    """The metadata of 64 x 64 entries, as store_meta has them."""
+    stripe, tile = top // 64, left // 32
+    if ORDER == CUSPARSELT:
+        inside = (
+            16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
+            + 64 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 2)[None, None, None, :]
         )  # fmt: skip
-        pairs += (pair,)
-        nibbles += (nibble,)
-    pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-    store_tiles(packed_t, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
+        tl.store(meta + 64 * (stripe * (columns // 32) + tile) + inside, words)
+    else:
+        TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4
+        block = stripe + tile // TILES * (rows // 64)
+        inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES + tl.arange(0, 2)[None, :]
+        tl.store(meta + 64 * TILES * block + inside, words)
+
+
+@triton.jit
+def positions(k):
+    """The positions of the two bits of each of eight groups of four."""
+    k1, k2, k3 = k >> 1, k >> 2, k >> 3
+    one = (~k & k1 & 0x11111111) | (~k & ~k1 & 0x11111111) << 1
+    other = ((k3 | ~k2) & 0x11111111) << 2 | ((k3 | k2) & 0x11111111) << 3
+    return one | other
+
+
+@triton.jit
+def store_row_meta(meta, row_mask, top, left, rows, columns, ORDER: tl.constexpr):
+    """The metadata of W * A: the bits of A in the order of the words, and their positions."""
+    width = columns // 8
+    if ORDER == CUSPARSELT:
+        r = 16 * tl.arange(0, 4)[:, None, None, None] + tl.arange(0, 8)[None, :, None, None]
+        byte = 4 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 2)[None, None, None, :]
+        at = r * width + byte
+        a = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 2).to(tl.int32) << 8
+        at += 8 * width
+        b = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 2).to(tl.int32) << 8
+        k = (a & 0x0F0F) | (b & 0x0F0F) << 4 | (a & 0xF0F0) << 12 | (b & 0xF0F0) << 16
+    else:
+        n = tl.arange(0, 64)[:, None]
+        r, byte = 16 * (n // 16) + n % 8, 4 * tl.arange(0, 2)[None, :] + 2 * (n // 8 % 2)
+        at = r * width + byte
+        a = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 1).to(tl.int32) << 8
+        at += 8 * width
+        b = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 1).to(tl.int32) << 8
+        k = a | b << 16
+    store_words(meta, positions(k), top, left, rows, columns, ORDER)
+
+
+@triton.jit
+def prune_and_pack_kernel(
+    table, rows, columns, VALUES: tl.constexpr, OPERAND: tl.constexpr,
+    CHOOSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+):  # fmt: skip
+    """64 x 64 entries of the weights whose tensors' addresses are the rows of `table`."""
+    across = columns // 64
+    blocks = rows // 64 * across
+    at, block = table + tl.program_id(0) // blocks * ROW, tl.program_id(0) % blocks
+    top, left = (block // across).to(tl.int64) * 64, (block % across).to(tl.int64) * 64
+    prune_and_pack_block(
+        vectors(at, 0, VALUES), pointer(at, 1, tl.uint8), pointer(at, 2, tl.uint8),
+        vectors(at, 3, OPERAND), vectors(at, 4, tl.int32),
+        vectors(at, 5, OPERAND), vectors(at, 6, tl.int32), top, left, rows, columns,
+        CHOOSE, PACKED, TRANSPOSED, ORDER, ORDER_T,
+    )  # fmt: skip

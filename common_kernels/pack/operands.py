@@ -16,7 +16,6 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.compressed import expand_nm, unpack_mask
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
@@ -149,72 +148,6 @@ def _pack_both24_(
 
 @_pack_both24_.register_fake
 def _(buffer, transposed, dtype, layout, layout_transposed, w, mask, backend):
-    return None
-
-
-def pack_compressed24_(
-    out: Packed24,
-    transposed: Packed24,
-    values: Tensor,
-    row_mask: Tensor,
-    column_mask: Tensor,
-    *,
-    backend: str | None = None,
-) -> None:
-    """Write SLoPe's two operands: W * A into `out`, (W * A * B)^T into `transposed`.
-
-    Args:
-        out, transposed: [rows, columns] and [columns, rows], of the same 16-bit type.
-        values: [rows, columns / 2], the entries of W under A. row_mask: uint8 [rows, columns / 8],
-            the bits of A. column_mask: uint8 [rows, columns / 16], for each value whether B keeps
-            it (`common_kernels.compressed`).
-    """
-    checks.float_tensor(values, "values")
-    rows, columns = values.shape[0], 2 * values.shape[1]
-    _check_out(out, rows, columns)
-    _check_out(transposed, columns, rows)
-    buffers = out.buffer, transposed.buffer
-    device = checks.one_device(
-        out=buffers[0],
-        transposed=buffers[1],
-        values=values,
-        row_mask=row_mask,
-        column_mask=column_mask,
-    )
-    name = backends.resolve(device, backend)
-    layouts = out.layout, transposed.layout
-    _pack_compressed24_(*buffers, out.dtype, *layouts, values, row_mask, column_mask, name)
-
-
-@custom_op("sparse24::pack_compressed24_", mutates_args=("buffer", "transposed"))
-def _pack_compressed24_(
-    buffer: Tensor,
-    transposed: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    layout_transposed: str,
-    values: Tensor,
-    row_mask: Tensor,
-    column_mask: Tensor,
-    backend: str,
-) -> None:
-    if backend == "triton":
-        from common_kernels.pack.compressed_triton import pack_both_compressed
-
-        buffers, layouts = (buffer, transposed), (layout, layout_transposed)
-        pack_both_compressed(values, row_mask, column_mask, dtype, buffers, layouts)
-        return
-    values = values.to(dtype)
-    kept = unpack_mask(column_mask, values.shape[1])
-    mask = unpack_mask(row_mask, 2 * values.shape[1])
-    _write(buffer, expand_nm(values, row_mask), mask, layout)
-    twice = expand_nm(torch.where(kept, values, 0.0), row_mask).t().contiguous()
-    both = expand_nm(kept.to(dtype), row_mask).t().contiguous() != 0
-    _write(transposed, twice, both, layout_transposed)
-
-
-@_pack_compressed24_.register_fake
-def _(buffer, transposed, dtype, layout, layout_transposed, values, row_mask, column_mask, backend):
     return None
 
 

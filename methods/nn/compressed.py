@@ -33,7 +33,7 @@ from common_kernels import (
     pack_mask,
     unpack_mask,
 )
-from common_kernels.pack.operands import pack_compressed24_
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
 from .gemms import DENSE, Products, under_autocast
 from .keys import layer_seed
@@ -162,6 +162,7 @@ class CompressedLinear(SparseLinear):
     left_mask: Tensor | None
     pattern: Pattern
     adapting: bool  # whether the adapters take part; where they do not, R is zero
+    _stored: tuple[Any, Compressed24] | None = None  # the last one, and what it was made of
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Set the layer up as the base class does; `config` is that of SLoPe.
@@ -254,9 +255,30 @@ class CompressedLinear(SparseLinear):
     @torch.no_grad()
     def pack(self) -> None:
         """Fill the packed operands that there are."""
-        if self.packed is not None or self.packed_transposed is not None:
-            values = self.values.detach()
-            pack_compressed24_(*self.room_for_both(), values, self.row_mask, self.column_mask)
+        if (stored := self.stored()) is not None:
+            prune_and_pack24_([stored], choose=False)
+
+    def stored(self) -> Compressed24 | None:
+        """The weight with its packed operands; None where it has none."""
+        buffers = self._buffers
+        own = (
+            self._parameters["values"], buffers["row_mask"], buffers["column_mask"],
+            buffers["packed"], buffers["packed_transposed"], self.accelerated,
+        )  # fmt: skip
+        if own[3] is None and own[4] is None:
+            return None
+        # Checked once, not in each step.
+        if not self._stored or any(x is not y for x, y in zip(self._stored[0], own, strict=True)):
+            fprop, dgrad = self.packed_operands()
+            stored = Compressed24(
+                values=self.values,
+                row_mask=self.row_mask,
+                column_mask=self.column_mask,
+                packed=None if fprop is None else fprop.matrix,
+                transposed=None if dgrad is None else dgrad.matrix,
+            )
+            self._stored = own, stored
+        return self._stored[1]
 
     def operands(self, dtype: torch.dtype) -> tuple[Packed | None, Packed | None]:
         """The packed operands that serve inputs of `dtype`; dense ones are made in each pass."""
@@ -291,6 +313,7 @@ class CompressedLinear(SparseLinear):
         plain = ("config", "pattern", "adapting", "dtype", "accelerated")
         for name in [*self._parameters, *self._buffers, *plain]:
             delattr(self, name)
+        vars(self).pop("_stored", None)
         self.__class__ = SparsePlusLowRank if adapted else nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=trained))
         self.register_parameter("bias", bias)

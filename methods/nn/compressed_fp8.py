@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common_kernels import compress_nm, lowrank_addmm
 from common_kernels.fp8.weights import quantize_compressed24_
+from common_kernels.pack.compressed import Compressed24
 
 from . import delayed
 from .compressed import CompressedLinear, adapter_gradients, dense_left
@@ -85,6 +86,9 @@ class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
             *self._room_for_codes(), self.code_scales, self.values.detach(), self.row_mask,
             self.column_mask, *self.pattern,
         )  # fmt: skip
+
+    def stored(self) -> Compressed24 | None:
+        return None if self.recipe else super().stored()  # packed operands are codes then
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; in evaluation without FP8."""

@@ -14,12 +14,8 @@ from common_kernels.fp8.operands import (
 )
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.matmul import linear24, mm24, sample_mm24
-from common_kernels.pack.operands import (
-    pack24_,
-    pack_both24_,
-    pack_compressed24_,
-    sample_pack24,
-)
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
+from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
@@ -124,9 +120,11 @@ def cases():
                 of(buffer), of(transposed, 64), *o, backend=backend)),
             {**both_ways, "w": w, "mask": both},
         ),
-        "pack_compressed24_": (
-            in_place(lambda buffer, transposed, *o, backend: pack_compressed24_(
-                of(buffer), of(transposed, 64), *o, backend=backend)),
+        "prune_and_pack24_": (
+            in_place(lambda buffer, transposed, *o, backend: prune_and_pack24_(
+                [Compressed24(**dict(zip(("values", "row_mask", "column_mask"), o, strict=True)),
+                              packed=of(buffer), transposed=of(transposed, 64))],
+                backend=backend)),
             {**both_ways, "values": values, "row_mask": bits, "column_mask": columns},
         ),
         "sample_pack24": (

@@ -4,12 +4,9 @@ import pytest
 import torch
 
 from common_kernels import (
-    compress_nm,
-    double_prune_bits,
     fake_fp8,
     mvue24,
     nm_mask,
-    pack_mask,
     quantize_fp8,
     soft_threshold24,
     transposable_mask24,
@@ -25,7 +22,6 @@ from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
 from common_kernels.pack.operands import (
     pack24_,
     pack_both24_,
-    pack_compressed24_,
     sample_pack24,
 )
 
@@ -121,28 +117,19 @@ def test_a_weight_in_the_order_of_cutlass(backend, layout, shape):
 @backends
 @pytest.mark.parametrize("layouts", [CUTLASS, CUTLASS[::-1], (BUFFERED, CUTLASS[0])])
 def test_a_weight_both_ways_in_two_orders(backend, layouts):
-    """By its dense form and, as SLoPe holds it, by its compressed one."""
     shapes = ((128, 256), (256, 128))
     w = weight(*shapes[0])
-    row_mask = pack_mask(nm_mask(w))
-    values = compress_nm(w, row_mask)
-    column_mask = double_prune_bits(values, row_mask)
-    packers = (
-        lambda *out: pack_both24_(*out, w, backend=backend),
-        lambda *out: pack_compressed24_(*out, values, row_mask, column_mask, backend=backend),
+    both, plain = (
+        [
+            Packed24.empty(shape, torch.bfloat16, DEVICE, name)
+            for shape, name in zip(shapes, names, strict=True)
+        ]
+        for names in (layouts, (BUFFERED, BUFFERED))
     )
-    for pack in packers:
-        both, plain = (
-            [
-                Packed24.empty(shape, torch.bfloat16, DEVICE, name)
-                for shape, name in zip(shapes, names, strict=True)
-            ]
-            for names in (layouts, (BUFFERED, BUFFERED))
-        )
-        pack(*both)
-        pack(*plain)
-        for got, want in zip(both, plain, strict=True):
-            same_as_reordered(got, want)
+    pack_both24_(*both, w, backend=backend)
+    pack_both24_(*plain, w, backend=backend)
+    for got, want in zip(both, plain, strict=True):
+        same_as_reordered(got, want)
 
 
 @backends

@@ -1,0 +1,116 @@
+"""SLoPe's step on weights that are stored compressed: the column mask and both packed operands from
+one read of the values, for all weights of a shape in one launch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.compressed import double_prune_bits, expand_nm, unpack_mask
+from common_kernels.pack import Packed24, cpu
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Compressed24:
+    """A weight W [rows, columns] under 2:4 masks A, along the rows, and B, along the columns.
+
+    values: [rows, columns / 2], the entries under A. row_mask: uint8 [rows, columns / 8], the bits
+        of A. column_mask: uint8 [rows, columns / 16], for each value whether B keeps it
+        (`common_kernels.compressed`).
+    packed, transposed: room for W * A and for (W * A * B)^T, packed, of one 16-bit type.
+    """
+
+    values: Tensor
+    row_mask: Tensor
+    column_mask: Tensor
+    packed: Packed24 | None = None
+    transposed: Packed24 | None = None
+
+    def __post_init__(self) -> None:
+        values, outs = self.values, [out for out in self.operands if out is not None]
+        checks.float_tensor(values, "values")
+        if values.ndim != 2:
+            raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
+        rows, columns = values.shape[0], 2 * values.shape[1]
+        for name, width in (("row_mask", 8), ("column_mask", 16)):
+            bits: Tensor = getattr(self, name)
+            if bits.shape != (rows, columns // width) or bits.dtype != torch.uint8:
+                raise ValueError(
+                    f"{name} must be uint8 [{rows}, {columns // width}], not {bits.dtype} "
+                    f"{list(bits.shape)}"
+                )
+        if not outs or len({out.dtype for out in outs}) > 1 or outs[0].dtype.itemsize != 2:
+            dtypes = " and ".join(str(out.dtype) for out in outs) or "no type"
+            raise ValueError(f"operands of {dtypes}: give room for one or both, of one 16-bit type")
+        for out, shape in (self.packed, (rows, columns)), (self.transposed, (columns, rows)):
+            if out is not None and out.shape != shape:
+                raise ValueError(f"there is room for a {out.shape} matrix, not for {shape}")
+        checks.one_device(
+            values=values,
+            row_mask=self.row_mask,
+            column_mask=self.column_mask,
+            packed=None if self.packed is None else self.packed.buffer,
+            transposed=None if self.transposed is None else self.transposed.buffer,
+        )
+
+    @property
+    def operands(self) -> tuple[Packed24 | None, Packed24 | None]:
+        return self.packed, self.transposed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the operands."""
+        out = self.packed or self.transposed
+        assert out is not None
+        return out.dtype
+
+
+@torch.no_grad()
+def prune_and_pack24_(
+    weights: Sequence[Compressed24], *, choose: bool = True, backend: str | None = None
+) -> None:
+    """Write the packed operands of all `weights` that they have room for, in place; with `choose`
+    their column masks before, as `double_prune_bits` has them.
+
+    Nothing waits for the device, and it can be captured in a CUDA graph.
+    """
+    if not weights:
+        return
+    device = weights[0].values.device
+    for weight in weights:
+        if weight.values.device != device:
+            raise ValueError(
+                f"weights on {device} and {weight.values.device}: pack each device's apart"
+            )
+    rest = weights
+    if backends.resolve(device, backend) == "triton":
+        from common_kernels.pack import compressed_triton as triton
+
+        rest = triton.prune_and_pack(weights, choose)
+    for weight in rest:
+        _one_by_one(weight, choose, backend)
+    written = [out.buffer for weight in weights for out in weight.operands if out is not None]
+    written += [weight.column_mask for weight in weights] if choose else []
+    torch.autograd.graph.increment_version(written)
+
+
+def _one_by_one(weight: Compressed24, choose: bool, backend: str | None) -> None:
+    values, row_mask = weight.values, weight.row_mask
+    if choose:
+        weight.column_mask.copy_(double_prune_bits(values, row_mask, backend=backend))
+    kept = unpack_mask(weight.column_mask, values.shape[1], backend=backend)
+    values = values.to(weight.dtype)
+    if weight.packed is not None:
+        mask = unpack_mask(row_mask, 2 * values.shape[1], backend=backend)
+        _write(weight.packed, expand_nm(values, row_mask, backend=backend), mask)
+    if weight.transposed is not None:
+        twice = expand_nm(torch.where(kept, values, 0.0), row_mask, backend=backend)
+        both = expand_nm(kept.to(values.dtype), row_mask, backend=backend) != 0
+        _write(weight.transposed, twice.t().contiguous(), both.t().contiguous())
+
+
+def _write(out: Packed24, pruned: Tensor, kept: Tensor) -> None:
+    out.buffer.copy_(cpu.pack(pruned, kept, out.layout))
