@@ -37,6 +37,9 @@ use_environment() {
     cd "$root"
     [ -e .venv ] || create_venv
     python=$root/.venv/bin/python
+    # Threads that wait for work sleep. Those that spin hold the cores that other programs, or the
+    # threads they wait for, want: small models then train some ten times slower.
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
     "$python" -c "$supported" 2>/dev/null ||
         fail "$root/.venv has no working Python 3.11, 3.12 or 3.13; remove that folder and start again"
     current=$(fingerprint)
