@@ -148,3 +148,4 @@ def _values(axes: Any, data: list[Value], lines: bool) -> None:
     style: Any = upright if len(labels) > 12 else steep
     axes.set_xticks(list(place.values()), labels, rotation_mode="anchor", **style)
     axes.set_xlim(-0.75, len(labels) - 0.25)
+    axes.ticklabel_format(axis="y", useOffset=False)
