@@ -41,7 +41,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     """
     with world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
-        if (done := finished(config)) is not None:
+        if (done := here.of_main(lambda: finished(config))) is not None:
             report(f"done already: {config.directory()}")
             return done
         tuning.open_model(config, config.open())

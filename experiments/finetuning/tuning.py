@@ -65,7 +65,8 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     directory = config.directory()
     with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
-        if (done := finished(config)) is not None:
+        # Rank 0 alone decides: another process may finish it while they look.
+        if (done := here.of_main(lambda: finished(config))) is not None:
             report(f"done already: {directory}")
             return done
         check_viewers(config.impl.loggers)
@@ -87,7 +88,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         shards = share(model, method, config.impl, DTYPES[config.recipe.dtype], here)
         with checkpoint.exclusive(directory) if here.is_main else nullcontext():
             # By another process, since it was asked.
-            if (done := here.main_first(lambda: finished(config))) is not None:
+            if (done := here.of_main(lambda: finished(config))) is not None:
                 report(f"done already: {directory}")
                 return done
             kind = _kind(config, method)

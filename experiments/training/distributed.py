@@ -33,24 +33,30 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def of_main(self, work: Callable[[], T]) -> T:
+        """Return on every rank what `work()` is on rank 0, whose UserError is everybody's."""
+        if self.size == 1:
+            return work()
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = work()
+            except UserError as reason:
+                answer[1] = str(reason)
+        dist.broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise UserError(answer[1])
+        return answer[0]
+
     def main_first(self, work: Callable[[], T]) -> T:
         """Return `work()`, done on rank 0 before the other ranks, which find what it has prepared.
 
         Its UserError is everybody's.
         """
-        if self.size == 1:
-            return work()
-        value: Any = None
-        error: list[str | None] = [None]
-        if self.is_main:
-            try:
-                value = work()
-            except UserError as reason:
-                error = [str(reason)]
-        dist.broadcast_object_list(error)
-        if error[0] is not None:
-            raise UserError(error[0])
-        return value if self.is_main else work()
+        found: list[T] = []
+        # Not sent to the others: it may be large.
+        self.of_main(lambda: found.append(work()))
+        return found[0] if self.is_main else work()
 
     def all(self, value: T) -> list[T]:
         """The value of each rank, by rank; every rank must call it."""

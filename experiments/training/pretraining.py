@@ -55,8 +55,14 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         UserError: the result cannot be read, or was made on other data than those of the config;
             the run that it starts from is damaged.
     """
+    result, why = _found(config)
+    return result if why is None else None
+
+
+def _found(config: RunConfig) -> tuple[dict[str, Any] | None, str | None]:
+    """The result of a run that ended, if it did, and the reason, if any, to make it again."""
     result = _ended(config)
-    return None if result is None or _to_make_again(config, result) else result
+    return result, None if result is None else _to_make_again(config, result)
 
 
 def _ended(config: RunConfig) -> dict[str, Any] | None:
@@ -86,8 +92,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     """
     with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
-        ended = _ended(config)
-        why = None if ended is None else _to_make_again(config, ended)
+        # Rank 0 alone decides: another process may finish it while they look.
+        ended, why = here.of_main(lambda: _found(config))
         if ended is not None and why is None:
             report(f"done already: {config.directory()}")
             if here.is_main:  # left where it was killed after its result
