@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "sparse24", 1
 RECORD, WEIGHTS, MASKS = "sparse24.json", "sparse24.safetensors", "sparse24/masks.safetensors"
 VALUES, POSITIONS = "values", "positions"
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:
@@ -162,6 +162,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     if WEIGHTS in record["files"]:
         state = _dense(folder, record)
     transformers.utils.logging.disable_progress_bar()
+    # transformers 4 takes fp32 unless told.
+    auto: Any = {"torch_dtype" if transformers.__version__ < "5" else "dtype": "auto"}
     with one_line(folder, "model"):
         answer: Any = kind.from_pretrained(
             folder if state is None else None,
@@ -170,8 +172,11 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below
+            **auto,
         )
-    model, loading = answer
+        model, loading = answer
+        if state is not None and (Path(folder) / GENERATION).is_file():  # as of a plain folder
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     for kind_of in ("missing", "unexpected", "mismatched"):
         if found := sorted(loading[f"{kind_of}_keys"]):
             first = found[0] if isinstance(found[0], str) else found[0][0]

@@ -267,14 +267,19 @@ def load(path: Path, key: str) -> dict[Problem, Entry]:
 
 
 def save(path: Path, key: str, entries: dict[Problem, Entry]) -> None:
-    """Add entries to a file; others may write it at the same time, the last one wins."""
+    """Add entries to a file. Processes that do so at the same time do it one after the other, so
+    that none of theirs is lost; who reads it meanwhile finds the file as it was."""
+    import fcntl  # where there are no sparse products there may be no such module
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    everything = json.loads(path.read_text()) if path.exists() else {}
-    rows = load(path, key) | entries
-    everything[key] = [_to_json(*row) for row in rows.items()]
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(everything, file, indent=1)
-    Path(file.name).replace(path)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        everything = json.loads(path.read_text()) if path.exists() else {}
+        rows = load(path, key) | entries
+        everything[key] = [_to_json(*row) for row in rows.items()]
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(everything, file, indent=1)
+        Path(file.name).replace(path)
 
 
 def _to_json(problem: Problem, found: Entry) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -438,6 +439,14 @@ def test_the_table_survives_a_file(tmp_path):
     assert table.load(path, "a GPU") == first | {PROBLEM: Entry(4, 0.25, 0.75)}
     assert table.load(path, "another GPU") == {}
     assert table.load(tmp_path / "none.json", "a GPU") == {}
+
+
+def test_what_several_save_at_once_is_all_kept(tmp_path):
+    """In threads; a lock of a file holds between these as between processes."""
+    path, problems = tmp_path / "matmul.json", [replace(PROBLEM, tokens=8 * n) for n in range(1, 9)]
+    with ThreadPoolExecutor(len(problems)) as pool:
+        list(pool.map(lambda p: table.save(path, "a GPU", {p: Entry(3, 0.5, 0.75)}), problems))
+    assert table.load(path, "a GPU").keys() == set(problems)
 
 
 def test_the_shipped_table_can_be_read():

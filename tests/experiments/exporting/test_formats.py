@@ -132,6 +132,18 @@ def test_the_compressed_twin_has_the_same_bits(family, dtype, two):
         assert told is None or told["sha256"] == sparse.sha256_of(tensor)
 
 
+def test_files_beside_the_model_are_those_of_the_user(two, tmp_path):
+    """Settings of generation hold in both forms; others are not read."""
+    for folder in two("gpt2", "bf16"):
+        own = shutil.copytree(folder, tmp_path / folder.name)
+        settings = json.loads((own / "generation_config.json").read_text())
+        (own / "generation_config.json").write_text(json.dumps({**settings, "top_k": 7}))
+        (own / "notes.txt").write_text("of no interest")
+        model = sparse.load(own)
+        assert model.dtype == torch.bfloat16 and model.generation_config.top_k == 7
+        assert model.generation_config.eos_token_id == settings["eos_token_id"]
+
+
 def test_a_compressed_folder_is_no_checkpoint_of_transformers(two):
     whole, compressed = two("gpt2", "fp32")
     assert HFConfig(str(whole)).folder == whole

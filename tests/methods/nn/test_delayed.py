@@ -99,7 +99,11 @@ def test_gradients_that_have_no_scale_leave_the_last_one(size):
     dy = step(layer, method, 0)[2]
     for number in range(1, HISTORY + 2):
         step(layer, method, number, size=size)
+        assert layer.amax_history.isfinite().all()
     assert layer.amax[1] == dy.abs().max()
+    # The next finite one counts at once.
+    later = step(layer, method, HISTORY + 2)[2]
+    assert layer.amax[1] == layer.amax_history[1, 0] == later.abs().max()
     assert all(result.isfinite().all() for result in step(layer, method, 9)[0])
 
 
