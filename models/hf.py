@@ -59,15 +59,9 @@ class CausalLM(Model):
             ValueError: it is not a model of one of `FAMILIES` in safetensors, or is made for
                 shorter sequences than `block_size`.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        with one_line(folder):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            if config.model_type not in FAMILIES:
-                raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
-            dropout = {name: getattr(config, name) for name in DROPOUT if hasattr(config, name)}
-            for name in dropout:
-                setattr(config, name, 0.0)
+        config, dropout = _config(folder)
         model = read_checkpoint(
             AutoModelForCausalLM, folder, config=config, trust_remote_code=False
         )
@@ -75,6 +69,19 @@ class CausalLM(Model):
         if block_size is not None and block_size > longest:
             raise ValueError(f"block_size={block_size}, but {folder} takes at most {longest}")
         self = cls(model.float(), block_size)
+        self.dropout = dropout
+        return self
+
+    @classmethod
+    def shape_of(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
+        """What `from_pretrained` gives, on the meta device. Raises ValueError as it does, but for
+        the weights, which are not read."""
+        from transformers import AutoModelForCausalLM
+
+        config, dropout = _config(folder)
+        with one_line(folder), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        self = cls(model.float().eval(), block_size)
         self.dropout = dropout
         return self
 
@@ -170,6 +177,20 @@ def one_line(folder: str | Path, what: str = "causal language model") -> Iterato
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no {what} in {folder}: {reason}") from error
+
+
+def _config(folder: str | Path) -> tuple[Any, dict[str, float]]:
+    """(the config of a checkpoint, without dropout, the rates that it had)."""
+    from transformers import AutoConfig
+
+    with one_line(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if config.model_type not in FAMILIES:
+            raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
+        dropout = {name: getattr(config, name) for name in DROPOUT if hasattr(config, name)}
+        for name in dropout:
+            setattr(config, name, 0.0)
+    return config, dropout
 
 
 def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:

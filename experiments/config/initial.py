@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from experiments.data.tokenizer import ALL_FILES
 from experiments.data.tokenizer import FILES as TOKENIZERS
-from experiments.support import hub
+from experiments.support import hub, tensor_files
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
@@ -117,6 +116,10 @@ class HFConfig:
         except ValueError as error:
             raise UserError(f"model.path={self.path}: {error}") from error
 
+    def build_shape(self) -> CausalLM:
+        """The model on the meta device, without its weights."""
+        return CausalLM.shape_of(self.folder, self.block_size)
+
     @cached_property
     def model_type(self) -> str | None:
         """The architecture's name in transformers (`model_type` of its config.json)."""
@@ -204,19 +207,21 @@ def weight_files(directory: Path, weights: str) -> dict[str, str]:
     names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
     if _checkpoint(directory) is None:
         check_run_files(directory, read_training(directory), *names)
-    return {name: file_hash(directory / name) for name in names if (directory / name).is_file()}
+    paths = (path for name in names for path in tensor_files.files(directory / name))
+    return {path.name: file_hash(path) for path in paths if path.is_file()}
 
 
 def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
     """A sentence on the first file of a finished run that is missing or changed, or None. `names`:
-    the files to check where the run has them; without names, all. A run that stored no hashes must
-    have its weights."""
+    what to check, by the names under which it was saved, where the run has it; without names, all.
+    A run that stored no hashes must have its weights."""
     vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
     if not isinstance(vouched, dict) or {*map(type, vouched.values())} - {str, type(None)}:
         return f"{directory / RESULT} is damaged (files in it are no hashes by their names)"
-    for name in names or vouched:
+    checked = [n for name in names for n in tensor_files.among(name, vouched)] if names else vouched
+    for name in checked:
         path, expected = directory / name, vouched.get(name)
-        if name in vouched and not path.is_file():
+        if not path.is_file():
             return f"{path} is missing"
         if expected is not None and (found := file_hash(path)) != expected:
             return (
@@ -235,7 +240,7 @@ def check_run_files(directory: Path, result: dict[str, Any], *names: str) -> Non
 
 def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None:
     """Copy the weights of the finished run or transformers checkpoint in `directory` into the plain
-    `model`, in place.
+    `model`, in place. One on the meta device gets the parameters that it would have.
 
     file: its name, in a run.
 
@@ -243,6 +248,8 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
         UserError: they are missing, damaged or of another architecture.
     """
     hf = _checkpoint(directory)
+    if hf is not None and next(model.parameters()).is_meta:
+        return
     state = dict(hf.build_ours().named_parameters()) if hf else _of_run(model, directory, file)
     own = dict(model.named_parameters())
     wrong = sorted(
@@ -266,7 +273,7 @@ def _of_run(model: nn.Module, directory: Path, file: str) -> dict[str, Tensor]:
     path = directory / file
     check_run_files(directory, read_training(directory), file)
     try:
-        state = load_file(path)
+        state = tensor_files.load(path, next(model.parameters()).device)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); run it again") from error
     slorb.attach(model, state)

@@ -165,12 +165,21 @@ class RunConfig:
         assert isinstance(model, ViT)
         return DINO(model, self.dino)
 
+    def build_shape(self) -> Model:
+        """The model of `build_model` on the meta device: its tensors have no numbers, and take no
+        memory."""
+        with torch.device("meta"):
+            if isinstance(self.model, HFConfig):
+                return self.model.build_shape()
+            return self.build_model()
+
     def build_method(self) -> methods.Method:
         """The method with its options, not attached to a model."""
         return methods.module(self.method).Method(self.method_options)
 
-    def open_source(self, model: nn.Module) -> Source:
-        """The data set as batches of the shape that `model` takes.
+    def open_source(self, model: nn.Module, device: torch.device | None = None) -> Source:
+        """The data set as batches of the shape that `model` takes, which runs on `device`, or else
+        where it is.
 
         Raises:
             UserError: they are missing, damaged or do not fit the model.
@@ -178,7 +187,7 @@ class RunConfig:
         if isinstance(self.data, ImageConfig):
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers
-            device = next(model.parameters()).device
+            device = device or next(model.parameters()).device
             if self.dino is None:
                 return ImageSource(self.data, self.model, self.seed, batch, workers, device)
             return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers, device)

@@ -334,10 +334,10 @@ def _train(
     }
     if not trainer.world.is_main:
         return result
-    save_model(tuned, trainer.directory / WEIGHTS)
+    wrote = save_model(tuned, trainer.directory / WEIGHTS)
     for name, text in predictions.items():
         checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
-    wrote = [WEIGHTS, *(f"{PREDICTIONS}/{name}" for name in predictions)]
+    wrote += [f"{PREDICTIONS}/{name}" for name in predictions]
     wrote += [] if adapters is None else [f"{FOLDER}/{name}" for name in FILES]
     result["files"] = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
     result = results.write_result(trainer.directory, result)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 import methods
@@ -18,6 +17,7 @@ from experiments.config.initial import AVERAGED, LATENT, check_run_files, load_w
 from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
 from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
+from experiments.support import tensor_files
 from experiments.support.checkpoint import lacks
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, read_training
@@ -176,7 +176,7 @@ class FinishedRun:
         Raises:
             UserError: their file is missing or damaged.
         """
-        if AVERAGED not in self.result.get("files", {}):
+        if not tensor_files.among(AVERAGED, self.result.get("files", {})):
             return None
         model = build_model(self.shape)
         load_weights(model, self.directory, AVERAGED)
@@ -192,7 +192,8 @@ class FinishedRun:
         path = self.directory / LATENT
         check_run_files(self.directory, self.result, LATENT)
         try:
-            return load_file(path) if path.is_file() else {}
+            there = tensor_files.files(path)[0].is_file()
+            return tensor_files.load(path, torch.device("cpu")) if there else {}
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}); run it again") from error
 

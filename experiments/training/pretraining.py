@@ -1,7 +1,8 @@
 """One training, from its config to its result.
 
 The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it runs, and at the end
-`model.safetensors` (plain weights, pruned entries zero) and `result.json`.
+`model.safetensors` (plain weights, pruned entries zero; in several files if large) and
+`result.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common_kernels import backend
@@ -29,7 +29,7 @@ from experiments.config.run import RunConfig
 from experiments.config.settings import ImplConfig
 from experiments.data.corpus import CALIBRATION
 from experiments.data.source import Source
-from experiments.support import checkpoint, results
+from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality, speed
@@ -41,6 +41,7 @@ from experiments.training.sharding import Shards, check_shared, share, shares_we
 from experiments.training.tracking import check_viewers, read_metrics
 from experiments.training.trainer import Trainer
 from methods import Method, Report
+from methods.nn.ranks import alone
 from models.base import Model
 from models.dino import DINO
 
@@ -164,21 +165,30 @@ def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
 
 
 def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
-    """The converted model on its device, its method, the report on it, and its data.
+    """The converted model, on its device or to be shared, its method, the report on it, and its
+    data.
 
     What can be refused without the data is refused before they are prepared.
     """
-    torch.manual_seed(config.seed)
-    try:
-        model = config.build_model().to(here.device)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     method = config.build_method()
     check_shared(method, config.impl, config.train, here)
+    # What ranks share, rank 0 builds in the memory of its host, and the others without numbers.
+    apart = shares_weights(config.impl, here) and not method.calibration_sequences
+
+    def build() -> Model:
+        torch.manual_seed(config.seed)
+        try:
+            if apart:
+                return config.build_model() if here.is_main else config.build_shape()
+            return config.build_model().to(here.device)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    model = here.main_first(build) if apart else build()
 
     @functools.cache
     def open_source() -> Source:
-        source = here.main_first(lambda: config.open_source(model))
+        source = here.main_first(lambda: config.open_source(model, here.device))
         source.eval_batches(1, 1)  # is there anything to evaluate on?
         return source
 
@@ -190,7 +200,8 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
             batches = open_source().batches((CALIBRATION, part) for part in parts)
             on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
-        converted = method.convert(model, dtype=DTYPES[config.train.dtype])
+        with alone(here.device) if apart else nullcontext():
+            converted = method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
         size = _micro_batch_size(config, method, here)
         if not shares_weights(config.impl, here):
@@ -275,19 +286,17 @@ def _train(
         speed.of_dense(directory, result["config"], results.device_name()),
     )
     result["acceleration"] = gained
-    save_model(plain, directory / WEIGHTS)
+    wrote = save_model(plain, directory / WEIGHTS)
     if averaged is not None:
-        save_model(averaged, directory / AVERAGED)
+        wrote += save_model(averaged, directory / AVERAGED)
     kept = {
         f"{new}.{key}": value
         for new, old in names.items()
         for key, value in latent.get(old, {}).items()
     }
     if kept:
-        checkpoint.write_atomic(directory / LATENT, lambda p: save_file(kept, p))
-    tokenizer = keep_tokenizer(result["corpus"], source.directory, directory)
-    weights = {WEIGHTS: True, AVERAGED: averaged is not None, LATENT: bool(kept)}
-    wrote = [*(name for name, is_there in weights.items() if is_there), *tokenizer]
+        wrote += tensor_files.save(kept, directory / LATENT)
+    wrote += keep_tokenizer(result["corpus"], source.directory, directory)
     result["files"] = {name: checkpoint.sha256(directory / name) for name in wrote}
     result = results.write_result(directory, result)
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
@@ -366,7 +375,7 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
             os.environ[name] = before
 
 
-def save_model(model: nn.Module, path: Path) -> None:
-    """Write all parameters as safetensors, atomically; a tied tensor goes under its first name."""
-    tensors = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters()}
-    checkpoint.write_atomic(path, lambda p: save_file(tensors, p))
+def save_model(model: nn.Module, path: Path) -> list[str]:
+    """Write all parameters as safetensors, a tied one under its first name; returns the names of
+    the files (support/tensor_files.py)."""
+    return tensor_files.save(dict(model.named_parameters()), path)

@@ -71,6 +71,10 @@ def share(
 class Shards:
     """A model and its method, converted and not yet trained, shared by the ranks from here on.
 
+    The numbers are those of rank 0, wherever they lie there; on other ranks they may lie on the
+    meta device. Block by block they come to the devices, which keep their rows, so that none holds
+    more at once than these and one block, or all that is outside of blocks.
+
     Args:
         dtype: of autocast, if any. compiled: compile each block. offload: keep the shards in the
             memory of the host.
@@ -91,13 +95,14 @@ class Shards:
         teacher = getattr(method, "teacher", None)
         # For `whole`, as they are before FSDP takes the parameters over.
         self._shapes = without_numbers((model, method), model, {id(teacher): None})
+        _check_alike([model, teacher], world)
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
         for block in blocks(model).values() if compiled else ():
             block.compile()  # before FSDP adds its hooks, around which a whole model would break
         try:
             for each in (model, teacher):
                 if each is not None:
-                    shard(each, mesh, dtype, offload, keeps_root=each is model)
+                    shard(each, mesh, dtype, offload, keeps_root=each is model, world=world)
             sharding.follow(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
@@ -161,26 +166,80 @@ def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
             module.reload()
 
 
+def _check_alike(models: list[nn.Module | None], world: World) -> None:
+    """Raise RuntimeError if the ranks do not have tensors of the same names and shapes."""
+    found = [
+        (name, tuple(tensor.shape), str(tensor.dtype))
+        for model in filter(None, models)
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+    ]
+    if world.all(found)[0] != found:
+        raise RuntimeError(f"rank {world.rank} has built another model than rank 0")
+
+
 def shard(
     model: nn.Module,
     mesh: Any,
     dtype: torch.dtype | None = None,
     offload: bool = False,
     keeps_root: bool = False,
+    world: World | None = None,
 ) -> None:
     """Shard each block of `model`, and what is outside of blocks.
 
     dtype: of autocast, if any. offload: keep the shards in the host's memory. keeps_root: what is
-        outside of blocks stays gathered from the forward to the backward pass.
+        outside of blocks stays gathered from the forward to the backward pass. world: its rank 0
+        gives the numbers; else every rank has them.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    options = {"mesh": mesh, "mp_policy": _policy(model, dtype)}
+    options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for block in blocks(model).values():
-        fully_shard(block, **options)
-    fully_shard(model, reshard_after_forward=None if keeps_root else True, **options)
+    brought: set[nn.Module] = set()
+    for part in (*blocks(model).values(), model):
+        if world is not None:
+            _bring(part, brought, world)
+        if part is model:
+            options["reshard_after_forward"] = None if keeps_root else True
+        fully_shard(part, mp_policy=_policy(model, dtype), **options)
+        sharding.follow(part.modules())
+
+
+@torch.no_grad()
+def _bring(module: nn.Module, brought: set[nn.Module], world: World) -> None:
+    """Give the modules in `module` that are not in `brought` yet the tensors of rank 0, on this
+    rank's device; what is tied stays so."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the first, which must live on
+    for part in module.modules():
+        if part in brought:
+            continue
+        brought.add(part)
+        for tensors in (part._parameters, part._buffers):
+            places: dict[str, Any] = tensors
+            for name, own in places.items():
+                if own is None:
+                    continue
+                if id(own) not in found:
+                    found[id(own)] = own, _brought(own, world)
+                places[name] = found[id(own)][1]
+
+
+def _brought(own: Tensor, world: World) -> Tensor:
+    """The tensor of rank 0 that is `own` there."""
+    there = own.device.type == world.device.type
+    if there or world.is_main:
+        tensor = own.detach().to(world.device)
+    else:
+        tensor = torch.empty_like(own.detach(), device=world.device)
+    tensor = tensor.contiguous()
+    if tensor.numel():
+        torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+    if there:
+        return own if tensor.data_ptr() == own.data_ptr() else own.copy_(tensor)
+    if isinstance(own, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=own.requires_grad)
+    return tensor
 
 
 def _policy(model: nn.Module, dtype: torch.dtype | None) -> Any:

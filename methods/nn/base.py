@@ -170,15 +170,16 @@ class Method:
         if self.Linear is not None:
             with torch.no_grad():
                 for name, module in chosen.items():
-                    if dist.is_initialized():
+                    if ranks.are_together():
                         # DDP would do so later; scales measured now must be equal, too.
                         dist.broadcast(module.weight.detach(), src=0)
-                    conversion.adopt(module)
-                    module.__class__ = self.Linear
-                    assert isinstance(module, SparseLinear)
-                    module.setup(name, self.config, dtype)
-                    module.refresh_mask()
-                    module.refresh()
+                    with ranks.visiting(module):
+                        conversion.adopt(module)
+                        module.__class__ = self.Linear
+                        assert isinstance(module, SparseLinear)
+                        module.setup(name, self.config, dtype)
+                        module.refresh_mask()
+                        module.refresh()
         self.layers, self._model = chosen, model
         return self.report
 

@@ -202,7 +202,8 @@ class CompressedLinear(SparseLinear):
     def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
         """Packed N:M mask of x along its last dim, by the rule of the option `mask`."""
         # Zeros that are there already, those of a run that this one goes on from, stay.
-        if self.config.mask == "random" and int(check_nm(x, *self.pattern)):
+        random = self.config.mask == "random" and not x.is_meta
+        if random and int(check_nm(x, *self.pattern)):
             generator = self._generator(name, purpose)
             x = torch.rand(x.shape, generator=generator, device="cpu").to(x.device)
         return pack_mask(nm_mask(x, *self.pattern))
@@ -238,7 +239,8 @@ class CompressedLinear(SparseLinear):
 
     def settle(self) -> None:
         """Let the adapters take part if R, which came with weights from elsewhere, is not zero."""
-        self.adapting = self.right is not None and bool(self.right.any())
+        right = self.right
+        self.adapting = right is not None and not right.is_meta and bool(right.any())
 
     def derive(self, amax: Tensor | None = None) -> None:
         self.pack()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import base, sharding
+from . import base, ranks, sharding
 from .conversion import some_names
 
 # Transformer blocks by their names in this project's GPT, and in transformers' GPT-2, OPT, LLaMA.
@@ -168,7 +168,7 @@ class Method(base.Method):
         teacher = self.teacher
         if teacher is None and (config.kl_weight or config.layer_weight):
             teacher = _frozen(copy.deepcopy(model))
-            if dist.is_initialized():
+            if ranks.are_together():
                 for tensor in itertools.chain(teacher.parameters(), teacher.buffers()):
                     dist.broadcast(tensor, src=0)
         report = super().convert(model, dtype)

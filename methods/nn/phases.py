@@ -15,8 +15,8 @@ from .linear import MaskedLinear
 class SwitchedLinear(MaskedLinear):
     """`MaskedLinear` that computes with its whole weight while it is dense.
 
-    State beyond `MaskedLinear`: `dense` (bool [], saved), the phase. `is_dense` is read from it by
-    `reload`, and nowhere else, for Python to branch on: a forward pass must not wait for a device.
+    State beyond `MaskedLinear`: `dense` (bool [], saved), the phase. `is_dense` is the same for
+    Python to branch on, read from it by `reload` alone: a forward pass must not wait for a device.
     """
 
     dense: Tensor
@@ -36,11 +36,13 @@ class SwitchedLinear(MaskedLinear):
         return DENSE if self.is_dense else self.accelerated
 
     def reload(self) -> None:
-        self.is_dense = bool(self.dense)
+        if not self.dense.is_meta:  # where nothing can be read
+            self.is_dense = bool(self.dense)
         self.allocate()
 
     def switch(self, dense: bool) -> None:
         self.dense.fill_(dense)
+        self.is_dense = dense
         self.reload()
 
     def effective_weight(self) -> Tensor:

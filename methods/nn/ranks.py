@@ -1,11 +1,45 @@
-"""Choices that all ranks of a process group must make alike."""
+"""Choices that all ranks of a process group must make alike, and layers that one rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
+
+_place: ContextVar[torch.device | None] = ContextVar("place", default=None)
+
+
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """In it `convert` neither sends nor waits, as other ranks have no numbers; one layer at a time
+    is on `device` for it."""
+    token = _place.set(device)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def are_together() -> bool:
+    """True if this is a rank of a process group whose ranks convert the same model now."""
+    return dist.is_initialized() and _place.get() is None
+
+
+@contextmanager
+def visiting(layer: nn.Module) -> Iterator[None]:
+    """In it a layer with numbers is on the device of `alone`."""
+    home, place = next(layer.parameters()).device, _place.get()
+    if place is None or home.type in ("meta", place.type):
+        yield
+        return
+    layer.to(place)
+    yield
+    layer.to(home)
 
 
 def of_rank_0(choose: Callable[[], Any]) -> Any:

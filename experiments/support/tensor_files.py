@@ -1,0 +1,104 @@
+"""Files of tensors by name: one safetensors file, or several with an index as transformers writes.
+
+What is saved as `model.safetensors` lies there, or, where it is larger than `LARGEST`, in
+
+    model-00001-of-00002.safetensors, ...    some of the tensors each
+    model.safetensors.index.json             the file of each tensor
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from experiments.support import checkpoint
+from experiments.support.errors import UserError
+
+LARGEST = 5 * 10**9  # bytes of a file, as transformers had it up to version 4
+_INDEX = ".index.json"
+
+
+def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Write tensors as `path`, each file atomically, the index last; returns the files' names.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.nbytes > LARGEST:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += tensor.nbytes
+    several = len(parts) > 1
+    names = [path.name]
+    if several:
+        shard = f"{path.stem}-{{:05}}-of-{len(parts):05}{path.suffix}"
+        names = [shard.format(number) for number in range(1, len(parts) + 1)]
+    for name, part in zip(names, parts, strict=True):
+        own = {key: tensors[key].detach().cpu().contiguous() for key in part}
+        # Of a shard transformers asks for the format.
+        write = partial(save_file, own, metadata={"format": "pt"} if several else None)
+        checkpoint.write_atomic(path.with_name(name), write)
+    if several:
+        where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        names.insert(0, path.name + _INDEX)
+        checkpoint.write_json(path.with_name(names[0]), index)
+    for old in among(path.name, [other.name for other in path.parent.iterdir()]):
+        if old not in names:  # of a run that was trained anew
+            path.with_name(old).unlink()
+    return names
+
+
+def files(path: Path) -> list[Path]:
+    """The files of what was saved as `path`; `path` itself where there are none.
+
+    Raises:
+        UserError: the index is damaged.
+    """
+    index = path.with_name(path.name + _INDEX)
+    if path.is_file() or not index.is_file():
+        return [path]
+    try:
+        where = json.loads(index.read_bytes())["weight_map"]
+        names = sorted({str(name) for name in where.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is damaged; run it again") from error
+    return [index, *(index.with_name(Path(name).name) for name in names)]
+
+
+def among(name: str, names: Iterable[str]) -> list[str]:
+    """Those of the file names `names` in which lies what was saved as `name`."""
+    path = Path(name)
+    shard = re.compile(rf"{re.escape(path.stem)}-\d+-of-\d+{re.escape(path.suffix)}")
+    return [n for n in names if n in (name, name + _INDEX) or shard.fullmatch(n)]
+
+
+def load(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of what was saved as `path`; for the meta device one at a time is read.
+
+    Raises:
+        SafetensorError: a file is damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for part in files(path):
+        if part.suffix == ".json":
+            continue
+        if device.type != "meta":
+            tensors |= load_file(part, str(device))
+            continue
+        with safe_open(part, "pt") as file:
+            tensors |= {name: file.get_tensor(name).to(device) for name in list(file.keys())}
+    return tensors
