@@ -33,17 +33,21 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
 
 
 _tables: dict[tuple[Any, ...], torch.Tensor] = {}
+_captured: dict[tuple[Any, ...], torch.Tensor] = {}  # for good
 
 
 def table_of(device: torch.device, addresses: Sequence[int]) -> torch.Tensor:
     """int64, flat: the addresses on `device`, for a kernel that serves many tensors at once."""
+    key = (device, *addresses)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if key in _tables:
+            _captured[key] = _tables[key]  # a graph holds its address and no more of it
+            return _captured[key]
         # Nothing can be copied from pageable memory here, but numbers can be added: they are
         # arguments of a kernel that the graph holds. The table lives as long as the graph.
         table = torch.zeros(len(addresses), dtype=torch.int64, device=device)
         torch._foreach_add_(list(table.unbind()), list(addresses))
         return table
-    key = (device, *addresses)
     table = _tables.pop(key, None)
     if table is None:
         table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)

@@ -62,14 +62,20 @@ def _(bits, columns, backend):
 
 
 def compress_nm(
-    x: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+    x: torch.Tensor,
+    bits: torch.Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """The kept entries of `x [..., columns]` in column order: `[..., columns * n / m]`.
 
     x is fp32, bf16, fp16 or bool, of any strides; the result is contiguous and holds the very bits
-    of the entries. Raises ValueError where the columns are no multiple of m or where `bits` has not
-    x's shape. That the bits keep n of every m is the caller's promise: counting them would cost as
-    much as the operation.
+    of the entries, or where a `dtype` is given what a cast to it makes of them. Raises ValueError
+    where the columns are no multiple of m or where `bits` has not x's shape. That the bits keep n
+    of every m is the caller's promise: counting them would cost as much as the operation.
     """
     if x.dtype != torch.bool:
         checks.float_tensor(x)
@@ -77,21 +83,28 @@ def compress_nm(
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
     name = backends.resolve(checks.one_device(x=x, bits=bits), backend)
-    return _compress_nm(x, bits, n, m, name)
+    return _compress_nm(x, bits, n, m, name, None if dtype == x.dtype else dtype)
 
 
 @custom_op("sparse24::compress_nm", mutates_args=())
-def _compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str) -> torch.Tensor:
+def _compress_nm(
+    x: torch.Tensor,
+    bits: torch.Tensor,
+    n: int,
+    m: int,
+    backend: str,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     if backend == "triton":
         from common_kernels.compressed import triton
 
-        return triton.compress_nm(x, bits, n, m)
-    return cpu.compress_nm(x, bits, n, m)
+        return triton.compress_nm(x, bits, n, m, dtype or x.dtype)
+    return cpu.compress_nm(x, bits, n, m).to(dtype or x.dtype)
 
 
 @_compress_nm.register_fake
-def _(x, bits, n, m, backend):
-    return x.new_empty(cpu.compressed_shape(x, n, m))
+def _(x, bits, n, m, backend, dtype=None):
+    return x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype or x.dtype)
 
 
 def expand_nm(

@@ -10,6 +10,7 @@ from common_kernels.masks.triton import LARGEST_M, nm_mask
 
 BLOCK = 1024  # bytes of bits in a program
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # entries are moved, never computed
+HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # but for a cast of these to fp32
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -78,13 +79,18 @@ def unpack_mask_kernel(bits, mask, count, columns, WORDS: tl.constexpr, BLOCK: t
             tl.store(mask + row * columns + column + i, kept, mask=there)
 
 
-def compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+def compress_nm(
+    x: torch.Tensor, bits: torch.Tensor, n: int, m: int, dtype: torch.dtype
+) -> torch.Tensor:
+    widens = HALVES.get(x.dtype) if dtype == torch.float32 else None
     if m > LARGEST_M:
-        return cpu.compress_nm(x, bits, n, m)
+        return cpu.compress_nm(x, bits, n, m).to(dtype)
+    if widens is None and dtype != x.dtype:
+        return compress_nm(x, bits, n, m, x.dtype).to(dtype)
     x = x.contiguous()
-    values = x.new_empty(cpu.compressed_shape(x, n, m))
+    values = x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype)
     if x.numel():
-        move_groups(compress_kernel, x, values, bits, n, m)
+        move_groups(compress_kernel, x, values, bits, n, m, WIDENS=widens)
     return values
 
 
@@ -98,16 +104,17 @@ def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch
 
 
 def move_groups(
-    kernel, x: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, n: int, m: int
+    kernel, x: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, n: int, m: int, **options
 ) -> None:
     integer = INTEGERS[x.element_size()]
+    values = values.view(integer) if values.dtype == x.dtype else values
     size = max(128, 2 * BLOCK // triton.next_power_of_2(m))
     count = x.numel() // m
     launch(
         kernel, triton.cdiv(count, size), x.device,
-        x.view(integer), values.view(integer), bits.contiguous(), count, x.shape[-1] // m,
+        x.view(integer), values, bits.contiguous(), count, x.shape[-1] // m,
         N=n, M=m, WHOLE=x.shape[-1] % 8 == 0 and (8 % m == 0 or m % 8 == 0),
-        M_LEVELS=levels(m), N_LEVELS=levels(n), BLOCK=size,
+        M_LEVELS=levels(m), N_LEVELS=levels(n), BLOCK=size, **options,
     )  # fmt: skip
 
 
@@ -170,7 +177,7 @@ def store_entries(
 @triton.jit
 def compress_kernel(
     x, values, bits, count, across, N: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr,
-    M_LEVELS: tl.constexpr, N_LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    M_LEVELS: tl.constexpr, N_LEVELS: tl.constexpr, BLOCK: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """From the last entry to the first, a kept one enters a queue of N in front."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -182,6 +189,11 @@ def compress_kernel(
         queue = (tl.where(is_kept, entries[M - 1 - i], kept[0]),)
         for k in tl.static_range(1, N):
             queue += (tl.where(is_kept, kept[k - 1], kept[k]),)
+        kept = queue
+    if WIDENS is not None:
+        queue = ()
+        for k in tl.static_range(N):
+            queue += (kept[k].to(WIDENS, bitcast=True).to(tl.float32),)
         kept = queue
     store_entries(values, kept, start, count, N, N_LEVELS, BLOCK)
 
@@ -212,7 +224,7 @@ def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) 
     if (n, m) != (2, 4) or width % 8:
         x = values.float().masked_fill_(values == 0, 2.0**-149)  # as in cpu.py
         x = expand_nm(x, bits, n, m)
-        return pack_mask(compress_nm(nm_mask(x, n, m, 0), bits, n, m))
+        return pack_mask(compress_nm(nm_mask(x, n, m, 0), bits, n, m, torch.bool))
     column_bits = bits.new_empty(rows, width // 8)
     count = column_bits.numel() // 4
     if count:

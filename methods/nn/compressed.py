@@ -128,7 +128,7 @@ class _Product(torch.autograd.Function):
                 dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
             grad_x = dgrad.grad(dy)
         if ctx.needs_input_grad[1]:
-            grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern).to(values.dtype)
+            grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
         # Adapters that do not take part are inputs all the same, without a gradient: DDP waits
         # for every parameter that it knows.
         if ctx.adapting:

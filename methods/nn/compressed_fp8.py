@@ -63,7 +63,8 @@ class _Fp8Product(torch.autograd.Function):
             grad_x = dgrad.grad(codes, grad_y.dtype)
         if ctx.needs_input_grad[1]:
             product = weight_gradient(codes, turned, x, x_scale, on_units, torch.float32)
-            grad_values = compress_nm(product, row_mask, *ctx.pattern).to(ctx.dtypes[0])
+            grad_values = compress_nm(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
+            del product
         if ctx.adapting:
             grad_left, grad_right = adapter_gradients(
                 dy, x2d, left, right, left_mask, ctx.pattern, grad_x

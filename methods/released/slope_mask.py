@@ -38,7 +38,7 @@ class _WeightGradient(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, mask = ctx.saved_tensors
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_values = compress_nm(dy.t() @ x2d, mask, *ctx.pattern).to(ctx.dtype)
+        grad_values = compress_nm(dy.t() @ x2d, mask, *ctx.pattern, dtype=ctx.dtype)
         return grad_y, None, grad_values, None, None
 
 

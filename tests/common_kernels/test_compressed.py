@@ -197,3 +197,4 @@ def test_as_library_operators(rows, columns, generator):
         (ops.double_prune_bits, (compress_nm(x[:4], bits[:4]), bits[:4], 2, 4)),
     ):
         torch.library.opcheck(operator.default, (*arguments, "cpu"))
+    torch.library.opcheck(ops.compress_nm.default, (x, bits, 2, 4, "cpu", torch.bfloat16))

@@ -36,8 +36,8 @@ def same_bits(got, want):
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-def both(operator, *args):
-    return [operator(*args, backend=backend) for backend in ("triton", "cpu")]
+def both(operator, *args, **options):
+    return [operator(*args, **options, backend=backend) for backend in ("triton", "cpu")]
 
 
 @by_pattern
@@ -50,6 +50,17 @@ def test_compress_and_expand(dtype, n, m, columns):
         values = compress_nm(x, bits, n, m, backend="cpu")
         same_bits(*both(expand_nm, values, bits, n, m))
         same_bits(*both(compress_nm, x.mT.contiguous().mT, bits, n, m))
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compressed_entries_of_another_dtype(dtype, source):
+    x = data((37, 24)).nan_to_num(torch.inf).to(source)  # casts give NaNs any bits
+    for n, m in ((2, 4), (3, 6)):
+        bits = pack_mask(nm_mask(torch.rand(x.shape, device=DEVICE), n, m))
+        got, want = both(compress_nm, x, bits, n, m, dtype=dtype)
+        same_bits(got, want)
+        same_bits(want, compress_nm(x, bits, n, m).to(dtype))
 
 
 @pytest.mark.parametrize("columns", [8, 64, 12, 5, 4100])
