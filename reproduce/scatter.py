@@ -14,12 +14,12 @@ from experiments.runs.curves import look
 from reproduce.engine import PlacedRun
 
 NAMES = {
-    "predicted_change": "predicted change",
-    "actual_change": "actual change",
-    "old_masks_change": "change, old masks",
+    "predicted_change": "predicted change (nats)",
+    "actual_change": "actual change (nats)",
+    "old_masks_change": "change, old masks (nats)",
 }
 DISTRIBUTION = "share of steps with less"
-INNER = (0.01, 0.99)  # the quantiles that panels show: single steps lie far out
+INNER = (0.02, 0.98)  # the quantiles that panels show: single steps lie far out
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def draw(axes: Any, panel: str, data: list[Pair], quantities: Sequence[str]) -> 
     shown = [pair for pair in data if pair.quantity == panel]
     colour, _ = look(methods.index(shown[0].method))
     xs, ys = [p.x for p in shown], [p.y for p in shown]
-    axes.scatter(xs, ys, s=5, alpha=0.5, color=colour, linewidths=0, label=shown[0].method)
+    axes.scatter(xs, ys, s=8, alpha=0.5, color=colour, linewidths=0, label=shown[0].method)
     # The same limits in all panels, so that they can be compared.
     low, high = inner([v for pair in data for v in (pair.x, pair.y)])
     axes.axline((low, low), (high, high), color="black", linewidth=0.6, linestyle=":")
