@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch._C._dynamo import eval_frame
 from torch._library.autograd import make_autograd_impl
 
 LIBRARY = torch.library.Library("sparse24", "FRAGMENT")
@@ -26,6 +27,8 @@ _DIRECT = functools.reduce(
     ),
 )  # fmt: skip
 
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
 
 def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
     """Decorate a function to become the operator `name`, "sparse24::...", as
@@ -42,7 +45,6 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
         parameters = list(inspect.signature(function).parameters)
         mutated = [parameters.index(argument) for argument in mutates_args]
 
-        @torch._disable_dynamo  # which must not look into it where it meets it at run time
         def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
             written = [args[i] for i in mutated if args[i] is not None]
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
@@ -54,6 +56,9 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
                 torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
             return function(*args)
 
+        # Dynamo, which can meet this at run time, looks neither into it nor into what it calls. It
+        # is a mark on the code, where torch.compiler.disable would be two calls more.
+        eval_frame.set_code_exec_strategy(autograd.__code__, _SKIP)
         with warnings.catch_warnings():  # torch warns of the override that is asked for
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             LIBRARY.impl(name, autograd, "Autograd", with_keyset=True, allow_override=True)

@@ -2,6 +2,8 @@
 break.
 """
 
+import operator
+
 import pytest
 import torch
 
@@ -54,8 +56,8 @@ def test_autograd_is_registered_at_its_key(name):
         a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in OPERATORS[name]
     ]
-    operator = getattr(torch.ops.sparse24, name).default
-    torch.library.opcheck(operator, arguments, test_utils="test_autograd_registration")
+    known = getattr(torch.ops.sparse24, name).default
+    torch.library.opcheck(known, arguments, test_utils="test_autograd_registration")
 
 
 def everything(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,13 +91,13 @@ def test_fake_tensors():
 
 
 @pytest.mark.parametrize(
-    "operator", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")]
+    "function", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")]
 )
-def test_no_gradient_is_invented(operator):
+def test_no_gradient_is_invented(function):
     """The straight-through rule is the caller's."""
     x = X.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="autograd"):
-        operator(x).sum().backward()
+        function(x).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")  # and where, says torch, too
@@ -105,6 +107,32 @@ def test_no_gradient_is_invented_when_compiled():
     compiled = torch.compile(soft_threshold24, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="autograd"):
         compiled(x).sum().backward()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_met_at_run_time_it_is_not_compiled(fails):
+    """Beside a graph break dynamo sees each frame; it leaves an operator's alone, and goes on."""
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def triple(x):
+        return x * 3
+
+    @torch.compiler.disable(recursive=False)
+    def beside(x):
+        y = torch.ops.sparse24.soft_threshold24.default(x, 0.0, "cpu")
+        if fails:
+            with pytest.raises(RuntimeError, match="requires grad"):
+                torch.ops.sparse24.masked_decay_.default(x, x, x > 0, 0.1, "cpu")
+        return triple(y)
+
+    torch._dynamo.reset()
+    x = X.clone().requires_grad_(fails)
+    assert torch.equal(torch.compile(lambda x: beside(x), backend=record)(x), beside(x))
+    assert graphs == [[operator.mul]]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
