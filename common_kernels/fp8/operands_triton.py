@@ -9,7 +9,7 @@ from common_kernels import backend
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.triton import BLOCK, coded, constants, largest, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
-from common_kernels.mvue.triton import sample_stored, uniform
+from common_kernels.mvue.triton import philox, sample_stored, uniform
 from common_kernels.pack.triton import (
     largest_two,
     new_buffer,
@@ -242,7 +242,7 @@ def quantize_and_sample_kernel(
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr, SEEN: tl.constexpr,
     ORDER: tl.constexpr,
 ):  # fmt: skip
-    """64 tokens of 64 features: 16 groups each; as pack.triton.sample_kernel, in codes."""
+    """64 tokens of 64 features: 16 groups each; as pack.sample_triton, in codes."""
     s = scale_from(tl.load(amax), TOP)
     if tl.program_id(0) == 0:
         tl.store(scale, s)
@@ -263,7 +263,7 @@ def quantize_and_sample_kernel(
         tl.atomic_max(seen, tl.max(bits))
     # Four neighbouring features share a counter.
     counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, counters)
+    w0, w1, w2, w3 = philox(seed, counters)
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
     one, other, nibbles = sample_stored(x0, x1, x2, x3, uniform(bits))
     pairs = encode(tl.join(one, other) * (0.5 * s), TOP, SMALLEST, LIFT)

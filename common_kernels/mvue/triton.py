@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 
 from common_kernels import chunks
-from common_kernels.launch import cast, launch, load_groups, store_groups
+from common_kernels.launch import INTERPRETED, cast, launch, load_groups, store_groups
 from common_kernels.masks.triton import tile
-from common_kernels.mvue import cpu
+from common_kernels.mvue import cpu, ptx
 
 BLOCK = 512  # groups in a program; four of them share a counter of the generator
+PTX_BF16, PTX_F16 = tl.constexpr(ptx.sample("bf16")), tl.constexpr(ptx.sample("f16"))
+CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
 
 def mvue24(
@@ -67,7 +69,7 @@ def lanes_kernel(
         bits = words(seed, (offset + row * lanes + first) >> 2, offset & 3, ROWS, LANES)
     else:
         group = offset + row * lanes + lane
-        w0, w1, w2, w3 = tl.randint4x(seed, group >> 2)
+        w0, w1, w2, w3 = philox(seed, group >> 2)
         bits = tl.where(group & 2 == 0, tl.where(group & 1 == 0, w0, w1),
                         tl.where(group & 1 == 0, w2, w3))  # fmt: skip
     inside = (row < rows) & (lane < lanes)
@@ -92,9 +94,9 @@ def words(seed, counter, skipped, ROWS: tl.constexpr, COUNT: tl.constexpr):
     """The words of COUNT groups in each row, four to a counter of the generator from `counter` on;
     the first may be any of its counter's, at twice the cost."""
     counters = counter + tl.arange(0, COUNT // 4)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, counters)
+    w0, w1, w2, w3 = philox(seed, counters)
     if skipped != 0:
-        v0, v1, v2, _ = tl.randint4x(seed, counters + 1)
+        v0, v1, v2, _ = philox(seed, counters + 1)
         w0, w1, w2, w3 = (
             tl.where(skipped == 1, w1, tl.where(skipped == 2, w2, w3)),
             tl.where(skipped == 1, w2, tl.where(skipped == 2, w3, v0)),
@@ -102,6 +104,22 @@ def words(seed, counter, skipped, ROWS: tl.constexpr, COUNT: tl.constexpr):
             tl.where(skipped == 1, v0, tl.where(skipped == 2, v1, v2)),
         )
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [ROWS, COUNT])
+
+
+@triton.jit
+def philox(seed, counters):
+    """tl.randint4x(seed, counters) of int64 counters, as uint32, with one multiplication, not two,
+    for the two words of a product."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = counters.to(tl.uint32), (counters >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        left, right = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (right >> 32).to(tl.uint32) ^ c1 ^ k0, right.to(tl.uint32)
+        c2, c3 = (left >> 32).to(tl.uint32) ^ c3 ^ k1, left.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -139,6 +157,25 @@ def sample_stored(x0, x1, x2, x3, u):
     at = (i * 16 + tl.where(h == 0, 2.0, j) * 4 + 8388608.0).to(tl.int32, bitcast=True) & 63
     nibble = (tl.full(at.shape, 0xEE00D990C848, tl.int64) >> at).to(tl.int32) & 15
     return first + 0.0, tl.where(i == j, 0.0, second) + 0.0, nibble
+
+
+@triton.jit
+def sample_pairs(x0, x1, x2, x3, words, dtype: tl.constexpr):
+    """sample_stored with a random word a group: the two entries in `dtype`, of 16 bits, as an
+    int32, the first in its lower half, and the nibble less 4 as a float."""
+    if x0.dtype == dtype and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            PTX_BF16 if dtype == tl.bfloat16 else PTX_F16, CONSTRAINTS, [x0, x1, x2, x3, words],
+            dtype=(tl.int32, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        one, other, nibble = sample_stored(
+            x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32),
+            uniform(words),
+        )  # fmt: skip
+        low = cast(one, dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = cast(other, dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return low | high, (nibble - 4).to(tl.float32)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Packed 2:4 matrices: half of the values and two bits a value for where they stand.
 
 `cpu.py` holds the layouts, `triton.py` prunes and packs in one read for cuSPARSELt on compute
-capability 9.0, `bitmask.py` has the formats that store a mask, `interop.py` torch's tensor class,
-`cpu_operators.py` torch's 2:4 operators for the CPU.
+capability 9.0, `sample_triton.py` does so with samples of gradients, `bitmask.py` has the formats
+that store a mask, `interop.py` torch's tensor class, `cpu_operators.py` torch's 2:4 operators for
+the CPU.
 """
 
 from collections.abc import Sequence

@@ -201,9 +201,9 @@ def packed_sample(
 ) -> Tensor:
     """The bytes of `sample_pack24` of a dY of whole blocks, for an operator."""
     if backend == "triton":
-        from common_kernels.pack import triton
+        from common_kernels.pack import sample_triton
 
-        return triton.pack_sample(dy, key.contiguous(), dtype, stride, layout)
+        return sample_triton.pack_sample(dy, key.contiguous(), dtype, stride, layout)
     sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
     return cpu.pack(sample.to(dtype), sample != 0, layout)
 

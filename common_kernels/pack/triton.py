@@ -23,11 +23,9 @@ import triton.language as tl
 from common_kernels.launch import cast, launch, magnitude
 from common_kernels.masks import cpu as masks
 from common_kernels.masks.triton import best_place
-from common_kernels.mvue.triton import sample_stored, uniform
 from common_kernels.pack.cpu import BUFFERED, buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
 
-SAMPLED = 16  # groups of each of 64 features in a program of sample_kernel
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 CUSPARSELT = tl.constexpr(0)
 CUSPARSELT_8 = tl.constexpr(1)
@@ -193,7 +191,23 @@ def store_meta(
     elif ORDER == CUSPARSELT:
         parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
         parts = tl.permute(parts, 0, 2, 3, 5, 1, 4, 6)  # r3, g2 and g0 last
-        words = join_words(parts, 16, 8, 4)  # [r4 r5, r0 r1 r2, block, g1]
+        words = join_words(parts, 16, 8, 4)
+        store_words(meta, words, stripe, first_group, rows, columns, ORDER, GROUPS)
+    else:
+        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
+        words = join_words(tl.permute(parts, 0, 4, 2, 3, 1, 5, 6), 4, 8, 16)  # r3, g1 and g0 last
+        store_words(meta, words, stripe, first_group, rows, columns, ORDER, GROUPS)
+
+
+@triton.jit
+def store_words(
+    meta, words, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Store such words of 16-bit values.
+
+    words: [r4 r5, r0 r1 r2, block, g1] for cuSPARSELt, [r5 r4, g2, r2 r1 r0, tile] for CUTLASS.
+    """
+    if ORDER == CUSPARSELT:
         inside = (
             16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
             + 64 * tl.arange(0, GROUPS // 8)[None, None, :, None]
@@ -205,14 +219,11 @@ def store_meta(
         tl.store(meta + start + inside, words, mask=there)
     else:
         TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4  # of 32 columns in a block
-        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
-        # [r5 r4, g2, r2 r1 r0, tile], then r3, g1 and g0
-        words = join_words(tl.permute(parts, 0, 4, 2, 3, 1, 5, 6), 4, 8, 16)
-        words = tl.reshape(words, [64, GROUPS // 8])
         tile = first_group // 8 + tl.arange(0, GROUPS // 8)[None, :]
         block = stripe + tile // TILES * (rows // 64)
         inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES
-        tl.store(meta + 64 * TILES * block + inside, words)
+        words = tl.reshape(words, [64, GROUPS // 8])
+        tl.store(meta + 64 * TILES * block + inside, words, mask=tile < columns // 32)
 
 
 @triton.jit
@@ -397,65 +408,3 @@ def entries_stored(a0, a1, a2, a3, k):
     a2, a3 = tl.where(k[2], a2.to(tl.float32), 0.0), tl.where(k[3], a3.to(tl.float32), 0.0)
     pairs = tl.join(pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second))
     return pairs, first | second << 2
-
-
-def pack_sample(
-    dy: torch.Tensor,
-    key: torch.Tensor,
-    dtype: torch.dtype,
-    stride: int = 1,
-    layout: str = BUFFERED,
-) -> torch.Tensor:
-    """The buffer of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
-
-    T is a multiple of 16, or what the layout needs, out of 64; metadata come in whole blocks. key:
-    int64 [2],
-    (seed, offset / stride), on dy's device, the offset a multiple of 4 (as it is where it counts
-    whole micro-batches). 16-bit types.
-    """
-    tokens, out = dy.shape
-    if tokens % 16 or out % 64:
-        raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
-    if dtype.itemsize != 2:
-        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
-    buffer = new_buffer(out, tokens, dtype, dy.device, layout)
-    launch(
-        sample_kernel, triton.cdiv(tokens, 4 * SAMPLED) * (out // 64), dy.device,
-        dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out,
-        ORDER=order_of(layout, dtype), GROUPS=SAMPLED,
-    )  # fmt: skip
-    return buffer
-
-
-@triton.jit
-def sample_kernel(
-    dy, key, stride, values, meta, tokens, out, ORDER: tl.constexpr, GROUPS: tl.constexpr
-):
-    """GROUPS groups of tokens of 64 features."""
-    seed, offset = tl.load(key), tl.load(key + 1) * stride
-    across = out // 64
-    first_group = (tl.program_id(0) // across).to(tl.int64) * GROUPS
-    stripe = tl.program_id(0) % across
-    i = tl.arange(0, GROUPS)[:, None]
-    start = first_group * out + stripe * 64  # the first group of them all, in dy's order
-    at = dy + (start + 3 * first_group * out) + (4 * i * out + tl.arange(0, 64)[None, :])
-    inside = first_group + i < tokens // 4
-    x0 = tl.load(at, mask=inside, other=0).to(tl.float32)
-    x1 = tl.load(at + out, mask=inside, other=0).to(tl.float32)
-    x2 = tl.load(at + 2 * out, mask=inside, other=0).to(tl.float32)
-    x3 = tl.load(at + 3 * out, mask=inside, other=0).to(tl.float32)
-    # Four neighbouring features share a counter.
-    counters = (offset + start >> 2) + (i * (out // 4) + tl.arange(0, 16)[None, :])
-    w0, w1, w2, w3 = tl.randint4x(seed, counters)
-    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [GROUPS, 64])
-    one, other, nibbles = sample_stored(x0, x1, x2, x3, uniform(bits))
-    pairs = tl.permute(tl.join(one, other), 1, 0, 2)
-    pairs = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
-    place = tl.arange(0, 2 * GROUPS)[None, :]
-    row = stripe.to(tl.int64) * 32 * tokens + tl.arange(0, 64)[:, None] * (tokens // 2)
-    tl.store(
-        values + (row + 2 * first_group) + place, pairs, mask=2 * first_group + place < tokens // 2
-    )
-    blocks = tl.cdiv(tokens, 32) * 32
-    nibbles, stripe = tl.trans(nibbles), stripe.to(tl.int64)
-    store_meta(meta, nibbles, stripe, first_group, out, blocks, ORDER, GROUPS)

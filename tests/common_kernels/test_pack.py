@@ -10,7 +10,7 @@ from common_kernels import mvue24, nm_mask, soft_threshold24, transposable_mask2
 from common_kernels.pack import cpu
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from common_kernels.pack import triton
+from common_kernels.pack import sample_triton, triton
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -68,11 +68,14 @@ def test_packers(shape, dtype):
 
 
 @every_dtype
-def test_the_sample_of_a_gradient_is_packed_transposed(dtype):
-    dy = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("shape", [(128, 64), (352, 128)])
+def test_the_sample_of_a_gradient_is_packed_transposed(shape, single, dtype):
+    dy = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    dy = dy if single else dy.to(dtype)
     key = torch.tensor([77, 16], device=DEVICE)
     sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
-    same_bytes(triton.pack_sample(dy, key, dtype), packed(sample, sample != 0, dtype))
+    same_bytes(sample_triton.pack_sample(dy, key, dtype), packed(sample, sample != 0, dtype))
 
 
 @every_dtype
@@ -81,7 +84,7 @@ def test_the_sample_of_hard_groups_is_packed(dtype, hard_groups):
     groups = hard_groups(256, dtype).nan_to_num(nan=2.0, posinf=torch.inf, neginf=-torch.inf)
     dy = groups.view(-1, 64, 4).mT.reshape(-1, 64)[-96:].to(DEVICE)
     sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
-    got = triton.pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
+    got = sample_triton.pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
     same_bytes(got, packed(sample, sample != 0, dtype))
 
 
@@ -95,7 +98,9 @@ def test_what_the_packers_cannot_pack_is_refused():
         mask = nm_mask(torch.randn(128, 64, device=DEVICE).t())
         triton.pack(w, mask, "mask", torch.bfloat16)
     with pytest.raises(ValueError, match="4 bytes"):
-        triton.pack_sample(w, torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.float32)
+        sample_triton.pack_sample(
+            w, torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.float32
+        )
 
 
 @pytest.mark.skipif(not CUDA, reason="cuSPARSELt runs on a GPU")

@@ -1,0 +1,109 @@
+"""Sampling the gradient of an output, and packing the sample transposed, in one read of it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common_kernels.launch import launch
+from common_kernels.mvue.triton import philox, sample_pairs
+from common_kernels.pack.cpu import BUFFERED
+from common_kernels.pack.triton import (
+    CUSPARSELT,
+    join_bits,
+    new_buffer,
+    order_of,
+    split,
+    store_words,
+)
+
+# Groups of each of 64 features in a program: with four warps, four groups of four features in each
+# thread. Twice as many in a thread make the code twice as long, and on an H200 it takes 12 % more.
+GROUPS = 32
+
+
+def pack_sample(
+    dy: torch.Tensor,
+    key: torch.Tensor,
+    dtype: torch.dtype,
+    stride: int = 1,
+    layout: str = BUFFERED,
+) -> torch.Tensor:
+    """The buffer of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
+
+    T is a multiple of 16, or what the layout needs, out of 64; metadata come in whole blocks. key:
+    int64 [2], (seed, offset / stride), on dy's device, the offset a multiple of 4 (as it is where
+    it counts whole micro-batches). 16-bit types.
+    """
+    tokens, out = dy.shape
+    if tokens % 16 or out % 64:
+        raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
+    if dtype.itemsize != 2:
+        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
+    buffer = new_buffer(out, tokens, dtype, dy.device, layout)
+    launch(
+        sample_kernel, triton.cdiv(tokens, 4 * GROUPS) * (out // 64), dy.device,
+        dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out,
+        ORDER=order_of(layout, dtype), GROUPS=GROUPS, num_warps=4,
+    )  # fmt: skip
+    return buffer
+
+
+@triton.jit
+def sample_kernel(
+    dy, key, stride, values, meta, tokens, OUT: tl.constexpr, ORDER: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """GROUPS groups of tokens of 64 features. A thread has four neighbouring features, which share
+    counters of the generator, of four groups whose nibbles share words of metadata."""
+    QUARTER: tl.constexpr = GROUPS // 4
+    seed, offset = tl.load(key), tl.load(key + 1) * stride
+    first_group = (tl.program_id(0) // (OUT // 64)).to(tl.int64) * GROUPS
+    stripe = (tl.program_id(0) % (OUT // 64)).to(tl.int64)
+    count = tl.minimum(tokens // 4 - first_group, GROUPS).to(tl.int32)
+    start = first_group * OUT + stripe * 64  # the first group of them all, in dy's order
+    at = dy + (start + 3 * first_group * OUT) + tl.max_contiguous(tl.arange(0, 64), 4)[None, :]
+    q = tl.arange(0, QUARTER)[:, None]
+    pairs, nibbles = (), ()
+    for t in tl.static_range(4):
+        # Of the bits of a group's number t is g2 g0, or g1 g0.
+        apart = q // 2 * 8 + t // 2 * 4 + q % 2 * 2 + t % 2
+        group = apart if ORDER == CUSPARSELT else 4 * q + t
+        rows, inside = at + 4 * group * OUT, group < count
+        x0 = tl.load(rows, mask=inside, other=0)
+        x1 = tl.load(rows + OUT, mask=inside, other=0)
+        x2 = tl.load(rows + 2 * OUT, mask=inside, other=0)
+        x3 = tl.load(rows + 3 * OUT, mask=inside, other=0)
+        counters = (offset + start >> 2) + (group * (OUT // 4) + tl.arange(0, 16)[None, :])
+        w0, w1, w2, w3 = philox(seed, counters)
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [QUARTER, 64])
+        pair, nibble = sample_pairs(x0, x1, x2, x3, words, values.dtype.element_ty)
+        pairs += (pair,)
+        nibbles += (nibble,)
+    pair = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+    if ORDER == CUSPARSELT:
+        pair = tl.permute(tl.reshape(pair, [QUARTER // 2, 2, 64, 2, 2]), 2, 0, 3, 1, 4)
+    else:
+        pair = tl.permute(pair, 1, 0, 2, 3)
+    place = tl.arange(0, GROUPS)[None, :]
+    row = stripe * 16 * tokens + tl.arange(0, 64)[:, None] * (tokens // 4)
+    both = values.to(tl.pointer_type(tl.int32))
+    tl.store(both + (row + first_group) + place, tl.reshape(pair, [64, GROUPS]), mask=place < count)
+    # Nibbles less 4 make bits of words by multiply-adds, the fastest instructions: all are exact.
+    if ORDER == CUSPARSELT:
+        low = bits_of(tl.fma(nibbles[2], 256.0, nibbles[0]), 0x0404)
+        part = low | bits_of(tl.fma(nibbles[3], 256.0, nibbles[1]), 0x0404) << 16
+        part = tl.permute(tl.reshape(part, [QUARTER // 2, 2, 4, 2, 8]), 2, 4, 0, 1, 3)
+        words = join_bits(part, 4)
+    else:
+        low = tl.fma(nibbles[1], 16.0, nibbles[0])
+        part = bits_of(tl.fma(tl.fma(nibbles[3], 16.0, nibbles[2]), 256.0, low), 0x4444)
+        part = tl.permute(tl.reshape(part, [QUARTER // 2, 2, 4, 2, 8]), 2, 1, 4, 0, 3)
+        words = join_bits(part, 16)
+    blocks = tl.cdiv(tokens, 32) * 32
+    store_words(meta, words, stripe, first_group, OUT, blocks, ORDER, GROUPS)
+
+
+@triton.jit
+def bits_of(a, more: tl.constexpr):
+    """a + more, as int32: whole numbers below 2^16, in a float that is added to 2^23."""
+    return (a + (8388608.0 + more)).to(tl.int32, bitcast=True) & 0xFFFF
