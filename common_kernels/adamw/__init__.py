@@ -114,14 +114,31 @@ def adamw24_(
     if not weights:
         return
     device = checks.one_device(grad_scale=grad_scale, found_inf=found_inf, weight=weights[0].weight)
+    kinds: dict[tuple, list[Weight24]] = {}
     for weight in weights:
-        _check(weight, rule, device)
+        kinds.setdefault(_kind(weight), []).append(weight)
+    for first, *_ in kinds.values():
+        _check(first, rule, device)
     if backends.resolve(device, backend) == "triton":
         from common_kernels.adamw import triton
 
-        triton.adamw24_(weights, rates, rule, grad_scale, found_inf)
+        triton.adamw24_(list(kinds.values()), rates, rule, grad_scale, found_inf)
     else:
         cpu.adamw24_(weights, rates, rule, grad_scale, found_inf)
+
+
+def _kind(given: Weight24) -> tuple:
+    """All that is checked of the tensors of a weight; equal within a launch."""
+    return (
+        *[
+            None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
+            for t in given.tensors.values()
+        ],
+        *[
+            None if p is None else (p.shape, p.dtype, p.layout)
+            for p in (given.packed, given.transposed)
+        ],
+    )
 
 
 def _check(given: Weight24, rule: Rule, device: torch.device) -> None:

@@ -9,8 +9,8 @@ a small kernel derives from the weight's steps, so that no program of the large 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,62 +38,64 @@ CHOICES = {None: 0, "rows": 1, "exact": 2, "greedy": 3}
 SOURCES = {"whole": 0, "mask": 1, "soft": 2}
 TABLES = 64  # that are remembered, the last ones used
 ROW = tl.constexpr(16)  # of a table: 128 bytes, so that pointers made of it are known as aligned
+MATRICES = (0, 1, 2, 3, 5, 7, 8, 9)  # their places in a row: whole vectors, if all are aligned
 SCALARS = tl.constexpr(13)  # the place in a row, after the addresses, of six fp32
+NO_SCALARS = (0,) * (ROW.value - SCALARS.value)
 
 
 def adamw24_(
-    weights: Sequence[Weight24],
+    kinds: Sequence[Sequence[Weight24]],
     rates: Rates,
     rule: Rule,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    launches: dict[tuple | None, list[Weight24]] = defaultdict(list)
-    for given in weights:
-        if given.weight.numel() == 0:
+    """The step of weights of several kinds: shapes, dtypes and layouts are equal within each."""
+    launches: list[list[Weight24]] = []
+    rows: list[tuple[int, ...]] = []  # of the table
+    others: list[Weight24] = []
+    for of_a_kind in kinds:
+        if of_a_kind[0].weight.numel() == 0:
             continue
-        launches[kind(given) if fits(given) else None].append(given)
-    cpu.adamw24_(launches.pop(None, ()), rates, rule, grad_scale, found_inf)
+        fitting, can = [], fits(of_a_kind[0])
+        for given in of_a_kind:
+            row = addresses(given)
+            if can and not any(row[place] % 16 for place in MATRICES):
+                fitting.append(given)
+                rows.append(row)
+            else:
+                others.append(given)
+        if fitting:
+            launches.append(fitting)
+    cpu.adamw24_(others, rates, rule, grad_scale, found_inf)
     if not launches:
         return
-    fitting = [given for of_a_kind in launches.values() for given in of_a_kind]
-    found = [given.amax for given in fitting if given.amax is not None]
+    together = [given for fitting in launches for given in fitting]
+    found = [given.amax for given in together if given.amax is not None]
     if found:
         torch._foreach_zero_(found)
-    table = table_of(fitting)
+    table = table_of(rows, together[0].weight.device)
     beta1, beta2 = rates.betas
     launch(
-        scalars_kernel, len(fitting), table.device,
+        scalars_kernel, len(together), table.device,
         table, rates.lr, 1 - beta1, beta2, 1 - beta2, logarithm(beta1), logarithm(beta2), rates.eps,
         rates.weight_decay, table if found_inf is None else found_inf,
         RATE_IS_TENSOR=isinstance(rates.lr, Tensor), SKIPS=found_inf is not None, num_warps=1,
     )  # fmt: skip
-    for of_a_kind in launches.values():
-        start(of_a_kind, table, rule, grad_scale, found_inf)
-        table = table[len(of_a_kind) :]
+    for fitting in launches:
+        start(fitting, table, rule, grad_scale, found_inf)
+        table = table[len(fitting) :]
     read = ("grad", "scale")
-    tensors = [t for w in weights for n, t in w.tensors.items() if n not in read and t is not None]
+    tensors = [t for w in together for n, t in w.tensors.items() if t is not None and n not in read]
     torch.autograd.graph.increment_version(tensors)
 
 
 def fits(given: Weight24) -> bool:
-    """True if the kernel can address the tensors: rows, whole vectors, whole blocks if packed."""
+    """True if the kernel can address the tensors of a kind: rows, whole blocks if packed."""
     rows, columns = given.weight.shape
     packs = given.packed is not None or given.transposed is not None
     return not (packs and (rows % TILE or columns % TILE)) and all(
-        t.is_contiguous() and (t.ndim == 0 or t.data_ptr() % 16 == 0)
-        for t in given.tensors.values()
-        if t is not None
-    )
-
-
-def kind(given: Weight24) -> tuple:
-    """The shape, dtypes and layouts of a weight's tensors, which are equal within a launch."""
-    held, packed = given.tensors.values(), (given.packed, given.transposed)
-    return (
-        tuple(given.weight.shape),
-        tuple(None if t is None else t.dtype for t in held),
-        tuple(None if p is None else (p.dtype, p.layout) for p in packed),
+        t.is_contiguous() for t in given.tensors.values() if t is not None
     )
 
 
@@ -142,23 +144,19 @@ def addresses(given: Weight24) -> tuple[int, ...]:
     """The addresses of what the kernel reads, in its order; the weight's for a missing tensor."""
     nothing = given.weight.data_ptr()
     out = [nothing if t is None else t.data_ptr() for t in given.tensors.values()]
-    for packed in (given.packed, given.transposed):  # the metadata follow the values
-        values = given.weight.numel() // 2
-        address = nothing
-        if packed is not None:
-            address = packed.buffer.data_ptr() + values * packed.dtype.itemsize
-        out.append(address)
-    return (*out, *[0] * (ROW.value - len(out)))
+    values = given.weight.numel() // 2
+    for packed, place in (given.packed, 8), (given.transposed, 9):  # the metadata follow the values
+        out.append(nothing if packed is None else out[place] + values * packed.dtype.itemsize)
+    return (*out, *NO_SCALARS)
 
 
 _tables: dict[tuple, Tensor] = {}
 
 
-def table_of(weights: list[Weight24]) -> Tensor:
-    """int64 [weights, ROW] on their device: the addresses of each, and room for scalars."""
+def table_of(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int64 [weights, ROW] on `device`: the addresses of each, and room for scalars."""
     width = ROW.value
-    device = weights[0].weight.device
-    flat = tuple(address for given in weights for address in addresses(given))
+    flat = tuple(chain.from_iterable(rows))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # Nothing can be copied from pageable memory here, but numbers can be added: they are
         # arguments of a kernel that the graph holds. The table lives as long as the graph.
