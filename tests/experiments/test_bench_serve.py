@@ -69,6 +69,13 @@ def test_what_cannot_run_is_left_out_with_its_reason(tmp_path):
     assert "chosen: nothing is measured on a cpu; give the crossover" in record["left_out"]
 
 
+def test_dense_products_alone_are_a_table_without_a_figure(tmp_path):
+    out = tmp_path / "cpu.json"
+    assert run(out, "--only", "prefill, dense") == 0
+    assert main(["report", str(out)]) == 0
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
+
+
 def test_wrong_products_get_no_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(PackedProduct, "forward", lambda self, x: 0 * x @ self.weight.t())
     assert run(tmp_path / "cpu.json", "--only", "prefill, packed") == 1
