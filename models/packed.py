@@ -5,7 +5,8 @@ A product of few tokens reads weights and launches kernels, and a sparse one is 
 one of many tokens computes, half as much where it is sparse. Between them lies a crossover. It is
 measured for each shape of weight on the GPU at hand, as the layers run: launched from Python one
 after the other, or in a CUDA graph. Below it a layer multiplies with its dense weight, which it
-keeps: packed weights take 9/16 of its memory in addition.
+keeps: packed weights take 9/16 of its memory in addition. They lie in one layout, that of the
+kernel, cuSPARSELt's or one of our own, that was measured to be the fastest with many tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from common_kernels import Packed24, check24, matmul24, pack24
-from common_kernels.matmul import is_faster, linear24, unavailable
+from common_kernels.matmul import fastest, is_faster, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, check_form
-from common_kernels.pack.operands import fill_up
+from common_kernels.pack.operands import fill_up, pack24_
 
 COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # tokens at which products are measured
 # Every number of tokens has a plan of its own; beyond this many they are filled up to multiples.
 STEP, LEAST = 64, 8  # LEAST: what cuSPARSELt takes of 16-bit types
-LAYOUTS = {"cusparselt": BUFFERED, "cutlass": "cutlass_sm80"}
+MANY = 4096  # tokens at which the kernels of a shape are compared
+TORCH = "cutlass_sm80"  # the layout of torch's own products
+LAYOUTS = {"cusparselt": BUFFERED, "cutlass": TORCH}
 
 
 class PackedProduct(nn.Module):
@@ -53,12 +56,11 @@ class PackedProduct(nn.Module):
         if not self.runs_packed(x, tokens):
             return super().forward(x)
         rows = x.reshape(tokens, x.shape[-1])
-        if tokens > STEP:
-            rows = fill_up(rows, -tokens % STEP)
-        if self.packed.layout == BUFFERED:
-            y = linear24(self.packed, rows, self.bias)
-        else:
+        rows = fill_up(rows, -tokens % (STEP if tokens > STEP else LEAST))
+        if self.packed.layout == TORCH:
             y = matmul24(self.packed, rows, self.bias, backend="cutlass")
+        else:
+            y = linear24(self.packed, rows, self.bias)
         return y[:tokens].reshape(*x.shape[:-1], -1)
 
     def runs_packed(self, x: Tensor, tokens: int) -> bool:
@@ -75,14 +77,14 @@ class PackedProduct(nn.Module):
         return weight() is self.weight and self.weight._version == version
 
     def problem(self, tokens: int) -> Problem | None:
-        """What is multiplied for so many tokens, filled up; None if not by cuSPARSELt, whose
-        algorithms alone are measured."""
-        if self.packed.layout != BUFFERED:
+        """What is multiplied for so many tokens, filled up; None if by torch's products, which have
+        no algorithms to measure."""
+        if self.packed.layout == TORCH:
             return None
-        (rows, columns), dtype = self.packed.shape, self.packed.dtype
         step = STEP if tokens > STEP else LEAST
-        filled, biased = -(-tokens // step) * step, self.bias is not None
-        return Problem(rows, columns, filled, dtype, dtype, True, True, biased)
+        filled, dtype, biased = -(-tokens // step) * step, self.packed.dtype, self.bias is not None
+        of = *self.packed.shape, filled, dtype, dtype, True, True, biased
+        return Problem(*of, layout=self.packed.layout)
 
 
 @functools.cache
@@ -102,6 +104,19 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
         if reasons[name] is None:
             return layout
     raise ValueError(f"no 2:4 products here: {'; '.join(map(str, reasons.values()))}")
+
+
+def _layout_of(module: Any, measures: bool) -> str:
+    """The layout for the packed weight of a linear: where it `measures`, that of the kernels, our
+    own or cuSPARSELt's, whose products of many tokens are fastest."""
+    weight = module.weight
+    layout = layout_for(weight.device, weight.dtype)
+    if layout == TORCH or weight.device.type != "cuda" or not measures:
+        return layout
+    dtype, biased = weight.dtype, module.bias is not None
+    problem = Problem(*_shape(module), MANY, dtype, dtype, True, True, biased)
+    found = fastest(problem, weight.device)
+    return layout if found is None else found.layout
 
 
 @torch.inference_mode(False)  # tensors made in it have no version, which tells that they changed
@@ -154,7 +169,8 @@ def pack(
         raise ValueError(next(iter(unfit.values())))
     found: dict[str, int | None] = dict.fromkeys(linears)
     for names in alike.values():
-        layers = [_packed(model.get_submodule(name)) for name in names]
+        layout = _layout_of(model.get_submodule(names[0]), measures=crossover is None)
+        layers = [_packed(model.get_submodule(name), layout) for name in names]
         try:
             count = _measured(layers, graphs) if crossover is None else crossover
         except BaseException:
@@ -196,12 +212,16 @@ def _is_24(module: nn.Module) -> bool:
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
 
 
-def _packed(module: Any) -> PackedProduct:
+def _packed(module: Any, layout: str) -> PackedProduct:
     """The module itself, with packed weights that it does not use yet."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if _is_conv1d(module) else weight
-    layout = layout_for(weight.device, weight.dtype)
-    packed = pack24(matrix, matrix != 0, layout)
+    if layout in LAYOUTS.values():
+        packed = pack24(matrix, matrix != 0, layout)
+    else:
+        shape = tuple(matrix.shape)
+        packed = Packed24.empty(shape, weight.dtype, weight.device, layout)
+        pack24_(packed, matrix, "mask", matrix != 0)
     module.weight.requires_grad_(False)
     kind: Any = type(module)
     module.__class__ = _class_of(kind)

@@ -81,10 +81,10 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: Report) -> None:
     """Add the rows `chosen` of one model."""
-    models, used = build(size, options.device, report)
+    models = build(size, options.device, report)
     gate(models, size, report)
     if "chosen" in models:
-        add_crossovers("crossover", models["chosen"], size, used, report)
+        add_crossovers("crossover", models["chosen"], size, report)
     for work in WORK:
         graphs = work.endswith("graph")
         wanted = [name for name in models if f"{work}, {name}" in chosen]
@@ -93,7 +93,7 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
         start = prefill if work == "prefill" else generation
         if graphs and "chosen" in models:
             pack(models["chosen"], graphs=True)
-            add_crossovers("crossover in a CUDA graph", models["chosen"], size, used, report)
+            add_crossovers("crossover in a CUDA graph", models["chosen"], size, report)
         unit = "tokens" if work == "prefill" else "sequences"
         for count in size.tokens if work == "prefill" else size.sequences:
             timed = dict.fromkeys(["dense", *wanted])
@@ -104,11 +104,12 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
                 continue
             for name in wanted:
                 shape = f"{size.name}, {count} {unit}"
+                used = used_by(models[name])
                 report.add(row(f"{work}, {name}", shape, used, times, count))
 
 
-def build(size: Size, device: torch.device, report: Report) -> tuple[dict[str, nn.Module], str]:
-    """(the variants by name, what multiplies)."""
+def build(size: Size, device: torch.device, report: Report) -> dict[str, nn.Module]:
+    """The variants by name."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -127,8 +128,13 @@ def build(size: Size, device: torch.device, report: Report) -> tuple[dict[str, n
                 report.leave_out(f"{name}: {reason}")
             else:
                 models[name] = model
-    layers = [m for m in models.get("packed", dense).modules() if isinstance(m, PackedProduct)]
-    return models, layers[0].packed.layout if layers else "dense"
+    return models
+
+
+def used_by(model: nn.Module) -> str:
+    """What multiplies the packed weights of a model, by their layouts; `dense` without any."""
+    layers = (m for m in model.modules() if isinstance(m, PackedProduct))
+    return ", ".join(sorted({layer.packed.layout for layer in layers})) or "dense"
 
 
 def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
@@ -174,16 +180,15 @@ def generation(model: Any, count: int) -> Callable[[int], Any]:
 
 
 def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int) -> Row:
-    variant = name.rpartition(", ")[2]
-    own, used = times[variant], "dense" if variant == "dense" else used
+    own = times[name.rpartition(", ")[2]]
     peers = {"dense": times["dense"].ms}
     figures = {"tokens/s": 1e3 * count / own.ms}
     return Row(name, "bfloat16", shape, used, own, peers, figures=figures)
 
 
-def add_crossovers(name: str, model: nn.Module, size: Size, used: str, report: Report) -> None:
+def add_crossovers(name: str, model: nn.Module, size: Size, report: Report) -> None:
     """Add a row for each shape of a model's 2:4 linears, without a figure where they stay dense."""
-    found = crossovers(model)
+    found, used = crossovers(model), used_by(model)
     counts = {
         f"{layer.in_features} -> {layer.out_features}": found.get(at)
         for at, layer in model.named_modules()

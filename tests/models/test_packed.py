@@ -4,6 +4,7 @@ cuSPARSELt's products are emulated where there is no GPU."""
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,6 +225,49 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
     # In a graph the table's verdict does not count.
     assert [packed._faster(layers, True, n) for n in (8, 128)] == [False, True]
     assert seen[3:] == [8, 128]
+
+
+@pytest.mark.parametrize("own", matmul.cuda.LAYOUTS)
+@torch.no_grad()
+def test_our_own_kernels_multiply_where_they_are_faster(own, monkeypatch):
+    """One packed operand, in the layout of the kernel that was measured to be the fastest."""
+    if CUDA and (reason := matmul.unavailable("cuda", DEVICE, torch.bfloat16)):
+        pytest.skip(reason)
+    model, asked = pruned(128, 256), []
+    dense = copy.deepcopy(model)
+
+    def layout_of(module, measures):
+        asked.append(measures)
+        return own
+
+    monkeypatch.setattr(packed, "_layout_of", layout_of)
+    assert packed.pack(model, crossover=1) == {"0": 1} and asked == [False]
+    (layer,) = model
+    assert layer.packed.layout == own and len(layer.packed.parts) == 1
+    assert layer.problem(100).layout == own and layer.problem(100).tokens == 128
+    for tokens in (1, 5, 64, 70):
+        x = torch.randn(tokens, 128, device=DEVICE).bfloat16()
+        torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
+    spoil(layer)
+    assert torch.equal(model(x), layer.bias.expand(tokens, -1))
+
+
+def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):
+    asked = []
+
+    def fastest(problem, device):
+        asked.append(problem)
+        return answers.pop()
+
+    answers = [None, matmul.Measured("cutlass_sm90", 1.0, 2.0)]
+    monkeypatch.setattr(packed, "fastest", fastest)
+    monkeypatch.setattr(packed, "layout_for", lambda device, dtype: "cusparselt_sm90")
+    weight = SimpleNamespace(shape=(256, 128), dtype=torch.bfloat16, device=torch.device("cuda"))
+    layer = SimpleNamespace(weight=weight, bias=None)
+    assert packed._layout_of(layer, measures=True) == "cutlass_sm90"
+    assert packed._layout_of(layer, measures=True) == "cusparselt_sm90"  # none serves it
+    assert packed._layout_of(layer, measures=False) == "cusparselt_sm90" and len(asked) == 2
+    assert (asked[0].rows, asked[0].columns, asked[0].tokens) == (256, 128, packed.MANY)
 
 
 @no_gpu
