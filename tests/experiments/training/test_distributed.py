@@ -1,0 +1,44 @@
+"""What ranks tell each other, without a second process."""
+
+import pytest
+import torch
+
+from experiments.support.errors import UserError
+from experiments.training import distributed
+from experiments.training.distributed import World
+
+MAIN, OTHER = (World(rank, 2, torch.device("cpu")) for rank in range(2))
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What rank 0 sends; a rank that asks afterwards receives it."""
+    messages = []
+
+    def broadcast(values):
+        if any(value is not None for value in values) or not messages:
+            messages[:] = values
+        values[:] = messages
+
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", broadcast)
+    return messages
+
+
+def test_rank_0_alone_decides(sent):
+    """Another process may finish a run while the ranks look for its result."""
+    assert MAIN.of_main(lambda: {"ended": 1}) == {"ended": 1}
+    assert OTHER.of_main(lambda: pytest.fail("asked on another rank")) == {"ended": 1}
+
+
+def test_all_work_after_rank_0_and_nothing_large_is_sent(sent):
+    assert MAIN.main_first(lambda: "large") == "large" and sent == [None, None]
+    assert OTHER.main_first(lambda: "as large") == "as large"
+
+
+def test_an_error_of_rank_0_is_everybodys(sent):
+    def fails():
+        raise UserError("no data")
+
+    for rank in (MAIN, OTHER):
+        with pytest.raises(UserError, match="no data"):
+            rank.of_main(fails if rank is MAIN else list)
