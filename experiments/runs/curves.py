@@ -7,6 +7,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,10 @@ def figure(
 def _columns(labels: Sequence[str], width: float) -> int:
     """The number of columns in which a legend at font size 8 is no wider than the figure."""
     for n in (3, 2):
-        height = math.ceil(len(labels) / n) or 1
-        longest = [max(map(len, labels[at : at + height])) for at in range(0, len(labels), height)]
+        # Columns are filled one after the other, the first ones with one more.
+        each, more = divmod(len(labels), n)
+        starts = [column * each + min(column, more) for column in range(n + 1)]
+        longest = [max(map(len, labels[a:b]), default=0) for a, b in pairwise(starts)]
         if 0.06 * sum(longest) + 0.55 * n <= width:  # inches of a character, and of a line's sample
             return n
     return 1

@@ -353,7 +353,9 @@ def test_many_panels_stand_in_rows_and_a_legend_is_no_wider_than_its_figure(tmp_
     assert seven == (four[0], 2 * one[1])
     assert curves._columns(["dense", "SLoPe", "FST", "STE"], 5.0) == 3
     assert curves._columns(["+ masked decay, without MVUE"] * 4, 5.0) == 2
+    assert curves._columns(["40% sparse: 40k sparse, 85k dense"] * 4, 7.2) == 2  # 3 have 2, 1 and 1
     assert curves._columns(["the pruned operand " * 3] * 2, 5.0) == 1
+    assert curves._columns([], 5.0) == 3
 
 
 @pytest.mark.parametrize(
