@@ -456,13 +456,19 @@ def test_speedups_are_those_of_the_record(page):
 
 
 def test_step_times_are_those_of_the_record():
-    lines = re.findall(r"^\| ((?:GPT-2|ViT).*)\|$", text(ROOT / "docs" / "speed.md"), re.M)
-    assert len(lines) == 10
+    page = text(ROOT / "docs" / "speed.md").split("## Step times")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| ((?:GPT-2|ViT|SAM|6 blocks).*)\|$", page, re.M)
+    assert len(lines) == 26
     for line in lines:
-        shape, name, launched, graphs, peak = (cell.strip() for cell in line.split("|"))
+        shape, name, *figures, peak = (cell.strip() for cell in line.split("|"))
+        launched, faster, graphs, faster_in_graphs = figures
         row = rows("train")[name, shape]
         assert row[4] == launched
-        assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*row[8].split("; ")}
+        assert f"dense {faster}" in row[7].split("; ")
+        found = row[8].split("; ")
+        assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*found}
+        shown = next(f for f in found if f.startswith("in graphs, times as fast as dense"))
+        assert float(shown.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
 
 
 def test_the_citation_and_the_hooks_are_valid():
