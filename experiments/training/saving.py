@@ -69,6 +69,11 @@ class Saver:
             found = self.pending.result() if done else None
         except UserError as error:
             problem = str(error)
+        except OSError as error:  # a folder that was removed, say, or that is another user's
+            problem = (
+                f"{error.filename or self.directory} cannot be written: {error.strerror or error}; "
+                "mend that, and run the same command again"
+            )
         results = self.world.all((done, found, problem))
         for *_, told in results:
             if told is not None:

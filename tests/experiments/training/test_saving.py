@@ -124,6 +124,12 @@ def unshared(folder, rank, here):
         except UserError as error:
             told.append(str(error))
     saver.close()
+    saver = Saver(folder / "said" if rank else own, here)  # a file, in which there is no folder
+    with pytest.raises(UserError) as caught:
+        saver.save(9, {"w": rows})
+        saver.wait()
+    told.append(str(caught.value))
+    saver.close()
     (folder / f"told{rank}").write_text("\n".join(told))
 
 
@@ -203,10 +209,20 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(killed):
 @pytest.mark.parametrize("killed", [2], indirect=True)
 def test_ranks_without_a_common_folder_are_told(killed):
     folder, common = killed[1], "runs= must lie on storage that all nodes share"
-    first, second = ((folder / f"told{rank}").read_text().splitlines() for rank in range(2))
+    first, second = ((folder / f"told{rank}").read_text().splitlines()[:2] for rank in range(2))
     assert first == [
         f"{folder / 'node0'}: rank-1.safetensors of step 3, which other ranks wrote there, cannot "
         f"be seen by rank 0; {common}",
         f"{folder / 'kept'}: rank 1 does not see step-000000003, which rank 0 sees; {common}",
     ]
     assert second[0] == first[0] and second[1].endswith(f"rank 0 sees; {common}")
+
+
+@pytest.mark.parametrize("killed", [2], indirect=True)
+def test_an_error_of_the_system_on_one_rank_is_that_of_all(killed):
+    folder = killed[1]
+    for rank in range(2):
+        assert (folder / f"told{rank}").read_text().splitlines()[2] == (
+            f"{folder / 'said' / '.step-000000009.0'} cannot be written: Not a directory; mend "
+            "that, and run the same command again"
+        )
