@@ -37,7 +37,10 @@ _captured: dict[tuple[Any, ...], torch.Tensor] = {}  # for good
 
 
 def table_of(device: torch.device, addresses: Sequence[int]) -> torch.Tensor:
-    """int64, flat: the addresses on `device`, for a kernel that serves many tensors at once."""
+    """int64, flat: the addresses on `device`, for a kernel that serves many tensors at once.
+
+    A place may be left for numbers that a kernel writes before another reads them.
+    """
     key = (device, *addresses)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if key in _tables:

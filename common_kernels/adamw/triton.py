@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common_kernels.adamw import cpu
-from common_kernels.launch import cast, keep24, launch, magnitude
+from common_kernels.launch import cast, keep24, launch, magnitude, pointer, table_of, vectors
 from common_kernels.masks import cpu as masks
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word
 from common_kernels.pack.triton import entries_stored, order_of, stack, store_tiles
@@ -36,7 +36,6 @@ HELD = tl.constexpr(4)  # rows of the tiles that are loaded together
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHOICES = {None: 0, "rows": 1, "exact": 2, "greedy": 3}
 SOURCES = {"whole": 0, "mask": 1, "soft": 2}
-TABLES = 64  # that are remembered, the last ones used
 ROW = tl.constexpr(16)  # of a table: 128 bytes, so that pointers made of it are known as aligned
 MATRICES = (0, 1, 2, 3, 5, 7, 8, 9)  # their places in a row: whole vectors, if all are aligned
 SCALARS = tl.constexpr(13)  # the place in a row, after the addresses, of six fp32
@@ -74,10 +73,11 @@ def adamw24_(
     found = [given.amax for given in together if given.amax is not None]
     if found:
         torch._foreach_zero_(found)
-    table = table_of(rows, together[0].weight.device)
+    device = together[0].weight.device
+    table = table_of(device, list(chain.from_iterable(rows))).view(-1, ROW.value)
     beta1, beta2 = rates.betas
     launch(
-        scalars_kernel, len(together), table.device,
+        scalars_kernel, len(together), device,
         table, rates.lr, 1 - beta1, beta2, 1 - beta2, logarithm(beta1), logarithm(beta2), rates.eps,
         rates.weight_decay, table if found_inf is None else found_inf,
         RATE_IS_TENSOR=isinstance(rates.lr, Tensor), SKIPS=found_inf is not None, num_warps=1,
@@ -150,46 +150,7 @@ def addresses(given: Weight24) -> tuple[int, ...]:
     return (*out, *NO_SCALARS)
 
 
-_tables: dict[tuple, Tensor] = {}
-
-
-def table_of(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int64 [weights, ROW] on `device`: the addresses of each, and room for scalars."""
-    width = ROW.value
-    flat = tuple(chain.from_iterable(rows))
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Nothing can be copied from pageable memory here, but numbers can be added: they are
-        # arguments of a kernel that the graph holds. The table lives as long as the graph.
-        table = torch.zeros(len(flat), dtype=torch.int64, device=device)
-        torch._foreach_add_(list(table.unbind()), list(flat))
-        return table.view(-1, width)
-    key = (device, flat)
-    table = _tables.pop(key, None)
-    if table is None:
-        table = torch.tensor(flat, dtype=torch.int64).view(-1, width).to(device, non_blocking=True)
-        if len(_tables) >= TABLES:
-            del _tables[next(iter(_tables))]
-    _tables[key] = table  # the last one used comes last
-    return table
-
-
 # ---------------------------------------------------------------------- the kernel
-
-
-@triton.jit
-def pointer(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    return tl.load(row + PLACE).to(tl.pointer_type(DTYPE))
-
-
-@triton.jit
-def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the pointer to a matrix, known to be a multiple of 16 bytes.
-
-    It is made of the row's own, which is: what is said of a pointer made of a number, Triton 3.6
-    does not hear, and would load and store single entries.
-    """
-    distance = tl.multiple_of(tl.load(row + PLACE) - row.to(tl.int64), 16)
-    return (row.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
