@@ -211,9 +211,7 @@ class Method(Fp8Method):
     def on_step_end(self, step: int) -> None:
         self._end(step)
         # The row masks do not change, so there are no flips to measure.
-        period = self.config.column_refresh
-        due = period and (step + 1) % period == 0
-        together = []
+        due, together = self._chooses(step), []
         for layer in self._layers():
             if (stored := layer.stored()) is not None:
                 together.append(stored)
@@ -221,9 +219,13 @@ class Method(Fp8Method):
             if due:
                 layer.refresh_mask()
             layer.derive()
-        prune_and_pack24_(together, choose=bool(due))
+        prune_and_pack24_(together, choose=due)
         delayed.update(self.layers.values())
         self._remember(None)
+
+    def _chooses(self, step: int) -> bool:
+        period = self.config.column_refresh
+        return period > 0 and (step + 1) % period == 0
 
     def _layers(self) -> Iterator[CompressedLinear]:
         for layer in self.layers.values():

@@ -75,23 +75,19 @@ def prune_and_pack24_(
     """Write the packed operands of all `weights` that they have room for, in place; with `choose`
     their column masks before, as `double_prune_bits` has them.
 
-    Nothing waits for the device, and it can be captured in a CUDA graph.
+    Weights of one device, shape and kind share a launch. Nothing waits for the device, and it
+    can be captured in a CUDA graph.
     """
-    if not weights:
-        return
-    device = weights[0].values.device
+    by_device: dict[torch.device, list[Compressed24]] = {}
     for weight in weights:
-        if weight.values.device != device:
-            raise ValueError(
-                f"weights on {device} and {weight.values.device}: pack each device's apart"
-            )
-    rest = weights
-    if backends.resolve(device, backend) == "triton":
-        from common_kernels.pack import compressed_triton as triton
+        by_device.setdefault(weight.values.device, []).append(weight)
+    for device, rest in by_device.items():
+        if backends.resolve(device, backend) == "triton":
+            from common_kernels.pack import compressed_triton as triton
 
-        rest = triton.prune_and_pack(weights, choose)
-    for weight in rest:
-        _one_by_one(weight, choose, backend)
+            rest = triton.prune_and_pack(rest, choose)
+        for weight in rest:
+            _one_by_one(weight, choose, backend)
     written = [out.buffer for weight in weights for out in weight.operands if out is not None]
     written += [weight.column_mask for weight in weights] if choose else []
     torch.autograd.graph.increment_version(written)

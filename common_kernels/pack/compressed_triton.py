@@ -30,7 +30,8 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def prune_and_pack(weights: Sequence["Compressed24"], choose: bool) -> list["Compressed24"]:
-    """As `compressed.prune_and_pack24_`; returns the weights that the kernel cannot address."""
+    """The step of `compressed.prune_and_pack24_` for weights on one device; returns those that the
+    kernel cannot address."""
     launches, rest = defaultdict(list), []
     for weight in weights:
         addresses = addresses_of(weight)
@@ -61,14 +62,14 @@ def fits(weight: "Compressed24", addresses: list[int]) -> bool:
 
 
 def kind(weight: "Compressed24") -> tuple:
-    """What is equal within a launch: shape, dtypes, and the orders of the metadata, -1 for none."""
+    """All that is equal within a launch: shape, dtypes and orders of the metadata, -1 for none."""
     outs = weight.operands
     orders = (-1 if out is None else order_of(out.layout, out.dtype) for out in outs)
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders
 
 
 def addresses_of(weight: "Compressed24") -> list[int]:
-    """Of what the kernel takes, in its order; those of the values for a missing operand."""
+    """The addresses of what the kernel takes, in its order; the values' for a missing operand."""
     nothing = weight.values.data_ptr()
     found = [nothing, weight.row_mask.data_ptr(), weight.column_mask.data_ptr()]
     for out in weight.operands:  # the metadata follow the values, two bytes each
@@ -91,7 +92,8 @@ def word_of(j, first, second):
 
 @triton.constexpr_function
 def rank_of_none(row):
-    """Of no entry in this row of a tile: below all, in the order in which cpu.choose fills up."""
+    """The rank of no entry in this row of a tile: below all, in the order in which cpu.choose fills
+    up."""
     return (-3, -3, -1, -2)[row]
 
 

@@ -251,6 +251,7 @@ class CompressedLinear(SparseLinear):
 
     @torch.no_grad()
     def allocate(self) -> None:
+        self._stored = None  # it would keep the memory of operands that are given up
         self._hold_packed(self.accelerated)
         self.derive()
 

@@ -77,3 +77,6 @@ class Method(slope.Method):
                 f"adapter_rank={config.adapter_rank}; released.slope has no adapters, set it to 0"
             )
         slope.check_no_fp8(config, "released.slope")
+
+    def _chooses(self, step: int) -> bool:
+        return False

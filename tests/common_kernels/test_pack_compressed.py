@@ -73,10 +73,12 @@ def check(weight):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mask_and_operands(backend, source, dtype):
     weight = stored(*weights((128, 192), source), dtype)
-    version = weight.column_mask._version, weight.packed.buffer._version
+    written = weight.column_mask, weight.packed.buffer, weight.transposed.buffer
+    versions = [tensor._version for tensor in written]
     prune_and_pack24_([weight], backend=backend)
     check(weight)
-    assert version < (weight.column_mask._version, weight.packed.buffer._version)
+    for tensor, version in zip(written, versions, strict=True):
+        assert tensor._version > version
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,17 @@ def test_weights_of_several_shapes_and_kinds_at_once(backend):
     for weight in together:
         check(weight)
     prune_and_pack24_([], backend=backend)
+
+
+def test_weights_of_several_devices_at_once():
+    here, nowhere = (stored(*weights((64, 128))) for _ in range(2))
+    names = ("values", "row_mask", "column_mask")
+    nowhere = Compressed24(
+        **{name: getattr(nowhere, name).to("meta") for name in names},
+        packed=Packed24.empty((64, 128), torch.bfloat16, torch.device("meta")),
+    )
+    prune_and_pack24_([nowhere, here])
+    check(here)
 
 
 def test_tables_of_addresses_are_remembered():

@@ -3,6 +3,7 @@
 On a CPU cuSPARSELt's are emulated, on a GPU it runs."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -152,6 +153,25 @@ def test_packed_products_are_the_dense_ones(name, options, products, master):
     same_steps(packed, plain)
     method.finalize(model)
     assert not any(isinstance(m, SparseLinear) for m in model.modules())
+
+
+def test_a_method_that_keeps_its_column_masks_keeps_them_beside_packed_operands():
+    model, method = build("released.slope", {})
+    method.accelerate(TOKENS, "cusparselt")
+    masks = [layer.column_mask.clone() for layer in model[::2]]
+    operands = [layer.packed.clone() for layer in model[::2]]
+    train(model, method, steps=2)
+    for layer, mask, operand in zip(model[::2], masks, operands, strict=True):
+        assert torch.equal(layer.column_mask, mask) and not torch.equal(layer.packed, operand)
+
+
+def test_compressed_weights_give_up_the_memory_of_packed_operands():
+    model, method = build("slope", {})
+    method.accelerate(TOKENS, "cusparselt")
+    train(model, method, steps=1)
+    operands = [weakref.ref(getattr(model[0], name)) for name in ("packed", "packed_transposed")]
+    method.accelerate(TOKENS, "dense")
+    assert [operand() for operand in operands] == [None, None]
 
 
 @every_method
