@@ -74,8 +74,8 @@ class CausalLM(Model):
 
     @classmethod
     def shape_of(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """What `from_pretrained` gives, on the meta device. Raises ValueError as it does, but for
-        the weights, which are not read."""
+        """The model that `from_pretrained` gives, on the meta device. Raises ValueError as it does,
+        but for the weights, which are not read."""
         from transformers import AutoModelForCausalLM
 
         config, dropout = _config(folder)

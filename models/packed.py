@@ -77,8 +77,8 @@ class PackedProduct(nn.Module):
         return weight() is self.weight and self.weight._version == version
 
     def problem(self, tokens: int) -> Problem | None:
-        """What is multiplied for so many tokens, filled up; None if by torch's products, which have
-        no algorithms to measure."""
+        """The product for so many tokens, filled up; None if it is torch's, which has no algorithms
+        to measure."""
         if self.packed.layout == TORCH:
             return None
         step = STEP if tokens > STEP else LEAST
@@ -312,7 +312,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 def _captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """What replays the calls from a CUDA graph."""
+    """A function that replays the calls from a CUDA graph."""
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

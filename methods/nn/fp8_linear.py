@@ -126,7 +126,7 @@ class Fp8Linear(SparseLinear):
         quantize24_(*self._room_for_codes(), self.code_scales, *self.quantized_weight(), amax)
 
     def _room_for_codes(self) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
-        """Where the codes of the weight [out, in] go, and those of its transpose."""
+        """The room for the codes of the weight [out, in], and for those of its transpose."""
         assert self.fp8
         rows, columns, fp8 = self.out_features, self.in_features, self.fp8
         fprop: Any = self.codes

@@ -38,8 +38,10 @@ def visiting(layer: nn.Module) -> Iterator[None]:
         yield
         return
     layer.to(place)
-    yield
-    layer.to(home)
+    try:
+        yield
+    finally:
+        layer.to(home)
 
 
 def of_rank_0(choose: Callable[[], Any]) -> Any:

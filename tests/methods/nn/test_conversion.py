@@ -11,6 +11,7 @@ import methods
 from common_kernels import check24
 from experiments.config.run import load
 from methods import dense, slope, ste
+from methods.nn import ranks
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
@@ -248,3 +249,17 @@ def test_calibration_before_the_conversion_of_a_conv1d(hf_model):
     method.calibrate(model, [{"input_ids": tokens()}])
     assert method.input_norms["transformer.h.0.mlp.c_proj"].shape == (128,)
     assert len(method.convert(model).names) == 4
+
+
+def test_a_layer_that_cannot_be_converted_elsewhere_comes_home(monkeypatch):
+    model, went = nn.Sequential(nn.Linear(8, 8)), []
+    monkeypatch.setattr(model[0], "to", went.append)
+
+    def fails(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(ste.Method.Linear, "setup", fails)
+    elsewhere = torch.device("cuda", 0)
+    with pytest.raises(MemoryError), ranks.alone(elsewhere):
+        convert(model, include=["*"])
+    assert went == [elsewhere, torch.device("cpu")]
