@@ -5,7 +5,8 @@ from how the GPUs share it. `ddp`: each holds all, and a second copy of the grad
 `fsdp2`: weights, gradients, moments, masks and operands are shared; of at most two blocks at a
 time, and of what is outside of blocks, each gathers the weights in autocast's dtype and has whole
 gradients. For one GPU this is compared with H200 runs (tests/experiments/planning); sharing is
-projected.
+projected. So are the days of several GPUs of one host: between those of GPUs that work beside what
+they exchange and those of GPUs that wait for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from methods.nn.fp8_gemms import FP8
 
 SHARDS = ("ddp", "fsdp2")
 MIB, GIB = 2**20, 2**30
+DAY = 86400
 _MOST = 1024  # GPUs
+# Bytes a second that each of two H200s of one host sent by NCCL under DDP and FSDP2, at the least
+# (experiments/bench_results/h200_two_gpus.jsonl); on how many GPUs a host has.
+LINK, HOST = 160e9, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +164,24 @@ def per_gpu(
     return {**held, "gradients": gradients, **forward, "peak": sum(held.values()) + most}
 
 
+def exchanged(need: Footprint, gpus: int, shard: str, micro_batches: int) -> float:
+    """Bytes that each GPU sends in a step.
+
+    `ddp` sums the gradients once. `fsdp2` gathers the weights of each micro-batch for its forward
+    pass and again for its backward pass, a teacher's once, and spreads the sums of its gradients.
+    """
+    of_others = (gpus - 1) / gpus
+    if shard == "ddp":
+        return 2 * of_others * need.trained
+    gathered = (2 * need.trained + need.frozen) * need.width / 4
+    return of_others * micro_batches * (gathered + need.trained)
+
+
 def plan(planned: Planned) -> dict[str, Any]:
     """The whole plan as plain values; bytes in MiB.
+
+    `days` and `days_at_most`: where what GPUs exchange costs nothing, and where all wait for it;
+    the latter is None for GPUs of several hosts, between which nothing was measured.
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
@@ -173,6 +194,12 @@ def plan(planned: Planned) -> dict[str, Any]:
     tokens = total * shapes.tokens_per_sample(run, planned.hf)
     speed = _speed(run, need)
     units = total if isinstance(run.data, ImageConfig) else tokens
+    micro_batches = run.train.batch_size // (samples * options.gpus)
+    days = None if speed is None else units / (speed.per_second * options.gpus * DAY)
+    days_at_most = None
+    if days is not None and options.gpus <= HOST:
+        sent = exchanged(need, options.gpus, options.shard, micro_batches)
+        days_at_most = days + run.train.steps * sent / LINK / DAY
     return {
         "model": run.model_name,
         "method": run.method,
@@ -180,7 +207,7 @@ def plan(planned: Planned) -> dict[str, Any]:
         "gpus": options.gpus,
         "shard": options.shard if options.gpus > 1 else None,
         "micro_batch": samples,
-        "micro_batches": run.train.batch_size // (samples * options.gpus),
+        "micro_batches": micro_batches,
         "dtype": run.train.dtype,
         "compiled": run.impl.compile,
         "checkpointing": options.checkpointing,
@@ -192,7 +219,8 @@ def plan(planned: Planned) -> dict[str, Any]:
         "samples": total,
         "tokens": tokens,
         "speed": None if speed is None else dataclasses.asdict(speed),
-        "days": None if speed is None else units / (speed.per_second * options.gpus * 86400),
+        "days": days,
+        "days_at_most": days_at_most,
     }
 
 
@@ -234,8 +262,12 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         return
     speed = found["speed"]
     dense = ", this method was not measured" if speed["as_dense"] else ""
+    days = f"{found['days']:,.2g}"
+    if found["gpus"] > 1:
+        most = found["days_at_most"]
+        days = f"at least {days}" if most is None else f"{days} to {most:,.2g}"
     yield (
-        f"{found['days']:,.2g} days at {speed['per_second'] * found['gpus']:,.0f} "
+        f"{days} days at {speed['per_second'] * found['gpus']:,.0f} "
         f"{speed['unit']}/s: one H200 on {speed['row']}{dense}, x {speed['factor']:.3g} by the "
         f"number of weights{', x ' + str(found['gpus']) if found['gpus'] > 1 else ''}"
     )

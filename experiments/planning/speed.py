@@ -43,12 +43,13 @@ def nearest(family: str, method: str, parameters: int) -> Speed | None:
     if family not in _MODELS:
         return None
     pattern, millions = _MODELS[family]
-    found = []
+    found = {}
     for row in json.loads(MEASURED.read_text(encoding="utf-8"))["benchmarks"]["train"]["rows"]:
         if match := pattern.fullmatch(row["shape"]):
-            found.append((1e6 * (millions or int(match[1])), row))
+            # Of rows with several optimizers the last one, with that of `impl=gpu`.
+            found[row["shape"], row["name"]] = 1e6 * (millions or int(match[1])), row
     for name in (method, "dense"):
-        own = [(size, row) for size, row in found if row["name"] == name]
+        own = [(size, row) for size, row in found.values() if row["name"] == name]
         if not own:
             continue
         size, row = min(own, key=lambda pair: abs(math.log(pair[0] / parameters)))

@@ -1,5 +1,6 @@
 """What a training needs: against measured peaks, by hand, and for the published runs."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -245,6 +246,34 @@ def test_every_family_has_a_plan(name, parameters, tokens):
     assert "GPUs needed: 1\n" in said
     if found["speed"] is None:
         assert "no training of such a model was measured" in said
+
+
+def test_days_of_several_gpus_lie_between_exchange_for_nothing_and_waiting_for_it():
+    need = Footprint(*(0 for _ in range(14)))
+    need = dataclasses.replace(need, trained=400, frozen=200, width=2)
+    # Ring: each of 4 sends 3/4 of the gradients to be summed and 3/4 of the sums.
+    assert planning.exchanged(need, 4, "ddp", 3) == 2 * 3 / 4 * 400
+    # Two gathers of 100 weights and one of 50 in 2 bytes, and 100 gradients in 4.
+    assert planning.exchanged(need, 2, "fsdp2", 3) == 3 / 2 * (2 * 200 + 100 + 400)
+    found = [plan(planned("experiment=s_ste_gpt2_124m", f"plan.gpus={n}")) for n in (1, 2, 16)]
+    alone, two, hosts = found
+    assert alone["days"] == alone["days_at_most"] == 2 * two["days"]
+    sent = 124_373_760 * 4 * alone["steps"] / planning.LINK / 86400
+    assert two["days_at_most"] == pytest.approx(two["days"] + sent, rel=1e-6)
+    assert hosts["days_at_most"] is None and "at least" in list(lines(hosts))[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "kind"),
+    [("774M", 773e6, "ddp"), ("llama3b", 3426e6, "fsdp2")],
+)
+def test_the_measured_steps_of_two_gpus_lie_between(model, parameters, kind):
+    path = speed.MEASURED.with_name("h200_two_gpus.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    ms = {r["kind"]: r["ms"] for r in rows if (r["model"], r["method"]) == (model, "dense")}
+    need = dataclasses.replace(Footprint(*(0 for _ in range(14))), trained=4 * parameters, width=4)
+    waited = 1e3 * planning.exchanged(need, 2, kind, 1) / planning.LINK
+    assert ms["single"] < ms[kind] < ms["single"] + waited
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
