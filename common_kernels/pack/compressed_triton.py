@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
-from common_kernels.pack.triton import CUSPARSELT, CUTLASS, order_of
+from common_kernels.pack.triton import CUSPARSELT, order_of, store_words
 
 if TYPE_CHECKING:
     from common_kernels.pack.compressed import Compressed24
@@ -243,24 +243,7 @@ def store_column_meta(meta, found, top, left, rows, columns, ORDER: tl.constexpr
         words = tl.reshape(words, [4, 8, 2, 2])  # r4 r5, r2 r1 r0, tile, g1
     else:
         words = tl.reshape(tl.permute(joined, 0, 1, 3, 4, 5, 2), [64, 2])
-    store_words(meta, words, left, top, columns, rows, ORDER)
-
-
-@triton.jit
-def store_words(meta, words, top, left, rows, columns, ORDER: tl.constexpr):
-    """The metadata of 64 x 64 entries, as store_meta has them."""
-    stripe, tile = top // 64, left // 32
-    if ORDER == CUSPARSELT:
-        inside = (
-            16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
-            + 64 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 2)[None, None, None, :]
-        )  # fmt: skip
-        tl.store(meta + 64 * (stripe * (columns // 32) + tile) + inside, words)
-    else:
-        TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4
-        block = stripe + tile // TILES * (rows // 64)
-        inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES + tl.arange(0, 2)[None, :]
-        tl.store(meta + 64 * TILES * block + inside, words)
+    store_words(meta, words, left // 64, top // 4, columns, rows, ORDER, 16, True)
 
 
 @triton.jit
@@ -292,7 +275,8 @@ def store_row_meta(meta, row_mask, top, left, rows, columns, ORDER: tl.constexpr
         at += 8 * width
         b = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 1).to(tl.int32) << 8
         k = a | b << 16
-    store_words(meta, positions(k), top, left, rows, columns, ORDER)
+    words = positions(k)
+    store_words(meta, words, top // 64, left // 4, rows, columns, ORDER, 16, True)
 
 
 @triton.jit

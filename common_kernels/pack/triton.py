@@ -201,11 +201,13 @@ def store_meta(
 
 @triton.jit
 def store_words(
-    meta, words, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr
-):
+    meta, words, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+):  # fmt: skip
     """Store such words of 16-bit values.
 
     words: [r4 r5, r0 r1 r2, block, g1] for cuSPARSELt, [r5 r4, g2, r2 r1 r0, tile] for CUTLASS.
+    WHOLE: all GROUPS are known to be there.
     """
     if ORDER == CUSPARSELT:
         inside = (
@@ -215,7 +217,7 @@ def store_words(
         )  # fmt: skip
         start = stripe * (columns // 32) * 64 + first_group // 8 * 64
         there = (first_group // 8 + tl.arange(0, GROUPS // 8))[None, None, :, None]
-        there = there < columns // 32
+        there = None if WHOLE else there < columns // 32
         tl.store(meta + start + inside, words, mask=there)
     else:
         TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4  # of 32 columns in a block
@@ -223,7 +225,8 @@ def store_words(
         block = stripe + tile // TILES * (rows // 64)
         inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES
         words = tl.reshape(words, [64, GROUPS // 8])
-        tl.store(meta + 64 * TILES * block + inside, words, mask=tile < columns // 32)
+        there = None if WHOLE else tile < columns // 32
+        tl.store(meta + 64 * TILES * block + inside, words, mask=there)
 
 
 @triton.jit
