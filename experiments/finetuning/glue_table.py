@@ -50,8 +50,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
                 here.main_first(partial(load, task, config.data))
         parts = {task: tuning.run(config.single(task), report) for task in config.recipes}
         result = _result(config, parts)
-        if here.is_main:
-            result = _write(config, parts, result)
+        result = here.of_main(partial(_write, config, parts, result))
         for line in _table(parts, result["metrics"]):
             report(line)
         report(f"written to {config.directory()}")

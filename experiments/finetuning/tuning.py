@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,8 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         if config.impl.activation_checkpointing:
             recompute(model)
         shards = share(model, method, config.impl, DTYPES[config.recipe.dtype], here)
-        with checkpoint.exclusive(directory) if here.is_main else nullcontext():
+        with ExitStack() as stack:
+            here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
             # By another process, since it was asked.
             if (done := here.of_main(lambda: finished(config))) is not None:
                 report(f"done already: {directory}")
@@ -332,17 +333,19 @@ def _train(
         "started": started,
         "ended": time.time(),
     }
-    if not trainer.world.is_main:
-        return result
-    wrote = save_model(tuned, trainer.directory / WEIGHTS)
-    for name, text in predictions.items():
-        checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
-    wrote += [f"{PREDICTIONS}/{name}" for name in predictions]
-    wrote += [] if adapters is None else [f"{FOLDER}/{name}" for name in FILES]
-    result["files"] = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
-    result = results.write_result(trainer.directory, result)
-    shutil.rmtree(trainer.checkpoints, ignore_errors=True)
-    return result
+
+    def deliver() -> dict[str, Any]:
+        wrote = save_model(tuned, trainer.directory / WEIGHTS)
+        for name, text in predictions.items():
+            checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
+        wrote += [f"{PREDICTIONS}/{name}" for name in predictions]
+        wrote += [] if adapters is None else [f"{FOLDER}/{name}" for name in FILES]
+        files = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
+        done = results.write_result(trainer.directory, {**result, "files": files})
+        shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+        return done
+
+    return trainer.world.of_main(deliver)  # a full disk, too, is said to all
 
 
 def _merged(

@@ -15,7 +15,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
         if config.init_weights() != init:
             raise UserError(f"{config.init} was changed while it was read")
         directory = config.directory()
-        with checkpoint.exclusive(directory) if here.is_main else nullcontext():
+        with ExitStack() as stack:
+            here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
             held_out = HeldOut(source, config.train.eval_samples)
             trainer = Trainer(
                 model=model,
@@ -222,7 +223,7 @@ def _train(
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     started = time.time()
-    here, model, directory = trainer.world, trainer.model, trainer.directory
+    here, model = trainer.world, trainer.model
     source = held_out.source
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -274,39 +275,55 @@ def _train(
         "started": started,
         "ended": time.time(),
     }
-    if not here.is_main:
-        return result
-    result["step_seconds"] = statistics.median(
-        r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
-    )
-    gained = speed.gain(
-        trainer.method.acceleration,
-        1e3 * result["step_seconds"],
-        -(-config.train.batch_size // (trainer.micro_batch * here.size)),
-        speed.of_dense(directory, result["config"], results.device_name()),
-    )
-    result["acceleration"] = gained
-    wrote = save_model(plain, directory / WEIGHTS)
-    if averaged is not None:
-        wrote += save_model(averaged, directory / AVERAGED)
     kept = {
         f"{new}.{key}": value
         for new, old in names.items()
         for key, value in latent.get(old, {}).items()
     }
-    if kept:
-        wrote += tensor_files.save(kept, directory / LATENT)
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+
+    def deliver() -> dict[str, Any]:
+        done = _delivered(trainer, source, result, plain, averaged, kept)
+        for path in done["corpus"].get("skipped_files", [])[:1]:
+            count = done["corpus"]["skipped"]
+            report(f"left out {count} training images that cannot be read, the first: {path}")
+        report(f"{scores}, {trainer.seconds:.0f} s of training")
+        if (gained := done["acceleration"]) and (line := speed.told(gained)):
+            report(line)
+        return done
+
+    return here.of_main(deliver)  # a full disk, too, is said to all
+
+
+def _delivered(
+    trainer: Trainer,
+    source: Source,
+    result: dict[str, Any],
+    plain: nn.Module,
+    averaged: nn.Module | None,
+    latent: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Write what a run leaves; returns the content of its `result.json`. latent: of the layers
+    before they were finalized, by the names in `plain`."""
+    here, directory = trainer.world, trainer.directory
+    result["step_seconds"] = statistics.median(
+        r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
+    )
+    result["acceleration"] = speed.gain(
+        trainer.method.acceleration,
+        1e3 * result["step_seconds"],
+        -(-trainer.train.batch_size // (trainer.micro_batch * here.size)),
+        speed.of_dense(directory, result["config"], results.device_name()),
+    )
+    wrote = save_model(plain, directory / WEIGHTS)
+    if averaged is not None:
+        wrote += save_model(averaged, directory / AVERAGED)
+    if latent:
+        wrote += tensor_files.save(latent, directory / LATENT)
     wrote += keep_tokenizer(result["corpus"], source.directory, directory)
     result["files"] = {name: checkpoint.sha256(directory / name) for name in wrote}
     result = results.write_result(directory, result)
     shutil.rmtree(trainer.checkpoints, ignore_errors=True)
-    for path in result["corpus"].get("skipped_files", [])[:1]:
-        count = result["corpus"]["skipped"]
-        report(f"left out {count} training images that cannot be read, the first: {path}")
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
-    report(f"{scores}, {trainer.seconds:.0f} s of training")
-    if gained and (line := speed.told(gained)):
-        report(line)
     return result
 
 

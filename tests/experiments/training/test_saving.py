@@ -1,9 +1,11 @@
 """Checkpoints that are written while the training goes on."""
 
+import dataclasses
 import multiprocessing
 import os
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -133,6 +135,23 @@ def unshared(folder, rank, here):
     (folder / f"told{rank}").write_text("\n".join(told))
 
 
+def refused(config, folder, here):
+    """What each rank hears of a lock that rank 0 meets, and of a disk that is full at the end."""
+    told = []
+    with checkpoint.exclusive(config.directory()) if here.is_main else nullcontext():
+        with pytest.raises(UserError) as caught:
+            pretraining.run(config, quiet)
+        told.append(str(caught.value))
+
+    def full(*given):
+        raise UserError("the disk is full")
+
+    pretraining.save_model = full
+    with pytest.raises(UserError) as caught:
+        pretraining.run(config, quiet)
+    (folder / f"refused{here.rank}").write_text("\n".join([*told, str(caught.value)]))
+
+
 def work(rank, ranks, store, stuck, configs, folder):
     """Train `configs`; `stuck`: until killed."""
     torch.set_num_threads(1)
@@ -147,6 +166,7 @@ def work(rank, ranks, store, stuck, configs, folder):
                 pretraining.run(config, lambda line: print(line, file=said))
         if ranks > 1:
             unshared(folder, rank, here)
+            refused(dataclasses.replace(configs[-1], seed=1), folder, here)
             torch.distributed.barrier()
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
@@ -226,3 +246,14 @@ def test_an_error_of_the_system_on_one_rank_is_that_of_all(killed):
             f"{folder / 'said' / '.step-000000009.0'} cannot be written: Not a directory; mend "
             "that, and run the same command again"
         )
+
+
+@pytest.mark.parametrize("killed", [2], indirect=True)
+def test_what_stops_rank_0_before_and_after_the_steps_is_said_to_all(killed):
+    folder, peace = killed[1], killed[3]
+    locked = dataclasses.replace(peace, seed=1).directory()
+    for rank in range(2):
+        assert (folder / f"refused{rank}").read_text().splitlines() == [
+            f"another process is running in {locked}; wait for it",
+            "the disk is full",
+        ]
