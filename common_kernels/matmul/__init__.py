@@ -248,10 +248,10 @@ def sample_mm24(
 
     dy, x: [tokens, out] and [tokens, in] of one dtype. For the rest see these two.
     """
-    if x.shape[0] != dy.shape[0] or x.dtype != dy.dtype:
+    if x.ndim != 2 or x.shape[0] != dy.shape[0] or x.dtype != dy.dtype:
         raise ValueError(
-            f"dy {tuple(dy.shape)} of {dy.dtype} and x {tuple(x.shape)} of {x.dtype} must have "
-            "as many tokens, and one dtype"
+            f"dy {tuple(dy.shape)} of {dy.dtype} and x {tuple(x.shape)} of {x.dtype} must be "
+            "matrices with as many tokens, and one dtype"
         )
     whole = whole_blocks(dy, key, dy.dtype, layout)
     name = backends.resolve(checks.one_device(dy=dy, x=x, key=key), backend)

@@ -214,7 +214,7 @@ def test_a_sample_times_x(layout, tokens):
     dy, x, key = dense(tokens, 128), dense(tokens, 96), torch.tensor([5, 3], device=DEVICE)
     sample = sample_pack24(dy, key, 25 * 128, layout=layout)
     assert torch.equal(sample_mm24(dy, x, key, 25 * 128, layout=layout), mm24(sample, x))
-    for other in (dense(tokens + 4, 96), dense(tokens, 96, torch.float16)):
+    for other in (dense(tokens + 4, 96), dense(tokens, 96, torch.float16), x.view(tokens, 12, 8)):
         with pytest.raises(ValueError, match="as many tokens, and one dtype"):
             sample_mm24(dy, other, key, layout=layout)
 
