@@ -163,7 +163,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
         state = _dense(folder, record)
     transformers.utils.logging.disable_progress_bar()
     # transformers 4 takes fp32 unless told.
-    auto: Any = {"torch_dtype" if transformers.__version__ < "5" else "dtype": "auto"}
+    release = int(transformers.__version__.split(".")[0])
+    auto: Any = {"torch_dtype" if release < 5 else "dtype": "auto"}
     with one_line(folder, "model"):
         answer: Any = kind.from_pretrained(
             folder if state is None else None,
