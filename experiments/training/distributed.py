@@ -34,7 +34,8 @@ class World:
         return self.rank == 0
 
     def of_main(self, work: Callable[[], T]) -> T:
-        """Return on every rank what `work()` is on rank 0, whose UserError is everybody's."""
+        """Return on every rank what `work()` is on rank 0, whose UserError, or error of the system,
+        is everybody's."""
         if self.size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -42,16 +43,20 @@ class World:
             try:
                 answer[0] = work()
             except UserError as reason:
-                answer[1] = str(reason)
+                answer[1] = UserError(str(reason), reason.choices)
+            except OSError as reason:  # a folder that may not be written, say
+                if reason.errno is None:
+                    raise
+                answer[1] = OSError(reason.errno, reason.strerror, reason.filename)
         dist.broadcast_object_list(answer)
         if answer[1] is not None:
-            raise UserError(answer[1])
+            raise answer[1]
         return answer[0]
 
     def main_first(self, work: Callable[[], T]) -> T:
         """Return `work()`, done on rank 0 before the other ranks, which find what it has prepared.
 
-        Its UserError is everybody's.
+        Its errors are everybody's, as in `of_main`.
         """
         found: list[T] = []
         # Not sent to the others: it may be large.

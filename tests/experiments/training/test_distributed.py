@@ -1,5 +1,7 @@
 """What ranks tell each other, without a second process."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def sent(monkeypatch):
     def broadcast(values):
         if any(value is not None for value in values) or not messages:
             messages[:] = values
-        values[:] = messages
+        values[:] = pickle.loads(pickle.dumps(messages))
 
     monkeypatch.setattr(distributed.dist, "broadcast_object_list", broadcast)
     return messages
@@ -42,3 +44,17 @@ def test_an_error_of_rank_0_is_everybodys(sent):
     for rank in (MAIN, OTHER):
         with pytest.raises(UserError, match="no data"):
             rank.of_main(fails if rank is MAIN else list)
+
+
+def test_choices_and_errors_of_the_system_go_with_it(sent, tmp_path):
+    def chooses():
+        raise UserError("no such task", ["cola", "sst2"])
+
+    for rank in (MAIN, OTHER):
+        with pytest.raises(UserError) as caught:
+            rank.of_main(chooses if rank is MAIN else list)
+        assert caught.value.choices == ["cola", "sst2"]
+    for rank in (MAIN, OTHER):
+        with pytest.raises(FileNotFoundError) as missing:
+            rank.of_main((tmp_path / "there").read_bytes if rank is MAIN else list)
+        assert str(missing.value.filename) == str(tmp_path / "there")
