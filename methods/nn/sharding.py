@@ -3,11 +3,15 @@
 Every rank then holds some rows of each parameter, of its gradient and of the optimizer's moments,
 as a DTensor. What a converted layer keeps beside its weight goes the same way:
 
-    masks               sharded by rows as the weight is: DTensors, at rest and in a state dict
+    masks               sharded by rows as the weight is: DTensors, at rest and in a state dict;
+                        whole as bits beside them, gathered anew when a mask has changed
     scale, permutation  whole on every rank, as all other buffers
     operands            not kept: derived where they are used, from the weight that FSDP has
-                        gathered and the masks, gathered as bits; in the backward pass again, so
-                        that they need not wait for it
+                        gathered and the masks; in the backward pass again, so that they need not
+                        wait for it
+
+Masks are gathered at the end of a step, not in its passes: there a gather of its own would wait for
+the weights of the next block, which are gathered at the same time, and the products for both.
 
 Hooks of a method see the DTensors and do with them what is done entry by entry (decay, update
 rules). What a layer chooses from its weight it chooses from the rows of its rank, where groups of
@@ -92,7 +96,7 @@ def _shard(layer: Any, like: Any) -> None:
             "or models.hf.CausalLM"
         )
     _check_dense(layer.accelerated)
-    layer.derived, layer.viewed = {}, False
+    layer.derived, layer.viewed, layer.bits = {}, False, {}
     for name, buffer in layer._buffers.items():
         if buffer is None or name == "key":
             continue
@@ -136,10 +140,12 @@ class ShardedLayer:
 
     derived: shapes and dtypes of the operands' buffers, on the meta device.
     viewed: whether its tensors are shown as plain ones now, by `rows`, `whole` or the forward pass.
+    bits: whole masks by the names of their buffers, each with its state when it was gathered.
     """
 
     derived: dict[str, Tensor]
     viewed: bool
+    bits: dict[str, tuple[Any, Tensor]]
     _buffers: dict[str, Any]
     _parameters: dict[str, Any]
 
@@ -152,9 +158,12 @@ class ShardedLayer:
             super().refresh_mask()  # type: ignore[misc]
 
     def refresh(self, amax: Tensor | None = None) -> None:
-        """Operands are derived where they are used."""
+        """Gather masks that have changed; operands are derived where they are used."""
         with self._where_it_chooses():
             self.settle()  # type: ignore[attr-defined]
+        for name, buffer in self._buffers.items():
+            if is_sharded(buffer) and _is_mask(buffer):
+                self._bits_of(name)
 
     def sample(self) -> None:
         """Does nothing: samples are drawn where they are used."""
@@ -197,7 +206,7 @@ class ShardedLayer:
         """Whole masks and operands for inputs like x, by the names of their buffers, while the
         weight is whole."""
         layer: Any = self
-        found = {n: gathered(b, x.device) for n, b in self._buffers.items() if is_sharded(b)}
+        found = {n: self._gathered(n, x.device) for n, b in self._buffers.items() if is_sharded(b)}
         for name, own in self.derived.items():
             dtype = x.dtype if own.dtype == layer.dtype and own.ndim == 2 else own.dtype
             found[name] = torch.empty_like(own, dtype=dtype, device=x.device)
@@ -205,6 +214,27 @@ class ShardedLayer:
             layer.derive()
             super().sample()  # type: ignore[misc]
         return found
+
+    def _gathered(self, name: str, device: torch.device) -> Tensor:
+        """The whole of a sharded buffer."""
+        buffer = self._buffers[name]
+        if not _is_mask(buffer):
+            return gathered(buffer.to_local().to(device), buffer)
+        bits = self._bits_of(name)
+        return unpack_mask(bits, buffer.shape[1]) if buffer.dtype == torch.bool else bits
+
+    def _bits_of(self, name: str) -> Tensor:
+        """The bits of a sharded mask, whole on the mesh's device; gathered if it has changed."""
+        buffer = self._buffers[name]
+        local = buffer.to_local()
+        kept = self.bits.get(name)
+        # Every rank changes its rows when the others do, so that all gather or none.
+        if kept is None or kept[0][0] is not buffer or kept[0][1] != local._version:
+            state = buffer, local._version
+            local = local.to(buffer.device_mesh.device_type)
+            bits = pack_mask(local) if buffer.dtype == torch.bool else local
+            self.bits[name] = kept = state, gathered(bits, buffer)
+        return kept[1]
 
     def restore(self) -> None:
         if "weight" not in self._parameters:
@@ -215,7 +245,7 @@ class ShardedLayer:
             )
         with rows(self):
             super().restore()  # type: ignore[misc]
-        del self.viewed, self.derived
+        del self.viewed, self.derived, self.bits
 
 
 def shard_dim(tensor: Any) -> int:
@@ -228,16 +258,17 @@ def chunk_of(tensor: Any) -> int:
     return -(-len(tensor) // tensor.device_mesh.size(shard_dim(tensor)))
 
 
-def gathered(buffer: Any, device: torch.device) -> Tensor:
-    """The whole of a sharded buffer [rows, columns]; a mask travels as bits."""
-    local = buffer.to_local().to(device)
-    bits = pack_mask(local) if buffer.dtype == torch.bool else local
-    bits = F.pad(bits, (0, 0, 0, chunk_of(buffer) - len(bits)))
-    mesh, dim = buffer.device_mesh, shard_dim(buffer)
-    found = bits.new_empty(len(bits) * mesh.size(dim), bits.shape[1])
-    dist.all_gather_into_tensor(found, bits, group=mesh.get_group(dim))
-    found = found[: len(buffer)]
-    return unpack_mask(found, buffer.shape[1]) if buffer.dtype == torch.bool else found
+def gathered(local: Tensor, like: Any) -> Tensor:
+    """The rows of all ranks [rows, ...] from those of this one, which are cut as `like` is."""
+    local = F.pad(local, (0, 0, 0, chunk_of(like) - len(local)))
+    mesh, dim = like.device_mesh, shard_dim(like)
+    found = local.new_empty(len(local) * mesh.size(dim), local.shape[1])
+    dist.all_gather_into_tensor(found, local, group=mesh.get_group(dim))
+    return found[: len(like)]
+
+
+def _is_mask(buffer: Any) -> bool:
+    return buffer.dtype in (torch.bool, torch.uint8)
 
 
 def _not_saved(

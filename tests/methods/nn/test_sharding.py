@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import methods
 from common_kernels import nm_mask
+from methods.nn import sharding
 from methods.nn.gemms import Products
 
 
@@ -206,3 +207,36 @@ def test_codes_and_their_scales_are_those_of_a_whole_layer(name, autocast, mesh)
             method.on_step_end(step)
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("name", "masks"), [("t_sr_ste", 1), ("slope", 2)])
+def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(name, masks, mesh, counted):
+    model, method = converted(name, **{"dense_fraction": 0.0} if name == "t_sr_ste" else {})
+    fully_shard(model, mesh=mesh)
+    one_step(model, method)
+    assert len(counted) == 2 * masks  # nobody had gathered them before the first pass
+    method.on_gradients(0)
+    method.on_step_end(0)
+    assert len(counted) == 2 * masks
+    with torch.no_grad():
+        for layer in (model.first, model.second):
+            parameter = next(layer.parameters())
+            parameter.copy_(parameter.flip(0, 1))
+            layer.refresh_mask()
+            layer.refresh()
+    del counted[:]
+    found = one_step(model, method)
+    assert not counted
+    whole, other = converted(name, **{"dense_fraction": 0.0} if name == "t_sr_ste" else {})
+    whole.load_state_dict(
+        {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    )
+    torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The layers' own gathers."""
+    calls, gather = [], sharding.gathered
+    monkeypatch.setattr(sharding, "gathered", lambda *of: calls.append(of) or gather(*of))
+    return calls
