@@ -91,7 +91,16 @@ class Planned:
             raise UserError(str(error)) from error
 
     def memory(self, gpus: int, shard: str) -> dict[str, int]:
-        """Bytes on one of the GPUs by what they are for, and their `peak`."""
+        """Bytes on one of the GPUs by what they are for, and their `peak`.
+
+        Raises:
+            UserError: a training is not shared so.
+        """
+        if self.run.impl.offload and (gpus == 1 or shard != "fsdp2"):
+            raise UserError(
+                f"impl.offload=true with plan.gpus={gpus} and plan.shard={shard}: only weights "
+                "that GPUs share are offloaded; set more GPUs and fsdp2, or impl.offload=false"
+            )
         samples = self.micro_batch(gpus)
         train = self.run.train
         accumulation = train.batch_size // (samples * gpus)
@@ -226,7 +235,7 @@ def plan(planned: Planned) -> dict[str, Any]:
 
 def _speed(run: RunConfig, need: Footprint) -> Speed | None:
     family = "images" if isinstance(run.data, ImageConfig) else "causal"
-    if isinstance(run.data, MLMConfig | PairsConfig) or run.dino is not None:
+    if isinstance(run.data, MLMConfig | PairsConfig) or run.dino is not None or run.impl.offload:
         return None
     fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
     if fp8 is not None:
@@ -258,7 +267,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"GPUs needed: {gpus}" + (f" with {shard}" if gpus > 1 else "")
     yield f"{found['steps']:,} steps, {found['samples']:,} samples, {found['tokens']:,} tokens"
     if found["speed"] is None:
-        yield "days: no training of such a model was measured"
+        yield "days: no such training was measured"
         return
     speed = found["speed"]
     dense = ", this method was not measured" if speed["as_dense"] else ""

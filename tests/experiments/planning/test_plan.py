@@ -245,7 +245,7 @@ def test_every_family_has_a_plan(name, parameters, tokens):
     said = "\n".join(lines(found))
     assert "GPUs needed: 1\n" in said
     if found["speed"] is None:
-        assert "no training of such a model was measured" in said
+        assert "no such training was measured" in said
 
 
 def test_days_of_several_gpus_lie_between_exchange_for_nothing_and_waiting_for_it():
@@ -286,6 +286,15 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert "gpt2, slope: " in said and "2 GPUs with ddp, projected" in said
     assert found["gpus"] == 2 and found["gpu_memory_mib"] == 139 * GIB / MIB
     assert found["memory_mib"]["communication"] == found["memory_mib"]["weights"]
+
+
+def test_offloaded_weights_are_those_that_gpus_share():
+    options = ["model=gpt2_124m", "method=dense", "impl.shard=fsdp2", "impl.offload=true"]
+    two = plan(planned(*options, "plan.gpus=2"))
+    assert two["needed"] == (2, "fsdp2") and two["memory_mib"]["weights"] == 0
+    assert two["days"] is None  # no speed of it was measured
+    with pytest.raises(UserError, match=r"impl\.offload=true with plan\.gpus=1 and plan\.shard"):
+        plan(planned(*options))
 
 
 def test_what_cannot_be_planned_is_one_line():
