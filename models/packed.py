@@ -170,8 +170,10 @@ def pack(
     found: dict[str, int | None] = dict.fromkeys(linears)
     for names in alike.values():
         layout = _layout_of(model.get_submodule(names[0]), measures=crossover is None)
-        layers = [_packed(model.get_submodule(name), layout) for name in names]
+        layers: list[PackedProduct] = []
         try:
+            for name in names:
+                layers.append(_packed(model.get_submodule(name), layout))
             count = _measured(layers, graphs) if crossover is None else crossover
         except BaseException:
             for layer in layers:
@@ -213,7 +215,7 @@ def _is_24(module: nn.Module) -> bool:
 
 
 def _packed(module: Any, layout: str) -> PackedProduct:
-    """The module itself, with packed weights that it does not use yet."""
+    """The module itself, with packed weights, which it uses for any number of tokens."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if _is_conv1d(module) else weight
     if layout in LAYOUTS.values():

@@ -252,6 +252,21 @@ def test_our_own_kernels_multiply_where_they_are_faster(own, monkeypatch):
     assert torch.equal(model(x), layer.bias.expand(tokens, -1))
 
 
+def test_a_failure_half_way_leaves_plain_linears(monkeypatch):
+    model, pack24, done = pruned(128, 128, 128), packed.pack24, []
+
+    def once(*args):
+        if done:
+            raise MemoryError
+        done.append(pack24(*args))
+        return done[0]
+
+    monkeypatch.setattr(packed, "pack24", once)
+    with pytest.raises(MemoryError):
+        packed.pack(model, crossover=1)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
 def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):
     asked = []
 
