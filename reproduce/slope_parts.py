@@ -227,7 +227,7 @@ class Tiled(CompressedLinear):
     tiles: tuple[Any, Any]  # for fprop and dgrad, None where nothing is cut
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """As in the base class, cut where there are tiles."""
+        """The operands of the base class, cut where there are tiles."""
         fprop, dgrad = super().operands(dtype)
         return self.tiles[0] or fprop, self.tiles[1] or dgrad
 

@@ -62,7 +62,7 @@ class Compressed24:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the operands."""
+        """The 16-bit type of the operands."""
         out = self.packed or self.transposed
         assert out is not None
         return out.dtype

@@ -132,7 +132,7 @@ def build(size: Size, device: torch.device, report: Report) -> dict[str, nn.Modu
 
 
 def used_by(model: nn.Module) -> str:
-    """What multiplies the packed weights of a model, by their layouts; `dense` without any."""
+    """The layouts of a model's packed weights, which say what multiplies them; `dense` if none."""
     layers = (m for m in model.modules() if isinstance(m, PackedProduct))
     return ", ".join(sorted({layer.packed.layout for layer in layers})) or "dense"
 

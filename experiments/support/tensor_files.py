@@ -80,7 +80,7 @@ def files(path: Path) -> list[Path]:
 
 
 def among(name: str, names: Iterable[str]) -> list[str]:
-    """Those of the file names `names` in which lies what was saved as `name`."""
+    """The file names among `names` in which lies what was saved as `name`."""
     path = Path(name)
     shard = re.compile(rf"{re.escape(path.stem)}-\d+-of-\d+{re.escape(path.suffix)}")
     return [n for n in names if n in (name, name + _INDEX) or shard.fullmatch(n)]

@@ -71,7 +71,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _places(directory: Path, step: int) -> tuple[Path, Path]:
-    """Of the checkpoint before `step`, and of what will become it."""
+    """The folders of the checkpoint before `step` and of what will become it."""
     path = directory / f"step-{step:09d}"
     return path, directory / f".{path.name}.0"
 
@@ -117,8 +117,8 @@ def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> Non
 
 
 def _unseen(directory: Path, names: list[str]) -> list[str]:
-    """Those of `names` that are not seen in `directory` within the time that a network file system
-    may take to show what another node wrote."""
+    """The `names` that are not seen in `directory` within the time that a network file system may
+    take to show what another node wrote."""
     deadline = time.monotonic() + PATIENCE
     while True:
         # A listing is asked of the server where a name that was missing before may not be.

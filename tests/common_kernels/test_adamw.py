@@ -47,7 +47,7 @@ def given(shape, seed=0, grad=torch.float32, operand=torch.bfloat16, packs=(Fals
 
 
 def within_rounding(after, before, rates=RATES, alpha=0.0, grad_scale=1.0):
-    """Whether weight and moments are those of the definition.
+    """True if weight and moments are those of the definition.
 
     Each is a few roundings of terms that may cancel: eight of the largest term's, where a term's
     own relative error (of g in v, of v in the update) counts in.
@@ -278,8 +278,8 @@ def test_errors():
 @pytest.mark.parametrize("choose", [None, "rows", "exact", "greedy"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_largest_magnitude_of_the_operand(backend, choose, shape):
-    """Of two weights, one of which has its largest entry where it is pruned; without eps 0 / 0 lies
-    outside of the matrix."""
+    """It is that of what is kept, for two weights of which one has its largest entry where it is
+    pruned; without eps 0 / 0 lies outside of the matrix."""
     weights = [replace(given(shape, seed), amax=number(NAN)) for seed in range(2)]
     for weight in weights:
         weight.weight[~weight.mask] *= 3.0

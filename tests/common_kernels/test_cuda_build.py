@@ -64,7 +64,7 @@ def test_libraries_are_compiled_once_and_in_one_piece(toolchain):
 
 
 def test_processes_that_start_together_compile_once(toolchain):
-    """Of two builds at a time one waits and finds the library."""
+    """One of two builds at a time waits and finds the library."""
     nvcc = cuda_build.compiler()
     nvcc.write_text(NVCC.replace("with open", "import time; time.sleep(0.3)\nwith open"))
     cuda_build.folder.cache_clear()

@@ -119,7 +119,7 @@ def test_a_neutral_matrix_by_hand():
 
 
 def test_neutral_words_are_row_major():
-    """As words of 16 bits: four groups each, the first in the lowest bits."""
+    """They are words of 16 bits: four groups each, the first in the lowest bits."""
     mask = nm_mask(matrix((8, 64)))
     nibbles = cpu.encode(mask).long().view(8, 4, 4)
     words = (nibbles << torch.tensor([0, 4, 8, 12])).sum(-1)

@@ -62,7 +62,7 @@ def tiles_equal_ours(found, x, mask):
 @half_precision
 @every_shape
 def test_torchs_tile_packer(shape, dtype):
-    """Of a matrix that is pruned both ways already its choice keeps everything."""
+    """Its choice keeps everything of a matrix that is pruned both ways already."""
     x, mask = sparse(shape, dtype, transposable=True)
     found = torch._sparse_semi_structured_tile(x, "largest_abs_values_greedy", use_cutlass=True)
     tiles_equal_ours(found, x, mask)

@@ -1,4 +1,4 @@
-"""What the Triton kernels share."""
+"""Tests of what the Triton kernels share."""
 
 import pytest
 import torch
