@@ -21,6 +21,7 @@ from experiments.config.run import load
 from experiments.finetuning import glue, glue_table, squad, tuning
 from experiments.finetuning.config import Recipe
 from experiments.finetuning.tasks import Encoded, collate
+from experiments.support import tensor_files
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
@@ -846,7 +847,7 @@ def table(path):
     return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests):
+def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests, tmp_path, monkeypatch):
     """The test split is the dev split here: it must get the same predictions."""
     more = [f"data.source={with_tests}", "recipe.tasks=[rte,cola,stsb,mnli]", "recipe.epochs=1"]
     own = config(gpt2, "glue", *more)
@@ -866,10 +867,14 @@ def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests):
     assert t.evaluate() == result["metrics"] and t.evaluation.losses == result["losses"]
     page = (HERE.parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)[0]
-    names = {"run": gpt2, "tuned": rte.directory()}
-    exec(code, names)
-    shown = names["model"].state_dict()
-    assert all(torch.equal(shown[key], value) for key, value in t.model.state_dict().items())
+    monkeypatch.setattr(tensor_files, "LARGEST", 2**16)
+    whole = load_file(rte.directory() / "model.safetensors")
+    assert len(tensor_files.save(whole, tmp_path / "model.safetensors")) > 2
+    for tuned in (rte.directory(), tmp_path):  # one file, and several with an index
+        names = {"run": gpt2, "tuned": tuned}
+        exec(code, names)
+        shown = names["model"].state_dict()
+        assert all(torch.equal(shown[key], value) for key, value in t.model.state_dict().items())
     with zipfile.ZipFile(own.directory() / "submission.zip") as archive:
         names = ["RTE.tsv", "CoLA.tsv", "STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
         assert archive.namelist() == names
