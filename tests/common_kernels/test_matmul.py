@@ -458,6 +458,21 @@ def test_the_shipped_table_can_be_read():
             assert found.ms > 0 and found.dense_ms > 0
 
 
+def test_the_margin_of_a_right_product_holds_for_sums_cut_to_14_bits():
+    """Sums as FP8 units make them: 64 columns at a time, each sum cut to 14 bits."""
+    terms = torch.rand(1000, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    total = torch.zeros(1000, dtype=torch.float64)
+    for step in range(256):
+        total += terms[:, step]
+        fraction, exponent = torch.frexp(total)
+        total = torch.ldexp(torch.floor(fraction * 2**14) / 2**14, exponent)
+    truth = terms.sum(1)
+    error = ((total - truth).abs().max() / truth.max()).item()
+    fp8 = Problem(512, 256 * 64, 640, E4M3, BF16, True, True, False)
+    assert 2.0**-8 < error < table.margin(fp8) == 2.0**-7 + 2.0**-6
+    assert table.margin(replace(fp8, dtype=BF16)) == 2.0**-7
+
+
 # --- on a GPU ------------------------------------------------------------------------------------
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
