@@ -166,8 +166,12 @@ class Optimization:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
         runner: Any = torch.compile(model) if compiled else model
         if ranks > 1 and not any(map(sharding.is_sharded, model.parameters())):
+            for parameter in model.parameters():
+                torch.distributed.broadcast(parameter.detach(), src=0)
+            runner = DistributedDataParallel(runner, init_sync=False)
             # Masks and scales are equal on all ranks by construction; the random keys must not be.
-            runner = DistributedDataParallel(runner, broadcast_buffers=False)
+            # An argument would say so in some versions of torch, and is deprecated in others.
+            runner.broadcast_buffers = False
         self.runner = runner
         self.replays = Replays(model, self._backward) if graphed else None
         self.skipped = self.skipped_in_a_row = 0

@@ -2,11 +2,13 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
@@ -460,6 +462,23 @@ def test_graphs_are_refused_for_a_model_of_transformers():
     model = CausalLM.__new__(CausalLM)
     with pytest.raises(UserError, match="with a model of transformers"):
         graphs.require_graphs(torch.device("cuda"), 1, model)
+
+
+def test_ranks_share_weights_and_keep_their_buffers(build, tmp_path):
+    """... without a warning of torch, whatever its version calls that."""
+    trainer = build()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parts = trainer.model, trainer.method, trainer.train, torch.device("cpu")
+            runner = module.Optimization(*parts, ranks=2).runner
+        assert isinstance(runner, DistributedDataParallel) and len(runner.modules_buffers) > 0
+        assert not runner.will_sync_module_buffers()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_time_and_skipped_steps_add_up(build):
