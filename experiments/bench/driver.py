@@ -29,6 +29,7 @@ from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
 from experiments.config.run import RunConfig, load
 from experiments.support.errors import UserError
+from experiments.training.graphs import choose
 from experiments.training.optimization import DTYPES, make_optimizer, micro_batch_size
 from experiments.training.tracking import read_metrics
 
@@ -154,7 +155,9 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
     sparse = method.accelerate(size * source.tokens_per_sample, config.impl.matmul)
     used = sorted({arms.used_by(products) for products in sparse.values()} or {"dense"})
-    used += ["in CUDA graphs"] if config.impl.cuda_graphs else []  # the command, not this loop
+    graphed, one_shape = config.impl.cuda_graphs, source.one_shape
+    if choose(graphed, device, 1, model, train, one_shape)[0]:
+        used += ["in CUDA graphs"]  # the command, not this loop
     used += ["FusedAdamW"] if config.impl.optimizer == "fused" else []
     optimizer = make_optimizer(method, model, train, config.impl.optimizer == "fused")
     parts = [range(i, i + size) for i in range(0, train.batch_size, size)]

@@ -350,7 +350,7 @@ def _check_together(config: RunConfig) -> None:
     if config.train.descent_every:
         unfit = {
             "self-distillation, whose loss moves with its teacher": config.dino is not None,
-            "impl.cuda_graphs=true": config.impl.cuda_graphs,
+            "impl.cuda_graphs=true": config.impl.cuda_graphs is True,
             "impl.shard=fsdp2": config.impl.shard == "fsdp2",
         }
         for what, there in unfit.items():

@@ -16,6 +16,7 @@ _HIGHEST = 1e6  # of a learning rate: above it, the product with a decay factor 
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
 DTYPES = ("fp32", "bf16", "fp16")
+AUTO = "auto"
 SCHEDULES = ("cosine", "linear", "sqrt", "inverse_sqrt", "triangle")
 # Settings that a schedule does not have.
 UNUSED = {
@@ -233,7 +234,8 @@ class ImplConfig:
     with FP8 `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and
     packed weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it
     serves, or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs
-    instead of launched kernel by kernel: on one GPU, with batches of one shape. shard: what several
+    instead of launched kernel by kernel: on one GPU, with batches of one shape; `auto`: where
+    nothing speaks against it (`experiments.training.graphs.choose`). shard: what several
     ranks share: the batch alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
     offload: what `fsdp2` shares lies in the memory of the host, where the optimizer steps, and a
     block's weights come to the GPU for its passes.
@@ -250,7 +252,7 @@ class ImplConfig:
     backend: str = "auto"
     matmul: str = "auto"
     optimizer: str = "separate"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = False
     shard: str = "ddp"
     offload: bool = False
     activation_checkpointing: bool = False
@@ -277,7 +279,11 @@ class ImplConfig:
                 f"impl.offload=true with impl.shard={self.shard}: only weights that ranks share "
                 "are offloaded; set impl.shard=fsdp2"
             )
-        if self.cuda_graphs and self.activation_checkpointing:
+        if self.cuda_graphs not in (True, False, AUTO):
+            raise ValueError(
+                f"impl.cuda_graphs={self.cuda_graphs}; choose one of auto, true, false"
+            )
+        if self.cuda_graphs is True and self.activation_checkpointing:
             raise ValueError(
                 "impl.cuda_graphs=true with impl.activation_checkpointing=true: what is computed "
                 "again is not captured; set one of them to false"

@@ -112,7 +112,7 @@ class MaskedText:
             does not fit the model.
     """
 
-    unit = "tokens"
+    unit, one_shape = "tokens", True
 
     def __init__(self, corpus: Corpus, data: MLMConfig, model: BertConfig) -> None:
         block = data.sequence_length or model.block_size

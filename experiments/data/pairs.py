@@ -84,7 +84,7 @@ class TranslationPairs:
         UserError: the corpus does not fit the model, or no pair is short enough.
     """
 
-    unit = "tokens"
+    unit, one_shape = "tokens", False
 
     def __init__(
         self, corpus: Corpus, data: PairsConfig, model: TransformerConfig, batch_size: int

@@ -42,6 +42,10 @@ class TrainingSource(Protocol):
     def unit(self) -> str:
         """The unit of a training's speed: `tokens`, or `images` for samples."""
 
+    @property
+    def one_shape(self) -> bool:
+        """True if all batches of as many samples have the same shapes."""
+
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.
 

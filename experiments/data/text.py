@@ -22,7 +22,7 @@ class CausalText:
 
     corpus: Corpus
     block: int
-    unit = "tokens"
+    unit, one_shape = "tokens", True
 
     @property
     def directory(self) -> Path:

@@ -221,6 +221,7 @@ class TaskSource:
     ) -> None:
         self.problem, self.train, self.seed, self.length = problem, train, seed, length
         self.directory, self.fingerprint = Path(data), data_hash or data
+        self.one_shape = length is not None
 
     @property
     def tokens_per_sample(self) -> int:

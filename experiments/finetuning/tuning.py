@@ -329,6 +329,7 @@ def _train(
         "converted": list(patterns),
         "backend": backend.resolve(device),
         "acceleration": method.acceleration.as_dict() if method.acceleration else None,
+        "cuda_graphs": trainer.graphed,
         "world_size": trainer.world.size,
         "started": started,
         "ended": time.time(),

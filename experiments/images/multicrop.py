@@ -102,7 +102,7 @@ class MultiCrops:
         UserError: the data set cannot be used, or does not fit the model.
     """
 
-    unit = "images"
+    unit, one_shape = "images", True
 
     def __init__(
         self,

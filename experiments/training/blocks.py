@@ -39,6 +39,11 @@ def recompute(model: nn.Module) -> None:
         block.__class__ = _recomputed(kind)
 
 
+def recomputes(model: nn.Module) -> bool:
+    """True if a block of the model runs again in the backward pass (`recompute`)."""
+    return any(isinstance(module, _Recomputed) for module in model.modules())
+
+
 class _Recomputed:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = super().forward  # type: ignore[misc]

@@ -7,7 +7,7 @@ micro-batch, unscale, clip, `on_gradients`, optimizer, `on_step_end`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch
 from experiments.support import memory
 from experiments.support.errors import UserError
-from experiments.training.graphs import Replays, require_graphs
+from experiments.training.graphs import Replays
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
 from methods.nn import sharding
@@ -130,10 +130,11 @@ class Optimization:
 
     Args:
         fused: see `make_optimizer`. graphed: replay the passes from CUDA graphs.
+        report: where to say that they are not, in the end; None: it is an error (graphs.Replays).
         ranks: processes that share each step's samples.
         group: what the settings of `train` are called in messages.
     Raises:
-        UserError: memory does not suffice, or graphs are asked for where there can be none.
+        UserError: memory does not suffice.
     """
 
     def __init__(
@@ -146,11 +147,10 @@ class Optimization:
         compiled: bool = False,
         fused: bool = False,
         graphed: bool = False,
+        report: Callable[[str], None] | None = None,
         ranks: int = 1,
         group: str = "train",
     ) -> None:
-        if graphed:
-            require_graphs(device, ranks, model)
         self.model, self.method, self.train = model, method, train
         self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
         memory.require(
@@ -173,7 +173,7 @@ class Optimization:
             # An argument would say so in some versions of torch, and is deprecated in others.
             runner.broadcast_buffers = False
         self.runner = runner
-        self.replays = Replays(model, self._backward) if graphed else None
+        self.replays = Replays(model, self._backward, report) if graphed else None
         self.skipped = self.skipped_in_a_row = 0
 
     def step(
@@ -228,8 +228,8 @@ class Optimization:
         """Forward and backward of each micro-batch; returns the loss of the step."""
         total = torch.zeros((), device=self.device)
         if self.replays is not None:
-            parts = [(self.to_device(next(batches)), share) for share in shares]
-            for replay in self.replays.of(parts, self.method.phase()):
+            on_device = map(self.to_device, batches)
+            for replay in self.replays.of(on_device, shares, self.method.phase()):
                 self.method.open_micro_batch()
                 total += replay()
             return total

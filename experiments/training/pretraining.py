@@ -270,6 +270,7 @@ def _train(
         "converted": list(names),
         "backend": backend.resolve(here.device),
         "matmul": products,
+        "cuda_graphs": trainer.graphed,
         "world_size": here.size,
         "train_seconds": trainer.seconds,
         "started": started,

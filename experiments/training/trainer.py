@@ -17,13 +17,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from experiments.config.settings import TrainConfig
+from experiments.config.settings import AUTO, TrainConfig
 from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support.errors import Stop, UserError, deferred_stop
 from experiments.support.progress import Progress, say
 from experiments.training import averages, sharded_checkpoint
 from experiments.training.descent import Descent
 from experiments.training.distributed import World
+from experiments.training.graphs import choose
 from experiments.training.optimization import (
     NonFiniteGradient,
     Optimization,
@@ -49,6 +50,7 @@ class Trainer:
         identity: hashes of the config and the first weights; a checkpoint with another identity, or
             made on other data, is refused.
         micro_batch: samples per rank and forward pass. compiled, fused: see `Optimization`.
+        graphed: `impl.cuda_graphs`.
         config: the run's config, shown by the viewers of its log.
         group: what the settings of `train` are called in messages.
     """
@@ -67,7 +69,7 @@ class Trainer:
         micro_batch: int,
         compiled: bool = False,
         fused: bool = False,
-        graphed: bool = False,
+        graphed: bool | str = False,
         checkpoint_every: int = 0,
         loggers: tuple[str, ...] = (),
         config: dict[str, Any] | None = None,
@@ -81,6 +83,9 @@ class Trainer:
         self.loggers, self.config = loggers, config or {}
         self.micro_batch = micro_batch
         self.saver = Saver(self.checkpoints, world)
+        replayed, self.notice = choose(
+            graphed, world.device, world.size, model, train, source.one_shape
+        )
         self.optimization = Optimization(
             model,
             method,
@@ -88,7 +93,8 @@ class Trainer:
             world.device,
             compiled=compiled,
             fused=fused,
-            graphed=graphed,
+            graphed=replayed,
+            report=report if graphed == AUTO else None,
             ranks=world.size,
             group=group,
         )
@@ -101,6 +107,12 @@ class Trainer:
         # Of the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         self.durations: list[float] = []  # seconds
+
+    @property
+    def graphed(self) -> bool:
+        """True if the passes are replayed from CUDA graphs, as far as is known by now."""
+        replays = self.optimization.replays
+        return replays is not None and not replays.given_up
 
     @property
     def checkpoints(self) -> Path:
@@ -116,6 +128,8 @@ class Trainer:
         first, seen = self.step, self.train.samples_before * size
         batches = self.source.batches(self._requests())
         self.model.train()
+        if self.notice is not None:
+            self.report(self.notice)
         bar = Progress(self.train.steps, self.step, unit, enabled=main)
         # Whatever ends the training, what is being written is written to its end.
         with closing(self.saver), bar as progress, self._stop() as stop:
@@ -138,6 +152,8 @@ class Trainer:
                     self.saver.wait()
                     raise stop.kind
             self.saver.wait()
+        if self.optimization.replays is not None:
+            self.optimization.replays.forget()  # what comes now may need their memory
         self._join_skipped()
 
     def log_last(self, means: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import methods
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
 from experiments.support.errors import UserError
@@ -24,7 +25,6 @@ from experiments.training.trainer import Trainer
 from methods import FusedAdamW, s_ste, sr_ste, ste, t_sr_ste
 from models.base import Model
 from models.gpt2 import GPT
-from models.hf import CausalLM
 from tests.lifetimes import Reads
 
 
@@ -336,18 +336,23 @@ def test_steps_in_one_pass_are_the_same_and_go_on(build, tmp_path):
 def capture_by_calling(model_of):
     """A stand-in for `graphs.capture` without a GPU: a replay calls `part` again and writes where
     the capture wrote, if all that a graph would read is still there. The capture itself leaves the
-    random numbers as they were; what it writes is overwritten by the first replay.
+    random numbers and gradients as they were; what else it writes is overwritten by the first
+    replay.
 
     Args:
         model_of: the model whose gradients `part` writes.
     """
 
     def capture(part, pool):
-        fresh = [p for p in model_of(part).parameters() if p.grad is None]
+        parameters = list(model_of(part).parameters())
+        fresh = [p for p in parameters if p.grad is None]
+        own = [(p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
         before = torch.get_rng_state()
         with Reads() as reads:
             result = part()
         torch.set_rng_state(before)
+        for gradient, value in own:
+            gradient.copy_(value)
         written = [(p, p.grad) for p in fresh if p.grad is not None]
 
         def replay():
@@ -378,7 +383,7 @@ def test_replayed_steps_are_the_same_and_go_on(build, tmp_path, monkeypatch, kin
     with two micro-batches a step: the first writes the gradients, the second adds to them."""
     capture = capture_by_calling(lambda part: part.func.__self__.model)
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(module, "require_graphs", lambda *_: None)
+    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
     overrides = (*options, "train.dtype=fp16", "impl.micro_batch=2", "train.batch_size=4")
     launched = build(*overrides, f"runs={tmp_path / 'launched'}", kind=kind, nan=(5,))
     launched.fit()
@@ -394,7 +399,7 @@ def test_replayed_steps_are_the_same_and_go_on(build, tmp_path, monkeypatch, kin
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["dense", "t_sr_ste", "s_ste", "slope", "semi_sparse"])
+@pytest.mark.parametrize("name", methods.available())
 def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
     """Bit for bit on a GPU, with dropout, over a refresh, a switch of phase and an interruption."""
     overrides = [
@@ -408,7 +413,7 @@ def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
     graphed = tiny(*overrides, "impl.cuda_graphs=true", f"runs={tmp_path / 'graphed'}")
     with interrupted(8):
         pretraining.run(graphed)
-    pretraining.run(graphed)
+    assert pretraining.run(graphed)["cuda_graphs"]
     found = []
     for config in (launched, graphed):
         read = read_metrics(config.directory() / "metrics.jsonl")
@@ -419,8 +424,9 @@ def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
 
 
 def test_a_step_of_another_kind_is_launched_again(monkeypatch):
-    """Another share, shape, phase or place of a weight: none may meet an old graph."""
+    """Another share, shape, phase, place of a weight or flag: none may meet an old graph."""
     model = nn.Linear(4, 2)
+    model.flag = False  # chooses a branch, say
     monkeypatch.setattr(graphs, "capture", capture_by_calling(lambda part: model))
     calls = []
 
@@ -435,8 +441,8 @@ def test_a_step_of_another_kind_is_launched_again(monkeypatch):
     def replayed(share=1.0, rows=3, phase="sparse"):
         model.zero_grad(set_to_none=True)
         before, x = replays.steps, torch.randn(rows, 4)
-        (run,) = replays.of([({"x": x}, share)], phase)
-        loss = run()
+        for run in replays.of(iter([{"x": x}]), [share], phase):
+            loss = run()
         assert torch.equal(loss, model(x).sum().detach() * share)
         want = x.sum(0).expand(2, 4) * share
         torch.testing.assert_close(model.weight.grad, want, rtol=1e-6, atol=1e-6)
@@ -448,20 +454,9 @@ def test_a_step_of_another_kind_is_launched_again(monkeypatch):
         assert [replayed() for _ in range(4)] == [False] * graphs.LAUNCHED + [True]
     model.weight.data = model.weight.data.clone()
     assert not replayed()
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "message"), [("cpu", 1, "needs a GPU"), ("cuda", 2, "with 2 processes")]
-)
-def test_graphs_are_refused_where_they_cannot_serve(device, ranks, message):
-    with pytest.raises(UserError, match=message):
-        graphs.require_graphs(torch.device(device), ranks, nn.Linear(2, 2))
-
-
-def test_graphs_are_refused_for_a_model_of_transformers():
-    model = CausalLM.__new__(CausalLM)
-    with pytest.raises(UserError, match="with a model of transformers"):
-        graphs.require_graphs(torch.device("cuda"), 1, model)
+    assert [replayed() for _ in range(4)] == [False] * (graphs.LAUNCHED - 1) + [True] * 2
+    model.flag = True
+    assert not replayed()
 
 
 def test_ranks_share_weights_and_keep_their_buffers(build, tmp_path):

@@ -1,0 +1,245 @@
+"""Where passes are replayed from CUDA graphs, what `auto` says, and what a graph relies on."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import methods
+from experiments import dino
+from experiments.config.run import load
+from experiments.config.settings import ImplConfig
+from experiments.finetuning.tasks import TaskSource
+from experiments.support.errors import UserError
+from experiments.training import graphs, pretraining
+from experiments.training.blocks import recompute
+from experiments.training.optimization import Optimization
+from experiments.training.tracking import read_metrics
+from models.bert import BertConfig, BertLM
+from models.gpt2 import GPT, GPTConfig
+from models.heads import Classifier
+from models.hf import CausalLM
+from tests.experiments.test_dino import TINY as TINY_DINO
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 8}
+LAUNCHED = "passes are launched from Python: no CUDA graphs "
+
+
+def gpt2():
+    return GPT(GPTConfig(**SIZES))
+
+
+def recomputed():
+    model = gpt2()
+    recompute(model)
+    return model
+
+
+def chosen(setting, device=GPU, ranks=1, model=None, descent_every=0, one_shape=True):
+    train = SimpleNamespace(descent_every=descent_every)
+    return graphs.choose(setting, device, ranks, model or gpt2(), train, one_shape)
+
+
+def test_graphs_where_nothing_speaks_against_them():
+    assert chosen("auto") == (True, "passes are replayed from CUDA graphs")
+    assert chosen(True) == (True, None)
+    assert chosen(False) == chosen(False, CPU, 2, one_shape=False) == (False, None)
+
+
+IMPOSSIBLE = {
+    "without a GPU": lambda _: {"device": CPU},
+    "with 2 processes": lambda _: {"ranks": 2},
+    "with a model of transformers": lambda hf: {"model": CausalLM(hf("gpt2"))},
+    "with the head for masked words": lambda _: {"model": BertLM(BertConfig(**SIZES))},
+}
+UNSUITED = {
+    "with a model of transformers": lambda hf: {"model": Classifier(CausalLM(hf("gpt2")), 2)},
+    "with batches of differing shapes": lambda _: {"one_shape": False},
+    "with impl.activation_checkpointing=true": lambda _: {"model": recomputed()},
+    "with train.descent_every": lambda _: {"descent_every": 10},
+}
+
+
+@pytest.mark.parametrize("why", IMPOSSIBLE)
+def test_what_graphs_cannot_serve_is_launched_or_refused(why, hf_model):
+    given = IMPOSSIBLE[why](hf_model)
+    replayed, line = chosen("auto", **given)
+    assert not replayed and line.startswith(LAUNCHED + why)
+    with pytest.raises(UserError, match=f"impl.cuda_graphs=true {why}.*set impl.cuda_graphs=false"):
+        chosen(True, **given)
+
+
+@pytest.mark.parametrize("why", UNSUITED)
+def test_what_nobody_asked_graphs_for_is_launched(why, hf_model):
+    given = UNSUITED[why](hf_model)
+    replayed, line = chosen("auto", **given)
+    assert not replayed and line.startswith(LAUNCHED + why)
+    assert chosen(True, **given) == (True, None)
+
+
+def test_the_memory_that_graphs_may_take():
+    assert graphs.fits(peak=30, held=10, room=54)
+    assert not graphs.fits(peak=30, held=10, room=53)
+    assert graphs.fits(peak=10, held=10, room=10)
+
+
+def test_the_settings():
+    assert load(["impl=gpu"]).impl.cuda_graphs == "auto"
+    assert load(["impl=gpu", "impl.cuda_graphs=true"]).impl.cuda_graphs is True
+    # Records of the blocks are of launched steps, whatever `gpu` takes.
+    assert load([]).impl.cuda_graphs is load(["impl=mini"]).impl.cuda_graphs is False
+    with pytest.raises(ValueError, match=r"cuda_graphs=yes; choose one of auto, true, false"):
+        ImplConfig(cuda_graphs="yes")
+    for what in ("impl.activation_checkpointing=true", "train.descent_every=5"):
+        load(["impl=gpu", what])
+
+
+@pytest.mark.parametrize("length", [None, 64])
+def test_padding_to_one_length_gives_one_shape(length):
+    problem, train = SimpleNamespace(train=[]), SimpleNamespace()
+    assert TaskSource(problem, train, 0, "folder", None, length).one_shape is (length is not None)
+
+
+def logged(config):
+    found = read_metrics(config.directory() / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
+
+
+def test_auto_without_a_gpu_is_what_false_is(tiny, tmp_path):
+    said, found = [], []
+    for name in ("false", "auto"):
+        config = tiny(f"impl.cuda_graphs={name}", f"runs={tmp_path / name}")
+        result = pretraining.run(config, said.append)
+        assert result["cuda_graphs"] is False
+        found.append((config.digest(), logged(config)))
+    assert found[0] == found[1]
+    assert [line for line in said if "CUDA" in line] == [f"{LAUNCHED}without a GPU"]
+
+
+def test_passes_that_cannot_be_captured_are_launched(tiny, tmp_path, monkeypatch):
+    """Said once; the failed capture leaves nothing behind."""
+    launched, graphed = (
+        tiny("impl.micro_batch=2", f"impl.cuda_graphs={name}", f"runs={tmp_path / name}")
+        for name in ("false", "auto")
+    )
+    pretraining.run(launched, lambda _: None)
+
+    def capture(part, pool):
+        part.func.__self__.model.get_parameter("lm_head.weight").grad = None
+        part.func.__self__.model.transformer.wte.weight.grad = torch.tensor(1.0).expand(320, 16)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
+    said = []
+    result = pretraining.run(graphed, said.append)
+    assert [line for line in said if "CUDA" in line] == [
+        "passes are replayed from CUDA graphs",
+        f"{LAUNCHED}in the memory that is left: they need as much again as the passes take",
+    ]
+    assert result["cuda_graphs"] is False and logged(launched) == logged(graphed)
+    with pytest.raises(torch.OutOfMemoryError):  # to whom it may concern
+        pretraining.run(tiny("impl.cuda_graphs=true", f"runs={tmp_path / 'true'}"), said.append)
+
+
+def test_a_micro_batch_is_taken_when_the_one_before_was_started():
+    """So that it is read while the GPU works, and a step's data need not fit at once."""
+    done = []
+    replays = graphs.Replays(nn.Linear(1, 1), lambda batch, share: done.append("run"))
+
+    def batches():
+        for _ in range(3):
+            done.append("read")
+            yield {"x": torch.zeros(1)}
+
+    for run in replays.of(batches(), [0.5, 0.5], "sparse"):
+        run()
+    assert done == ["read", "run"] * 2
+
+
+class Operators(TorchDispatchMode):
+    """Records each operator with all of its arguments but the values of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = tree_leaves((args, kwargs))
+        tensors = (isinstance(leaf, torch.Tensor) for leaf in leaves)
+        given = [
+            (tuple(leaf.shape), leaf.dtype) if is_tensor else str(leaf)
+            for leaf, is_tensor in zip(leaves, tensors, strict=True)
+        ]
+        self.found.append((str(func), given))
+        return func(*args, **(kwargs or {}))
+
+
+RUNS = [
+    *((name, ()) for name in methods.available()),
+    ("t_sr_ste", ("method.refresh_every=3", "method.dense_fraction=0.5")),
+    ("s_ste", ("method.fp8=paper",)),
+    ("s_ste", ("method.fp8=hopper_delayed",)),
+    ("slope", ("method.adapter_rank=2", "method.adapter_fraction=0.3")),
+    ("dino", ("method=semi_sparse",)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), RUNS, ids=[" ".join([n, *o]) for n, o in RUNS])
+def test_a_phase_has_the_same_passes_in_every_step(tiny, tmp_path, monkeypatch, name, options):
+    """What a graph freezes: operators and numbers that are given from Python. Nothing may be read
+    back either. Steps that differ must differ in phase or flags, by which they are told apart."""
+    passes, own = [], Optimization._backward
+
+    def watched(self, batch, share):
+        replays = graphs.Replays(self.model, own)
+        flags = tuple(held[name] for held, name in replays._flags)
+        with Operators() as operators:
+            loss = own(self, batch, share)
+        passes.append(((self.method.phase(), flags), operators.found))
+        return loss
+
+    monkeypatch.setattr(Optimization, "_backward", watched)
+    short = ("train.steps=10", "train.eval_every=10", "impl.checkpoint_every=0")
+    if name == "dino":
+        config = dino.load([*TINY_DINO, *short, *options, f"runs={tmp_path}"])
+    else:
+        config = tiny(f"method={name}", *short, *options)
+    pretraining.run(config, lambda _: None)
+    assert len(passes) == 10
+    for _, some in itertools.groupby(passes, lambda kind: kind[0]):
+        (_, first), *others = some
+        assert all(found == first for _, found in others)
+        for operator, given in first:
+            assert operator not in ("aten._local_scalar_dense.default", "aten.nonzero.default")
+            booleans = any(leaf[1:] == (torch.bool,) for leaf in given)
+            assert not (booleans and operator.startswith("aten.index")), "its length is read back"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_after_a_capture_that_fails_on_the_gpu_steps_are_launched(tiny, tmp_path, monkeypatch):
+    """Bit for bit, with dropout, whose generator takes part in a capture."""
+    own = Optimization._backward
+
+    def reading_back(self, batch, share):
+        loss = own(self, batch, share)
+        loss.item()  # which a capture does not allow
+        return loss
+
+    monkeypatch.setattr(Optimization, "_backward", reading_back)
+    found = []
+    for name in ("false", "auto"):
+        config = tiny(
+            "method=t_sr_ste", "impl.device=cuda", "model.dropout=0.1",
+            f"impl.cuda_graphs={name}", f"runs={tmp_path / name}",
+        )  # fmt: skip
+        said = []
+        assert pretraining.run(config, said.append)["cuda_graphs"] is False
+        found.append(logged(config))
+    assert any(line.startswith(f"{LAUNCHED}here (") for line in said)
+    assert found[0] == found[1]
