@@ -136,6 +136,27 @@ def slope(number: int, model: str, column: str) -> Gain:
     return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", (cell,), smaller=number == 2)
 
 
+def tiled(column: str, model: str) -> Ranking:
+    """The statement that products made square by square are faster, from SLoPe's Table 7."""
+    after, before = (("slope_table7", model, f"{column}, {when}") for when in ("after", "before"))
+    text = f"SLoPe, Table 7: upsample tiling makes {column} faster, {model} (after / before)"
+    return Ranking(text, (after, before))
+
+
+def fused_adapters(rank: str, model: str) -> Ranking:
+    """The statement that the fused kernel of the adapters is faster, from SLoPe's Table 6."""
+    after, before = (("slope_table6", model, f"{rank}, {when}") for when in ("after", "before"))
+    text = f"SLoPe, Table 6: fusing adapters of {rank} makes inference faster, {model}"
+    return Ranking(f"{text} (after / before)", (after, before))
+
+
+def with_flash(column: str, model: str) -> Gain:
+    """The statement that SLoPe gains beside FlashAttention-2, too, from SLoPe's Table B.3."""
+    cells = (("slope_tableB3", model, f"{column}, {part}") for part in ("both", "FA"))
+    text = f"SLoPe, Table B.3: {column}, {model}, over dense, both with FlashAttention-2"
+    return Gain(text, tuple(cells))
+
+
 def decoding(lengths: str, device: str) -> Gain:
     """The statement on a row of AST's Table 6: lengths of prompt and text, on one of its GPUs."""
     table, column = "ast_table6", "speedup"
@@ -171,6 +192,11 @@ STATEMENTS: tuple[Gain | Ranking, ...] = (
       for column in ("inference", "inference, r=1.56%", "inference, r=6.25%")),
     slope(2, "OPT-66B", "training"),
     slope(2, "OPT-66B", "inference"),
+    *(tiled(column, model) for column in ("training", "inference")
+      for model in ("OPT-66B", "OPT-13B")),
+    *(fused_adapters("r=6.25%", model) for model in ("OPT-66B", "OPT-13B", "OPT-2.6B")),
+    *(with_flash(column, model) for column in ("training", "inference")
+      for model in ("OPT-66B", "OPT-2.6B")),
     Gain("torchao, Table 2: SAM's image encoder, forward and backward",
          (("torchao_table2", "2:4 MLP weights", "speed-up"),)),
     *(Gain(f"torchao, Table 3: linear {shape}", (("torchao_table3", shape, "speedup"),))
