@@ -9,6 +9,8 @@ trained, so its loss is measured beside that of the adapters.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 
 from common_kernels import check_nm
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, writing
 from methods.nn import conversion
 from models.heads import Head
 
@@ -120,9 +122,20 @@ class Adapters:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def save(self, folder: Path) -> None:
-        """Write the adapters and the head as peft does."""
-        self.wrapped.save_pretrained(folder, save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
+        """Write the adapters and the head as peft does.
+
+        Raises:
+            UserError: the disk is full; nothing half-written is left.
+        """
+        building = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            with writing(folder):
+                self.wrapped.save_pretrained(building, save_embedding_layers=False)
+            (building / "README.md").unlink(missing_ok=True)  # a form to fill in
+            shutil.rmtree(folder, ignore_errors=True)
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
 
     @torch.no_grad()
     def merge(self) -> None:

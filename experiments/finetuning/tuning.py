@@ -360,7 +360,6 @@ def _merged(
         "metrics_before_merging": trainer.evaluate(),
         "losses_before_merging": dict(evaluation.losses),
     }
-    if trainer.world.is_main:
-        adapters.save(trainer.directory / FOLDER)
+    trainer.world.of_main(lambda: adapters.save(trainer.directory / FOLDER))
     adapters.merge()
     return found

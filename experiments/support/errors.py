@@ -26,7 +26,8 @@ class UserError(Exception):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a disk that is full into a `UserError` that names `path`.
+    """Turn a disk that is full into a `UserError` that names `path`, and another error of the
+    system that is only quoted into an `OSError` that does.
 
     torch raises an error of its own over that of the system, safetensors only quotes its number.
     """
@@ -40,12 +41,14 @@ def writing(path: Path) -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         quoted = re.search(r"\(os error (\d+)\)", str(error))
         number = getattr(cause, "errno", None) or int(quoted[1] if quoted else 0)
-        if number not in _FULL:
-            raise
-        raise UserError(
-            f"{path} cannot be written: {os.strerror(number)}; make room there, or choose another "
-            "place, and run the same command again"
-        ) from error
+        if number in _FULL:
+            raise UserError(
+                f"{path} cannot be written: {os.strerror(number)}; make room there, or choose "
+                "another place, and run the same command again"
+            ) from error
+        if quoted:
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 class Terminated(BaseException):

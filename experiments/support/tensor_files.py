@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     """Write tensors as `path`, each file atomically, the index last; returns the files' names.
 
     Raises:
-        UserError: the disk is full.
+        UserError: the disk is full; none of these files is left.
     """
     parts: list[list[str]] = [[]]
     size = 0
@@ -45,17 +46,20 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     if several:
         shard = f"{path.stem}-{{:05}}-of-{len(parts):05}{path.suffix}"
         names = [shard.format(number) for number in range(1, len(parts) + 1)]
-    for name, part in zip(names, parts, strict=True):
-        own = {key: tensors[key].detach().cpu().contiguous() for key in part}
-        # Of a shard transformers asks for the format.
-        write = partial(save_file, own, metadata={"format": "pt"} if several else None)
-        checkpoint.write_atomic(path.with_name(name), write)
-    if several:
-        where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        names.insert(0, path.name + _INDEX)
-        checkpoint.write_json(path.with_name(names[0]), index)
+    with ExitStack() as undo:
+        for name, part in zip(names, parts, strict=True):
+            own = {key: tensors[key].detach().cpu().contiguous() for key in part}
+            # Of a shard transformers asks for the format.
+            write = partial(save_file, own, metadata={"format": "pt"} if several else None)
+            checkpoint.write_atomic(path.with_name(name), write)
+            undo.callback(path.with_name(name).unlink)
+        if several:
+            where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            names.insert(0, path.name + _INDEX)
+            checkpoint.write_json(path.with_name(names[0]), index)
+        undo.pop_all()
     for old in among(path.name, [other.name for other in path.parent.iterdir()]):
         if old not in names:  # of a run that was trained anew
             path.with_name(old).unlink()

@@ -35,6 +35,7 @@ class Saver:
         self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self.pending: futures.Future[Any] | None = None
         self.finish: Callable[[dict[str, Any]], Any] | None = None  # with the files of all ranks
+        self.abandon: Callable[[], None] | None = None  # what all ranks have written
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin to write the state before optimizer step `step`, when the checkpoint before is
@@ -51,6 +52,7 @@ class Saver:
             copied = on_host(plain, {}) if main else None
             work = partial(sharded_checkpoint.write, *place, self.world.rank, rows, copied)
             self.finish = partial(sharded_checkpoint.finish, *place, self.world.size)
+            self.abandon = partial(sharded_checkpoint.abandon, *place)
         elif main:
             work = partial(checkpoint.save, *place, on_host(state, {}))
         self.pending = self.thread.submit(work)
@@ -77,6 +79,10 @@ class Saver:
         results = self.world.all((done, found, problem))
         for *_, told in results:
             if told is not None:
+                futures.wait([self.pending])
+                self.world.all(None)  # no rank writes any more
+                if self.abandon is not None:
+                    self.abandon()
                 raise UserError(told)
         if not all(written for written, *_ in results):
             return

@@ -116,6 +116,11 @@ def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> Non
     checkpoint.remove_others(path)
 
 
+def abandon(directory: Path, step: int) -> None:
+    """Remove what was written of a checkpoint that cannot be finished: it takes room."""
+    shutil.rmtree(_places(directory, step)[1], ignore_errors=True)
+
+
 def _unseen(directory: Path, names: list[str]) -> list[str]:
     """The `names` that are not seen in `directory` within the time that a network file system may
     take to show what another node wrote."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from common_kernels import check24, nm_mask
@@ -98,6 +99,19 @@ def test_adapters_train_alone_and_are_merged(merge, tmp_path):
         assert (int(check24(weight)) == 0) == legal
     if merge == "dense":
         torch.testing.assert_close(model(tokens)[0], trained, rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_adapters(tmp_path, full_disk):
+    adapters = Adapters.__new__(Adapters)
+
+    def save_pretrained(folder, **options):
+        folder.mkdir()
+        save_file({"lora_A": torch.zeros(100_000)}, folder / lora.FILES[1])
+
+    adapters.wrapped = SimpleNamespace(save_pretrained=save_pretrained)
+    with full_disk(), pytest.raises(UserError, match="adapter cannot be written: File too large"):
+        adapters.save(tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_globs_that_match_nothing_are_one_line():

@@ -158,3 +158,10 @@ def test_other_errors_are_not_a_full_disk(tmp_path):
         raise PermissionError(13, "no")
     with pytest.raises(RuntimeError), writing(tmp_path):
         raise RuntimeError("of the work itself")
+
+
+def test_an_error_that_safetensors_quotes_is_that_of_the_system(tmp_path):
+    gone = tmp_path / "gone" / "model.safetensors"
+    with pytest.raises(FileNotFoundError) as caught, writing(gone):
+        save_file(STATE, gone)
+    assert caught.value.filename == str(gone)

@@ -47,6 +47,14 @@ def test_tensors_come_back_from_several_files(tmp_path, small):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_full_disk_leaves_no_file_of_several(tmp_path, small, full_disk):
+    small(100)
+    tensors = {"a": torch.ones(10), "b": torch.ones(100), "c": torch.ones(100_000)}
+    with full_disk(), pytest.raises(UserError, match=r"model-00003-of-00003\.safetensors cannot"):
+        tensor_files.save(tensors, tmp_path / "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_index_is_one_line(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     for content in ("{}", "[]", "no", '{"weight_map": 1}'):
