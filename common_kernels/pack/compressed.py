@@ -1,5 +1,5 @@
 """SLoPe's step on weights that are stored compressed: the column mask and both packed operands from
-one read of the values, for all weights of a shape in one launch."""
+one read of the values, for all weights of a shape in one launch; or one operand of one weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,18 +30,8 @@ class Compressed24:
     transposed: Packed24 | None = None
 
     def __post_init__(self) -> None:
-        values, outs = self.values, [out for out in self.operands if out is not None]
-        checks.float_tensor(values, "values")
-        if values.ndim != 2:
-            raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
-        rows, columns = values.shape[0], 2 * values.shape[1]
-        for name, width in (("row_mask", 8), ("column_mask", 16)):
-            bits: Tensor = getattr(self, name)
-            if bits.shape != (rows, columns // width) or bits.dtype != torch.uint8:
-                raise ValueError(
-                    f"{name} must be uint8 [{rows}, {columns // width}], not {bits.dtype} "
-                    f"{list(bits.shape)}"
-                )
+        outs = [out for out in self.operands if out is not None]
+        rows, columns = shape_of(self.values, self.row_mask, self.column_mask)
         if not outs or len({out.dtype for out in outs}) > 1 or outs[0].dtype.itemsize != 2:
             dtypes = " and ".join(str(out.dtype) for out in outs) or "no type"
             raise ValueError(f"operands of {dtypes}: give room for one or both, of one 16-bit type")
@@ -49,7 +39,7 @@ class Compressed24:
             if out is not None and out.shape != shape:
                 raise ValueError(f"there is room for a {out.shape} matrix, not for {shape}")
         checks.one_device(
-            values=values,
+            values=self.values,
             row_mask=self.row_mask,
             column_mask=self.column_mask,
             packed=None if self.packed is None else self.packed.buffer,
@@ -66,6 +56,22 @@ class Compressed24:
         out = self.packed or self.transposed
         assert out is not None
         return out.dtype
+
+
+def shape_of(values: Tensor, row_mask: Tensor, column_mask: Tensor) -> tuple[int, int]:
+    """(rows, columns) of the weight that these are of; ValueError if they do not belong together,
+    TypeError for values of another type."""
+    checks.float_tensor(values, "values")
+    if values.ndim != 2:
+        raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    for name, bits, width in (("row_mask", row_mask, 8), ("column_mask", column_mask, 16)):
+        if bits.shape != (rows, columns // width) or bits.dtype != torch.uint8:
+            raise ValueError(
+                f"{name} must be uint8 [{rows}, {columns // width}], not {bits.dtype} "
+                f"{list(bits.shape)}"
+            )
+    return rows, columns
 
 
 @torch.no_grad()
@@ -94,19 +100,47 @@ def prune_and_pack24_(
 
 
 def _one_by_one(weight: Compressed24, choose: bool, backend: str | None) -> None:
-    values, row_mask = weight.values, weight.row_mask
+    values, row_mask, out = weight.values, weight.row_mask, weight.packed
     if choose:
         weight.column_mask.copy_(double_prune_bits(values, row_mask, backend=backend))
-    kept = unpack_mask(weight.column_mask, values.shape[1], backend=backend)
-    values = values.to(weight.dtype)
-    if weight.packed is not None:
+    if out is not None:
         mask = unpack_mask(row_mask, 2 * values.shape[1], backend=backend)
-        _write(weight.packed, expand_nm(values, row_mask, backend=backend), mask)
-    if weight.transposed is not None:
-        twice = expand_nm(torch.where(kept, values, 0.0), row_mask, backend=backend)
-        both = expand_nm(kept.to(values.dtype), row_mask, backend=backend) != 0
-        _write(weight.transposed, twice.t().contiguous(), both.t().contiguous())
+        pruned = expand_nm(values.to(out.dtype), row_mask, backend=backend)
+        out.buffer.copy_(cpu.pack(pruned, mask, out.layout))
+    if (out := weight.transposed) is not None:
+        given = values, row_mask, weight.column_mask, out.dtype, out.layout
+        out.buffer.copy_(_packed_transposed(*given, backend))
 
 
-def _write(out: Packed24, pruned: Tensor, kept: Tensor) -> None:
-    out.buffer.copy_(cpu.pack(pruned, kept, out.layout))
+def packed_transposed(
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    backend: str,
+) -> Tensor:
+    """The bytes of (W * A * B)^T in `dtype`, as `prune_and_pack24_` writes them, for an operator;
+    the arguments are those of a `Compressed24`."""
+    if backend == "triton":
+        from common_kernels.pack import compressed_triton as triton
+
+        if triton.in_blocks(values):
+            masks = row_mask.contiguous(), column_mask.contiguous()
+            return triton.pack_transposed(values.contiguous(), *masks, dtype, layout)
+    return _packed_transposed(values, row_mask, column_mask, dtype, layout, backend)
+
+
+def _packed_transposed(
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    backend: str | None,
+) -> Tensor:
+    kept = unpack_mask(column_mask, values.shape[1], backend=backend)
+    twice = torch.where(kept, values, 0.0).to(dtype)
+    both = expand_nm(kept.to(dtype), row_mask, backend=backend) != 0
+    twice = expand_nm(twice, row_mask, backend=backend)
+    return cpu.pack(twice.t().contiguous(), both.t().contiguous(), layout)

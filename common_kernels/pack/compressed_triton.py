@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
-from common_kernels.pack.triton import CUSPARSELT, order_of, store_words
+from common_kernels.pack.triton import CUSPARSELT, new_buffer, order_of, split, store_words
 
 if TYPE_CHECKING:
     from common_kernels.pack.compressed import Compressed24
@@ -51,10 +51,35 @@ def prune_and_pack(weights: Sequence["Compressed24"], choose: bool) -> list["Com
     return rest
 
 
+def pack_transposed(
+    values: torch.Tensor,
+    row_mask: torch.Tensor,
+    column_mask: torch.Tensor,
+    dtype: torch.dtype,
+    layout: str,
+) -> torch.Tensor:
+    """The buffer, a new one, of (W * A * B)^T for one weight [64 a, 64 b], which is row-major as
+    its masks are."""
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    buffer = new_buffer(columns, rows, dtype, values.device, layout)
+    launch(
+        pack_transposed_kernel, rows // 64 * (columns // 64), values.device,
+        values, row_mask, column_mask, *split(buffer, rows * columns, dtype), rows, columns,
+        ORDER=order_of(layout, dtype), num_warps=2,
+    )  # fmt: skip
+    return buffer
+
+
+def in_blocks(values: torch.Tensor) -> bool:
+    """True if the weight is made of whole blocks of a kernel."""
+    return values.shape[0] % 64 == 0 and values.shape[1] % 32 == 0
+
+
 def fits(weight: "Compressed24", addresses: list[int]) -> bool:
     """True if rows lie one after the other, and begin where whole vectors do."""
     return (
-        all(address % 16 == 0 for address in (addresses[0], *addresses[3:]))
+        in_blocks(weight.values)
+        and all(address % 16 == 0 for address in (addresses[0], *addresses[3:]))
         and weight.values.is_contiguous()
         and weight.row_mask.is_contiguous()
         and weight.column_mask.is_contiguous()
@@ -295,4 +320,18 @@ def prune_and_pack_kernel(
         vectors(at, 3, OPERAND), vectors(at, 4, tl.int32),
         vectors(at, 5, OPERAND), vectors(at, 6, tl.int32), top, left, rows, columns,
         CHOOSE, PACKED, TRANSPOSED, ORDER, ORDER_T,
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_transposed_kernel(
+    values, row_mask, column_mask, packed_t, meta_t, rows, columns, ORDER: tl.constexpr
+):
+    """64 x 64 entries of one weight, under the masks that it has."""
+    across = columns // 64
+    top = (tl.program_id(0) // across).to(tl.int64) * 64
+    left = (tl.program_id(0) % across).to(tl.int64) * 64
+    prune_and_pack_block(
+        values, row_mask, column_mask, packed_t, meta_t, packed_t, meta_t, top, left, rows, columns,
+        False, False, True, ORDER, ORDER,
     )  # fmt: skip

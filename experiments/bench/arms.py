@@ -25,6 +25,7 @@ from methods.nn.linear import SparseLinear
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SIMULATED = "s_ste, fp8=paper simulated"
+REPACKED = "slope, packed in backward"
 DELAYED = "t_sr_ste, fp8 delayed"
 TORCHAO = "dense fp8, torchao"
 ON_UNITS = "hopper"  # the recipe that FP8 units multiply, as every method's option `fp8` names it
@@ -39,12 +40,14 @@ FORMATS = {
 @dataclass(frozen=True)
 class Setup:
     """A method with options, as one row measures it. fp8: recipe of its FP8 products, a key of
-    FORMATS, or "". simulated: its products run dense, not on FP8 or sparse units."""
+    FORMATS, or "". simulated: its products run dense, not on FP8 or sparse units. repack: as
+    `repack_backward` of `methods.Method.accelerate`."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     fp8: str = ""
     simulated: bool = False
+    repack: bool = False
 
 
 BF16 = {
@@ -55,6 +58,7 @@ BF16 = {
     "t_sr_ste": Setup("t_sr_ste", {"dense_fraction": 0.0, "alpha": 1e-4}),
     "s_ste": Setup("s_ste"),
     "slope": Setup("slope"),
+    REPACKED: Setup("slope", repack=True),
 }
 
 
@@ -180,7 +184,7 @@ def convert(
     if own.method == "dense":
         return Converted(model, method, "dense", {})
     dense = matmul == "dense" or own.simulated
-    sparse = {} if dense else method.accelerate(tokens, matmul)
+    sparse = {} if dense else method.accelerate(tokens, matmul, own.repack)
     used = {used_by(products) for products in sparse.values()} or {"dense"}
     if own.fp8 and not any(products.fp8 for products in sparse.values()):
         used = {"simulated"}

@@ -153,7 +153,9 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     method.convert(model, dtype=dtype)
     source = config.open_source(model)
     size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
-    sparse = method.accelerate(size * source.tokens_per_sample, config.impl.matmul)
+    sparse = method.accelerate(
+        size * source.tokens_per_sample, config.impl.matmul, config.impl.repack_backward
+    )
     used = sorted({arms.used_by(products) for products in sparse.values()} or {"dense"})
     graphed, one_shape = config.impl.cuda_graphs, source.one_shape
     if choose(graphed, device, 1, model, train, one_shape)[0]:

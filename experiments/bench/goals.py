@@ -3,7 +3,7 @@ launched from Python, and memory over that step's."""
 
 from __future__ import annotations
 
-from experiments.bench.arms import SIMULATED, TORCHAO
+from experiments.bench.arms import REPACKED, SIMULATED, TORCHAO
 from experiments.bench.jobs import SPARSE, STACK
 
 # Rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time.
@@ -30,7 +30,7 @@ FASTER = {
 FASTER_THAN_TORCHAO = {(WIDE, "s_ste, fp8"): 1.2}
 # Of dense's peak; of its weights, gradients and optimizer, with the masks and packed operands that
 # a method keeps beside them.
-MEMORY = {(WIDE, "slope"): {"peak over dense": 0.68, "held over dense": 0.62}}
+MEMORY = {(WIDE, REPACKED): {"peak over dense": 0.68, "held over dense": 0.62}}
 
 
 def share_of_peak(flops: float, ms: float) -> float:

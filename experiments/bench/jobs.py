@@ -130,7 +130,8 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
 
 def all_linears(job: Workload, config: GPTConfig) -> Workload:
     """The same workload with all linears of the blocks converted; the head stays dense."""
-    return replace(job, linears=widths_of(config, True), include=ALL)
+    names = (*job.names, arms.REPACKED)  # where the most is packed
+    return replace(job, linears=widths_of(config, True), include=ALL, names=names)
 
 
 def vit(name: str, batch: int, width: int, patches: int) -> Workload:

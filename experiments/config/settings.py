@@ -230,13 +230,15 @@ class ImplConfig:
     """Settings of a training that change only how fast and where it runs.
 
     device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
-    (`Method.accelerate`). micro_batch: samples per rank and forward pass; null = all of a step, or
-    with FP8 `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and
-    packed weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it
-    serves, or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs
-    instead of launched kernel by kernel: on one GPU, with batches of one shape; `auto`: where
-    nothing speaks against it (`experiments.training.graphs.choose`). shard: what several
-    ranks share: the batch alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
+    (`Method.accelerate`). repack_backward: the packed operand of dgrad is made in each backward
+    pass and not held in between, for less memory and a little more time; for `slope`.
+    micro_batch: samples per rank and forward pass; null = all of a step, or with FP8
+    `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and packed
+    weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it serves,
+    or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs instead of
+    launched kernel by kernel: on one GPU, with batches of one shape; `auto`: where nothing speaks
+    against it (`experiments.training.graphs.choose`). shard: what several ranks share: the batch
+    alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
     offload: what `fsdp2` shares lies in the memory of the host, where the optimizer steps, and a
     block's weights come to the GPU for its passes.
     activation_checkpointing: a transformer block keeps its input alone for the backward pass, in
@@ -251,6 +253,7 @@ class ImplConfig:
     micro_batch: int | None = None
     backend: str = "auto"
     matmul: str = "auto"
+    repack_backward: bool = False
     optimizer: str = "separate"
     cuda_graphs: bool | str = False
     shard: str = "ddp"

@@ -174,7 +174,9 @@ def prepare_model(
         if not shares_weights(config.impl, here):
             # Shorter batches run sparse, too; the products are measured for the longest.
             longest = _micro_batch(config, here) * recipe.max_length
-            method.accelerate(longest, None if matmul == "auto" else matmul)
+            method.accelerate(
+                longest, None if matmul == "auto" else matmul, config.impl.repack_backward
+            )
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, train

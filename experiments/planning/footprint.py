@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ def footprint(
     optimizer: str = "adamw",
     compiled: bool = True,
     packed: bool = True,
+    repack: bool = False,
 ) -> Footprint:
     """The footprint of a training step.
 
@@ -76,7 +77,8 @@ def footprint(
         build: the plain model; called on the meta device. loss: that of one micro-batch; called
             with the model, among fake tensors. dtype: of autocast, None for none.
         compiled: the loss then keeps the logits in autocast's dtype, not their logarithms in fp32.
-        packed: products with a 2:4 operand take it in packed form.
+        packed: products with a 2:4 operand take it in packed form. repack: that of dgrad is made
+            in each backward pass, where a layer can, and not held.
     """
     with torch.device("meta"):
         model = build()
@@ -86,7 +88,7 @@ def footprint(
         method.convert(model, dtype)
         layers = method.sparse_layers
         for layer in layers.values() if packed else ():
-            _hold_packed(layer)
+            _hold_packed(layer, repack)
         own = {id(p): p for p in model.parameters()}
         teacher = getattr(method, "teacher", None)
         if teacher is not None:
@@ -122,7 +124,7 @@ def _held(layers: dict[str, SparseLinear], kind: str) -> int:
     return sum(buffer_bytes(layer, kind) for layer in layers.values())
 
 
-def _hold_packed(layer: SparseLinear) -> None:
+def _hold_packed(layer: SparseLinear, repack: bool) -> None:
     """Allocate the operands of the products that run sparse on a GPU, where they can: in half
     precision, in shapes that fit. They are not filled: there are no numbers."""
     fits = not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
@@ -130,7 +132,7 @@ def _hold_packed(layer: SparseLinear) -> None:
         return
     layer.pack = lambda: None  # type: ignore[method-assign]
     try:
-        layer.accelerate(layer.candidates())
+        layer.accelerate(replace(layer.candidates(), repack=repack and layer.repacks))
     finally:
         del layer.pack
 

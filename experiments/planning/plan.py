@@ -86,6 +86,7 @@ class Planned:
                 optimizer=run.train.optimizer,
                 compiled=run.impl.compile,
                 packed=run.impl.matmul != "dense",
+                repack=run.impl.repack_backward,
             )
         except ValueError as error:
             raise UserError(str(error)) from error

@@ -207,7 +207,11 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
         size = _micro_batch_size(config, method, here)
         if not shares_weights(config.impl, here):
             matmul = config.impl.matmul  # auto leaves the word to the environment
-            method.accelerate(size * source.tokens_per_sample, None if matmul == "auto" else matmul)
+            method.accelerate(
+                size * source.tokens_per_sample,
+                None if matmul == "auto" else matmul,
+                config.impl.repack_backward,
+            )
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, converted, source

@@ -46,6 +46,11 @@ def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: Wo
             f"impl.matmul={impl.matmul} with impl.shard=fsdp2: operands of sharded weights are not "
             "packed; set impl.matmul=auto"
         )
+    if impl.repack_backward:
+        raise UserError(
+            "impl.repack_backward=true with impl.shard=fsdp2: operands of sharded weights are not "
+            "packed; set it to false"
+        )
     if train.descent_every:
         raise UserError(
             f"train.descent_every={train.descent_every} with impl.shard=fsdp2: a step is taken "

@@ -25,7 +25,7 @@ in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -202,7 +202,9 @@ class Method:
                 f"weight [{out_features}, {in_features}]; 2:4 needs both dims to be multiples of 4"
             )
 
-    def accelerate(self, tokens: int, matmul: str | None = None) -> dict[str, Products]:
+    def accelerate(
+        self, tokens: int, matmul: str | None = None, repack_backward: bool = False
+    ) -> dict[str, Products]:
         """Run the products that have a 2:4 operand sparse; after `convert`. Says which do, and
         `acceleration` afterwards why, and what they save.
 
@@ -215,15 +217,26 @@ class Method:
                 `cusparselt` takes the sparse one wherever there is a 2:4 operand; `dense` none.
                 None: the environment variable SPARSE24_MATMUL, else auto. It is about speed: what
                 is in FP8 units' arithmetic (`Products.fp8`) follows from method and device alone.
+            repack_backward: the packed operand of dgrad is not held from step to step, but packed
+                in each backward pass: the same numbers in less memory, for some more time. For
+                `slope` with 2:4 weights, without FP8.
         Raises:
-            ValueError: an unknown name, or nothing is converted yet.
+            ValueError: an unknown name, nothing is converted yet, or nothing can be packed so.
             RuntimeError: cusparselt on a device, or for a shape or dtype, that it cannot serve.
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
+        if repack_backward and not any(layer.repacks for layer in self.sparse_layers.values()):
+            raise ValueError(
+                "repack_backward=True: no layer here has an operand that can be packed in the "
+                "backward pass; it is for slope with 2:4 weights and without FP8, set it to False"
+            )
         chosen, why = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
         for name, products in chosen.items():
-            self.sparse_layers[name].accelerate(products)
+            layer = self.sparse_layers[name]
+            if repack_backward and products.dgrad and layer.repacks:
+                chosen[name] = replace(products, repack=True)
+            layer.accelerate(chosen[name])
         self.acceleration = Acceleration(tokens, why)
         return chosen
 

@@ -38,7 +38,7 @@ from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from .gemms import DENSE, Products, under_autocast
 from .keys import layer_seed
 from .linear import SparseLinear
-from .operands import Dense, Packed, save, saved
+from .operands import Compressed, Dense, Packed, save, saved
 
 Pattern = tuple[int, int]  # (n, m)
 
@@ -151,7 +151,7 @@ class CompressedLinear(SparseLinear):
     Buffers, all saved, bits packed in uint8: `row_mask` [out, in / 8], one bit a weight;
     `column_mask` [out, in * n / m / 8], one bit a value; `left_mask` [r, in / 8] of a sparse L.
     Not saved: `packed` and `packed_transposed`, the bytes of W_R and W_RC^T, packed, for products
-    that run sparse.
+    that run sparse; with `Products.repack` W_RC^T is packed where dgrad takes it, and not held.
     """
 
     values: nn.Parameter
@@ -249,6 +249,11 @@ class CompressedLinear(SparseLinear):
         sparse = self.pattern == (2, 4)
         return Products(fprop=sparse, dgrad=sparse)
 
+    @property
+    def repacks(self) -> bool:
+        sparse = self.candidates()
+        return sparse.dgrad and not sparse.fp8  # codes of both operands are made together
+
     @torch.no_grad()
     def allocate(self) -> None:
         self._stored = None  # it would keep the memory of operands that are given up
@@ -283,9 +288,15 @@ class CompressedLinear(SparseLinear):
             self._stored = own, stored
         return self._stored[1]
 
-    def operands(self, dtype: torch.dtype) -> tuple[Packed | None, Packed | None]:
+    def operands(self, dtype: torch.dtype) -> tuple[Packed | None, Packed | Compressed | None]:
         """The packed operands that serve inputs of `dtype`; dense ones are made in each pass."""
-        return self.packed_operands() if dtype == self.dtype else (None, None)
+        if dtype != self.dtype:
+            return None, None
+        (fprop, dgrad), products = self.packed_operands(), self.accelerated
+        if not products.repack:
+            return fprop, dgrad
+        masks = self.row_mask, self.column_mask
+        return fprop, Compressed(self.values, *masks, products.layouts.dgrad)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation."""
@@ -295,7 +306,7 @@ class CompressedLinear(SparseLinear):
         """`forward`, with dense operands of its own where `operands` says that there are none."""
         x = under_autocast(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
-        taken: tuple[Packed | None, Packed | None] = operands or self.operands(x.dtype)
+        taken = operands or self.operands(x.dtype)
         return _Product.apply(
             x, self.values, *adapters, self.bias, *masks, *taken, self.pattern, self.adapting
         )

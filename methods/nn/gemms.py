@@ -50,7 +50,8 @@ class Products:
 
     fprop: Wf is packed. dgrad: Wb^T is. wgrad: the sample of dY is, transposed. fp8: the operands
     are codes, and FP8 units multiply them (fp8_gemms.py). layouts: of the packed operands, each of
-    which is for the kernels of cuSPARSELt or for our own.
+    which is for the kernels of cuSPARSELt or for our own. repack: dgrad's is not held from step to
+    step, but packed in each backward pass.
     """
 
     fprop: bool = False
@@ -58,6 +59,7 @@ class Products:
     wgrad: bool = False
     fp8: bool = False
     layouts: Layouts = field(default_factory=Layouts)
+    repack: bool = False
 
     def kernels(self, name: str) -> str:
         """Whose kernels run a product: `cusparselt`, `cuda` for our own, empty if it is dense."""

@@ -75,6 +75,11 @@ class SparseLinear(nn.Linear):
         return self.sparse_products()
 
     @property
+    def repacks(self) -> bool:
+        """True if dgrad's packed operand can be made anew in each backward pass."""
+        return False
+
+    @property
     def products(self) -> Products:
         """The products that run sparse."""
         return self.accelerated
@@ -101,7 +106,7 @@ class SparseLinear(nn.Linear):
             self.packed = None
         elif self.packed is None:
             self.packed = self._room(rows, columns, products.layouts.fprop).buffer
-        if not products.dgrad:
+        if not products.dgrad or products.repack:
             self.packed_transposed = None
         elif self.packed_transposed is None:
             self.packed_transposed = self._room(columns, rows, products.layouts.dgrad).buffer

@@ -1,4 +1,5 @@
-"""Operands of a linear layer's products, in the place of the weight: `Dense`, `Packed`, `Fp8`.
+"""Operands of a linear layer's products, in the place of the weight: `Dense`, `Packed`, `Fp8`, and
+for dgrad alone `Compressed`.
 
 An operand stands for a matrix A [out, in] and knows its two products, T tokens at a time:
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.matmul import linear24
+from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.pack import BUFFERED, Packed24
 
 
@@ -59,6 +61,21 @@ class Packed(NamedTuple):
         return linear24(self.matrix, dy)
 
 
+class Compressed(NamedTuple):
+    """A 2:4 matrix as its kept `values` and two masks, packed for each product anew, in `layout`
+    (common_kernels/matmul/compressed.py)."""
+
+    values: Tensor
+    row_mask: Tensor
+    column_mask: Tensor
+    layout: str = BUFFERED
+
+    def grad(self, dy: Tensor) -> Tensor:
+        """dy [T, out] -> [T, in]."""
+        masks = self.row_mask, self.column_mask
+        return twice_pruned_mm24(dy, self.values, *masks, layout=self.layout)
+
+
 class Fp8(NamedTuple):
     """A matrix that is about codes / scale, for products with another such one.
 
@@ -96,8 +113,9 @@ class Fp8(NamedTuple):
         return y if y.dtype == dtype else y.to(dtype)
 
 
-Operand = Dense | Packed | Fp8
-TENSORS = {Dense: 1, Packed: 1, Fp8: 2}  # how many fields, the first ones, are tensors
+Operand = Dense | Packed | Compressed | Fp8
+# How many fields, the first ones, are tensors.
+TENSORS = {Dense: 1, Packed: 1, Compressed: 3, Fp8: 2}
 
 
 def save(ctx: Any, operand: Operand | None, *tensors: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common_kernels import matmul, nm_mask
+from common_kernels import compress_nm, double_prune_bits, matmul, nm_mask, pack_mask
 from common_kernels.matmul import (
     Problem,
     chosen,
@@ -27,8 +27,10 @@ from common_kernels.matmul import (
     table,
     unavailable,
 )
+from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, Packed24, cpu, pack24
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import sample_pack24
 
 CUDA = torch.cuda.is_available()
@@ -219,6 +221,32 @@ def test_a_sample_times_x(layout, tokens):
             sample_mm24(dy, other, key, layout=layout)
 
 
+def compressed(rows, columns):
+    """values, row_mask and column_mask of a weight."""
+    a, mask = matrix(rows, columns, torch.float32)
+    row_mask = pack_mask(mask)
+    values = compress_nm(a, row_mask)
+    return values, row_mask, double_prune_bits(values, row_mask)
+
+
+@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
+@pytest.mark.parametrize("tokens", [64, 30])
+def test_x_times_a_weight_that_is_packed_for_it(layout, tokens):
+    """One operator does what two do, to the bit."""
+    if reason := unserved(layout):
+        pytest.skip(reason)
+    x, weight = dense(tokens, 64), compressed(64, 128)
+    out = Packed24.empty((128, 64), BF16, DEVICE, layout)
+    stored = dict(zip(("values", "row_mask", "column_mask"), weight, strict=True))
+    prune_and_pack24_([Compressed24(**stored, transposed=out)], choose=False)
+    assert torch.equal(twice_pruned_mm24(x, *weight, layout=layout), linear24(out, x))
+    for other in (dense(8, 128), dense(8, 64, torch.float32), x[0]):
+        with pytest.raises(ValueError, match=r"\(64, 128\): it must be \[tokens, 64\] of a 16-bit"):
+            twice_pruned_mm24(other, *weight)
+    with pytest.raises(ValueError, match="row_mask must be"):
+        twice_pruned_mm24(x, weight[0], weight[2], weight[2])
+
+
 @sparse_gpu
 def test_a_times_x_of_codes():
     a, mask = matrix(64, 128, E5M2)
@@ -248,6 +276,8 @@ def test_opcheck():
         torch.library.opcheck(torch.ops.sparse24.matmul24.default, arguments)
     arguments = (torch.ones(16, 64, dtype=BF16), x, torch.tensor([1, 0]), 4, BUFFERED, "cpu")
     torch.library.opcheck(torch.ops.sparse24.sample_mm24.default, arguments)
+    arguments = (torch.ones(24, 64, dtype=BF16), *compressed(64, 128), CUTLASS, "cpu")
+    torch.library.opcheck(torch.ops.sparse24.twice_pruned_mm24.default, arguments)
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from common_kernels.fp8.operands import (
 )
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.matmul import linear24, mm24, sample_mm24
+from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 
@@ -131,6 +132,11 @@ def cases():
             lambda backend, *o: sample_pack24(*o, backend=backend).buffer, {"dy": x, "key": key}
         ),
         "sample_mm24": (pure(sample_mm24), {"dy": x, "x": x, "key": key}),
+        "twice_pruned_mm24": (
+            pure(twice_pruned_mm24),
+            {"x": numbers(32, 128, dtype=BF16), "values": values, "row_mask": bits,
+             "column_mask": columns},
+        ),
         "quantize_both": (pure(quantize_both, "e4m3", "e5m2"), {"x": w}),
         "quantize_and_sample": (
             lambda backend, *o: [

@@ -14,7 +14,7 @@ from common_kernels import (
 )
 from common_kernels.launch import table_of
 from common_kernels.pack import BUFFERED, Packed24, cpu
-from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
+from common_kernels.pack.compressed import Compressed24, packed_transposed, prune_and_pack24_
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
@@ -108,6 +108,31 @@ def test_packing_under_the_mask_that_there_is(backend):
     kept = expand_nm(unpack_mask(column_mask, 64).float(), row_mask) != 0
     want = cpu.pack(dense.t().contiguous().bfloat16(), kept.t().contiguous(), BUFFERED)
     assert torch.equal(got, want)
+
+
+@backends
+@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS, K128])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+def test_one_operand_of_one_weight(backend, layout, source):
+    """Under a mask that is that of other values, of strides of any kind."""
+    row_mask, values = weights((128, 192), source)
+    column_mask = double_prune_bits(values, row_mask)
+    values.neg_().add_(values.roll(1, 0))
+    for strided in (values, values.t().contiguous().t()):
+        weight = stored(row_mask, strided, layouts=(None, layout), column_mask=column_mask)
+        prune_and_pack24_([weight], choose=False, backend=backend)
+        given = strided, row_mask, column_mask, torch.bfloat16, layout
+        assert torch.equal(packed_transposed(*given, backend), weight.transposed.buffer)
+
+
+@backends
+def test_a_weight_that_is_not_made_of_whole_blocks(backend):
+    """Its transpose alone has a place in cuSPARSELt's layout."""
+    weight = stored(*weights((80, 64)), layouts=(None, BUFFERED))
+    prune_and_pack24_([weight], backend=backend)
+    check(weight)
+    given = weight.values, weight.row_mask, weight.column_mask, torch.bfloat16, BUFFERED
+    assert torch.equal(packed_transposed(*given, backend), weight.transposed.buffer)
 
 
 @backends

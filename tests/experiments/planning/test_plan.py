@@ -78,7 +78,8 @@ def measured_step(shape, name):
 
     include = ALL if found and found.groups()[-1] else MLP
     options = {"include": include, "exclude": (), "measure_every": 0, **arm.options}
-    return footprint(build, methods.build(arm.method, **options), loss, packed=not arm.simulated)
+    method = methods.build(arm.method, **options)
+    return footprint(build, method, loss, packed=not arm.simulated, repack=arm.repack)
 
 
 PLANNED = [row for row in PEAKS if why_not(*row[:2]) is None]
@@ -140,6 +141,14 @@ def test_a_layer_and_a_loss_counted_by_hand():
         rest = need.activations - logits
         assert 32 * 16 * 2 + 32 * 8 <= rest <= 32 * 16 * 2 + 32 * 8 + 64  # and a scalar or two
         assert need.loss == (0 if compiled else 2 * logits)
+
+
+def test_an_operand_that_is_packed_in_the_backward_pass_is_not_held():
+    options = ["model=gpt2_124m", "method=slope", "train.dtype=bf16"]
+    kept = planned(*options).footprint(1)
+    made = planned(*options, "impl.repack_backward=true").footprint(1)
+    assert kept.packed == 2 * made.packed > 0
+    assert dataclasses.replace(made, packed=kept.packed) == kept
 
 
 NEED = Footprint(

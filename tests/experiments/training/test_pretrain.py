@@ -294,6 +294,8 @@ def test_sparse_products_are_asked_for_and_told(tiny):
     with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense") as caught:
         pretraining.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
     assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"repack_backward=True: no layer here has an operand"):
+        pretraining.run(tiny("method=s_ste", "impl.repack_backward=true", "seed=1"), quiet)
 
 
 def test_a_run_beside_a_dense_one_tells_what_a_step_gained(tiny):

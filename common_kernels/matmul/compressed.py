@@ -1,0 +1,56 @@
+"""The product of SLoPe's backward pass with a weight that is packed for this product alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common_kernels import backend as backends
+from common_kernels import checks
+from common_kernels.library import custom_op
+from common_kernels.matmul import linear24
+from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.pack.compressed import packed_transposed, shape_of
+
+
+def twice_pruned_mm24(
+    x: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    *,
+    layout: str = BUFFERED,
+    backend: str | None = None,
+) -> Tensor:
+    """x [tokens, rows] (W * A * B) -> [tokens, columns] in one operator: `linear24` of the operand
+    that `prune_and_pack24_` would write, whose memory is free again when this returns.
+
+    It is one operator, so that torch.compile cannot move the packing, which does not depend on x,
+    from the backward pass into the forward pass, and keep all layers' results in between.
+
+    Args:
+        x: of a 16-bit type. values, row_mask, column_mask: W [rows, columns] under A and B, as a
+            `Compressed24` has them. layout: of the operand.
+    """
+    rows, columns = shape_of(values, row_mask, column_mask)
+    if x.ndim != 2 or x.shape[1] != rows or x.dtype.itemsize != 2:
+        raise ValueError(
+            f"x {tuple(x.shape)} of {x.dtype} does not fit a weight {(rows, columns)}: it must be "
+            f"[tokens, {rows}] of a 16-bit type"
+        )
+    device = checks.one_device(x=x, values=values, row_mask=row_mask, column_mask=column_mask)
+    name = backends.resolve(device, backend)
+    return _twice_pruned_mm24(x, values, row_mask, column_mask, layout, name)
+
+
+@custom_op("sparse24::twice_pruned_mm24", mutates_args=())
+def _twice_pruned_mm24(
+    x: Tensor, values: Tensor, row_mask: Tensor, column_mask: Tensor, layout: str, backend: str
+) -> Tensor:
+    shape = 2 * values.shape[1], values.shape[0]
+    buffer = packed_transposed(values, row_mask, column_mask, x.dtype, layout, backend)
+    return linear24(Packed24((buffer,), shape, x.dtype, layout), x)
+
+
+@_twice_pruned_mm24.register_fake
+def _(x, values, row_mask, column_mask, layout, backend):
+    return x.new_empty(x.shape[0], 2 * values.shape[1])

@@ -1,0 +1,148 @@
+"""dgrad's operand packed in each backward pass: to the bit as a kept one, in less memory."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import methods
+from common_kernels.matmul import unavailable
+from experiments.support.memory import buffer_bytes
+from methods.nn.gemms import Products
+
+pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+TOKENS, BF16 = 48, torch.bfloat16
+REPACKED = Products(fprop=True, dgrad=True, repack=True)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    if not CUDA:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def build(repack, matmul="cusparselt", name="slope", width=128, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64)).to(DEVICE)
+    method = methods.build(name, **{"include": ("*",), "exclude": (), **options})
+    method.convert(model, BF16)
+    method.accelerate(TOKENS, matmul, repack)
+    return model, method
+
+
+def passes(model, seed, run=None, times=1):
+    """Run a micro-batch forward and backward, `times` through the model; returns dX."""
+    generator = torch.Generator().manual_seed(seed)
+    x = inputs = torch.randn(TOKENS, 64, generator=generator).to(DEVICE).requires_grad_()
+    with torch.autocast(DEVICE, BF16):
+        for _ in range(times):
+            x = (run or model)(x)
+    x.float().square().mean().backward()
+    return inputs.grad
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "matmul", "width"),
+    [("cpu", "cusparselt", 128), ("cpu", "cuda", 128), ("triton", "cusparselt", 64)],
+)
+def test_training_is_that_with_kept_operands(backend, matmul, width, monkeypatch):
+    """Of two micro-batches a step; columns are pruned anew after every second one."""
+    if matmul == "cuda" and (reason := unavailable("cuda", DEVICE, BF16)):
+        pytest.skip(reason)
+    monkeypatch.setenv("SPARSE24_BACKEND", backend)
+    options = {"width": width, "column_refresh": 2}
+    ours, theirs = (build(repack, matmul, **options) for repack in (True, False))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model, _ in (ours, theirs)]
+    masks = []
+    for step in range(3):
+        grads = []
+        for (model, method), optimizer in zip((ours, theirs), optimizers, strict=True):
+            method.on_step_begin(step)
+            grads.append([passes(model, 2 * step), passes(model, 2 * step + 1), *gradients(model)])
+            method.on_gradients(step, optimizer)
+            grads[-1] = [g.clone() for g in grads[-1]]
+            optimizer.step()
+            optimizer.zero_grad()
+            method.on_step_end(step)
+        assert equal(*grads)
+        masks.append(ours[0][0].column_mask.clone())
+    assert [torch.equal(*pair) for pair in pairwise(masks)] == [False, True]
+    states = [model.state_dict() for model, _ in (ours, theirs)]
+    assert list(states[0]) == list(states[1]) and equal(*(state.values() for state in states))
+
+
+def test_what_is_held_has_one_operand_less():
+    (ours, method), (theirs, _) = build(True), build(False)
+    assert {layer.accelerated for layer in method.sparse_layers.values()} == {REPACKED}
+    passes(ours, 0)
+    for layer, other in zip(ours[::2], theirs[::2], strict=True):
+        assert layer.packed_transposed is None
+        # Half of the values, of two bytes, and a bit a weight for where they are.
+        assert buffer_bytes(layer, "packed") == 64 * 128 * 9 // 8
+        assert buffer_bytes(other, "packed") == 2 * buffer_bytes(layer, "packed")
+        for kind in ("masks", "operands"):
+            assert buffer_bytes(layer, kind) == buffer_bytes(other, kind)
+    method.accelerate(TOKENS, "cusparselt")
+    assert equal(ours.buffers(), theirs.buffers())
+    method.accelerate(TOKENS, "dense", True)
+    assert not any(buffer_bytes(layer, "packed") for layer in ours[::2])
+
+
+def saved_by(run):
+    """What autograd keeps of a forward pass."""
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with keep, torch.autocast(DEVICE, BF16):
+        run(torch.randn(TOKENS, 64, device=DEVICE, requires_grad=True))
+    return saved
+
+
+def test_nothing_packed_waits_for_the_backward_pass():
+    model, _ = build(True)
+    held = [layer.packed for layer in model[::2]]
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        packed = [t for t in saved_by(run) if t.shape == held[0].shape]
+        assert {t.data_ptr() for t in packed} <= {t.data_ptr() for t in held}
+
+
+@pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
+def test_compiled_checkpointed_twice_in_a_pass_or_copied():
+    """Always what the plain model with kept operands gives."""
+    (model, _), (reference, _) = build(True), build(False)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    recomputed = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+    for run, of in ((compiled, model), (recomputed, model), (None, copy.deepcopy(model))):
+        for times in (1, 2):
+            got = [passes(of, 1, run, times), *gradients(of)]
+            want = [passes(reference, 1, None, times), *gradients(reference)]
+            assert equal(got, want)
+            of.zero_grad(), reference.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dense", {}),
+        ("t_sr_ste", {"dense_fraction": 0.0}),
+        ("slope", {"fp8": "hopper"}),
+        ("slope", {"n": 1}),
+        ("released.slope", {}),
+    ],
+)
+def test_what_cannot_be_packed_so_is_refused(name, options):
+    with pytest.raises(ValueError, match=r"repack_backward=True: no layer .* for slope with 2:4"):
+        build(True, "dense", name, **options)
