@@ -22,7 +22,7 @@ from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
-from methods import FusedAdamW, s_ste, sr_ste, ste, t_sr_ste
+from methods import FusedAdamW, s_ste, slope, sr_ste, ste, t_sr_ste
 from models.base import Model
 from models.gpt2 import GPT
 from tests.lifetimes import Reads
@@ -371,27 +371,31 @@ def capture_by_calling(model_of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "nan", "launched_steps"),
     [
-        (t_sr_ste.Method, ("method.refresh_every=3", "method.dense_fraction=0.5")),
-        (s_ste.Method, ()),
+        (t_sr_ste.Method, ("method.refresh_every=3", "method.dense_fraction=0.5"), (5,), 6),
+        (s_ste.Method, (), (5,), 3),
+        (slope.Method, ("method.adapter_rank=2", "method.adapter_fraction=0.5"), (5,), 6),
+        # Step 3 is replayed; at its end the history begins, from which scales follow from then on.
+        (s_ste.Method, ("method.fp8=hopper_delayed", "train.fp8_samples=2"), (0, 1, 2), 6),
     ],
-    ids=["t_sr_ste", "s_ste"],
+    ids=["t_sr_ste", "s_ste", "slope", "delayed scaling"],
 )
-def test_replayed_steps_are_the_same_and_go_on(build, tmp_path, monkeypatch, kind, options):
-    """Over choices of masks, a skipped step, the switch to the dense phase and an interruption,
-    with two micro-batches a step: the first writes the gradients, the second adds to them."""
+def test_replayed_steps_are_the_same_and_go_on(
+    build, tmp_path, monkeypatch, kind, options, nan, launched_steps
+):
+    """Over choices of masks, skipped steps, the switch to another phase and an interruption, with
+    two micro-batches a step: the first writes the gradients, the second adds to them."""
     capture = capture_by_calling(lambda part: part.func.__self__.model)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
     overrides = (*options, "train.dtype=fp16", "impl.micro_batch=2", "train.batch_size=4")
-    launched = build(*overrides, f"runs={tmp_path / 'launched'}", kind=kind, nan=(5,))
+    launched = build(*overrides, f"runs={tmp_path / 'launched'}", kind=kind, nan=nan)
     launched.fit()
     overrides = (*overrides, "impl.cuda_graphs=true")
-    whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8, kind=kind, nan=(5,))
-    phases = 2 if kind is t_sr_ste.Method else 1
-    assert whole.optimization.replays.steps == whole.step - phases * graphs.LAUNCHED
-    assert launched.optimization.skipped == 1
+    whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8, kind=kind, nan=nan)
+    assert whole.optimization.replays.steps == whole.step - launched_steps
+    assert launched.optimization.skipped == len(nan)
     assert records(launched) == records(whole) == records(resumed)
     trainers = (launched, whole, resumed)
     for a, *others in zip(*(t.model.parameters() for t in trainers), strict=True):
