@@ -21,7 +21,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
     """Name of the backend that serves `device`: the argument, else the environment, else `triton`
-    on a GPU and `cpu` elsewhere.
+    on a GPU and `cpu` elsewhere. On `meta`, where nothing is launched, it is always `cpu`.
 
     Raises ValueError on an unknown name and RuntimeError, with the reason, on one that cannot
     serve.
@@ -32,6 +32,8 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
         return "triton" if kind == "cuda" and HAS_TRITON else "cpu"
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    if kind == "meta":
+        return "cpu"
     reason = None
     if name == "triton" and not HAS_TRITON:
         reason = "triton is not installed"

@@ -271,7 +271,7 @@ class CompressedLinear(SparseLinear):
         buffers = self._buffers
         own = (
             self._parameters["values"], buffers["row_mask"], buffers["column_mask"],
-            buffers["packed"], buffers["packed_transposed"], self.accelerated,
+            buffers["packed"], buffers["packed_transposed"], self.accelerated, self.values.dtype,
         )  # fmt: skip
         if own[3] is None and own[4] is None:
             return None

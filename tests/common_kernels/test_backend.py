@@ -15,6 +15,11 @@ def test_argument_beats_the_environment(monkeypatch):
     assert nm_mask(torch.ones(4), backend="cpu").sum() == 2
 
 
+def test_nothing_is_launched_on_meta(monkeypatch):
+    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
+    assert backend.resolve("meta") == backend.resolve("meta", "triton") == "cpu"
+
+
 @pytest.mark.parametrize(("name", "reason"), [("triton", "TRITON_INTERPRET=1")])
 def test_unavailable_backend_by_name_says_why(monkeypatch, name, reason):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
