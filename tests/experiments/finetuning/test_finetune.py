@@ -570,7 +570,7 @@ def test_products_are_chosen_for_the_longest_micro_batch(gpt2, monkeypatch):
     monkeypatch.setattr(Method, "accelerate", lambda *args: asked.append(args[1:]))
     trainer(gpt2, "impl.matmul=dense", "impl.micro_batch=4")
     trainer(gpt2, "impl.micro_batch=99")
-    assert asked == [(4 * 64, "dense"), (16 * 64, None)]
+    assert asked == [(4 * 64, "dense", False), (16 * 64, None, False)]
     low = trainer(gpt2, "recipe.dtype=bf16")
     assert low.method.sparse_layers["transformer.h.0.mlp.c_fc"].dtype is torch.bfloat16
     assert low.optimization.dtype is torch.bfloat16
