@@ -44,7 +44,7 @@ def on_cpus(made):
 
 
 def train(case, folder, ranks, resume=None):
-    model, method = build(case, **{"total_steps": STEPS, **CASES[case]})
+    model, method = build(case, layers=1, **{"total_steps": STEPS, **CASES[case]})
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
         gradient_accumulation_steps=2 // ranks, report_to=[], use_cpu=True, disable_tqdm=True,
@@ -64,7 +64,8 @@ def train(case, folder, ranks, resume=None):
         if case == "ast distilling":
             assert all(is_sharded(layer.mask) for layer in method.layers.values())
             assert all(map(is_sharded, method.teacher.parameters()))
-    trainer.save_model(str(folder / "end"))
+    if resume is None:
+        trainer.save_model(str(folder / "end"))
     if arguments.process_index == 0:
         (folder / "records.json").write_text(json.dumps(records(trainer)))
 

@@ -33,7 +33,6 @@ TINY = {
     "vocab_size": 32,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": TOKENS,
 }
@@ -83,9 +82,9 @@ def sequences():
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def build(name, **options):
+def build(name, layers=2, **options):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **TINY))
     arm = {**ARMS.get(name, {}), "include": ["*mlp*"], "total_steps": STEPS, **options}
     return model, methods.build(name.split()[0], measure_every=1, **arm)
 
