@@ -160,8 +160,8 @@ class Replays:
     Args:
         backward: forward and backward of a micro-batch of a given share; adds to the gradients and
             returns the loss.
-        report: where to say that passes which cannot be captured, for lack of memory or whatever
-            reason, are launched from then on; None: that is an error.
+        report: where to say that there is no memory for graphs, so that passes are launched from
+            then on; None: that is an error.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Replays:
     def _replay(
         self, first: bool, form: Form, batch: Batch, share: float
     ) -> Callable[[], Tensor] | None:
-        """A function that replays the passes of a micro-batch; None if they cannot be captured.
+        """A function that replays the passes of a micro-batch; None if memory is short.
         Those of the first one of a step write the gradients, those of the others add to them."""
         if (first, form) not in self._graphs and not self._captured(first, form, batch, share):
             return None
@@ -240,7 +240,7 @@ class Replays:
         return partial(self._graphs[first, form].run, batch)
 
     def _captured(self, first: bool, form: Form, batch: Batch, share: float) -> bool:
-        """Capture the passes of a micro-batch; False if that failed, which changes nothing."""
+        """Capture the passes of a micro-batch; False if memory was short, which changes nothing."""
         device = self.parameters[0].device
         before = [p.grad for p in self.parameters]
         try:
@@ -250,16 +250,21 @@ class Replays:
                 self._pool = torch.cuda.graph_pool_handle()
             inputs = {name: value.clone() for name, value in batch.items()}
             replay, loss = capture(partial(self.backward, inputs, share), self._pool)
-        except RuntimeError as error:
+        except torch.OutOfMemoryError:
             if self.report is None:
                 raise
-            memory = isinstance(error, torch.OutOfMemoryError)
-            self.report(_launched(_MEMORY if memory else f"here ({str(error).splitlines()[0]})"))
+            self.report(_launched(_MEMORY))
             self.given_up = True
             self.forget()
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
             return False
+        except RuntimeError as error:  # after which torch's generator takes no launched steps
+            raise UserError(
+                f"the passes cannot be captured in a CUDA graph ({str(error).splitlines()[0]}); "
+                "nothing in them may wait for the GPU or read back from it; set "
+                "impl.cuda_graphs=false and start again, the run goes on where it was last saved"
+            ) from error
         self._graphs[first, form] = _Graph(inputs, replay, loss)
         if first:
             self._gradients = [p.grad for p in self.parameters]
