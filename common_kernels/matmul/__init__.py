@@ -396,6 +396,13 @@ def in_layout(problem: Problem, layout: str) -> Problem | None:
     return moved if layout == BUFFERED or cuda.configs(moved) else None
 
 
+def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
+    """The product in each layout that kernels take it in; in those that need more tokens only if
+    all do: filled up copies of dY and X cost more than another kernel gains."""
+    found = [moved for layout in layouts if (moved := in_layout(problem, layout))]
+    return [moved for moved in found if moved.columns == problem.columns] or found
+
+
 def fastest(
     problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
 ) -> Measured | None:
@@ -409,9 +416,9 @@ def fastest(
     index = torch.cuda.current_device() if device.index is None else device.index
     found = []
     with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
-        for layout in layouts:
-            moved = in_layout(problem, layout)
-            if moved is None or (layout in cuda.LAYOUTS and not _compiles(device, problem.dtype)):
+        for moved in _served(problem, layouts):
+            layout = moved.layout
+            if layout in cuda.LAYOUTS and not _compiles(device, problem.dtype):
                 continue
             try:
                 entry = table.entry(moved, index, within=2.0)
@@ -452,14 +459,13 @@ def measured(
     from common_kernels.matmul import table
 
     index, found = torch.cuda.current_device() if device.index is None else device.index, []
-    for layout in layouts:
-        moved = in_layout(problem, layout)
+    for moved in _served(problem, layouts):
         try:
-            entry = None if moved is None else table.known(moved, index)
+            entry = table.known(moved, index)
         except (cuda_build.BuildError, cusparselt.CuSparseLtError):
             continue  # without the kernels nothing was measured
         if entry is not None:
-            found.append(Measured(layout, entry.ms, entry.dense_ms))
+            found.append(Measured(moved.layout, entry.ms, entry.dense_ms))
     return min(found, key=lambda one: one.share, default=None)
 
 

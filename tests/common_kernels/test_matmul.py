@@ -434,6 +434,15 @@ def test_the_layout_that_is_fastest_beside_the_dense_product_is_taken(gpu_of_tab
     assert fastest(WGRAD, device).wins and not fastest(WGRAD, device)._replace(ms=3.0).wins
 
 
+def test_tokens_are_filled_up_only_where_every_kernel_needs_more(gpu_of_tables):
+    device, narrow = torch.device("cuda", 0), cuda.LAYOUTS[0]
+    gpu_of_tables |= {BUFFERED: (2.0, 3.0), narrow: (1.0, 3.0)}
+    for tokens, layout in ((112, BUFFERED), (128, narrow), (104, narrow)):  # 104: no multiple of 16
+        problem = replace(WGRAD, columns=tokens)
+        assert fastest(problem, device).layout == measured(problem, device).layout == layout
+    assert fastest(WGRAD, device, cuda.LAYOUTS).layout == narrow  # by name
+
+
 def test_without_a_compiler_products_are_cusparselt_s_and_that_is_said_once(
     gpu_of_tables, monkeypatch
 ):
