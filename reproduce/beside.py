@@ -170,10 +170,14 @@ def sparse_over_dense(text: str, row: str) -> Gain:
     return Gain(f"torchao, Table 4: {text}", cells)
 
 
-def sam(text: str, row: str, column: str, smaller: bool = False) -> Gain:
+def sam(text: str, row: str, column: str = "images a second") -> Gain:
     """The statement on a row of torchao's Table 5, over its dense row."""
     cells = ("torchao_table5", row, column), ("torchao_table5", "dense", column)
-    return Gain(f"torchao, Table 5: SAM's encoder at inference, {text}", cells, smaller=smaller)
+    smaller = column == "peak memory"
+    # Ours was measured in turns with dense.
+    ours = cells if smaller else (("torchao_table5", row, "speed-up"),)
+    told = f"torchao, Table 5: SAM's encoder at inference, {text}"
+    return Gain(told, ours, cells, smaller)
 
 
 STATEMENTS: tuple[Gain | Ranking, ...] = (
@@ -206,9 +210,9 @@ STATEMENTS: tuple[Gain | Ranking, ...] = (
     Gain("torchao, Table 4: time to choose and pack, over the library's packing",
          (("torchao_table4", "product (13008,1024,4096)", "prune and pack"),
           ("torchao_table4", "product (13008,1024,4096)", "library")), smaller=True),
-    sam("MLP", "2:4, MLP", "images a second"),
-    sam("attention and MLP", "2:4, attention and MLP", "images a second"),
-    sam("memory, attention and MLP", "2:4, attention and MLP", "peak memory", smaller=True),
+    sam("MLP", "2:4, MLP"),
+    sam("attention and MLP", "2:4, attention and MLP"),
+    sam("memory, attention and MLP", "2:4, attention and MLP", "peak memory"),
     *(decoding(lengths, device) for device in ("RTX 4090", "L20")
       for lengths in ("128, 128", "1024, 1024")),
 )  # fmt: skip
