@@ -29,7 +29,7 @@ from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import process_settings, save_model
-from experiments.training.sharding import Shards, check_shared, share, shares_weights
+from experiments.training.sharding import Shards, accelerate, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers
 from experiments.training.trainer import Trainer
 from methods import Method, dense
@@ -86,6 +86,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         if config.impl.activation_checkpointing:
             recompute(model)
         shards = share(model, method, config.impl, DTYPES[config.recipe.dtype], here)
+        choose_products(config, method, here)
         with ExitStack() as stack:
             here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
             # By another process, since it was asked.
@@ -167,19 +168,19 @@ def prepare_model(
     train = recipe.train(len(problem.train))
     try:
         backend.resolve(here.device)
-        dtype, matmul = DTYPES[recipe.dtype], config.impl.matmul
+        dtype = DTYPES[recipe.dtype]
         mode = "dense" if config.mode == LORA else config.mode
         method = source.method_for(model, mode, train.steps, config.seed, dtype)
         check_shared(method, config.impl, train, here)
-        if not shares_weights(config.impl, here):
-            # Shorter batches run sparse, too; the products are measured for the longest.
-            longest = _micro_batch(config, here) * recipe.max_length
-            method.accelerate(
-                longest, None if matmul == "auto" else matmul, config.impl.repack_backward
-            )
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, train
+
+
+def choose_products(config: FinetuneConfig, method: Method, here: World) -> None:
+    """Choose which products run sparse, once ranks share the weights, if they do."""
+    # Shorter batches run sparse, too; the products are measured for the longest.
+    accelerate(method, _micro_batch(config, here) * config.recipe.max_length, config.impl)
 
 
 def make_adapters(

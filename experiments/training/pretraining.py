@@ -37,7 +37,7 @@ from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
 from experiments.training.optimization import DTYPES, micro_batch_size
-from experiments.training.sharding import Shards, check_shared, share, shares_weights
+from experiments.training.sharding import Shards, accelerate, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers, read_metrics
 from experiments.training.trainer import Trainer
 from methods import Method, Report
@@ -109,6 +109,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
         if config.impl.activation_checkpointing:
             recompute(model)
         shards = share(model, method, config.impl, DTYPES[config.train.dtype], here)
+        tokens = _micro_batch_size(config, method, here) * source.tokens_per_sample
+        accelerate(method, tokens, config.impl)
         if config.init_weights() != init:
             raise UserError(f"{config.init} was changed while it was read")
         directory = config.directory()
@@ -204,14 +206,6 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
         with alone(here.device) if apart else nullcontext():
             converted = method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
-        size = _micro_batch_size(config, method, here)
-        if not shares_weights(config.impl, here):
-            matmul = config.impl.matmul  # auto leaves the word to the environment
-            method.accelerate(
-                size * source.tokens_per_sample,
-                None if matmul == "auto" else matmul,
-                config.impl.repack_backward,
-            )
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, converted, source

@@ -41,15 +41,10 @@ def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: Wo
                 "with torchrun, or set impl.offload=false"
             )
         return
-    if impl.matmul not in ("auto", "dense"):
-        raise UserError(
-            f"impl.matmul={impl.matmul} with impl.shard=fsdp2: operands of sharded weights are not "
-            "packed; set impl.matmul=auto"
-        )
     if impl.repack_backward:
         raise UserError(
-            "impl.repack_backward=true with impl.shard=fsdp2: operands of sharded weights are not "
-            "packed; set it to false"
+            "impl.repack_backward=true with impl.shard=fsdp2: no operand of sharded weights is held "
+            "between passes; set it to false"
         )
     if train.descent_every:
         raise UserError(
@@ -71,6 +66,15 @@ def share(
     if not shares_weights(impl, world):
         return None
     return Shards(model, method, dtype, world, compiled=impl.compile, offload=impl.offload)
+
+
+def accelerate(method: Method, tokens: int, impl: ImplConfig) -> None:
+    """`Method.accelerate` as `impl.matmul` says, after `share`. Raises `UserError`."""
+    try:  # auto leaves the word to the environment
+        matmul = None if impl.matmul == "auto" else impl.matmul
+        method.accelerate(tokens, matmul, impl.repack_backward)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
 
 
 class Shards:

@@ -231,6 +231,7 @@ class Method:
                 "repack_backward=True: no layer here has an operand that can be packed in the "
                 "backward pass; it is for slope with 2:4 weights and without FP8, set it to False"
             )
+        sharding.follow(self.layers.values(), self._model)
         chosen, why = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
         for name, products in chosen.items():
             layer = self.sparse_layers[name]
@@ -250,7 +251,7 @@ class Method:
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
                 layer.dtype,
-                next(layer.parameters()).device,
+                sharding.device_of(layer),
                 tokens,
                 matmul,
             )

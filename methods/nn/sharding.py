@@ -7,8 +7,8 @@ as a DTensor. What a converted layer keeps beside its weight goes the same way:
                         whole as bits beside them, gathered anew when a mask has changed
     scale, permutation  whole on every rank, as all other buffers
     operands            not kept: derived where they are used, from the weight that FSDP has
-                        gathered and the masks; in the backward pass again, so that they need not
-                        wait for it
+                        gathered and the masks, packed for products that run sparse; in the
+                        backward pass again, so that they need not wait for it
 
 Masks are gathered at the end of a step, not in its passes: there a gather of its own would wait for
 the weights of the next block, which are gathered at the same time, and the products for both.
@@ -95,18 +95,31 @@ def _shard(layer: Any, like: Any) -> None:
             "a Conv1D of transformers cannot be sharded; load the model with models.gpt2.from_hf "
             "or models.hf.CausalLM"
         )
-    _check_dense(layer.accelerated)
-    layer.derived, layer.viewed, layer.bits = {}, False, {}
+    _check_products(layer.accelerated)
+    layer.derived, layer.viewed, layer.bits = _set_apart(layer), False, {}
     for name, buffer in layer._buffers.items():
-        if buffer is None or name == "key":
-            continue
-        if name in layer._non_persistent_buffers_set:
-            layer.derived[name] = torch.empty_like(buffer, device="meta")
-            layer._buffers[name] = None
-        elif buffer.ndim == 2 and len(buffer) == len(like):
+        if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
             rows = distribute_tensor(buffer, like.device_mesh, like.placements, src_data_rank=None)
             layer._buffers[name] = rows.to(like.device)  # that of the host, with CPU offload
     layer.__class__ = _sharded_class(layer.__class__)
+
+
+def _set_apart(layer: Any) -> dict[str, Tensor]:
+    """The operands' buffers of a layer, on the meta device; it holds them no more."""
+    found = {}
+    for name, buffer in layer._buffers.items():
+        if buffer is not None and name in layer._non_persistent_buffers_set and name != "key":
+            found[name] = torch.empty_like(buffer, device="meta")
+            layer._buffers[name] = None
+    return found
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """The device on which a layer computes, wherever its shards lie."""
+    parameter: Any = next(layer.parameters())
+    if not is_sharded(parameter):
+        return parameter.device
+    return torch.empty(0, device=parameter.device_mesh.device_type).device
 
 
 def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
@@ -125,9 +138,17 @@ def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
             state[key] = rows.to(buffer.device)
 
 
-def _check_dense(products: Any) -> None:
-    if products != type(products)():
-        raise ValueError("accelerate does not serve sharded weights yet; leave it out under FSDP2")
+def _check_products(products: Any) -> None:
+    if products.fp8:
+        raise ValueError(
+            "FP8 units serve whole weights alone; leave accelerate out under FSDP2, or set "
+            "fp8='paper', which is simulated"
+        )
+    if products.repack:
+        raise ValueError(
+            "repack_backward=True under FSDP2: no operand of sharded weights is held between "
+            "passes; leave it out"
+        )
 
 
 @cache
@@ -158,9 +179,12 @@ class ShardedLayer:
             super().refresh_mask()  # type: ignore[misc]
 
     def refresh(self, amax: Tensor | None = None) -> None:
-        """Gather masks that have changed; operands are derived where they are used."""
         with self._where_it_chooses():
             self.settle()  # type: ignore[attr-defined]
+        self.derive(amax)
+
+    def derive(self, amax: Tensor | None = None) -> None:
+        """Gather masks that have changed; operands are derived where they are used."""
         for name, buffer in self._buffers.items():
             if is_sharded(buffer) and _is_mask(buffer):
                 self._bits_of(name)
@@ -173,10 +197,17 @@ class ShardedLayer:
             super().reload()  # type: ignore[misc]
 
     def allocate(self) -> None:
-        """No operands are kept."""
+        """Say which operands are derived, on a layer that is `whole`; none are kept."""
+        if self.viewed:
+            self._buffers.update(self.derived)
+            super().allocate()  # type: ignore[misc]
+            self.derived = _set_apart(self)
 
     def accelerate(self, products: Any) -> None:
-        _check_dense(products)
+        _check_products(products)
+        if products != self.accelerated:  # type: ignore[attr-defined]
+            with whole(self):
+                super().accelerate(products)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         with rows(self):  # rank 0 alone may print a model: nothing is gathered
@@ -208,11 +239,14 @@ class ShardedLayer:
         layer: Any = self
         found = {n: self._gathered(n, x.device) for n, b in self._buffers.items() if is_sharded(b)}
         for name, own in self.derived.items():
+            if own.dtype == torch.uint8 and x.dtype != layer.dtype:
+                continue  # packed operands are in one dtype
             dtype = x.dtype if own.dtype == layer.dtype and own.ndim == 2 else own.dtype
             found[name] = torch.empty_like(own, dtype=dtype, device=x.device)
         with _showing(self, found):
-            layer.derive()
+            super().derive()  # type: ignore[misc]
             super().sample()  # type: ignore[misc]
+        vars(self).pop("_stored", None)  # what a `CompressedLinear` would keep for its next packing
         return found
 
     def _gathered(self, name: str, device: torch.device) -> Tensor:

@@ -431,6 +431,7 @@ def trainer(run, *more):
     here = World(0, 1, torch.device("cpu"))
     pretrained = tuning.open_model(own, source)
     model, method, train = tuning.prepare_model(own, source, pretrained, problem, here)
+    tuning.choose_products(own, method, here)
     hashes = tuning.Hashes.of(own)
     return tuning.make_trainer(own, hashes, problem, model, method, train, here, quiet)
 

@@ -284,14 +284,9 @@ def refusal(method, impl, device="cpu", **more):
 
 def test_what_shards_do_not_serve_is_one_line():
     method = s_ste.Method(s_ste.Config(fp8="hopper"))
-    packed = {"matmul": "cusparselt"}
-    for matmul in ("cusparselt", "cuda"):
-        told = refusal(method, {"matmul": matmul})
-        assert f"impl.matmul={matmul} with impl.shard=fsdp2" in told
     assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
     assert "impl.repack_backward=true with impl.sh" in refusal(method, {"repack_backward": True})
     assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
-    sharding.check_shared(method, ImplConfig(shard="fsdp2", **packed), train(), ALONE)
     with pytest.raises(UserError, match=r"impl\.offload=true with one process"):
         sharding.check_shared(method, ImplConfig(shard="fsdp2", offload=True), train(), ALONE)
     with pytest.raises(ValueError, match=r"impl\.offload=true with impl\.shard=ddp: .*=fsdp2"):

@@ -166,17 +166,16 @@ def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, monkeypatch):
         method.on_step_begin(0)
 
     model, method = converted()
-    model.first.accelerated = Products(fprop=True)
+    model.first.accelerated = Products(fp8=True)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="accelerate does not serve sharded weights"):
+    with pytest.raises(ValueError, match="FP8 units serve whole weights alone"):
         method.on_step_begin(0)
 
     model, method = converted()
     fully_shard(model, mesh=mesh)
     method.on_step_begin(0)
-    with pytest.raises(ValueError, match="accelerate does not serve sharded weights"):
-        model.first.accelerate(Products(fprop=True))
-    method.accelerate(tokens=8, matmul="dense")
+    with pytest.raises(ValueError, match="FP8 units serve whole weights alone"):
+        model.first.accelerate(Products(fp8=True))
 
 
 def test_a_conv1d_is_refused(mesh, hf_model):
@@ -209,15 +208,17 @@ def test_codes_and_their_scales_are_those_of_a_whole_layer(name, autocast, mesh)
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("name", "masks"), [("t_sr_ste", 1), ("slope", 2)])
-def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(name, masks, mesh, counted):
+@pytest.mark.parametrize(("name", "masks", "chosen"), [("t_sr_ste", 1, 0), ("slope", 2, 1)])
+def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(
+    name, masks, chosen, mesh, counted
+):
     model, method = converted(name, **{"dense_fraction": 0.0} if name == "t_sr_ste" else {})
     fully_shard(model, mesh=mesh)
     one_step(model, method)
     assert len(counted) == 2 * masks  # nobody had gathered them before the first pass
     method.on_gradients(0)
     method.on_step_end(0)
-    assert len(counted) == 2 * masks
+    assert len(counted) == 2 * (masks + chosen)
     with torch.no_grad():
         for layer in (model.first, model.second):
             parameter = next(layer.parameters())
