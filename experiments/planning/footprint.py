@@ -36,6 +36,7 @@ class Footprint:
 
     parameters: numbers of the plain model. trained, frozen: weights; the latter are a
         teacher's. moments: of the optimizer. masks, packed, operands: of the converted layers.
+    bits: the masks at one bit an entry.
     casts: copies of weights in autocast's dtype, from forward to backward. activations: what else
         autograd keeps. checkpointed: the same if each block keeps its input alone, and one of them
         what it computes anew.
@@ -49,6 +50,7 @@ class Footprint:
     frozen: int
     moments: int
     masks: int
+    bits: int
     packed: int
     operands: int
     casts: int
@@ -108,6 +110,7 @@ def footprint(
             frozen=sum(p.nbytes for p in own.values()) - trained,
             moments=MOMENTS[optimizer] * trained,
             **{kind: _held(layers, kind) for kind in ("masks", "packed", "operands")},
+            bits=sum(map(_bits, layers.values())),
             casts=saved.casts,
             activations=sum(saved.of_blocks.values()) + saved.outside(narrow),
             checkpointed=saved.inputs
@@ -122,6 +125,11 @@ def footprint(
 
 def _held(layers: dict[str, SparseLinear], kind: str) -> int:
     return sum(buffer_bytes(layer, kind) for layer in layers.values())
+
+
+def _bits(layer: SparseLinear) -> int:
+    bools = sum(b.nbytes for b in layer.buffers() if b.dtype == torch.bool)
+    return bools // 8 + buffer_bytes(layer, "masks") - bools
 
 
 def _hold_packed(layer: SparseLinear, repack: bool) -> None:

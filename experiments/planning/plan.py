@@ -2,11 +2,11 @@
 
 What one GPU holds follows from the footprint of a step (experiments/planning/footprint.py) and
 from how the GPUs share it. `ddp`: each holds all, and a second copy of the gradients in buckets.
-`fsdp2`: weights, gradients, moments, masks and operands are shared; of at most two blocks at a
-time, and of what is outside of blocks, each gathers the weights in autocast's dtype and has whole
-gradients. For one GPU this is compared with H200 runs (tests/experiments/planning); sharing is
-projected. So are the days of several GPUs of one host: between those of GPUs that work beside what
-they exchange and those of GPUs that wait for it.
+`fsdp2`: weights, gradients, moments, masks and operands are shared; each has whole masks as bits,
+and of at most two blocks at a time, and of what is outside of blocks, gathers the weights in
+autocast's dtype and has whole gradients. For one GPU this is compared with H200 runs
+(tests/experiments/planning); sharing is projected. So are the days of several GPUs of one host:
+between those of GPUs that work beside what they exchange and those of GPUs that wait for it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def per_gpu(
         "teacher": frozen,
         "optimizer": moments,
         "averages": trained if averaged else 0,
-        "masks": masks,
+        "masks": masks + (need.bits if shared else 0),
         "packed operands": need.packed // share,
         "dense operands": need.operands // share,
         "communication": communication,

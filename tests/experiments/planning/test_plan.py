@@ -152,8 +152,8 @@ def test_an_operand_that_is_packed_in_the_backward_pass_is_not_held():
 
 
 NEED = Footprint(
-    parameters=100, trained=400, frozen=80, moments=800, masks=40, packed=60, operands=20,
-    casts=200, activations=1000, checkpointed=300, loss=30, block=10, root=20, width=2,
+    parameters=100, trained=400, frozen=80, moments=800, masks=40, bits=5, packed=60,
+    operands=20, casts=200, activations=1000, checkpointed=300, loss=30, block=10, root=20, width=2,
 )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_gpus_share_a_step():
     fsdp = per_gpu(NEED, 4, "fsdp2", accumulates=True)
     gathered = (2 * 10 + 20) * 2
     assert fsdp["communication"] == 2 * gathered + (10 + 20) * 6  # the teacher's weights as well
-    assert fsdp["peak"] == held // 4 + fsdp["communication"] + 400 // 4 + 1000 + 30
+    assert fsdp["peak"] == held // 4 + fsdp["communication"] + 5 + 400 // 4 + 1000 + 30
     host = per_gpu(NEED, 4, "fsdp2", accumulates=True, offloads=True)
     assert host["peak"] == fsdp["peak"] - (400 + 80 + 800 + 40 + 400) // 4
 
@@ -258,7 +258,7 @@ def test_every_family_has_a_plan(name, parameters, tokens):
 
 
 def test_days_of_several_gpus_lie_between_exchange_for_nothing_and_waiting_for_it():
-    need = Footprint(*(0 for _ in range(14)))
+    need = Footprint(*(0 for _ in range(15)))
     need = dataclasses.replace(need, trained=400, frozen=200, width=2)
     # Ring: each of 4 sends 3/4 of the gradients to be summed and 3/4 of the sums.
     assert planning.exchanged(need, 4, "ddp", 3) == 2 * 3 / 4 * 400
@@ -280,7 +280,7 @@ def test_the_measured_steps_of_two_gpus_lie_between(model, parameters, kind):
     path = speed.MEASURED.with_name("h200_two_gpus.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     ms = {r["kind"]: r["ms"] for r in rows if (r["model"], r["method"]) == (model, "dense")}
-    need = dataclasses.replace(Footprint(*(0 for _ in range(14))), trained=4 * parameters, width=4)
+    need = dataclasses.replace(Footprint(*(0 for _ in range(15))), trained=4 * parameters, width=4)
     waited = 1e3 * planning.exchanged(need, 2, kind, 1) / planning.LINK
     assert ms["single"] < ms[kind] < ms["single"] + waited
 
