@@ -43,8 +43,8 @@ def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: Wo
         return
     if impl.repack_backward:
         raise UserError(
-            "impl.repack_backward=true with impl.shard=fsdp2: no operand of sharded weights is held "
-            "between passes; set it to false"
+            "impl.repack_backward=true with impl.shard=fsdp2: no operand of sharded weights is "
+            "held between passes; set it to false"
         )
     if train.descent_every:
         raise UserError(

@@ -176,6 +176,8 @@ def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, monkeypatch):
     method.on_step_begin(0)
     with pytest.raises(ValueError, match="FP8 units serve whole weights alone"):
         model.first.accelerate(Products(fp8=True))
+    with pytest.raises(ValueError, match="no operand of sharded weights is held"):
+        model.first.accelerate(Products(dgrad=True, repack=True))
 
 
 def test_a_conv1d_is_refused(mesh, hf_model):
