@@ -26,7 +26,7 @@ from experiments.bench.report import (
 )
 from experiments.bench.serve import draw as draw_serving
 from experiments.support.checkpoint import write_json
-from experiments.support.errors import UserError
+from experiments.support.errors import Terminated, UserError, raise_on_sigterm
 from experiments.support.results import environment
 
 BENCHMARKS = {
@@ -44,11 +44,16 @@ OF_STEPS = ("train", "memory", "profile")
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    raise_on_sigterm()  # what is measured in a process of its own ends with this one
     try:
         return int(options.command(options) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except (KeyboardInterrupt, Terminated) as stop:
+        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"{what}; finished benchmarks are kept", file=sys.stderr)
+        return status
 
 
 def parser() -> argparse.ArgumentParser:

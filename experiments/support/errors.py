@@ -56,9 +56,11 @@ class Terminated(BaseException):
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM unwind the program as Ctrl-C does, so that locks and progress bars are closed."""
+    """Let SIGTERM unwind the program as Ctrl-C does, so that locks, progress bars and processes that
+    it started are closed. A second one, as `timeout` may send, does not interrupt that."""
 
     def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
     signal.signal(signal.SIGTERM, stop)

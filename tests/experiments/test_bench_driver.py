@@ -1,7 +1,11 @@
 """The benchmark of the real command."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -61,3 +65,35 @@ def test_a_command_that_fails_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "COMMAND", (sys.executable, "-c", code))
     with pytest.raises(UserError, match=r"fp8 failed: error: train.dtype=fp8$"):
         driver.watch(["fp8"], tmp_path)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_command_ends_with_the_benchmark(tmp_path, number, status):
+    """... which is told to end twice, as by `timeout`: itself and with its group."""
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} ')\n"
+    program = (
+        "import sys; from pathlib import Path; from experiments.bench import __main__, driver\n"
+        f"driver.COMMAND = (sys.executable, '-c', {code + 'time.sleep(600)'!r})\n"
+        "driver.bench = lambda options, report: driver.watch([], Path('.'))\n"
+        "sys.exit(__main__.main(['driver', '--device', 'cpu', '--out', sys.argv[1]]))\n"
+    )
+    bench = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "cpu.json")],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (told := tmp_path / "pid").exists() or not told.read_text().endswith(" "):
+        assert bench.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    bench.send_signal(number)
+    if number == signal.SIGTERM:
+        bench.send_signal(number)
+    _, said = bench.communicate(timeout=60)
+    child = int(told.read_text())
+    try:
+        os.kill(child, signal.SIGKILL)
+        alive = True
+    except ProcessLookupError:
+        alive = False
+    assert not alive and bench.returncode == status
+    assert said.count("\n") == 1 and said.endswith("; finished benchmarks are kept\n")
