@@ -102,10 +102,18 @@ def finite(value: Any) -> Any:
 
 
 def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write the state before optimizer step `step` as `directory/step-<step>.pt`."""
+    """Write the state before optimizer step `step` as `directory/step-<step>.pt`.
+
+    Raises:
+        UserError: the disk is full; nothing of this checkpoint is left.
+    """
     path = directory / f"step-{step:09d}.pt"
     write_atomic(path, lambda p: write(state, p))
-    write_json(_sidecar(path), record_of(path))
+    try:
+        write_json(_sidecar(path), record_of(path))
+    except UserError:
+        path.unlink()  # nothing vouches for it, and it takes room
+        raise
     remove_others(path)
     return path
 

@@ -153,6 +153,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, full_disk, kind):
     assert heard(tmp_path) == ({"step": 1}, [])
 
 
+def test_a_checkpoint_that_nothing_can_vouch_for_is_not_left(tmp_path, full_disk, monkeypatch):
+    checkpoint.save(tmp_path, 1, {"w": torch.zeros(2)})
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(checkpoint, "write", lambda state, path: path.write_bytes(b"a state"))
+    with full_disk(50), pytest.raises(UserError, match=r"000002\.json cannot be written"):
+        checkpoint.save(tmp_path, 2, {})
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_other_errors_are_not_a_full_disk(tmp_path):
     with pytest.raises(PermissionError), writing(tmp_path):
         raise PermissionError(13, "no")
