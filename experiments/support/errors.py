@@ -56,8 +56,8 @@ class Terminated(BaseException):
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM unwind the program as Ctrl-C does, so that locks, progress bars and processes that
-    it started are closed. A second one, as `timeout` may send, does not interrupt that."""
+    """Let SIGTERM unwind the program as Ctrl-C does, so that locks and progress bars are closed and
+    processes that it started end. A second one, as `timeout` may send, does not interrupt that."""
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
