@@ -160,7 +160,8 @@ def with_flash(column: str, model: str) -> Gain:
 def decoding(lengths: str, device: str) -> Gain:
     """The statement on a row of AST's Table 6: lengths of prompt and text, on one of its GPUs."""
     table, column = "ast_table6", "speedup"
-    text = f"AST, Table 6: decoding, prompt and text of {lengths} tokens; theirs on one {device}"
+    what = f"decoding by transformers, prompt and text of {lengths} tokens"
+    text = f"AST, Table 6: {what}; theirs by TensorRT-LLM on one {device}"
     return Gain(text, ((table, lengths, column),), ((table, f"{device}, {lengths}", column),))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -250,21 +252,36 @@ def _header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) -
     if len(chosen.seeds) > 1 and any(column.show == "interval" for column in table.columns):
         told += " In brackets stands the 95 % interval of the mean (Student's t)."
     lines.append(told)
-    facts = {
-        "Corpus": [_corpus(run.result["corpus"]) for run in runs if "corpus" in run.result],
-        "Device": [_device(run.result) for run in runs],
-        "Code": [revision(run.result["environment"]) for run in runs],
+    facts: dict[str, Callable[[dict[str, Any]], str]] = {
+        "Corpus": lambda result: _corpus(result["corpus"]) if "corpus" in result else "",
+        "Device": _device,
+        "Code": lambda result: revision(result["environment"]),
     }
-    for name, values in facts.items():
-        distinct = list(dict.fromkeys(values))
-        mixed = "NOT THE SAME FOR ALL RUNS: " if len(distinct) > 1 else ""
-        if distinct:
-            lines.append(f"{name}: {mixed}{'; '.join(distinct)}.")
+    for name, fact in facts.items():
+        if told := _of_runs(fact, runs):
+            lines.append(f"{name}: {told}.")
     if table.driver == BENCH and runs:
         used = dict.fromkeys(run.result["backend"] for run in runs)
         lines.append(f"Products: {'; '.join(used)}.")
         lines += _load(runs)
     return lines
+
+
+def _of_runs(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str:
+    """A fact of the runs' results, "" if none has it. Where they differ, that of most comes last,
+    and the rows of the others are named."""
+    rows: dict[str, Counter[str]] = {}
+    for run in runs:
+        if found := fact(run.result):
+            rows.setdefault(found, Counter())[run.place.row] += 1
+    if len(rows) < 2:
+        return "".join(rows)
+    *fewer, most = sorted(rows, key=lambda found: rows[found].total())
+    told = [
+        f"{found} ({', '.join(f'{n} of {row}' for row, n in rows[found].items())})"
+        for found in fewer
+    ]
+    return f"not the same for all runs: {'; '.join(told)}; {most} (the other {rows[most].total()})"
 
 
 def _marking(n: int) -> str:

@@ -146,10 +146,12 @@ def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
     run = finished_run("dense", 0, 1.0)
     changed = run.result["environment"] | {"git_dirty": True}
     other = finished_run("S-STE", 0, 1.0, environment=changed)
-    text = "- ".join(["", *render(own_table([0]), "smoke", [run, other]).header])
+    table = own_table([0, 1])
+    again = finished_run("dense", 1, 1.0)
+    text = "- ".join(["", *render(table, "smoke", [run, other, again]).header])
     assert (
-        "- Code: NOT THE SAME FOR ALL RUNS: revision c0ffeec0ffee; revision c0ffeec0ffee with "
-        "uncommitted changes." in text
+        "- Code: not the same for all runs: revision c0ffeec0ffee with uncommitted changes (1 of "
+        "S-STE); revision c0ffeec0ffee (the other 2)." in text
     )
     assert "Corpus: tiny" in text
 
@@ -177,7 +179,8 @@ def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, s
     first = "abacus, 2 threads, fp32, backend cpu, torch 2.0"
     assert device(run, same) == f"Device: {first}."
     assert device(run, changed) == (
-        f"Device: NOT THE SAME FOR ALL RUNS: {first}; abacus, {shown}, torch 2.0."
+        f"Device: not the same for all runs: {first} (1 of dense); abacus, {shown}, torch 2.0 (the "
+        "other 1)."
     )
 
 
