@@ -262,9 +262,11 @@ class ShardedLayer:
         buffer = self._buffers[name]
         local = buffer.to_local()
         kept = self.bits.get(name)
-        # Every rank changes its rows when the others do, so that all gather or none.
-        if kept is None or kept[0][0] is not buffer or kept[0][1] != local._version:
-            state = buffer, local._version
+        # Hooks change the rows, loading the DTensor, which have versions of their own. Every rank
+        # changes its rows when the others do, so that all gather or none.
+        versions = buffer._version, local._version
+        if kept is None or kept[0][0] is not buffer or kept[0][1] != versions:
+            state = buffer, versions
             local = local.to(buffer.device_mesh.device_type)
             bits = pack_mask(local) if buffer.dtype == torch.bool else local
             self.bits[name] = kept = state, gathered(bits, buffer)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -234,6 +235,23 @@ def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(
     whole.load_state_dict(
         {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
     )
+    torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["t_sr_ste", "slope"])
+def test_masks_that_were_loaded_are_those_of_the_next_pass(name, mesh):
+    """Into a model that has gathered its own ones before."""
+    options = {"dense_fraction": 0.0} if name == "t_sr_ste" else {}
+    (sharded, method), (whole, other) = (converted(name, **options) for _ in range(2))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(parameter.flip(0))
+        methods.refresh(whole)
+    fully_shard(sharded, mesh=mesh)
+    one_step(sharded, method)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(sharded, whole.state_dict(), options=options)
+    found = one_step(sharded, method)
     torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
 
 
