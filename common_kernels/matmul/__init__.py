@@ -38,6 +38,11 @@ from common_kernels.pack.operands import fill_up, packed_sample, whole_blocks
 
 BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
 LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # of the products of training
+NEEDS = {  # what needs which major compute capability
+    "cutlass": ("torch's CUTLASS products need", 8),
+    "cusparselt": ("cuSPARSELt (the order of its metadata is known for 9.0) needs", 9),
+    "cuda": ("our own products need", 9),
+}
 
 
 def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
@@ -50,37 +55,34 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
     device = torch.device(device)
     if backend == "dense":
         return None
-    sixteen = dtype in (torch.bfloat16, torch.float16)
+    emulated = backend != "cutlass" and device.type == "cpu" and backends.interpreted()
+    if not emulated and (reason := _wrong_device(device, *NEEDS[backend])):
+        return reason
     if backend == "cutlass":
-        if not sixteen:
+        if dtype not in (torch.bfloat16, torch.float16):
             return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
-        return _wrong_capability(device, 8, "torch's CUTLASS products")
-    emulated = device.type == "cpu" and backends.interpreted()
-    if backend == "cuda":
+    elif backend == "cuda":
         if dtype not in cuda.TYPES:
             return f"our own products take bf16 and FP8, not {dtype}"
-        if emulated:
-            return None
-        return _wrong_capability(device, 9, "our own products") or cuda_build.missing()
-    if dtype not in cusparselt.TYPES:
-        return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
-    if emulated:
-        return None
-    reason = _wrong_capability(device, 9, "cuSPARSELt (the order of its metadata is known for 9.0)")
-    if reason is None:
-        try:
-            cusparselt.library()
-        except cusparselt.CuSparseLtError as error:
-            reason = str(error)
-    return reason
+        if not emulated:
+            return cuda_build.missing()
+    else:
+        if dtype not in cusparselt.TYPES:
+            return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
+        if not emulated:
+            try:
+                cusparselt.library()
+            except cusparselt.CuSparseLtError as error:
+                return str(error)
+    return None
 
 
-def _wrong_capability(device: torch.device, major: int, what: str) -> str | None:
+def _wrong_device(device: torch.device, needs: str, major: int) -> str | None:
     if device.type != "cuda":
-        return f"{what} needs a GPU of compute capability {major}.x, not a {device.type}"
+        return f"{needs} a GPU of compute capability {major}.x, not a {device.type}"
     found = torch.cuda.get_device_capability(device)
     if found[0] != major:
-        return f"{what} needs compute capability {major}.x, this GPU has {found}"
+        return f"{needs} compute capability {major}.x, this GPU has {found}"
     return None
 
 

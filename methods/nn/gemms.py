@@ -95,10 +95,10 @@ def choose_products(
         return DENSE
     reason = refused(sparse, shape, dtype, device, matmul)
     if reason and matmul in ("cusparselt", "cuda"):
-        raise RuntimeError(
-            f"matmul={matmul!r}: {reason}; convert(model, dtype=torch.bfloat16) gives products a "
-            "dtype; or choose auto or dense"
-        )
+        advice = ""
+        if refused(sparse, shape, torch.bfloat16, device, matmul) != reason:
+            advice = "convert(model, dtype=torch.bfloat16) gives products a dtype; or "
+        raise RuntimeError(f"matmul={matmul!r}: {reason}; {advice}choose auto or dense")
     if reason:
         return DENSE
     if matmul == "cusparselt":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -111,8 +112,13 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     assert "8.x, not a cpu" in str(unavailable("cutlass", "cpu", BF16))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for backend in ("cusparselt", "cuda"):
-        assert "9.x, not a cpu" in str(unavailable(backend, "cpu", BF16))
+        for dtype in (BF16, torch.float32):  # of two reasons the device's
+            reason = str(unavailable(backend, "cpu", dtype))
+            assert re.search(r"needs? a GPU of compute capability 9\.x, not a cpu$", reason)
+    assert str(unavailable("cuda", "cpu", BF16)).startswith("our own products need a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert "CUTLASS products take bf16 and fp16" in str(unavailable("cutlass", "cuda", torch.float))
+    assert "this GPU has (8, 6)" in str(unavailable("cusparselt", "cuda", torch.float32))
     assert "this GPU has (8, 6)" in str(unavailable("cusparselt", "cuda", BF16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cusparselt, "library", lambda: None)

@@ -355,12 +355,14 @@ def test_what_cannot_run_sparse_is_refused_by_name(monkeypatch):
     assert set(odd.accelerate(TOKENS, "auto").values()) == {DENSE}
     fp32 = methods.build("ste", include=("*",))
     fp32.convert(nn.Sequential(nn.Linear(64, 64)).to(DEVICE))
-    with pytest.raises(RuntimeError, match=r"not torch\.float32"):
+    advice = r"not torch\.float32; convert\(model, dtype=torch\.bfloat16\) gives .* choose auto"
+    with pytest.raises(RuntimeError, match=advice):
         fp32.accelerate(TOKENS, "cusparselt")
     if not CUDA:
         monkeypatch.delenv("TRITON_INTERPRET")
-        with pytest.raises(RuntimeError, match="not a cpu"):
-            method.accelerate(TOKENS, "cusparselt")
+        for one in (method, fp32):  # another dtype would not help
+            with pytest.raises(RuntimeError, match="not a cpu; choose auto or dense"):
+                one.accelerate(TOKENS, "cusparselt")
 
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
