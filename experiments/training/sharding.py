@@ -69,7 +69,12 @@ def share(
 
 
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> None:
-    """`Method.accelerate` as `impl.matmul` says, after `share`. Raises `UserError`."""
+    """`Method.accelerate` as `impl` says, after `share`. Raises `UserError`."""
+    if impl.repack_backward and method.layers and not method.repacks:
+        raise UserError(
+            "impl.repack_backward=true: no layer here has an operand that can be packed in the "
+            "backward pass; it is for slope with 2:4 weights and without FP8, set it to false"
+        )
     try:  # auto leaves the word to the environment
         matmul = None if impl.matmul == "auto" else impl.matmul
         method.accelerate(tokens, matmul, impl.repack_backward)

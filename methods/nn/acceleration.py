@@ -46,10 +46,12 @@ class Acceleration:
     """The products of all layers, with a micro-batch of so many tokens.
 
     layers: {layer: {"fprop": Choice, "dgrad": Choice, "wgrad": Choice}}
+    repack_in_vain: `repack_backward` was asked for, and no layer packs in its backward pass.
     """
 
     tokens: int
     layers: Mapping[str, Mapping[str, Choice]]
+    repack_in_vain: bool = False
 
     @property
     def saved_ms(self) -> float:
@@ -84,7 +86,8 @@ class Acceleration:
         return [(n, choice) for choices in self.layers.values() for n, choice in choices.items()]
 
     def __str__(self) -> str:
-        """A line: how many layers run each product sparse, why the others do not, what it saves."""
+        """A line: how many layers run each product sparse, why the others do not, what it
+        saves."""
         parts = []
         for product in NAMES:
             found = [choice for name, choice in self._choices() if name == product]
@@ -102,6 +105,8 @@ class Acceleration:
                 f"sparse products {ms:.3g} ms a micro-batch of {self.tokens} tokens in the place "
                 f"of {dense:.3g} ms"
             )
+        if self.repack_in_vain:
+            parts.append("repack_backward has no effect: dgrad is dense")
         return f"products of {len(self.layers)} layers: {'; '.join(parts)}"
 
 

@@ -226,7 +226,7 @@ class Method:
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
-        if repack_backward and not any(layer.repacks for layer in self.sparse_layers.values()):
+        if repack_backward and not self.repacks:
             raise ValueError(
                 "repack_backward=True: no layer here has an operand that can be packed in the "
                 "backward pass; it is for slope with 2:4 weights and without FP8, set it to False"
@@ -238,7 +238,8 @@ class Method:
             if repack_backward and products.dgrad and layer.repacks:
                 chosen[name] = replace(products, repack=True)
             layer.accelerate(chosen[name])
-        self.acceleration = Acceleration(tokens, why)
+        in_vain = repack_backward and not any(products.repack for products in chosen.values())
+        self.acceleration = Acceleration(tokens, why, in_vain)
         return chosen
 
     def _chosen(
@@ -258,6 +259,11 @@ class Method:
             chosen[name] = choose_products(*of)
             why[name] = explain(chosen[name], *of)
         return chosen, why
+
+    @property
+    def repacks(self) -> bool:
+        """True if a converted layer can pack dgrad's operand in the backward pass."""
+        return any(layer.repacks for layer in self.sparse_layers.values())
 
     @property
     def quantizes(self) -> bool:
