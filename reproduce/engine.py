@@ -80,8 +80,8 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
 def needs_gpu(configs: Iterable[Any]) -> bool:
     """True if a config is for a GPU and there is none here. None stands for a job whose source is
     not finished."""
-    impls = [getattr(config, "impl", None) for config in configs]
-    wanted = any(impl is not None and impl.device == "cuda" for impl in impls)
+    settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
+    wanted = any(getattr(one, "device", None) == "cuda" for one in settings)
     return wanted and not torch.cuda.is_available()
 
 

@@ -10,6 +10,7 @@ from experiments.support.errors import UserError
 from reproduce import coverage, smoke_tasks
 from reproduce.spec import Table
 
+NAMED = 5  # of what is missing, in the printed line
 
 @dataclass(frozen=True)
 class Made:
@@ -76,8 +77,15 @@ def make(table: Table, tier: str, runs: Path) -> Made:
     if missing:
         block = table.tiers[tier].block
         told = f" (python -m reproduce run {block})" if block else ""
-        print(f"missing: {'; '.join(missing)}{told}", file=sys.stderr)
+        print(f"missing: {abbreviated(missing)}{told}", file=sys.stderr)
     return made
+
+
+def abbreviated(missing: list[str]) -> str:
+    """The names in one line: the first of them and how many more there are, if these are many."""
+    if len(missing) <= NAMED + 1:
+        return "; ".join(missing)
+    return f"{'; '.join(missing[:NAMED])}; and {len(missing) - NAMED} more"
 
 
 def not_offered(table: Table, tier: str) -> str:

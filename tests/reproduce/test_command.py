@@ -11,7 +11,7 @@ from experiments.support.errors import UserError
 from reproduce import __main__ as command
 from reproduce import making
 from reproduce.__main__ import main, parse
-from reproduce.making import Made
+from reproduce.making import Made, abbreviated
 from reproduce.reading import read_tables
 
 
@@ -147,6 +147,12 @@ def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeyp
     assert main(["table2"], tmp_path, tmp_path) == 1
     assert made == ["a", "b"]
     assert capsys.readouterr().err == "error: it does not fit\n"
+
+
+def test_a_long_list_of_what_is_missing_is_abbreviated():
+    names = [str(number) for number in range(165)]
+    assert abbreviated(names) == "0; 1; 2; 3; 4; and 160 more"
+    assert abbreviated(names[:6]) == "0; 1; 2; 3; 4; 5"
 
 
 def refuse():

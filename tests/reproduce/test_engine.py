@@ -10,6 +10,7 @@ from experiments.support import results
 from experiments.support.errors import UserError
 from reproduce.engine import clock, execute, finished_runs
 from reproduce.jobs import Place, plan, quoted
+from reproduce.reading import read_tables
 from reproduce.spec import Measure, TableRow, Variant
 
 
@@ -60,6 +61,16 @@ def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     execute(planned.jobs, said.append, fake)
     assert len(fake.order) == 4
+
+
+def test_benchmarks_for_a_gpu_are_not_begun_without_one(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    figure = next(table for table in read_tables() if table.name == "fst_figure7")
+    planned, said = plan(figure, "full", tmp_path), []
+    assert execute(planned.jobs, said.append, fake) == len(planned.jobs) == 165
+    assert fake.order == [] and [line.partition(":")[0] for line in said] == [
+        "165 runs", "nothing is run",
+    ]  # fmt: skip
 
 
 CHAIN = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"], starts_from="dense")]
