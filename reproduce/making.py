@@ -12,6 +12,7 @@ from reproduce.spec import Table
 
 NAMED = 5  # of what is missing, in the printed line
 
+
 @dataclass(frozen=True)
 class Made:
     """The state of a table's tier after it was asked for. jobs: trainings, benchmarks and

@@ -2,5 +2,6 @@
 # Every 2:4 method against the dense baseline, on a CPU: `bash reproduce/quickstart.sh`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-use_environment
+check_arguments quickstart "$@"
+use_environment "" "python -m reproduce quickstart"
 exec "$python" -m reproduce quickstart "$@"

@@ -1,6 +1,8 @@
-# Sourced by the scripts of this repository. `use_environment [EXTRA]` enters the repository root,
-# makes `.venv` there if there is none, installs the project into it if that was not done for this
-# pyproject.toml, and sets `python` to its interpreter. Nothing else of the machine is touched.
+# Sourced by the scripts of this repository. `use_environment [EXTRA [COMMAND]]` enters the repository
+# root, makes `.venv` there if there is none, installs the project into it if that was not done for this
+# pyproject.toml, and sets `python` to its interpreter. Nothing else of the machine is touched. COMMAND
+# is what does the same in an environment that is active. `check_arguments NAME ARGUMENTS` comes before:
+# it answers --help and --list and refuses what no table can be made of, with nothing installed.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -8,6 +10,70 @@ supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
 fail() {
     echo "error: $*" >&2
     exit 1
+}
+
+refuse() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+usage() {
+    cat <<END
+bash reproduce/$1.sh [paper=NAME] [tier=smoke|mini|full]
+    python -m reproduce $1 in .venv, which is made if there is none, with the project installed in
+    it, PyTorch's gigabytes too; without paper= of every paper, without tier= the smallest
+bash reproduce/$1.sh --list
+    the tables and figures that there are; nothing is installed
+END
+}
+
+list_tables() {
+    local file name
+    for file in "$root"/reproduce/tables/*.yaml; do
+        name=$(basename "$file" .yaml)
+        case $name in *_*) name="$(command_of "$name") paper=${name%%_*}" ;; esac
+        printf '%-22s %s\n' "$name" "$(sed -n 's/^title: *"\{0,1\}\([^"]*\).*/\1/p' "$file")"
+    done
+    echo "with the project installed, python -m reproduce --list tells tiers, needs and state"
+}
+
+command_of() { # slope_figure3b is a part of figure3
+    local number=${1#*_}
+    echo "${number%[a-z]}"
+}
+
+# As `python -m reproduce` does, which looks again, at what goes together too.
+check_arguments() {
+    local name=$1 option value given=" " specs
+    shift
+    for option in "$@"; do
+        case $option in
+            -h | --help) usage "$name" && exit ;;
+            --list) list_tables && exit ;;
+        esac
+    done
+    shopt -s nullglob
+    case $name in
+        all) specs=("$root"/reproduce/tables/*_*.yaml) ;;
+        quickstart) specs=("$root/reproduce/tables/quickstart.yaml") ;;
+        *) specs=("$root"/reproduce/tables/*_"$name"{,[a-z]}.yaml) ;;
+    esac
+    shopt -u nullglob
+    [ ${#specs[@]} -gt 0 ] || refuse "no table '$name' (see --list)"
+    for option in "$@"; do
+        value=${option#*=}
+        if ! [[ $option =~ ^(paper|tier)=. ]] || [[ $given == *" ${option%%=*} "* ]]; then
+            refuse "cannot use '$option'; use paper=NAME and tier=TIER, each once"
+        fi
+        given+="${option%%=*} "
+        case $option in
+            paper=*) [[ " ${specs[*]##*/}" == *" ${value}_"* ]] ||
+                refuse "no $name of paper '$value' (see --list)" ;;
+            tier=*) [[ $value =~ ^(smoke|mini|full)$ ]] &&
+                grep -qE "^  $value:|^based_on:" "${specs[@]}" ||
+                refuse "no tier '$value' of $name; there are smoke, mini and full, not all of each" ;;
+        esac
+    done
 }
 
 create_venv() {
@@ -33,8 +99,11 @@ print(hashlib.sha256(state).hexdigest())' "$root"
 }
 
 use_environment() {
-    local extra=${1:-} current stamp=.venv/.sparse24-installed installed=""
+    local extra=${1:-} own=${2:-} current stamp=.venv/.sparse24-installed installed=""
     cd "$root"
+    if [ -n "${VIRTUAL_ENV:-}" ] && [ ! "$VIRTUAL_ENV" -ef .venv ]; then
+        echo "using .venv${own:+; to use your own: $own}"
+    fi
     [ -e .venv ] || create_venv
     python=$root/.venv/bin/python
     # Threads that wait for work sleep. Those that spin hold the cores that other programs, or the

@@ -4,5 +4,7 @@
 # all of them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-use_environment hf
-exec "$python" -m reproduce "$(basename "${BASH_SOURCE[0]}" .sh)" "$@"
+name=$(basename "${BASH_SOURCE[0]}" .sh)
+check_arguments "$name" "$@"
+use_environment hf "python -m reproduce $name"
+exec "$python" -m reproduce "$name" "$@"

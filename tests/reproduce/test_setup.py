@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from reproduce.__main__ import UsageError, parse
 from reproduce.reading import read_tables
+from reproduce.spec import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "reproduce").glob("*.sh")), ROOT / "tests" / "run.sh"]
@@ -133,6 +135,7 @@ def test_a_script_asks_for_what_it_is_called(clone):
     """Whichever folder one stands in, with the arguments as they are."""
     shutil.copy(ROOT / "reproduce" / "table.sh", clone / "reproduce")
     (clone / "reproduce" / "figure4.sh").symlink_to("table.sh")
+    shutil.copytree(ROOT / "reproduce" / "tables", clone / "reproduce" / "tables")
     (clone / "reproduce" / "__init__.py").touch()
     (clone / "reproduce" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
     done = subprocess.run(
@@ -140,3 +143,94 @@ def test_a_script_asks_for_what_it_is_called(clone):
         cwd="/", capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "['figure4', 'paper=sste', 'tier=full']", done.stderr
+
+
+@pytest.fixture
+def scripts(clone):
+    """`call(script, *arguments)` in a clone with all scripts and specs, and no `.venv`; no Python
+    is on the PATH, so nothing could be made or installed."""
+    shutil.rmtree(clone / ".venv")
+    for path in SCRIPTS[:-1]:
+        shutil.copy(path, clone / "reproduce", follow_symlinks=False)
+    shutil.copytree(ROOT / "reproduce" / "tables", clone / "reproduce" / "tables")
+    programs = clone / "bin"
+    programs.mkdir()
+    for name in ("bash", "basename", "cat", "dirname", "grep", "sed"):
+        (programs / name).symlink_to(shutil.which(name))
+
+    def call(script, *arguments, **environment):
+        done = subprocess.run(
+            ["bash", clone / "reproduce" / f"{script}.sh", *arguments],
+            cwd="/", env={"PATH": str(programs), **environment}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert not (clone / ".venv").exists() and not (clone / "installed").exists()
+        return done
+
+    return call
+
+
+@pytest.mark.parametrize("script", ["table2", "figure7", "all", "quickstart"])
+def test_help_and_list_install_nothing(scripts, script):
+    shown = scripts(script, "--help")
+    assert shown.returncode == 0 and f"bash reproduce/{script}.sh [paper=NAME]" in shown.stdout
+    listed = scripts(script, "--list")
+    assert listed.returncode == 0 and listed.stderr == ""
+    *lines, last = listed.stdout.splitlines()
+    assert last.endswith("tells tiers, needs and state")
+    assert sorted(line.split("  ")[0] for line in lines) == sorted(
+        f"{table.command} paper={table.paper}" if table.paper else table.name
+        for table in read_tables()
+    )
+    assert f"{'table2 paper=sste':22} S-STE, Table 2: " in listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["table2", "tier=huge"], "no tier 'huge' of table2"),
+        (["quickstart", "tier=full"], "no tier 'full' of quickstart"),
+        (["table2", "paper=nobody"], "no table2 of paper 'nobody'"),
+        (["table13", "paper=*"], "no table13 of paper '*'"),
+        (["all", "paper=f"], "no all of paper 'f'"),
+        (["quickstart", "paper=fst"], "no quickstart of paper 'fst'"),
+        (["figure7", "tier=full", "tier=full"], "cannot use 'tier=full'; use paper=NAME"),
+        (["figure7", "tier="], "cannot use 'tier='"),
+        (["figure7", "full"], "cannot use 'full'"),
+        (["table"], "no table 'table'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_installed(scripts, arguments, says):
+    done = scripts(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1
+
+
+def test_what_can_be_made_is_not_refused():
+    """Everything that `python -m reproduce` takes, by one shell."""
+    tables, taken = read_tables(), []
+    for name in sorted({table.command for table in tables} | {"all"}):
+        for paper in sorted({f"paper={table.paper}" for table in tables if table.paper} | {""}):
+            for tier in [f"tier={tier}" for tier in TIERS] + [""]:
+                given = [option for option in (paper, tier) if option]
+                try:
+                    parse([name, *given], tables)
+                except UsageError:
+                    continue
+                taken.append(" ".join([name, *given]))
+    assert len(taken) > 100
+    script = f"set -euo pipefail; source {ROOT}/reproduce/setup.sh\n" + "\n".join(
+        f"check_arguments {one}" for one in taken
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_active_environment_that_is_passed_by_is_told(clone, tmp_path):
+    script = f"source {clone}/reproduce/setup.sh; use_environment '' 'python -m reproduce table2'"
+    for active, told in ((tmp_path / "mine", True), (clone / ".venv", False)):
+        done = subprocess.run(
+            ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(active)},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        said = "using .venv; to use your own: python -m reproduce table2\n"
+        assert (said in done.stdout) == told, done.stderr
