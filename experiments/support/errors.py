@@ -52,18 +52,25 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Terminated(BaseException):
-    """Raised on SIGTERM, which cluster managers send; no `except Exception` swallows it."""
+    """Raised on SIGTERM, which cluster managers send, and where a terminal is closed; no `except
+    Exception` swallows it."""
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM unwind the program as Ctrl-C does, so that locks and progress bars are closed and
-    processes that it started end. A second one, as `timeout` may send, does not interrupt that."""
+    """Let SIGTERM, and a terminal that is closed, unwind the program as Ctrl-C does, so that locks
+    and progress bars are closed and processes that it started end. A second one, as `timeout` may
+    send, does not interrupt that."""
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup lets it be ignored
+        numbers.append(signal.SIGHUP)
 
     def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
         raise Terminated
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in numbers:
+        signal.signal(number, stop)
 
 
 class Stop:

@@ -359,13 +359,18 @@ def test_a_run_that_does_not_stop_is_killed(start, children, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize(
     ("number", "status", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 143, "terminated"),  # a terminal that is closed
+    ],
 )
 def test_a_signal_ends_the_children(number, status, word, children, monkeypatch, tmp_path, capsys):
     """They get one signal, not Ctrl-C and then another one, with which they would not save."""
     children.do = {"ste": f"signal {number.value}"}
     monkeypatch.setattr(blocks, "read_block", lambda name: block())
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert main(["run", "t"], runs=tmp_path) == status
     finally:
