@@ -31,6 +31,7 @@ from experiments.config.run import RunConfig, load
 from experiments.support.errors import UserError
 from experiments.training.graphs import choose
 from experiments.training.optimization import DTYPES, make_optimizer, micro_batch_size
+from experiments.training.sharding import accelerate
 from experiments.training.tracking import read_metrics
 
 NAMES = ("dense", "t_sr_ste", "s_ste", "slope")
@@ -153,9 +154,7 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     method.convert(model, dtype=dtype)
     source = config.open_source(model)
     size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
-    sparse = method.accelerate(
-        size * source.tokens_per_sample, config.impl.matmul, config.impl.repack_backward
-    )
+    sparse = accelerate(method, size * source.tokens_per_sample, config.impl)
     used = sorted({arms.used_by(products) for products in sparse.values()} or {"dense"})
     graphed, one_shape = config.impl.cuda_graphs, source.one_shape
     if choose(graphed, device, 1, model, train, one_shape)[0]:

@@ -23,6 +23,7 @@ from experiments.training.distributed import World
 from methods import Method
 from methods.nn import sharding
 from methods.nn.fp8_gemms import FP8
+from methods.nn.gemms import Products
 from methods.nn.linear import SparseLinear
 from models.base import Model
 
@@ -68,8 +69,8 @@ def share(
     return Shards(model, method, dtype, world, compiled=impl.compile, offload=impl.offload)
 
 
-def accelerate(method: Method, tokens: int, impl: ImplConfig) -> None:
-    """`Method.accelerate` as `impl` says, after `share`. Raises `UserError`."""
+def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
+    """The products of `Method.accelerate` as `impl` says, after `share`. Raises `UserError`."""
     if impl.repack_backward and method.layers and not method.repacks:
         raise UserError(
             "impl.repack_backward=true: no layer here has an operand that can be packed in the "
@@ -77,7 +78,7 @@ def accelerate(method: Method, tokens: int, impl: ImplConfig) -> None:
         )
     try:  # auto leaves the word to the environment
         matmul = None if impl.matmul == "auto" else impl.matmul
-        method.accelerate(tokens, matmul, impl.repack_backward)
+        return method.accelerate(tokens, matmul, impl.repack_backward)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
 

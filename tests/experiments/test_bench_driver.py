@@ -41,6 +41,13 @@ def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
     assert not (tmp_path / "runs").exists()  # the run itself is not kept
 
 
+def test_a_setting_that_does_not_fit_is_one_line(overrides, tmp_path, capsys):
+    asked = ["--only", "t_sr_ste", "--repeats", "2", "--out", str(tmp_path / "cpu.json")]
+    given = [*overrides, "impl.repack_backward=true", "--device", "cpu", *asked]
+    assert main(["driver", *given]) == 1
+    assert "error: impl.repack_backward=true: no layer here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", [driver.GPU, driver.CPU, driver.QUICK])
 def test_the_runs_that_are_timed_by_default_are_whole(given):
     """No phase of a method and no evaluation is left out of the steps that count."""
