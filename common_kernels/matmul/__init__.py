@@ -40,7 +40,7 @@ BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
 LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # of the products of training
 NEEDS = {  # what needs which major compute capability
     "cutlass": ("torch's CUTLASS products need", 8),
-    "cusparselt": ("cuSPARSELt (the order of its metadata is known for 9.0) needs", 9),
+    "cusparselt": ("cuSPARSELt needs", 9),  # the order of its metadata is known for 9.0 alone
     "cuda": ("our own products need", 9),
 }
 
