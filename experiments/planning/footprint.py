@@ -41,6 +41,7 @@ class Footprint:
         autograd keeps. checkpointed: the same if each block keeps its input alone, and one of them
         what it computes anew.
     loss: what the loss holds for a moment beside that.
+    passing: packed and other operands of the block that has most of them.
     block, root: numbers of the weights of the largest block, and of those outside of blocks.
     width: bytes of a number under autocast.
     """
@@ -57,6 +58,7 @@ class Footprint:
     activations: int
     checkpointed: int
     loss: int
+    passing: int
     block: int
     root: int
     width: int
@@ -88,6 +90,8 @@ def footprint(
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         _on_cpu(model)
         method.convert(model, dtype)
+        if repack:
+            method.check_repacks()
         layers = method.sparse_layers
         for layer in layers.values() if packed else ():
             _hold_packed(layer, repack)
@@ -117,6 +121,7 @@ def footprint(
             + max(saved.of_blocks.values(), default=0)
             + saved.outside(narrow),
             loss=0 if narrow else 2 * saved.largest,
+            passing=max(map(_operands, saved.blocks), default=0),
             block=max(numbers.values(), default=0),
             root=sum(p.numel() for p in model.parameters()) - sum(numbers.values()),
             width=4 if dtype is None else dtype.itemsize,
@@ -125,6 +130,11 @@ def footprint(
 
 def _held(layers: dict[str, SparseLinear], kind: str) -> int:
     return sum(buffer_bytes(layer, kind) for layer in layers.values())
+
+
+def _operands(block: nn.Module) -> int:
+    layers = {str(i): m for i, m in enumerate(block.modules()) if isinstance(m, SparseLinear)}
+    return _held(layers, "packed") + _held(layers, "operands")
 
 
 def _bits(layer: SparseLinear) -> int:

@@ -2,10 +2,12 @@
 
 What one GPU holds follows from the footprint of a step (experiments/planning/footprint.py) and
 from how the GPUs share it. `ddp`: each holds all, and a second copy of the gradients in buckets.
-`fsdp2`: weights, gradients, moments, masks and operands are shared; each has whole masks as bits,
-and of at most two blocks at a time, and of what is outside of blocks, gathers the weights in
-autocast's dtype and has whole gradients. For one GPU this is compared with H200 runs
-(tests/experiments/planning); sharing is projected. So are the days of several GPUs of one host:
+`fsdp2`: weights, gradients, moments and masks are shared; each has whole masks as bits. Of at most
+two blocks at a time, and of what is outside of blocks, it gathers the weights and has whole
+gradients; operands it makes of one block at a time. Where torch gathers weights in fp32
+(experiments/training/sharding.py), copies of dense ones in autocast's dtype stay for the backward
+pass. For one GPU, and two with `fsdp2`, this is compared with H200 runs
+(tests/experiments/planning); more are projected. So are the days of several GPUs of one host:
 between those of GPUs that work beside what they exchange and those of GPUs that wait for it.
 """
 
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from experiments.config.run import RunConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.parallel import PairsConfig
@@ -25,7 +29,8 @@ from experiments.planning import shapes
 from experiments.planning.footprint import Footprint, footprint
 from experiments.planning.speed import Speed, nearest
 from experiments.support.errors import UserError
-from experiments.training import averages
+from experiments.training import averages, sharding
+from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from methods.nn.fp8_gemms import FP8
 
@@ -36,6 +41,9 @@ _MOST = 1024  # GPUs
 # Bytes a second that each of two H200s of one host sent by NCCL under DDP and FSDP2, at the least
 # (experiments/bench_results/h200_two_gpus.jsonl); on how many GPUs a host has.
 LINK, HOST = 160e9, 8
+# How many times as long as a dense step one of a sparse method took there under FSDP2, without a
+# teacher.
+SLOWER = 1.2, 2.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +110,11 @@ class Planned:
                 f"impl.offload=true with plan.gpus={gpus} and plan.shard={shard}: only weights "
                 "that GPUs share are offloaded; set more GPUs and fsdp2, or impl.offload=false"
             )
+        run, train = self.run, self.run.train
+        world = World(0, gpus, torch.device("cuda"))
+        impl = dataclasses.replace(run.impl, shard=shard)
+        sharding.check_shared(run.build_method(), impl, train, world)
         samples = self.micro_batch(gpus)
-        train = self.run.train
         accumulation = train.batch_size // (samples * gpus)
         return per_gpu(
             self.footprint(samples), gpus, shard, accumulation > 1,
@@ -145,7 +156,7 @@ def per_gpu(
     share = gpus if shared else 1
     communication = need.trained if shard == "ddp" and gpus > 1 else 0
     if shared:
-        weights = (2 * need.block + need.root) * need.width
+        weights = (2 * need.block + need.root) * gathered_width(need)
         gradients = (need.block + need.root) * (need.width + 4)
         communication = weights + gradients + (weights if need.frozen else 0)
     # What the GPUs share, a GPU's part of it; the host has it where it is offloaded.
@@ -159,19 +170,25 @@ def per_gpu(
         "optimizer": moments,
         "averages": trained if averaged else 0,
         "masks": masks + (need.bits if shared else 0),
-        "packed operands": need.packed // share,
-        "dense operands": need.operands // share,
+        "packed operands": 0 if shared else need.packed,
+        "dense operands": 0 if shared else need.operands,
+        "operands in passing": need.passing if shared else 0,
         "communication": communication,
     }
     gradients = trained
     forward = {
-        "weights under autocast": 0 if shared else need.casts,
+        "weights under autocast": 0 if shared and sharding.gathers_rounded() else need.casts,
         "activations": need.checkpointed if checkpointing else need.activations,
         "loss": need.loss,
     }
     step = sum(forward.values())
     most = gradients + step if accumulates else max(gradients, step)
     return {**held, "gradients": gradients, **forward, "peak": sum(held.values()) + most}
+
+
+def gathered_width(need: Footprint) -> int:
+    """Bytes of a weight that `fsdp2` gathers."""
+    return need.width if sharding.gathers_rounded() else 4
 
 
 def exchanged(need: Footprint, gpus: int, shard: str, micro_batches: int) -> float:
@@ -183,7 +200,7 @@ def exchanged(need: Footprint, gpus: int, shard: str, micro_batches: int) -> flo
     of_others = (gpus - 1) / gpus
     if shard == "ddp":
         return 2 * of_others * need.trained
-    gathered = (2 * need.trained + need.frozen) * need.width / 4
+    gathered = (2 * need.trained + need.frozen) * gathered_width(need) / 4
     return of_others * micro_batches * (gathered + need.trained)
 
 
@@ -191,7 +208,8 @@ def plan(planned: Planned) -> dict[str, Any]:
     """The whole plan as plain values; bytes in MiB.
 
     `days` and `days_at_most`: where what GPUs exchange costs nothing, and where all wait for it;
-    the latter is None for GPUs of several hosts, between which nothing was measured.
+    both None where the plan does not fit. The latter is None, too, for GPUs of several hosts,
+    between which nothing was measured, and for sparse methods with `fsdp2`, which take longer.
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
@@ -205,9 +223,12 @@ def plan(planned: Planned) -> dict[str, Any]:
     speed = _speed(run, need)
     units = total if isinstance(run.data, ImageConfig) else tokens
     micro_batches = run.train.batch_size // (samples * options.gpus)
-    days = None if speed is None else units / (speed.per_second * options.gpus * DAY)
-    days_at_most = None
-    if days is not None and options.gpus <= HOST:
+    fits = memory["peak"] <= options.gpu_memory * GIB
+    days = days_at_most = None
+    if speed is not None and fits:
+        days = units / (speed.per_second * options.gpus * DAY)
+    slower = run.method != "dense" and options.shard == "fsdp2" and options.gpus > 1
+    if days is not None and options.gpus <= HOST and not slower:
         sent = exchanged(need, options.gpus, options.shard, micro_batches)
         days_at_most = days + run.train.steps * sent / LINK / DAY
     return {
@@ -223,7 +244,7 @@ def plan(planned: Planned) -> dict[str, Any]:
         "checkpointing": options.checkpointing,
         "memory_mib": {name: round(size / MIB, 1) for name, size in memory.items()},
         "gpu_memory_mib": options.gpu_memory * GIB / MIB,
-        "fits": memory["peak"] <= options.gpu_memory * GIB,
+        "fits": fits,
         "needed": planned.needed(),
         "steps": run.train.steps,
         "samples": total,
@@ -270,14 +291,33 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if found["speed"] is None:
         yield "days: no such training was measured"
         return
+    if found["days"] is None:
+        yield "days: none, as the plan does not fit"
+        return
     speed = found["speed"]
     dense = ", this method was not measured" if speed["as_dense"] else ""
-    days = f"{found['days']:,.2g}"
+    most = found["days_at_most"]
+    times, unit = _in_a_unit(found["days"], *([] if most is None else [most]))
+    time = times[0]
     if found["gpus"] > 1:
-        most = found["days_at_most"]
-        days = f"at least {days}" if most is None else f"{days} to {most:,.2g}"
+        time = f"at least {time}" if most is None else " to ".join(times)
     yield (
-        f"{days} days at {speed['per_second'] * found['gpus']:,.0f} "
-        f"{speed['unit']}/s: one H200 on {speed['row']}{dense}, x {speed['factor']:.3g} by the "
-        f"number of weights{', x ' + str(found['gpus']) if found['gpus'] > 1 else ''}"
+        f"{time} {unit} at {speed['per_second'] * found['gpus']:,.0f} "
+        f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
+        f"x {speed['factor']:.3g} by the number of weights"
+        f"{', x ' + str(found['gpus']) if found['gpus'] > 1 else ''}"
     )
+    if found["shard"] == "fsdp2" and found["method"] != "dense":
+        yield (
+            f"of sparse methods with fsdp2, a step on two H200s took {SLOWER[0]} to {SLOWER[1]} "
+            "times as long as a dense one with fsdp2 (not compiled, without a teacher)"
+        )
+
+
+def _in_a_unit(*days: float) -> tuple[list[str], str]:
+    """Times in days, or below one in hours or minutes, and that unit."""
+    name, unit = next(
+        (pair for pair in (("days", 1), ("hours", 24)) if max(days) * pair[1] >= 1),
+        ("minutes", 1440),
+    )
+    return [f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (d * unit for d in days)], name

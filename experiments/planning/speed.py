@@ -21,7 +21,8 @@ _MODELS = {
 class Speed:
     """Samples or tokens a second on one GPU.
 
-    row: the measured one that it follows from. factor: on its speed, how many times as many weights
+    row: the measured one that it follows from. conditions: under which all rows of whole models
+    were measured (experiments/bench/train.py). factor: on its speed, how many times as many weights
     it has. as_dense: the method itself was not measured.
     """
 
@@ -30,6 +31,7 @@ class Speed:
     row: str
     factor: float
     as_dense: bool
+    conditions: str = "measured compiled, bf16, feed-forward linears"
 
 
 def nearest(family: str, method: str, parameters: int) -> Speed | None:

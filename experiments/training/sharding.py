@@ -257,16 +257,20 @@ def _brought(own: Tensor, world: World) -> Tensor:
     return tensor
 
 
+def gathers_rounded() -> bool:
+    """True if weights that autocast would round are gathered rounded. Where torch cannot choose by
+    parameter (before 2.15), all are gathered as they are."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
+
+
 def _policy(model: nn.Module, dtype: torch.dtype | None) -> Any:
     """In what dtypes parameters are gathered and gradients summed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     options: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    # Where torch cannot choose by parameter (before 2.15), all are gathered as they are.
-    if (
-        dtype is not None
-        and "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
-    ):
+    if dtype is not None and gathers_rounded():
         rounded = {id(p) for p in _rounded(model)}
         options |= {
             "param_dtype": dtype,

@@ -226,11 +226,8 @@ class Method:
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
-        if repack_backward and not self.repacks:
-            raise ValueError(
-                "repack_backward=True: no layer here has an operand that can be packed in the "
-                "backward pass; it is for slope with 2:4 weights and without FP8, set it to False"
-            )
+        if repack_backward:
+            self.check_repacks()
         sharding.follow(self.layers.values(), self._model)
         chosen, why = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
         for name, products in chosen.items():
@@ -241,6 +238,14 @@ class Method:
         in_vain = repack_backward and not any(products.repack for products in chosen.values())
         self.acceleration = Acceleration(tokens, why, in_vain)
         return chosen
+
+    def check_repacks(self) -> None:
+        """Raise ValueError if no converted layer can take `repack_backward` of `accelerate`."""
+        if not self.repacks:
+            raise ValueError(
+                "repack_backward=True: no layer here has an operand that can be packed in the "
+                "backward pass; it is for slope with 2:4 weights and without FP8, set it to False"
+            )
 
     def _chosen(
         self, tokens: int, matmul: str | None
