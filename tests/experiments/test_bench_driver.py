@@ -79,7 +79,9 @@ def test_the_command_ends_with_the_benchmark(tmp_path, number, status):
     """... which is told to end twice, as by `timeout`: itself and with its group."""
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} ')\n"
     program = (
-        "import sys; from pathlib import Path; from experiments.bench import __main__, driver\n"
+        "import signal, sys; from pathlib import Path\n"
+        "from experiments.bench import __main__, driver\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job\n"
         f"driver.COMMAND = (sys.executable, '-c', {code + 'time.sleep(600)'!r})\n"
         "driver.bench = lambda options, report: driver.watch([], Path('.'))\n"
         "sys.exit(__main__.main(['driver', '--device', 'cpu', '--out', sys.argv[1]]))\n"

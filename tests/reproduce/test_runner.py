@@ -371,6 +371,7 @@ def test_a_signal_ends_the_children(number, status, word, children, monkeypatch,
     monkeypatch.setattr(blocks, "read_block", lambda name: block())
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         assert main(["run", "t"], runs=tmp_path) == status
     finally:
