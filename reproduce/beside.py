@@ -152,9 +152,9 @@ def fused_adapters(rank: str, model: str) -> Ranking:
 
 def with_flash(column: str, model: str) -> Gain:
     """The statement that SLoPe gains beside FlashAttention-2, too, from SLoPe's Table B.3."""
-    cells = (("slope_tableB3", model, f"{column}, {part}") for part in ("both", "FA"))
+    both, flash = (("slope_tableB3", model, f"{column}, {part}") for part in ("both", "FA"))
     text = f"SLoPe, Table B.3: {column}, {model}, over dense, both with FlashAttention-2"
-    return Gain(text, tuple(cells))
+    return Gain(text, (both, flash))
 
 
 def decoding(lengths: str, device: str) -> Gain:

@@ -111,7 +111,7 @@ def test_no_gradient_is_invented_when_compiled():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_met_at_run_time_it_is_not_compiled(fails):
-    """Beside a graph break dynamo sees each frame; it leaves an operator's alone, and goes on."""
+    """Dynamo sees each frame beside a graph break, leaves an operator's alone and goes on."""
     graphs = []
 
     def record(graph, inputs):
@@ -139,7 +139,7 @@ def test_met_at_run_time_it_is_not_compiled(fails):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_mutation_is_seen_by_autograd(backend, mode, requires_grad):
-    """Of a tensor that was saved for a backward; a Triton kernel writes without torch's notice."""
+    """It is noticed in a tensor saved for a backward, though Triton writes unseen by torch."""
     saved, x = X[:2, :4].clone().to(DEVICE), X[:2, :4].to(DEVICE).requires_grad_()
     y = x * saved
     with mode():
@@ -178,7 +178,7 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_modes_and_lazy_tensors_are_not_passed_by():
-    """What the dispatcher does beside autograd is done: modes, negation that is yet to be made."""
+    """The dispatcher's work beside autograd is done: modes, negation that is yet to be made."""
     x = X.clone().requires_grad_()
     with Seen() as seen:
         for grad in (True, False):

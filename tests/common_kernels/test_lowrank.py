@@ -34,8 +34,8 @@ def test_by_hand():
 )
 @every_backend
 def test_slices_of_one_tensor_with_one_rounding(backend, dtype, rows, out, rank, generator):
-    """Off by the rounding to the output's dtype and by that of rank + 3 fp32 terms, of which tensor
-    cores truncate, not round, the last two bits."""
+    """The error is the rounding to the output's dtype and that of rank + 3 fp32 terms, of which
+    tensor cores truncate, not round, the last two bits."""
     y1, y2, r, bias = operands(rows, out, rank, dtype, generator)
     for b, scale in ((bias, 1 / rank), (None, -2.0)):
         got = lowrank_addmm(y1, y2, r, b, scale, backend=backend)

@@ -1,4 +1,4 @@
-"""What holds for the operands of all operators: one device, any strides, whole numbers as seeds."""
+"""All operators take operands of one device, with any strides, and whole numbers as seeds."""
 
 import pytest
 import torch

@@ -80,7 +80,7 @@ def test_the_sample_of_a_gradient_is_packed_transposed(shape, single, dtype):
 
 @every_dtype
 def test_the_sample_of_hard_groups_is_packed(dtype, hard_groups):
-    """What is stored for a group with one entry kept, or none, is what any packer stores."""
+    """A group with one entry kept, or none, is stored as any packer stores it."""
     groups = hard_groups(256, dtype).nan_to_num(nan=2.0, posinf=torch.inf, neginf=-torch.inf)
     dy = groups.view(-1, 64, 4).mT.reshape(-1, 64)[-96:].to(DEVICE)
     sample = mvue24(dy, 77, 16, dim=0).t().contiguous()

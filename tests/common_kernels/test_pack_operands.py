@@ -148,7 +148,7 @@ def test_a_sample_of_a_gradient_in_the_order_of_cutlass(backend, layout, tokens)
 
 @backends
 def test_codes_in_the_order_of_cutlass(backend):
-    """Of a weight under a mask, of a projected weight, of the sample of a gradient."""
+    """Codes of a masked weight, of a projected one and of a gradient's sample are compared."""
     shape, layout = (64, 256), "cutlass_sm90"
     w, scale = weight(*shape), torch.tensor(1.37, device=DEVICE)
     packed, plain, other, plain_other = (

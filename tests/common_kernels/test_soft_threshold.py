@@ -88,7 +88,7 @@ def test_non_finite_values_propagate_and_stay_legal(pieces):
 @pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_have_one_sign(dtype, backend, pieces):
-    """Of signed zeros, of what lies below the threshold, and of what a cast rounds away."""
+    """All are positive: of signed zeros, below the threshold, and where a cast rounds to one."""
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         tiny *= 1 << 20  # Triton's interpreter reads these wrongly

@@ -205,7 +205,7 @@ def write_jsonl_gz(folder, texts):
 
 
 def write_json_gz(folder, texts):
-    """As C4 is on the hub."""
+    """Writes the texts as C4 has them on the hub."""
     lines = [json.dumps({"text": text, "url": "x"}) + "\n" for text in texts]
     path = folder / "c4-train.00000-of-01024.json.gz"
     path.write_bytes(gzip.compress("".join(lines).encode()))
@@ -276,8 +276,8 @@ def test_the_validation_part_of_a_published_corpus_is_that_of_nanogpt(
 def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
     tmp_path, hub_cache, byte_gpt2, name
 ):
-    """As many documents from the start of nanoGPT's order as hold it, and not one more; 144 files
-    are no OpenWebText, whatever they are called."""
+    """It takes as many documents from the start of nanoGPT's order as hold it and no more; 144
+    files are no OpenWebText, whatever they are called."""
     folder = tmp_path / "source"
     folder.mkdir()
     texts = [f"{i}:" + "x" * (i * 37 % 301) for i in range(144)]

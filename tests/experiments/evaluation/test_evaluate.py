@@ -358,7 +358,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
 
 
 def test_a_folder_of_runs_lists_them(trained, monkeypatch, capsys):
-    """What lies in the run itself, an evaluation of it say, is not among them."""
+    """The files of the run itself, an evaluation of it say, are not among them."""
     runs = trained.directory.parents[2]
     (trained.directory.parent / "seed9").mkdir(exist_ok=True)
     (trained.directory.parent / "seed9/result.json").write_text("[]")
@@ -375,7 +375,7 @@ def test_a_folder_of_runs_lists_them(trained, monkeypatch, capsys):
 
 
 def test_lines_fit_80_columns(monkeypatch, capsys):
-    """Those of LLaMA's largest linears, and sentences with paths that are longer than a line."""
+    """Shapes are those of LLaMA's largest linears; sentences hold paths longer than a line."""
     monkeypatch.setenv("COLUMNS", "80")
     name = "model.model.layers.31.mlp.gate_proj"
     rows = [
