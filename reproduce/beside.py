@@ -157,6 +157,12 @@ def with_flash(column: str, model: str) -> Gain:
     return Gain(text, (both, flash))
 
 
+def product(part: str, size: str) -> Gain:
+    """The statement on the speed of one product, from SLoPe's Figure 3a."""
+    text = f"SLoPe, Figure 3a, read off the plot: {part.lower()} product, {size}"
+    return Gain(text, (("slope_figure3", size, part),))
+
+
 def decoding(lengths: str, device: str) -> Gain:
     """The statement on a row of AST's Table 6: lengths of prompt and text, on one of its GPUs."""
     table, column = "ast_table6", "speedup"
@@ -202,6 +208,13 @@ STATEMENTS: tuple[Gain | Ranking, ...] = (
     *(fused_adapters("r=6.25%", model) for model in ("OPT-66B", "OPT-13B", "OPT-2.6B")),
     *(with_flash(column, model) for column in ("training", "inference")
       for model in ("OPT-66B", "OPT-2.6B")),
+    *(product("Upsample", size) for size in ("d=768", "d=4096", "d=9216")),
+    Ranking("SLoPe, Figure 3a, read off the plot: tiling makes the upsample product faster, d=9216"
+            " (after / before)", (("slope_figure3", "d=9216", "Upsample, tiled"),
+                                  ("slope_figure3", "d=9216", "Upsample"))),
+    Ranking("SLoPe, Figure B.2, read off the plot: the set-up of a sparse product takes longer than"
+            " the product, d=9216 (ms / ms)", (("slope_figureB2", "d=9216", "setup"),
+                                               ("slope_figureB2", "d=9216", "multiply"))),
     Gain("torchao, Table 2: SAM's image encoder, forward and backward",
          (("torchao_table2", "2:4 MLP weights", "speed-up"),)),
     *(Gain(f"torchao, Table 3: linear {shape}", (("torchao_table3", shape, "speedup"),))
