@@ -79,6 +79,7 @@ class SwitchedMethod(base.Method):
 
     def on_step_begin(self, step: int) -> None:
         if self.dense_at(step) != self.dense:
+            self._begin(step)  # a model that is sharded, or was evaluated, since is followed first
             self._switch(not self.dense)
         super().on_step_begin(step)
 

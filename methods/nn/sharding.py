@@ -238,14 +238,18 @@ class ShardedLayer:
         weight is whole."""
         layer: Any = self
         found = {n: self._gathered(n, x.device) for n, b in self._buffers.items() if is_sharded(b)}
+        dense = []
         for name, own in self.derived.items():
             if own.dtype == torch.uint8 and x.dtype != layer.dtype:
                 continue  # packed operands are in one dtype
-            dtype = x.dtype if own.dtype == layer.dtype and own.ndim == 2 else own.dtype
-            found[name] = torch.empty_like(own, dtype=dtype, device=x.device)
+            found[name] = torch.empty_like(own, device=x.device)
+            if own.dtype == layer.dtype and own.ndim == 2:
+                dense.append(name)
         with _showing(self, found):
             super().derive()  # type: ignore[misc]
             super().sample()  # type: ignore[misc]
+        for name in dense:  # rounded to the layer's dtype first, as those that are kept
+            found[name] = found[name].to(x.dtype)
         vars(self).pop("_stored", None)  # what a `CompressedLinear` would keep for its next packing
         return found
 
