@@ -173,7 +173,7 @@ def model_of_two(model):
 def test_peaks_of_two_gpus_with_fsdp2_are_met_within_a_tenth(model, monkeypatch):
     monkeypatch.setattr(planning.sharding, "gathers_rounded", lambda: False)  # torch 2.11
     peaks, bits = {}, {}
-    for row in (r for r in TWO if (r["model"], r["kind"]) == (model, "fsdp2")):
+    for row in (r for r in TWO if r["model"] == model and r["kind"].startswith("fsdp2")):
         options = {"t_sr_ste": {"dense_fraction": 0}, "slope": {"adapter_rank": 0}}
         method = methods.build(
             row["method"], include="ffn", total_steps=1000, measure_every=0,
@@ -340,10 +340,10 @@ def test_the_measured_steps_of_two_gpus_lie_between(model, parameters, kind):
 
 
 def test_sharded_steps_of_sparse_methods_took_so_much_longer():
-    ms = {(r["model"], r["method"]): r["ms"] for r in TWO if r["kind"] == "fsdp2"}
+    dense = {r["model"]: r["ms"] for r in TWO if r["kind"] == "fsdp2" and not r["extra"]}
     times = [
-        ms[model, method] / ms[model, "dense"]
-        for model in ("774M", "llama3b") for method in ("t_sr_ste", "s_ste", "slope")
+        r["ms"] / dense[r["model"]]
+        for r in TWO if r["kind"] == "fsdp2, packed" and r["method"] != "ast"
     ]  # fmt: skip
     assert (round(min(times), 1), round(max(times), 1)) == planning.SLOWER
 
@@ -354,7 +354,7 @@ def test_what_is_said_of_days():
     *_, time, longer = lines(plan(planned(*sharded, "method=s_ste")))
     assert time.startswith("at least ") and " days at " in time
     assert "(measured compiled, bf16, feed-forward linears)" in time
-    assert "a step on two H200s took 1.2 to 2.6 times as long as a dense one" in longer
+    assert "a step on two H200s took 1.1 to 2.7 times as long as a dense one" in longer
     *_, time = lines(plan(planned(*sharded, "method=dense")))
     assert re.match(r"[\d.]+ to [\d.]+ days at ", time)
     *_, time = lines(plan(planned(*sharded, "method=s_ste", "plan.gpu_memory=1")))
