@@ -61,6 +61,7 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
     if command == ALL:
         chosen = [table for table in tables if table.paper]
     if not chosen:
+        _refuse_uncovered(command)
         names = {table.command for table in tables}
         known = ", ".join(sorted(names, key=lambda name: (len(name), name)))
         raise UsageError(f"no table {command!r}; there are {known} (and --list, --help)")
@@ -71,9 +72,10 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
             raise UsageError(f"cannot use {option!r}; use paper=NAME and tier=TIER, each once")
         given[key] = value
     if "paper" in given:
-        papers = [table.paper for table in chosen if table.paper]
+        papers = dict.fromkeys(table.paper for table in chosen if table.paper)
         chosen = [table for table in chosen if table.paper == given["paper"]]
         if not chosen:
+            _refuse_uncovered(command, given["paper"])
             known = ", ".join(papers) or "no paper: it is this project's own"
             raise UsageError(f"no {command} of paper {given['paper']!r}; there is {known}")
     tier = given.get("tier", TIERS[0])
@@ -81,6 +83,13 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         known = ", ".join(dict.fromkeys(name for table in chosen for name in table.tiers))
         raise UsageError(f"no tier {tier!r} of {command}; choose of {known}")
     return Request(chosen, tier)
+
+
+def _refuse_uncovered(command: str, paper: str = "") -> None:
+    """Raise a `UsageError` with the reason if there is no such table on purpose."""
+    for item in (item for known in coverage.items().values() for item in known):
+        if item.reason and item.command == command and paper in ("", item.paper):
+            raise UsageError(f"{item.name} of paper={item.paper} is not covered: {item.reason}")
 
 
 def run(arguments: list[str], runs: Path) -> bool:

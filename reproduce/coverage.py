@@ -35,6 +35,11 @@ class Item:
         return kind + self.number.replace("figure", "figure ")
 
     @property
+    def command(self) -> str:
+        """The word of the command line that asks for it, as `Table.command`."""
+        return self.name.replace(" ", "")
+
+    @property
     def count(self) -> int:
         """The number of tables or figures that it stands for: those of a range, `B6-B9`, say."""
         ends = [int(end) for end in re.findall(r"\d+", self.number)]

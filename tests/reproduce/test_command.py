@@ -20,6 +20,10 @@ from reproduce.reading import read_tables
     [
         (["table99"], "error: no table 'table99'; there are table1, table2, "),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
+        (["figure3", "paper=nobody"], "no figure3 of paper 'nobody'; there is fst, slope\n"),
+        (["all", "paper=nobody"], "there is ast, fst, slope, sste, torchao\n"),
+        (["figure6"], "error: figure 6 of paper=fst is not covered: a diagram\n"),
+        (["figure3", "paper=sste"], "error: figure 3 of paper=sste is not covered: a diagram\n"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
         (["table2", "tier="], "error: cannot use 'tier='"),

@@ -15,8 +15,9 @@ TABLES = read_tables()
 NUMBERS = {
     "fst": {str(n) for n in range(1, 14)} | {f"figure{n}" for n in range(1, 10)},
     "sste": {str(n) for n in range(1, 13)} | {f"figure{n}" for n in range(1, 5)},
-    "ast": {str(n) for n in range(1, 7)},
-    "slope": {str(n) for n in range(1, 9)} | {f"B{n}" for n in range(1, 6)},
+    "ast": {str(n) for n in range(1, 7)} | {f"figure{n}" for n in range(1, 4)},
+    "slope": {*map(str, range(1, 9)), *(f"B{n}" for n in range(1, 6)), "B6-B9"}
+    | {f"figure{n}" for n in [*range(1, 5), *(f"B{n}" for n in range(1, 7))]},
     "torchao": {"1", "2", "3", "4", "5"},
 }
 
