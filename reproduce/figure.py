@@ -18,20 +18,27 @@ from experiments.runs.curves import draw as draw_curves
 from experiments.runs.curves import figure as draw_figure
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from reproduce import by_block, scatter
+from reproduce.cells import Numbers
 from reproduce.engine import PlacedRun
 from reproduce.render import Rendered
 from reproduce.scatter import Pair
 from reproduce.spec import Figure, Table
 
+SOURCES = ("paper", "paper (second-hand)", "ours")
+INTERVAL = "whisker: 95 % interval of our mean"
+
 
 @dataclass(frozen=True)
 class Value:
-    """One bar, or one point of a line. source: `paper` or `ours`."""
+    """One bar, or one point of a line. source: one of `SOURCES`. low, high: the interval of the
+    mean, if it has one."""
 
     quantity: str
     method: str
     source: str
     value: float
+    low: float | None = None
+    high: float | None = None
 
 
 def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, path: Path) -> bool:
@@ -46,7 +53,7 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
     elif figure.kind == "scatter":
         data, beside = scatter.pairs(runs, figure.quantities), "pairs"
     else:
-        data, beside = values(table, rendered), "values"
+        data, beside = values(table, rendered.summary), "values"
     if figure.kind == "none" or not data:
         return False
     text = csv_text([dataclasses.asdict(entry) for entry in data])
@@ -54,8 +61,7 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
     if path.exists() and record.exists() and record.read_text(encoding="utf-8") == text:
         return True
     record.unlink(missing_ok=True)  # written last: it vouches for the picture
-    names = {label: axis(label, unit) for label, unit in rendered.units.items()} | NAMES
-    write_atomic(path, lambda p: _plot(figure, data, title, names, p))
+    write_atomic(path, lambda p: plot(figure, data, title, rendered.units, p))
     write_text(record, text)
     return True
 
@@ -76,21 +82,27 @@ def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
     return record if loss is None else {**record, "perplexity": math.exp(loss)}
 
 
-def values(table: Table, rendered: Rendered) -> list[Value]:
-    """The values of the figure's columns, row by row, the paper's and ours."""
+def values(table: Table, summary: list[Numbers]) -> list[Value]:
+    """The values of the figure's columns, row by row, the paper's and ours, from the long form of
+    the table."""
     wanted = table.figure.columns or [c.label for c in table.columns if c.published]
     found = []
     for quantity in wanted:
-        for line in rendered.summary:
+        for line in summary:
             label = ", ".join(str(line[part]) for part in ("of", "method") if part in line)
-            for source, names in {
-                "paper": ["paper"],
-                "ours": ["mean", "ratio", "speedup", "sum"],
-            }.items():
-                for name in names:
-                    number = line.get(f"{quantity}: {name}")
-                    if isinstance(number, float | int):
-                        found.append(Value(quantity, label, source, float(number)))
+
+            def number(name: str, line: Numbers = line, quantity: str = quantity) -> float | None:
+                value = line.get(f"{quantity}: {name}")
+                return float(value) if isinstance(value, float | int) else None
+
+            published = number("paper")
+            if published is not None:
+                second_hand = line[f"{quantity}: evidence"] == "second-hand"
+                found.append(Value(quantity, label, SOURCES[second_hand], published))
+            for name in ("mean", "ratio", "speedup", "sum"):
+                own = number(name)
+                if own is not None:
+                    found.append(Value(quantity, label, "ours", own, number("low"), number("high")))
     return found
 
 
@@ -100,7 +112,13 @@ def axis(label: str, unit: str) -> str:
     return f"{label} ({told})" if told else label
 
 
-def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], path: Path) -> None:
+def plot(figure: Figure, data: list[Any], title: str, units: dict[str, str], path: Path) -> None:
+    """Write the figure of these points, pairs or values. units: by the table's columns."""
+    names = {label: axis(label, unit) for label, unit in units.items()} | NAMES
+    lines, over_steps = figure.kind == "lines", figure.kind in ("curves", "blocks")
+    of_values = figure.kind in ("lines", "bars")
+    ranges = limits(data, units, from_zero=not lines) if of_values else {}
+
     def panel(quantity: str, axes: Any) -> None:
         if figure.kind == "curves":
             draw_curves(axes, quantity, data)
@@ -110,7 +128,8 @@ def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], pa
             scatter.draw(axes, quantity, data, figure.quantities)
         else:
             shown = [entry for entry in data if entry.quantity == quantity]
-            _values(axes, shown, lines=figure.kind == "lines")
+            draw_values(axes, shown, lines)
+            axes.set_ylim(*ranges[quantity])
 
     quantities = list(dict.fromkeys(entry.quantity for entry in data))
     panels = {names.get(quantity, quantity): partial(panel, quantity) for quantity in quantities}
@@ -118,31 +137,71 @@ def _plot(figure: Figure, data: list[Any], title: str, names: dict[str, str], pa
         panels[scatter.DISTRIBUTION] = partial(
             scatter.distribution, data=data, quantity=figure.quantities[1]
         )
-    over_steps = figure.kind in ("curves", "blocks")
-    labels = 0 if over_steps or figure.kind == "scatter" else len({entry.method for entry in data})
+    labels = len({entry.method for entry in data}) if of_values else 0
     told = f"\n{SPREAD}" if over_steps else ""
+    if of_values and any(entry.low is not None for entry in data):
+        told = f"\n{INTERVAL}"
     # Wide enough that no label covers another, and as high as the longest asks for.
     longest = max(len(entry.method) for entry in data) if labels else 0
     size = max(3.6, 0.17 * labels), 3.4 + 0.05 * max(0, longest - 16)
     draw_figure(panels, title + told, path, *size)
 
 
-def _values(axes: Any, data: list[Value], lines: bool) -> None:
+def limits(
+    data: list[Value], units: dict[str, str], from_zero: bool
+) -> dict[str, tuple[float, float]]:
+    """The range of the y axis by quantity: the same for all of a unit, so that panels can be
+    compared. One whose values would all lie in the lowest twentieth has its own."""
+    found = {}
+    ends: dict[str, list[float]] = {}
+    for entry in data:
+        ends.setdefault(entry.quantity, []).extend(
+            end for end in (entry.low, entry.value, entry.high) if end is not None
+        )
+    for quantity, own in ends.items():
+        unit = units[quantity]
+        alike = {other: seen for other, seen in ends.items() if units[other] == unit}
+        highest = max(max(seen) for seen in alike.values())
+        large = [seen for seen in alike.values() if max(seen) >= highest / 20]
+        of_panel = [end for seen in large for end in seen] if own in large else own
+        low, high = 0.0 if from_zero else min(of_panel), max(of_panel)
+        margin = 0.05 * (high - low)
+        found[quantity] = low if from_zero else low - margin, high + margin
+    return found
+
+
+def draw_values(axes: Any, data: list[Value], lines: bool) -> None:
+    """Draw the values of one quantity, as bars or as lines; second-hand ones are hatched or
+    hollow."""
     labels = list(dict.fromkeys(entry.method for entry in data))
     place = {label: float(number) for number, label in enumerate(labels)}
-    sources = {entry.source for entry in data}
-    for number, source in enumerate(("paper", "ours")):
+    both = len({entry.source == "ours" for entry in data}) > 1
+    for source in SOURCES:
         shown = [entry for entry in data if entry.source == source]
         if not shown:
             continue
+        mine, second_hand = source == "ours", source == SOURCES[1]
         at, heights = [place[entry.method] for entry in shown], [entry.value for entry in shown]
-        colour = COLOURS[1 + number]
+        colour = COLOURS[1 + mine]
         if lines:
-            axes.plot(at, heights, label=source, color=colour, marker=MARKERS[number], markersize=4)
+            axes.plot(
+                at,
+                heights,
+                label=source,
+                color=colour,
+                linestyle="--" if second_hand else "-",
+                marker=MARKERS[mine],
+                markersize=4,
+                markerfacecolor="white" if second_hand else colour,
+            )
         else:
-            beside = (-0.2 + 0.4 * number) * (len(sources) > 1)
-            centres = [x + beside for x in at]
-            axes.bar(centres, heights, width=0.4, label=source, color=colour)
+            beside = (0.2 if mine else -0.2) * both
+            at = [x + beside for x in at]
+            hatch: Any = {"hatch": "///", "edgecolor": "white"} if second_hand else {}
+            axes.bar(at, heights, width=0.4, label=source, color=colour, linewidth=0, **hatch)
+        for x, entry in zip(at, shown, strict=True):
+            if entry.low is not None and entry.high is not None:
+                axes.plot([x, x], [entry.low, entry.high], color="black", linewidth=1.0)
     steep = {"rotation": 60, "ha": "right", "fontsize": 7}
     upright = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 6}
     style: Any = upright if len(labels) > 12 else steep

@@ -86,7 +86,7 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
     rows = [row for row in table.rows_of(tier) if not row.stage]
     mine: dict[Key, Cell] = {}
     papers: dict[Key, tuple[Cell, Cell]] = {}
-    units = {column.label: _unit(table, variants, rows, column) for column in table.columns}
+    units = units_of(table, tier)
     for variant in variants:
         of = {
             row.label: [
@@ -300,6 +300,12 @@ def _load(runs: list[PlacedRun]) -> list[str]:
     metrics = [run.result["metrics"] for run in runs]
     mhz, watts = ([found[name] for found in metrics] for name in ("sm_mhz", "watts"))
     return [f"Clocks: {load_text(mhz, watts)}."]
+
+
+def units_of(table: Table, tier: str) -> dict[str, str]:
+    """The units of a table's columns, by their labels."""
+    variants, rows = table.variants_of(tier), table.rows_of(tier)
+    return {column.label: _unit(table, variants, rows, column) for column in table.columns}
 
 
 def _unit(table: Table, variants: list[Variant], rows: list[TableRow], column: Column) -> str:

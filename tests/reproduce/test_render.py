@@ -231,9 +231,9 @@ def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
 
 def test_a_smoke_figure_shows_no_published_value(beside, runs, tmp_path):
     beside.figure = Figure("bars", ["loss"])
-    for tier, sources in {"full": {"paper", "ours"}, "smoke": {"ours"}}.items():
+    for tier, sources in {"full": {"paper (second-hand)", "ours"}, "smoke": {"ours"}}.items():
         rendered = render(beside, tier, runs)
-        assert {value.source for value in values(beside, rendered)} == sources
+        assert {value.source for value in values(beside, rendered.summary)} == sources
         assert ("loss: paper" in csv_text(rendered.summary)) is (tier == "full")
         assert any("second-hand" in line for line in rendered.header) is (tier == "full")
 
@@ -395,7 +395,7 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     ) in rendered.header
     run.result["config"]["sustained_s"] = None  # a CPU
     assert "sustained" not in "".join(render(table, "full", [run]).header)
-    bars = [(v.source, v.value) for v in values(table, rendered)]
+    bars = [(v.source, v.value) for v in values(table, rendered.summary)]
     assert bars == [("paper", 1.5), ("ours", 1.25)]
     assert draw(table, "full", [run], rendered, tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")

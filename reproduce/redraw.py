@@ -1,0 +1,56 @@
+"""Draws the figures of the committed measurements anew from their CSVs: `python -m
+reproduce.redraw [TABLE ...]`.
+
+For measurements that were made before the drawing changed: nothing is measured for it.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+from experiments.support.checkpoint import write_atomic
+from reproduce.beside import MEASURED
+from reproduce.cells import Numbers
+from reproduce.figure import plot, values
+from reproduce.reading import read_tables
+from reproduce.render import units_of
+from reproduce.spec import Table
+
+TIER = "full"
+
+
+def summary(path: Path) -> list[Numbers]:
+    """The long form of a table from its CSV: numbers where there are some, else text."""
+
+    def parsed(text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            {name: parsed(text) if ": " in name else text for name, text in line.items()}
+            for line in csv.DictReader(file)
+        ]
+
+
+def redraw(table: Table, source: Path, path: Path) -> None:
+    """Write the figure of a measured table, whose CSV is `source`, to `path` (.png)."""
+    data, title = values(table, summary(source)), f"{table.title} ({TIER})"
+    write_atomic(path, lambda p: plot(table.figure, data, title, units_of(table, TIER), p))
+
+
+def main(names: list[str]) -> None:
+    """Redraw the tables of these names, or all that are measured."""
+    for table in read_tables():
+        source = MEASURED / f"{table.name}-{TIER}.csv"
+        if source.exists() and (not names or table.name in names):
+            redraw(table, source, source.with_suffix(".png"))
+            print(source.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
