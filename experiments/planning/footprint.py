@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,6 +109,10 @@ def footprint(
         trained = sum(p.nbytes for p in own.values() if p.requires_grad)
         numbers = {block: sum(p.numel() for p in block.parameters()) for block in saved.blocks}
         narrow = compiled and teacher is None and dtype is not None
+        outside = saved.outside(narrow)
+        # The gradient of the logits' logarithms and that of the logits, or what the loss of a
+        # method with a teacher makes of the logits of both.
+        held = 0 if narrow else max(2 * saved.largest, watch.most - outside)
         return Footprint(
             parameters=parameters,
             trained=trained,
@@ -116,11 +121,9 @@ def footprint(
             **{kind: _held(layers, kind) for kind in ("masks", "packed", "operands")},
             bits=sum(map(_bits, layers.values())),
             casts=saved.casts,
-            activations=sum(saved.of_blocks.values()) + saved.outside(narrow),
-            checkpointed=saved.inputs
-            + max(saved.of_blocks.values(), default=0)
-            + saved.outside(narrow),
-            loss=0 if narrow else 2 * saved.largest,
+            activations=sum(saved.of_blocks.values()) + outside,
+            checkpointed=saved.inputs + max(saved.of_blocks.values(), default=0) + outside,
+            loss=held,
             passing=max(map(_operands, saved.blocks), default=0),
             block=max(numbers.values(), default=0),
             root=sum(p.numel() for p in model.parameters()) - sum(numbers.values()),
@@ -185,12 +188,16 @@ class _Fused(TorchFunctionMode):
 
 class _Watch(TorchDispatchMode):
     """Gives 0 for a tensor's number that is asked for, such as a count of what is wrong, and
-    remembers in `casts` the copies of `weights` in another dtype; both are storages."""
+    remembers in `casts` the copies of `weights` in another dtype; both are storages. `most` is the
+    most bytes that other tensors made `outside` of blocks had at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights: set[int] = set()
         self.casts: dict[int, Any] = {}
+        self.outside = False
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -198,7 +205,15 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and _storage(args[0]) in self.weights:
             self.casts[_storage(result)] = result
+        elif self.outside and isinstance(result, Tensor):
+            self._count(result.untyped_storage())
         return result
+
+    def _count(self, made: Any) -> None:
+        if made._cdata not in self.weights and made._cdata not in self.casts:
+            self.alive[made._cdata] = StorageWeakRef(made), made.nbytes()
+            self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
+            self.most = max(self.most, sum(size for _, size in self.alive.values()))
 
 
 @contextmanager
@@ -231,10 +246,12 @@ class _Saved:
                 block.register_forward_pre_hook(self._enter(number), with_kwargs=True),
                 block.register_forward_hook(lambda *_: self._leave()),
             ]
+        self.watch.outside = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._take, lambda tensor: tensor):
                 yield
         finally:
+            self.watch.outside = False
             for hook in hooks:
                 hook.remove()
 
@@ -255,14 +272,14 @@ class _Saved:
 
     def _enter(self, number: int) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, options: Any) -> None:
-            self.here = number
+            self.here, self.watch.outside = number, False
             given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
             self.inputs += given[0].nbytes if given and given[0].requires_grad else 0
 
         return enter
 
     def _leave(self) -> None:
-        self.here = None
+        self.here, self.watch.outside = None, True
 
     def _take(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

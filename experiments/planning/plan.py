@@ -48,19 +48,14 @@ SLOWER = 1.1, 2.7
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """gpus: that share a training. shard: `ddp` or `fsdp2`. checkpointing: of activations, block by
-    block. gpu_memory: GiB of one GPU that a training can use; an H200 has 139.8. json: a file for
-    the plan; null = none."""
+    """gpus: that share a training. gpu_memory: GiB of one GPU that a training can use; an H200 has
+    139.8. json: a file for the plan; null = none."""
 
     gpus: int = 1
-    shard: str = "ddp"
-    checkpointing: bool = False
     gpu_memory: float = 139.0
     json: str | None = None
 
     def __post_init__(self) -> None:
-        if self.shard not in SHARDS:
-            raise ValueError(f"plan.shard={self.shard}; choose one of {', '.join(SHARDS)}")
         if not 1 <= self.gpus <= _MOST:
             raise ValueError(f"plan.gpus={self.gpus}; it must lie in [1, {_MOST}]")
         if not self.gpu_memory > 0:
@@ -107,8 +102,8 @@ class Planned:
         """
         if self.run.impl.offload and (gpus == 1 or shard != "fsdp2"):
             raise UserError(
-                f"impl.offload=true with plan.gpus={gpus} and plan.shard={shard}: only weights "
-                "that GPUs share are offloaded; set more GPUs and fsdp2, or impl.offload=false"
+                f"impl.offload=true with plan.gpus={gpus}: only weights that GPUs share are "
+                "offloaded; set more GPUs, or impl.offload=false"
             )
         run, train = self.run, self.run.train
         world = World(0, gpus, torch.device("cuda"))
@@ -118,7 +113,7 @@ class Planned:
         accumulation = train.batch_size // (samples * gpus)
         return per_gpu(
             self.footprint(samples), gpus, shard, accumulation > 1,
-            checkpointing=self.options.checkpointing, averaged=averages.is_kept(train),
+            checkpointing=run.impl.activation_checkpointing, averaged=averages.is_kept(train),
             offloads=self.run.impl.offload,
         )  # fmt: skip
 
@@ -209,7 +204,8 @@ def plan(planned: Planned) -> dict[str, Any]:
 
     `days` and `days_at_most`: where what GPUs exchange costs nothing, and where all wait for it;
     both None where the plan does not fit. The latter is None, too, for GPUs of several hosts,
-    between which nothing was measured, and for sparse methods with `fsdp2`, which take longer.
+    between which nothing was measured, and for sparse methods with `fsdp2` and those whose teacher
+    is counted by its forward pass alone, which take longer.
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
@@ -217,7 +213,8 @@ def plan(planned: Planned) -> dict[str, Any]:
     run, options = planned.run, planned.options
     samples = planned.micro_batch(options.gpus)
     need = planned.footprint(samples)
-    memory = planned.memory(options.gpus, options.shard)
+    shard = run.impl.shard
+    memory = planned.memory(options.gpus, shard)
     total = int(run.train.samples_before[-1])
     tokens = total * shapes.tokens_per_sample(run, planned.hf)
     speed = _speed(run, need)
@@ -225,23 +222,23 @@ def plan(planned: Planned) -> dict[str, Any]:
     micro_batches = run.train.batch_size // (samples * options.gpus)
     fits = memory["peak"] <= options.gpu_memory * GIB
     days = days_at_most = None
+    slower = run.method != "dense" and shard == "fsdp2" and options.gpus > 1
     if speed is not None and fits:
         days = units / (speed.per_second * options.gpus * DAY)
-    slower = run.method != "dense" and options.shard == "fsdp2" and options.gpus > 1
-    if days is not None and options.gpus <= HOST and not slower:
-        sent = exchanged(need, options.gpus, options.shard, micro_batches)
-        days_at_most = days + run.train.steps * sent / LINK / DAY
+        if options.gpus <= HOST and not (slower or speed.taught):
+            sent = exchanged(need, options.gpus, shard, micro_batches)
+            days_at_most = days + run.train.steps * sent / LINK / DAY
     return {
         "model": run.model_name,
         "method": run.method,
         "parameters": need.parameters,
         "gpus": options.gpus,
-        "shard": options.shard if options.gpus > 1 else None,
+        "shard": shard if options.gpus > 1 else None,
         "micro_batch": samples,
         "micro_batches": micro_batches,
         "dtype": run.train.dtype,
         "compiled": run.impl.compile,
-        "checkpointing": options.checkpointing,
+        "checkpointing": run.impl.activation_checkpointing,
         "memory_mib": {name: round(size / MIB, 1) for name, size in memory.items()},
         "gpu_memory_mib": options.gpu_memory * GIB / MIB,
         "fits": fits,
@@ -262,7 +259,7 @@ def _speed(run: RunConfig, need: Footprint) -> Speed | None:
     fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
     if fp8 is not None:
         name += ", fp8" if fp8.on_units else ", fp8=paper simulated"
-    return nearest(family, name, need.parameters)
+    return nearest(family, name, need.parameters, taught=bool(need.frozen))
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -298,13 +295,12 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     dense = ", this method was not measured" if speed["as_dense"] else ""
     most = found["days_at_most"]
     times, unit = _in_a_unit(found["days"], *([] if most is None else [most]))
-    time = times[0]
-    if found["gpus"] > 1:
-        time = f"at least {time}" if most is None else " to ".join(times)
+    time = f"at least {times[0]}" if most is None else " to ".join(dict.fromkeys(times))
+    taught = ", x 3/4 for a teacher" if speed["taught"] else ""
     yield (
         f"{time} {unit} at {speed['per_second'] * found['gpus']:,.0f} "
         f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
-        f"x {speed['factor']:.3g} by the number of weights"
+        f"x {speed['factor']:.3g} by the number of weights{taught}"
         f"{', x ' + str(found['gpus']) if found['gpus'] > 1 else ''}"
     )
     if found["shard"] == "fsdp2" and found["method"] != "dense":

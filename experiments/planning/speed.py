@@ -23,7 +23,8 @@ class Speed:
 
     row: the measured one that it follows from. conditions: under which all rows of whole models
     were measured (experiments/bench/train.py). factor: on its speed, how many times as many weights
-    it has. as_dense: the method itself was not measured.
+    it has. as_dense: the method itself was not measured. taught: the speed is 3/4 of that, for a
+    teacher's forward pass beside forward and backward pass.
     """
 
     per_second: float
@@ -31,16 +32,18 @@ class Speed:
     row: str
     factor: float
     as_dense: bool
+    taught: bool = False
     conditions: str = "measured compiled, bf16, feed-forward linears"
 
 
-def nearest(family: str, method: str, parameters: int) -> Speed | None:
+def nearest(family: str, method: str, parameters: int, taught: bool = False) -> Speed | None:
     """The speed of the measured model that is nearest in size, with this method or, if it was never
     measured, dense. None: no model of this family was measured.
 
     Args:
         family: `causal` for language models whose tokens see those before them, `images` for ViTs.
         method: as the rows name it, `s_ste, fp8` say.
+        taught: it has a teacher.
     """
     if family not in _MODELS:
         return None
@@ -56,11 +59,14 @@ def nearest(family: str, method: str, parameters: int) -> Speed | None:
             continue
         size, row = min(own, key=lambda pair: abs(math.log(pair[0] / parameters)))
         figure = next(key for key in row["figures"] if key.endswith("/s"))
+        as_dense = name != method
+        counted = taught and as_dense
         return Speed(
-            per_second=row["figures"][figure] * size / parameters,
+            per_second=row["figures"][figure] * size / parameters * (3 / 4 if counted else 1),
             unit=figure.removesuffix("/s"),
             row=f"{row['shape']}, {row['name']}",
             factor=size / parameters,
-            as_dense=name != method,
+            as_dense=as_dense,
+            taught=counted,
         )
     return None

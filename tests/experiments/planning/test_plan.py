@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -169,27 +170,40 @@ def model_of_two(model):
     return CausalLM(transformers.AutoModelForCausalLM.from_config(shape), 1024)
 
 
-@pytest.mark.parametrize("model", ["774M", "llama3b"])
-def test_peaks_of_two_gpus_with_fsdp2_are_met_within_a_tenth(model, monkeypatch):
-    monkeypatch.setattr(planning.sharding, "gathers_rounded", lambda: False)  # torch 2.11
-    peaks, bits = {}, {}
-    for row in (r for r in TWO if r["model"] == model and r["kind"].startswith("fsdp2")):
+@pytest.fixture(scope="module")
+def need_of_two():
+    """The footprint of a model and a method there, not compiled; each is counted once."""
+
+    @cache
+    def need(model, name, batch):
         options = {"t_sr_ste": {"dense_fraction": 0}, "slope": {"adapter_rank": 0}}
         method = methods.build(
-            row["method"], include="ffn", total_steps=1000, measure_every=0,
-            **options.get(row["method"], {}),
-        )  # fmt: skip
+            name, include="ffn", total_steps=1000, measure_every=0, **options.get(name, {})
+        )
 
-        def loss(made, method=method, batch=row["batch_per_rank"]):
+        def loss(made):
             ids = torch.zeros(batch, 1024, dtype=torch.int64)
             return method.loss(made, {"input": ids, "target": ids})
 
-        need = footprint(lambda: model_of_two(model), method, loss, compiled=False, packed=False)
+        return footprint(lambda: model_of_two(model), method, loss, compiled=False)
+
+    return need
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), sorted({(r["model"], r["kind"].split(", ")[0]) for r in TWO})
+)
+def test_peaks_beside_two_gpus_are_met_within_a_tenth(model, kind, need_of_two, monkeypatch):
+    monkeypatch.setattr(planning.sharding, "gathers_rounded", lambda: False)  # torch 2.11
+    gpus, shard = (1, "ddp") if kind == "single" else (2, kind)
+    peaks, bits = {}, {}
+    for row in (r for r in TWO if (r["model"], r["kind"].split(", ")[0]) == (model, kind)):
         name = row["method"]
+        need = need_of_two(model, name, row["batch_per_rank"])
         assert need.parameters == row["parameters"]
-        peaks[name], bits[name] = per_gpu(need, 2, "fsdp2", False)["peak"], need.bits
+        peaks[name], bits[name] = per_gpu(need, gpus, shard, False)["peak"], need.bits
         assert peaks[name] / GIB == pytest.approx(row["peak_GiB"], rel=0.1), name
-    for name in ("t_sr_ste", "s_ste", "slope"):
+    for name in peaks.keys() & {"t_sr_ste", "s_ste", "slope"} if kind == "fsdp2" else ():
         assert peaks[name] <= peaks["dense"] + bits[name]
 
 
@@ -232,7 +246,6 @@ def test_gpus_share_a_step(gathers_rounded):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard": "zero"}, "plan.shard=zero; choose one of ddp, fsdp2"),
         ({"gpus": 0}, "plan.gpus=0"),
         ({"gpu_memory": 0}, "plan.gpu_memory=0"),
     ],
@@ -250,6 +263,9 @@ def test_the_speed_is_that_of_the_nearest_measured_model():
     assert found.per_second == pytest.approx(rows[small, "s_ste"]["tokens/s"] / 2)
     found = speed.nearest("causal", "ast", 7_740_000_000)
     assert (found.row, found.unit, found.as_dense) == (f"{large}, dense", "tokens", True)
+    taught = speed.nearest("causal", "ast", 7_740_000_000, taught=True)
+    assert taught.taught and taught.per_second == found.per_second * 3 / 4
+    assert not speed.nearest("causal", "s_ste", 248_000_000, taught=True).taught
     assert speed.nearest("images", "slope", 86_000_000).row == "ViT-L/16, 64 images, slope"
     assert speed.nearest("masked", "slope", 86_000_000) is None
 
@@ -271,7 +287,7 @@ def planned(*overrides):
 )  # fmt: skip
 def test_the_speed_is_that_of_the_recipe_of_fp8(fp8, row, monkeypatch):
     asked = []
-    monkeypatch.setattr(planning, "nearest", lambda *of: asked.append(of))
+    monkeypatch.setattr(planning, "nearest", lambda *of, taught: asked.append(of))
     assert plan(planned("model=gpt2_124m", "method=s_ste", f"method.fp8={fp8}"))["speed"] is None
     assert [name for _, name, _ in asked] == [row]
 
@@ -359,6 +375,8 @@ def test_what_is_said_of_days():
     assert re.match(r"[\d.]+ to [\d.]+ days at ", time)
     *_, time = lines(plan(planned(*sharded, "method=s_ste", "plan.gpu_memory=1")))
     assert time == "days: none, as the plan does not fit"
+    *_, time = lines(plan(planned(*gpt2, "method=ast")))
+    assert time.startswith("at least ") and ", x 3/4 for a teacher" in time
     for steps, unit in ((20_000, "hours"), (200, "minutes")):
         *_, time = lines(plan(planned(*gpt2, f"train.steps={steps}")))
         assert re.match(rf"[\d.]+ {unit} at ", time)
@@ -400,7 +418,7 @@ def test_offloaded_weights_are_those_that_gpus_share():
     two = plan(planned(*options, "plan.gpus=2"))
     assert two["needed"] == (2, "fsdp2") and two["memory_mib"]["weights"] == 0
     assert two["days"] is None  # no speed of it was measured
-    with pytest.raises(UserError, match=r"impl\.offload=true with plan\.gpus=1 and plan\.shard"):
+    with pytest.raises(UserError, match=r"impl\.offload=true with plan\.gpus=1: only"):
         plan(planned(*options))
 
 
