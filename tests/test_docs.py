@@ -128,6 +128,8 @@ def test_commands_are_understood():
                     assert (ROOT / "reproduce" / "blocks" / f"{arguments[1]}.yaml").exists()
                 elif arguments[0] not in ("claims", "report", "--list"):
                     parse(arguments, tables)
+            elif module.startswith("reproduce."):
+                assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
             elif module == "experiments.compare":
                 assert all("=" in word or word.startswith("runs/") for word in arguments)
             elif module.startswith("experiments."):

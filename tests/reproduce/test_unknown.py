@@ -83,7 +83,7 @@ UNKNOWN = {
     "slope_tableB5": ("Table 3, whose header says", "That of MRPC and QQP is not known"),
     "slope_figure2": ("ranks of GPT2-Large are not known", "Table 3's header says what else"),
     "slope_figure3": ("read off the plot",),
-    "slope_figure4": (CURVES,),
+    "slope_figure4": ("no other values were seen", "How the paper rounds is not known"),
     "slope_figureB1": (CURVES, "With which mask the paper compares, and of which model"),
     "slope_figureB2": ("read off the plot",),
     "slope_figureB3": (CURVES,),
