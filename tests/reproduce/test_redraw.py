@@ -14,8 +14,11 @@ COMMITTED = {path.stem.removesuffix("-full"): path for path in sorted(MEASURED.g
 
 def test_every_committed_measurement_has_a_figure_with_a_value_in_each_panel():
     assert COMMITTED.keys() <= TABLES.keys()
+    assert not [table.title for table in TABLES.values() if len(f"# {table.title}") > 80]
     for name, path in COMMITTED.items():
-        assert path.with_suffix(".md").exists() and path.with_suffix(".png").exists()
+        assert path.with_suffix(".png").exists()
+        text = path.with_suffix(".md").read_text(encoding="utf-8")
+        assert max(map(len, text.splitlines())) <= 80, name
         table = TABLES[name]
         found = values(table, redraw.summary(path))
         wanted = table.figure.columns or [c.label for c in table.columns if c.published]
