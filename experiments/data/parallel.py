@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from experiments.data import numbers
 from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
 from experiments.data.manifest import DataConfig
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, told
 
 Pair = tuple[str, str]
 
@@ -184,9 +184,9 @@ def _tables(config: PairsConfig) -> Any:
         table = datasets.load_dataset("parquet", data_files=files)
     except Exception as error:  # of many libraries: network, file system, Parquet
         raise UserError(
-            f"could not read data.source={config.source} ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); pass data.source=FOLDER with "
-            f"train.{config.source_language}, train.{config.target_language} and so on"
+            f"could not read data.source={config.source} ({told(error)}); pass "
+            f"data.source=FOLDER with train.{config.source_language}, "
+            f"train.{config.target_language} and so on"
         ) from error
     languages = {config.source_language, config.target_language}
     features = table["train"].features.get("translation")

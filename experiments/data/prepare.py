@@ -56,7 +56,7 @@ from experiments.data.tokenizer import (
     train_wordpiece,
 )
 from experiments.support.checkpoint import LOCK, exclusive
-from experiments.support.errors import UserError, writing
+from experiments.support.errors import UserError, told, writing
 
 if TYPE_CHECKING:
     import tiktoken
@@ -317,14 +317,22 @@ def _files(name: str, source: str, text_column: str) -> Documents:
                 "take it out of the folder"
             ) from error
         raise UserError(
-            f"could not read data.source={source} ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); pass data.source=FOLDER with .parquet, .jsonl or .txt "
-            "files"
+            f"could not read data.source={source} ({told(error)}); pass data.source=FOLDER with "
+            ".parquet, .jsonl or .txt files that hold text"
         ) from error
     if text_column not in table.column_names:
         raise UserError(
             f"data.text_column={text_column!r} is not a column of {source}, which has "
             f"{', '.join(table.column_names)}"
+        )
+    feature = table.features[text_column]
+    kind = getattr(feature, "dtype", type(feature).__name__)
+    if kind not in ("string", "large_string"):
+        raise UserError(f"data.text_column={text_column!r} of {source} holds {kind}, not text")
+    if empty := table.data.column(text_column).null_count:
+        raise UserError(
+            f"{empty} of {len(table)} documents of {source} have no text (null) in "
+            f"data.text_column={text_column!r}; leave them out"
         )
     if len(table) < 2:
         raise UserError(f"{source} holds {len(table)} documents; two splits need at least 2")

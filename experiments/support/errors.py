@@ -24,6 +24,15 @@ class UserError(Exception):
         self.choices = choices
 
 
+def told(error: BaseException) -> str:
+    """The class of an error and the first line that it says, if it says any. Of one that only says
+    that there was another, as datasets has it, that one."""
+    while type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn a disk that is full into a `UserError` that names `path`, and another error of the
