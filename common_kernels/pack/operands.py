@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import backend as backends
-from common_kernels import checks
+from common_kernels import checks, compressed
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
@@ -40,8 +40,9 @@ def pack24_(
 ) -> None:
     """Write `w` [rows, columns], pruned along its columns, into `out`.
 
-    source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (bool, at most two of
-        four, unchecked), `soft` packs soft_threshold24(w).
+    source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (at most two of four,
+        unchecked), `soft` packs soft_threshold24(w).
+    mask: bool [rows, columns], or the bits of one, pack_mask(mask).
     scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to out's dtype.
     dense: [rows, columns] of out's dtype; receives the pruned matrix as well, +0 where nothing is
         kept.
@@ -85,7 +86,7 @@ def _pack24_(
         # What is below the threshold is zero, and counts as pruned for the positions no less.
         kept, pruned = nm_mask(w), soft_threshold24(w)
     else:
-        kept = nm_mask(w) if mask is None else mask
+        kept = nm_mask(w) if mask is None else _bools(mask, w)
         pruned = torch.where(kept, w, 0.0)
     if scale is not None:
         pruned = pruned.float() * scale
@@ -110,8 +111,9 @@ def pack_both24_(
 ) -> None:
     """Write `w` [rows, columns] under a transposable mask into `out`, and w^T into `transposed`.
 
-    mask: bool [rows, columns], 2:4 along both dims (unchecked); None for the best one,
-        transposable_mask24(w). out, transposed: of the same 16-bit type.
+    mask: bool [rows, columns], or the bits of one, pack_mask(mask); 2:4 along both dims
+        (unchecked). None for the best one, transposable_mask24(w).
+    out, transposed: of the same 16-bit type.
     """
     checks.float_tensor(w, "w")
     _check(out, w, mask)
@@ -140,7 +142,7 @@ def _pack_both24_(
         layouts = layout, layout_transposed
         triton.pack_both(w.contiguous(), mask, dtype, (buffer, transposed), layouts)
         return
-    kept = transposable_mask24(w) if mask is None else mask
+    kept = transposable_mask24(w) if mask is None else _bools(mask, w)
     pruned = torch.where(kept, w, 0.0).to(dtype)
     _write(buffer, pruned, kept, layout)
     _write(transposed, pruned.t().contiguous(), kept.t().contiguous(), layout_transposed)
@@ -243,9 +245,17 @@ def _check(out: Packed24, w: Tensor, mask: Tensor | None) -> None:
         raise ValueError(
             f"w has shape {tuple(w.shape)}; it must have two dims, both multiples of {MULTIPLE}"
         )
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.uint8:
+        if mask.shape != (w.shape[0], w.shape[1] // 8):
+            raise ValueError(f"{tuple(mask.shape)} are not the bits of a mask {tuple(w.shape)}")
+    elif mask is not None:
         checks.same_shape(w, mask, "w and mask")
     _check_out(out, *w.shape)
+
+
+def _bools(mask: Tensor, w: Tensor) -> Tensor:
+    """The mask of `w`, which may be given as its bits."""
+    return mask if mask.dtype == torch.bool else compressed.unpack_mask(mask, w.shape[1])
 
 
 def _check_out(out: Packed24, rows: int, columns: int) -> None:

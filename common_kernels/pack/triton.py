@@ -27,6 +27,7 @@ from common_kernels.pack.cpu import BUFFERED, buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
 
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
+BITS = 3  # of a mask
 CUSPARSELT = tl.constexpr(0)
 CUSPARSELT_8 = tl.constexpr(1)
 CUTLASS = tl.constexpr(2)
@@ -71,8 +72,11 @@ def check(
     """ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has such a size."""
     if x.ndim != 2 or x.shape[0] % 64 or x.shape[1] % 64:
         raise ValueError(f"shape {tuple(x.shape)}: both dims must be multiples of 64; pad it")
-    if mask is not None and (mask.shape != x.shape or mask.dtype != torch.bool):
-        raise ValueError(f"the mask must be bool of shape {tuple(x.shape)}")
+    if mask is not None:
+        rows, columns = x.shape
+        shape = (rows, columns // 8) if mask.dtype == torch.uint8 else (rows, columns)
+        if mask.shape != shape or mask.dtype not in (torch.bool, torch.uint8):
+            raise ValueError(f"the mask must be bool of shape {tuple(x.shape)}, or its bits")
     if not x.is_contiguous() or not (mask is None or mask.is_contiguous()):
         raise ValueError("the matrix and its mask must be contiguous; call .contiguous() first")
     if dtype.itemsize not in itemsizes:
@@ -100,17 +104,22 @@ def pack(
     if buffer is None:
         buffer = new_buffer(rows, columns, dtype, x.device, layout)
     values, meta = split(buffer, x.numel(), dtype)
-    order = order_of(layout, dtype)
+    order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
     # The smallest blocks of cuSPARSELt's metadata, and warps for them: the fastest on an H200.
     block, warps = (8, 4) if order == CUSPARSELT.value else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
         scale if scale is not None else x, values if dense is None else dense, rows, columns,
-        SOURCE=SOURCES[source], SCALED=scale is not None, DENSE=dense is not None,
+        SOURCE=kind, SCALED=scale is not None, DENSE=dense is not None,
         ORDER=order, GROUPS=block, num_warps=warps,
     )  # fmt: skip
     return buffer
+
+
+def is_bits(mask: torch.Tensor | None) -> bool:
+    """True if a mask is given as its bits, eight entries to a byte."""
+    return mask is not None and mask.dtype == torch.uint8
 
 
 @triton.jit
@@ -242,9 +251,13 @@ def pack_kernel(
     start = stripe * 64 * columns + 4 * first_group
     at = r * columns + tl.arange(0, 4 * GROUPS)[None, :]
     a0, a1, a2, a3 = take_apart(tl.load(x + start + at), 64, GROUPS)
-    if SOURCE == 2:
-        k0, k1, k2, k3 = take_apart(tl.load(mask + start + at), 64, GROUPS)
-        pairs, nibbles = entries_stored(a0, a1, a2, a3, (k0 != 0, k1 != 0, k2 != 0, k3 != 0))
+    if SOURCE >= 2:
+        if SOURCE == 3:  # a byte for each entry, as of bools: its threads have the entry, too
+            kept = tl.load(mask + (start + at) // 8) >> (at % 8).to(tl.uint8) & 1
+        else:
+            kept = tl.load(mask + start + at)
+        k = take_apart(kept, 64, GROUPS)
+        pairs, nibbles = entries_stored(a0, a1, a2, a3, bools(k))
     else:
         a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
         m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
@@ -293,7 +306,7 @@ def pack_both(
         w, w if mask is None else mask.view(torch.uint8),
         pattern_nibbles(w.device),
         *parts[0], *parts[1], rows, columns,
-        SEARCH=mask is None, ORDER=orders[0], ORDER_T=orders[1],
+        SEARCH=mask is None, BITS=is_bits(mask), ORDER=orders[0], ORDER_T=orders[1],
         num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
     return buffers
@@ -325,7 +338,7 @@ def load_row(base, row, columns, first):
 @triton.jit
 def pack_both_kernel(
     w, mask, patterns, values, meta, values_t, meta_t, rows, columns,
-    SEARCH: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+    SEARCH: tl.constexpr, BITS: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
     """64 x 64 entries: 16 x 16 tiles, two to a thread."""
     across = columns // 64
@@ -349,10 +362,10 @@ def pack_both_kernel(
             nibbles_t += (nibble,)
     else:
         k = (
-            bools(load_row(mask, top, columns, left)),
-            bools(load_row(mask, top + 1, columns, left)),
-            bools(load_row(mask, top + 2, columns, left)),
-            bools(load_row(mask, top + 3, columns, left)),
+            load_kept(mask, top, columns, left, BITS),
+            load_kept(mask, top + 1, columns, left, BITS),
+            load_kept(mask, top + 2, columns, left, BITS),
+            load_kept(mask, top + 3, columns, left, BITS),
         )
         for i in tl.static_range(4):
             pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
@@ -388,6 +401,19 @@ def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: t
     tl.store(values + at, cast(tl.reshape(pairs, [64, 32]), values.dtype.element_ty))
     nibbles = tl.reshape(nibbles, [64, 16])
     store_meta(meta, nibbles, top // 64, left // 4, rows, columns, ORDER, 16)
+
+
+@triton.jit
+def load_kept(mask, row, columns, first, BITS: tl.constexpr):
+    """The flags that stand where load_row finds the entries."""
+    if BITS:
+        tile = tl.arange(0, 256)
+        at = (row + 4 * (tile // 16)) * columns + first + 4 * (tile % 16)
+        four = tl.load(mask + at // 8).to(tl.int32) >> 4 * (tile % 2)
+        kept = (four & 1) != 0, (four & 2) != 0, (four & 4) != 0, (four & 8) != 0
+    else:
+        kept = bools(load_row(mask, row, columns, first))
+    return kept
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Operands pruned and packed in one read, against the operators that do one thing each."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from common_kernels import (
     fake_fp8,
     mvue24,
     nm_mask,
+    pack_mask,
     quantize_fp8,
     soft_threshold24,
     transposable_mask24,
@@ -70,6 +73,9 @@ def test_a_pruned_weight(backend, master, dtype, shape):
             alone = Packed24.empty(shape, dtype, DEVICE)
             pack24_(alone, w, source, given, factor, backend=backend)
             assert torch.equal(alone.buffer, packed.buffer)
+    bits, by_bits = Packed24.empty(shape, dtype, DEVICE), torch.empty_like(dense)
+    pack24_(bits, w, "mask", pack_mask(mask), scale, by_bits, backend=backend)
+    assert torch.equal(bits.buffer, packed.buffer) and torch.equal(by_bits, dense)
 
 
 @backends
@@ -85,6 +91,10 @@ def test_a_weight_both_ways(backend, master, dtype):
         want = torch.where(mask, w, 0.0).to(dtype)
         assert torch.equal(unpack24(packed), want)
         assert torch.equal(unpack24(transposed), want.t())
+    by_bits = [torch.empty_like(t.buffer) for t in (packed, transposed)]
+    rooms = (replace(t, parts=(b,)) for t, b in zip((packed, transposed), by_bits, strict=True))
+    pack_both24_(*rooms, w, pack_mask(other), backend=backend)
+    assert torch.equal(by_bits[0], packed.buffer) and torch.equal(by_bits[1], transposed.buffer)
 
 
 CUTLASS = ("cutlass_sm90", "cutlass_sm90_k128")
@@ -322,6 +332,8 @@ def test_what_cannot_be_packed_is_refused():
         pack24_(out, w, "mask")
     with pytest.raises(ValueError, match=r"dense must be torch\.bfloat16"):
         pack24_(out, w, "magnitude", dense=torch.empty_like(w))
+    with pytest.raises(ValueError, match=r"\(64, 8\) are not the bits of a mask \(64, 128\)"):
+        pack24_(out, w, "mask", pack_mask(nm_mask(w[:, :64])))
     with pytest.raises(ValueError, match=r"tokens, a multiple of 64"):
         sample_pack24(weight(64, 96), torch.tensor([0, 0], device=DEVICE))
     with pytest.raises(TypeError, match=r"key must be int64 \[2\]"):
