@@ -196,10 +196,15 @@ class _SparseLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that products have x in: autocast's, where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def under_autocast(x: Tensor) -> Tensor:
     """x in the dtype that autocast, where it is on, gives to products."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x.to(autocast_dtype(x))
 
 
 def groups_of(dy: Tensor) -> int:
@@ -228,7 +233,7 @@ def sparse_linear(
     fprop: Dense | Packed,
     dgrad: Dense | Packed,
     bias: Tensor | None,
-    key: Tensor,
+    key: Tensor | None,
     mvue: str | None = None,
     packs_sample: str | None = None,
 ) -> Tensor:
@@ -239,7 +244,7 @@ def sparse_linear(
         fprop, dgrad: operands in x's dtype.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
-            global batch).
+            global batch); None where nothing is sampled.
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
         packs_sample: the layout in which wgrad takes the sample packed, whose mvue is `exact`
             then; None: it is not packed.

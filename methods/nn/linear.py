@@ -47,6 +47,9 @@ class SparseLinear(nn.Linear):
     # Operands are the same whether the weight is rounded to their dtype before they are derived or
     # after: an entry is one of the weight, or 0, under masks that are kept.
     rounds_first: bool = True
+    # A mask may be bits (`pack_mask`) while operands are derived, where that of fprop is packed:
+    # `pack` alone reads it then.
+    packs_bits: bool = False
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
@@ -216,12 +219,13 @@ class SparseLinear(nn.Linear):
         # runs the forward pass of training without gradients.
         if not self.training and not torch.is_grad_enabled():
             return fprop.linear(x, self.bias)
-        # A copy of the key: the next micro-batch changes it, this one's backward needs its own.
-        products, packs_sample = self.products, None
+        products, mvue, key, packs_sample = self.products, self.mvue, None, None
+        if mvue:  # a copy: the next micro-batch changes it, this one's backward needs its own
+            key = self.key.clone()
         if products.wgrad and x.dtype == self.dtype:
             packs_sample = products.layouts.wgrad
         return sparse_linear(
-            x, self.weight, fprop, dgrad, self.bias, self.key.clone(), self.mvue, packs_sample
+            x, self.weight, fprop, dgrad, self.bias, key, mvue, packs_sample
         )
 
     def restore(self) -> None:
@@ -260,6 +264,7 @@ class MaskedLinear(SparseLinear):
     """
 
     mask: Tensor
+    packs_bits = True
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from common_kernels import pack_mask, unpack_mask
 
-from .gemms import under_autocast
+from .gemms import autocast_dtype
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -222,44 +222,52 @@ class ShardedLayer:
 
     @torch.compiler.disable  # the rest of a compiled model is compiled around it
     def forward(self, x: Tensor) -> Tensor:
-        like = under_autocast(x.new_empty(0))
-        derived = self._derived(like)
+        derive = partial(self._derived, autocast_dtype(x), x.device)
+        derived = derive()
         with _showing(self, derived):
             # Where others say what is kept for the backward pass (activation checkpointing), let
             # them; the operands then live no longer than a block's recomputed pass.
             others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            hooks = nullcontext() if others else _not_saved(derived, lambda: self._derived(like))
-            with hooks:
+            with nullcontext() if others else _not_saved(derived, derive):
                 return super().forward(x)  # type: ignore[misc]
 
     @torch.no_grad()
-    def _derived(self, x: Tensor) -> dict[str, Tensor]:
-        """Whole masks and operands for inputs like x, by the names of their buffers, while the
-        weight is whole."""
+    def _derived(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Whole masks and operands for inputs of a dtype, by the names of their buffers, while the
+        weight is whole. A mask is as bits where these are enough."""
         layer: Any = self
-        found = {n: self._gathered(n, x.device) for n, b in self._buffers.items() if is_sharded(b)}
+        serves = {
+            name: own
+            for name, own in self.derived.items()
+            if own.dtype != torch.uint8 or dtype == layer.dtype  # packed ones are in one dtype
+        }
+        as_bits = layer.packs_bits and "packed" in serves
+        found = {
+            name: self._gathered(name, buffer, device, as_bits)
+            for name, buffer in self._buffers.items()
+            if is_sharded(buffer)
+        }
         dense = []
-        for name, own in self.derived.items():
-            if own.dtype == torch.uint8 and x.dtype != layer.dtype:
-                continue  # packed operands are in one dtype
-            found[name] = torch.empty_like(own, device=x.device)
+        for name, own in serves.items():
+            # Not empty_like, which torch has in Python for the meta device.
+            found[name] = torch.empty(own.shape, dtype=own.dtype, device=device)
             if own.dtype == layer.dtype and own.ndim == 2:
                 dense.append(name)
         with _showing(self, found):
             super().derive()  # type: ignore[misc]
             super().sample()  # type: ignore[misc]
         for name in dense:  # rounded to the layer's dtype first, as those that are kept
-            found[name] = found[name].to(x.dtype)
+            found[name] = found[name].to(dtype)
         vars(self).pop("_stored", None)  # what a `CompressedLinear` would keep for its next packing
         return found
 
-    def _gathered(self, name: str, device: torch.device) -> Tensor:
-        """The whole of a sharded buffer."""
-        buffer = self._buffers[name]
+    def _gathered(self, name: str, buffer: Any, device: torch.device, as_bits: bool) -> Tensor:
+        """The whole of a sharded buffer; a mask also as its bits."""
         if not _is_mask(buffer):
             return gathered(buffer.to_local().to(device), buffer)
         bits = self._bits_of(name)
-        return unpack_mask(bits, buffer.shape[1]) if buffer.dtype == torch.bool else bits
+        unpacked = buffer.dtype == torch.bool and not as_bits
+        return unpack_mask(bits, buffer.shape[1]) if unpacked else bits
 
     def _bits_of(self, name: str) -> Tensor:
         """The bits of a sharded mask, whole on the mesh's device; gathered if it has changed."""
@@ -338,16 +346,18 @@ def _not_saved(
 def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
     """`layer` with these parameters and buffers in place of its own."""
     homes = {n: layer._parameters if n in layer._parameters else layer._buffers for n in tensors}
-    own, viewed = {n: home[n] for n, home in homes.items()}, getattr(layer, "viewed", None)
+    own = {n: home[n] for n, home in homes.items()}
+    attributes = vars(layer)  # nn.Module's own way to set one takes several times as long
+    viewed = attributes.get("viewed")
     for name, home in homes.items():
         home[name] = tensors[name]
     if viewed is not None:
-        layer.viewed = True
+        attributes["viewed"] = True
     try:
         yield
     finally:
         if viewed is not None:
-            layer.viewed = viewed
+            attributes["viewed"] = viewed
         for name, home in homes.items():
             if name in home:  # else `restore` has removed it
                 home[name] = own[name]

@@ -72,7 +72,7 @@ def test_derived_operands_do_not_wait_for_the_backward_pass(name, mesh):
     method.on_step_begin(0)
     made, derived = [], type(model.first)._derived
     for layer in (model.first, model.second):
-        layer._derived = lambda like, layer=layer: made.append(layer) or derived(layer, like)
+        layer._derived = lambda *like, layer=layer: made.append(layer) or derived(layer, *like)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
     loss = method.loss(model, {"x": x})
     assert made == [model.first, model.second]
