@@ -1,4 +1,4 @@
-"""Find feasible decay factors: `python -m experiments.find_decay candidates=[6e-5,2e-4]`.
+"""Find feasible decay factors: `python -m experiments.find_decay 'candidates=[6e-5,2e-4]'`.
 
 The procedure of FST (arXiv 2404.01847, section 4). With too small a decay factor the masks go on
 oscillating, with too large a one they freeze; flip rates tell so long before the loss does. The

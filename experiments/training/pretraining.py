@@ -144,7 +144,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
-            if method.acceleration and here.device.type == "cuda":
+            if method.acceleration:
                 report(str(method.acceleration))
             for note in notes(config, source):
                 report(note)

@@ -110,9 +110,9 @@ class Trainer:
 
     @property
     def graphed(self) -> bool:
-        """True if the passes are replayed from CUDA graphs, as far as is known by now."""
+        """True if passes were replayed from CUDA graphs since this process began, and still are."""
         replays = self.optimization.replays
-        return replays is not None and not replays.given_up
+        return replays is not None and replays.steps > 0 and not replays.given_up
 
     @property
     def checkpoints(self) -> Path:

@@ -88,7 +88,7 @@ class Acceleration:
     def __str__(self) -> str:
         """A line: how many layers run each product sparse, why the others do not, what it
         saves."""
-        parts = []
+        alike: dict[str, list[str]] = {}  # products of which the same is said
         for product in NAMES:
             found = [choice for name, choice in self._choices() if name == product]
             sparse = sum(choice.sparse for choice in found)
@@ -97,7 +97,8 @@ class Acceleration:
             told += [f"by our own kernels in {own}"] if own else []
             reasons = Counter(_kind(choice.reason) for choice in found if not choice.sparse)
             told += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
-            parts.append(f"{product} {', '.join(told)}")
+            alike.setdefault(", ".join(told), []).append(product)
+        parts = [f"{', '.join(products)} {said}" for said, products in alike.items()]
         if self.saved_ms:
             both = [c for _, c in self._choices() if c.saved_ms and c.ms and c.dense_ms]
             ms, dense = sum(c.ms or 0.0 for c in both), sum(c.dense_ms or 0.0 for c in both)

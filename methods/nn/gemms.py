@@ -18,7 +18,7 @@ The operands are `Dense`, `Packed` where they are 2:4 along the summed dim and t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,18 @@ MATMULS = ("auto", "cusparselt", "cuda", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 
-@dataclass(frozen=True)
-class Layouts:
+class _Brief:
+    """A dataclass that prints the fields which are not their defaults."""
+
+    def __repr__(self) -> str:
+        plain = type(self)()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        told = [f"{n}={value!r}" for n, value in values.items() if value != getattr(plain, n)]
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Layouts(_Brief):
     """The layouts of the packed operands of the three products."""
 
     fprop: str = BUFFERED
@@ -44,8 +54,8 @@ class Layouts:
     wgrad: str = BUFFERED
 
 
-@dataclass(frozen=True)
-class Products:
+@dataclass(frozen=True, repr=False)
+class Products(_Brief):
     """Which of the three products run on packed operands; all others are dense.
 
     fprop: Wf is packed. dgrad: Wb^T is. wgrad: the sample of dY is, transposed. fp8: the operands

@@ -121,6 +121,12 @@ def test_auto_without_a_gpu_is_what_false_is(tiny, tmp_path):
     assert [line for line in said if "CUDA" in line] == [f"{LAUNCHED}without a GPU"]
 
 
+def test_a_run_too_short_for_graphs_says_that_none_were_replayed(tiny, monkeypatch):
+    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
+    short = tiny("impl.cuda_graphs=true", f"train.steps={graphs.LAUNCHED}")
+    assert pretraining.run(short, lambda _: None)["cuda_graphs"] is False
+
+
 def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, monkeypatch):
     """Said once; the failed capture leaves nothing behind."""
     launched, graphed = (

@@ -277,7 +277,9 @@ def test_threads_and_backend_are_given_back(tiny, monkeypatch):
 
 def test_sparse_products_are_asked_for_and_told(tiny):
     """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
-    result = pretraining.run(tiny("method=s_ste"), quiet)
+    said = []
+    result = pretraining.run(tiny("method=s_ste"), said.append)
+    assert any(line.startswith("products of 2 layers: fprop, wgrad dense in 2") for line in said)
     dense = json.loads(json.dumps(dataclasses.asdict(DENSE)))
     assert set(result["matmul"]) == set(result["converted"])
     assert all(products == dense for products in result["matmul"].values())

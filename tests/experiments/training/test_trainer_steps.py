@@ -395,6 +395,7 @@ def test_replayed_steps_are_the_same_and_go_on(
     overrides = (*overrides, "impl.cuda_graphs=true")
     whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8, kind=kind, nan=nan)
     assert whole.optimization.replays.steps == whole.step - launched_steps
+    assert whole.graphed and not launched.graphed
     assert launched.optimization.skipped == len(nan)
     assert records(launched) == records(whole) == records(resumed)
     trainers = (launched, whole, resumed)

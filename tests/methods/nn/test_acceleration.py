@@ -96,4 +96,11 @@ def test_a_method_tells_after_accelerate():
     assert method.acceleration is None
     method.accelerate(256, "auto")
     assert set(method.acceleration.layers) == {"0"} and method.acceleration.gains() == {"0": None}
-    assert "fprop dense in 1 (cuSPARSELt takes bf16" in str(method.acceleration)
+    assert "fprop, wgrad dense in 1 (cuSPARSELt" in str(method.acceleration)
+
+
+def test_products_print_what_is_not_dense():
+    assert repr(gemms.DENSE) == "Products()"
+    layouts = gemms.Layouts(fprop="cutlass_sm90")
+    told = "Products(fprop=True, wgrad=True, layouts=Layouts(fprop='cutlass_sm90'))"
+    assert repr(Products(fprop=True, wgrad=True, layouts=layouts)) == told
