@@ -15,6 +15,7 @@ import mkdocs.config
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from torch.utils.data import DataLoader
 
 import methods
 from common_kernels import nm_mask, register_cpu_operators
@@ -184,7 +185,7 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    counts = {"README.md": 2, "docs/own_loop.md": 12, "docs/methods.md": 2}
+    counts = {"README.md": 2, "docs/own_loop.md": 13, "docs/methods.md": 2}
     counts |= {"docs/evaluation.md": 2, "docs/serving.md": 1}
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
@@ -347,6 +348,53 @@ def test_what_a_sparse_forward_product_saves_is_that_of_the_record():
         assert f"{measured[shape]['figures']['products ms']:.3g}" == ste
     memory = rows("memory")["s_ste", "linear 8192 x 8192 -> 28672"]
     assert "weights MiB 448;" in memory[4] and "packed MiB 252;" in memory[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("t_sr_ste", {"refresh_every": 2, "dense_fraction": 0.3, "alpha": 1e-2}),
+        ("ast", {}),
+        ("slope", {"adapter_rank": 2, "adapter_fraction": 0.5}),
+    ],
+)
+def test_lightning_trains_as_the_loop_does(name, options):
+    """With gradients that are clipped and accumulated, but in the last step, in which data end."""
+    lightning = pytest.importorskip("pytorch_lightning")
+    names = {}
+    exec(snippet("import pytorch_lightning"), names)
+    rows = torch.randint(0, 32, (5, 4, 17), generator=torch.Generator().manual_seed(0))
+    batches = [{"input": row[:, :-1], "target": row[:, 1:]} for row in rows]
+    found = []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16))
+        method = methods.build(name, total_steps=3, **options)
+        method.convert(model)
+        found.append((model, method))
+        if not alone:
+            quiet = ("logger", "enable_checkpointing", "enable_progress_bar")
+            trainer = lightning.Trainer(
+                max_steps=3, accumulate_grad_batches=2, gradient_clip_val=1.0, accelerator="cpu",
+                enable_model_summary=False, **dict.fromkeys(quiet, False),
+            )  # fmt: skip
+            trainer.fit(names["Sparse"](model, method), DataLoader(batches, batch_size=None))
+            continue
+        optimizer = method.optimizer(model.parameters(), lr=1e-3)
+        for step in range(3):
+            method.on_step_begin(step)
+            for batch in batches[2 * step : 2 * step + 2]:
+                (method.loss(model, batch) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            method.on_gradients(step, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            method.on_step_end(step)
+    (model, method), (other, its) = found
+    assert all(
+        torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True)
+    )
+    assert method.metrics() == its.metrics()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/own_loop.md"])
