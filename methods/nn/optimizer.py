@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 
 from .linear import SparseLinear
+from .sharding import chunk_of, is_sharded, rows_of, shard_dim
 
 
 @dataclass(eq=False, kw_only=True)
@@ -42,8 +43,9 @@ class FusedAdamW(torch.optim.AdamW):
     For a loop that calls a method's hooks it takes the place of `torch.optim.AdamW`:
     `on_gradients(step, optimizer)` then leaves to it what it can do with the update, that is masked
     decay, a mask that is due and the operands, and `on_step_end` does the rest. Weights that no
-    method speaks for, or that are not plain fp32 matrices, are updated as torch does it. Its state
-    is that of `torch.optim.AdamW`: a state dict of either loads into the other.
+    method speaks for, or that are not fp32 matrices, are updated as torch does it, and so are
+    sharded ones where a mask is due; else each rank does the work on its rows. Its state is that of
+    `torch.optim.AdamW`: a state dict of either loads into the other.
 
     A GradScaler is served as by torch's fused optimizers. `grad_scale`, if set, divides the
     gradients, which stay as they are. Nothing in `step` waits for the device.
@@ -95,7 +97,9 @@ class FusedAdamW(torch.optim.AdamW):
         """torch's, which makes the state and lists what `step` updates next; of that the weights
         with work are updated here, and struck out."""
         has_complex = super()._init_group(group, *lists)
-        params = lists[0]
+        params = list(lists[0])
+        for entries in lists:  # to update DTensors takes Python several times as long
+            entries[:] = map(rows_of, entries)
         mine = [i for i, p in enumerate(params) if id(p) in self._by_weight]
         if mine:
             self._update(group, [self._by_weight[id(params[i])] for i in mine])
@@ -149,10 +153,20 @@ def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
         group is not None
         and not group["amsgrad"]
         and not group["maximize"]
-        and type(weight) is nn.Parameter  # no DTensor, which is sharded
+        and (type(weight) is nn.Parameter or (is_sharded(weight) and _by_rows(work, weight)))
         and weight.dtype == torch.float32
         and weight.grad is not None
     )
+
+
+def _by_rows(work: StepWork, weight: Any) -> bool:
+    """True if every rank can do the work on its rows; all ranks find the same."""
+    chunk, ranks = chunk_of(weight), weight.device_mesh.size(shard_dim(weight))
+    in_fours = len(weight) % 4 == chunk % 4 == 0 and len(weight) > chunk * (ranks - 1)
+    # FSDP's gradients lie one behind the other; the kernel takes those at multiples of 16 bytes.
+    aligned = weight.grad is not None and int(rows_of(weight.grad).storage_offset()) % 4 == 0
+    local = work.rule.choose is None and work.derives and not work.scales
+    return in_fours and aligned and local
 
 
 def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
@@ -165,12 +179,12 @@ def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
         operands["packed"] = None if packed is None else packed.matrix
         operands["transposed"] = None if transposed is None else transposed.matrix
     return Weight24(
-        weight=layer.weight,
-        grad=layer.weight.grad,
-        exp_avg=state["exp_avg"],
-        exp_avg_sq=state["exp_avg_sq"],
-        step=state["step"],
-        mask=work.mask,
+        weight=rows_of(layer.weight),
+        grad=rows_of(layer.weight.grad),
+        exp_avg=rows_of(state["exp_avg"]),
+        exp_avg_sq=rows_of(state["exp_avg_sq"]),
+        step=rows_of(state["step"]),
+        mask=rows_of(work.mask),
         scale=work.scale,
         amax=work.amax,
         **operands,

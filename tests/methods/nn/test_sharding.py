@@ -81,6 +81,42 @@ def test_derived_operands_do_not_wait_for_the_backward_pass(name, mesh):
     torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sr_ste", {}), ("s_ste", {}), ("t_sr_ste", {"refresh_every": 3, "total_steps": 6})],
+)
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_a_fused_optimizer_updates_rows(name, options, backend, mesh, monkeypatch):
+    """To rounding as whole weights: where a mask is due, torch's kernel and the method do it."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="no Triton for this platform")
+    found, taken = [], []
+    for sharded in (False, True):
+        model, method = converted(name, **options)
+        if sharded:
+            fully_shard(model, mesh=mesh)
+        optimizer = methods.FusedAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for step in range(6):
+            method.on_step_begin(step)
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            method.loss(model, {"x": x}).backward()
+            method.on_gradients(step, optimizer)
+            taken.append(len(method._works))
+            with monkeypatch.context() as patch:
+                patch.setenv("SPARSE24_BACKEND", backend if sharded else "cpu")
+                optimizer.step()
+            optimizer.zero_grad()
+            method.on_step_end(step)
+        assert isinstance(optimizer.state[model.first.weight]["exp_avg"], DTensor) == sharded
+        state = model.state_dict()
+        found.append({n: sharding.full(t) for n, t in state.items()})
+    assert taken[:6] == [2] * 6
+    due = {"sr_ste": range(6), "s_ste": (), "t_sr_ste": (2, 5)}[name]
+    assert taken[6:] == [0 if step in due else 2 for step in range(6)]
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
 def test_activation_checkpointing_changes_nothing(mesh):
     found = []
     for recompute in (False, True):
