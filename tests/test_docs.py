@@ -26,7 +26,12 @@ from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce.__main__ import parse
+from reproduce.blocks import EVIDENCE
+from reproduce.claims import read_claims
 from reproduce.reading import TABLES, read_tables
+from reproduce.records import read_evidence
+from reproduce.report import page as report_page
+from reproduce.report.gather import shown_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -521,6 +526,27 @@ def test_step_times_are_those_of_the_record():
         assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*found}
         shown = next(f for f in found if f.startswith("in graphs, times as fast as dense"))
         assert float(shown.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
+
+
+def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
+    """If not: the table of docs/evidence.md by hand, the figure by the command there."""
+    told = text(ROOT / "docs" / "evidence.md").split("\n## Measured so far\n")[1].split("\n## ")[0]
+    by_name = {s.block.name: s for s in shown_blocks(read_claims(), read_evidence(EVIDENCE))}
+    main, other = by_name[report_page.MAIN], by_name["b"]
+
+    def cell(row):
+        return f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]"
+
+    rows = [main.rows[arm] for arm in main.leading if arm != main.baseline]
+    want = [(r.label, cell(r), str(r.pairs)) for r in sorted(rows, key=lambda row: row.difference)]
+    assert re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d) \|$", told, re.M) == want
+    ast = other.rows["ast"]
+    assert f"`ast` stands {cell(ast)} above" in told and f"({ast.pairs} seeds)" in told
+    assert other.baseline == "dense_trained_on"
+    report_page.write_figure(tmp_path / "figure.svg")
+    figures = ROOT / "reproduce" / "report" / "figure.svg", tmp_path / "figure.svg"
+    kept, drawn = (re.sub(r"figure-\d+-", "", text(path)) for path in figures)  # ids
+    assert drawn == kept
 
 
 def test_the_citation_and_the_hooks_are_valid():

@@ -69,13 +69,16 @@ class Shown:
 
     @cached_property
     def leading(self) -> list[str]:
-        """The arms for a first look: the first arm of every method, and all dense ones."""
+        """The arms for a first look: the first arm of every method, and all dense ones; none with a
+        defect of released code."""
         methods = {arm: _method(own) for arm, own in self.block.arms.items()}
         first = {method: arm for arm, method in reversed(methods.items())}
         return [
             arm
             for arm, method in methods.items()
-            if arm in self.rows and (method == "dense" or first[method] == arm)
+            if arm in self.rows
+            and (method == "dense" or first[method] == arm)
+            and not method.startswith("released/")
         ]
 
     @property
