@@ -5,8 +5,9 @@ Runs that differ in nothing but the seed are averaged; each of the others is
 compared with the baseline seed by seed, since runs of one seed share first
 weights and batches.
 
-    baseline=NAME  what the others are compared with, by its name in the table
-                   or its method (default: dense, or else the first)
+    baseline=NAME  what the others are compared with, by its name in the table,
+                   the folder of its runs (ste-steps_60-8cdc4f70) or its method
+                   (default: dense, or else the first)
     metric=PATH    number in result.json (default: metrics.val_loss)
     out=FOLDER     for compare.md, .csv, -runs.csv, -curves.csv and .png
                    (default: runs/compare)

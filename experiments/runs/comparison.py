@@ -20,6 +20,7 @@ from experiments.support.results import FILE, NoResult, check_shape, number, rea
 from experiments.training.tracking import read_metrics
 
 METRIC = "metrics.val_loss"
+LONGEST = 80  # characters of a label; those of a folder are at most about as many
 QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
 _SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}
 # Keys that do not make an arm: they change no result, or differ from seed to seed.
@@ -34,6 +35,11 @@ class Arm:
     config: dict[str, str]
     runs: dict[int, FinishedRun]
 
+    @property
+    def folder(self) -> str:
+        """The name of the folder that holds its runs, seed by seed."""
+        return next(iter(self.runs.values())).directory.parent.name
+
     def numbers(self, metric: str) -> dict[int, float]:
         """The values of `metric` by seed, in ascending order of the seeds."""
         return {seed: number(self.runs[seed].result, metric) for seed in sorted(self.runs)}
@@ -42,7 +48,8 @@ class Arm:
 @dataclass(frozen=True)
 class Summary:
     """A row of the comparison. difference: mean difference to the baseline over the `pairs` seeds
-    that both have, with its 95 % interval from `low` to `high`; nan for the baseline itself."""
+    that both have on the same data and as much of them, with its 95 % interval from `low` to
+    `high`; nan for the baseline itself and without pairs."""
 
     label: str
     n: int
@@ -132,13 +139,17 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _labelled(found: list[Arm]) -> list[Arm]:
-    """The arms with labels: the method, and what sets an arm apart from others of its method."""
-    labelled = []
+    """The arms with labels: the method, and what sets an arm apart from others of its method, or
+    where that is long, the folder of its runs."""
+    labelled, folders = [], [arm.folder for arm in found]
     for arm in found:
         method = arm.config["method.name"]
         alike = [other for other in found if other.config["method.name"] == method]
         own = [f"{key}={arm.config[key]}" for key in differing(alike) if key in arm.config]
-        labelled.append(replace(arm, label=" ".join([method, *own])))
+        label = " ".join([method, *own])
+        if len(label) > LONGEST and folders.count(arm.folder) == 1:
+            label = arm.folder
+        labelled.append(replace(arm, label=label))
     return labelled
 
 
@@ -158,14 +169,15 @@ def differing(found: list[Arm]) -> list[str]:
 
 
 def choose(found: list[Arm], baseline: str | None) -> Arm:
-    """The baseline arm: the one with this label, or the only one of this method. Without a name it
-    is the dense arm, or the first if there is none.
+    """The baseline arm: the one with this label or in this folder, or the only one of this method.
+    Without a name it is the dense arm, or the first if there is none.
 
     Raises:
         UserError: there is none of this name, or there are several.
     """
     wanted = baseline or "dense"
-    if exact := [arm for arm in found if arm.label == wanted]:
+    exact = [arm for arm in found if wanted in (arm.label, arm.folder)]
+    if len(exact) == 1:
         return exact[0]
     of_method = [arm for arm in found if arm.config["method.name"] == wanted]
     if len(of_method) == 1 or (of_method and baseline is None):
@@ -173,13 +185,15 @@ def choose(found: list[Arm], baseline: str | None) -> Arm:
     if baseline is None:
         return found[0]
     several = "is the name of several runs" if of_method else "is none of the runs"
-    raise UserError(
-        f"baseline={baseline} {several}; name one of these:", [arm.label for arm in found]
-    )
+    choices = dict.fromkeys(arm.folder for arm in of_method or found)
+    raise UserError(f"baseline={baseline} {several}; name one of these:", [*choices])
 
 
-def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary]:
-    """A row for each arm, the baseline first.
+def table(
+    found: list[Arm], baseline: Arm, metric: str = METRIC, unlike: bool = False
+) -> list[Summary]:
+    """A row for each arm, the baseline first. unlike: pair runs of unlike length or data, too, as
+    the arms of a study may be by design.
 
     Raises:
         UserError: no run has this metric.
@@ -193,7 +207,11 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary
     for arm in [baseline, *(arm for arm in found if arm is not baseline)]:
         numbers = arm.numbers(metric)
         row = Summary(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
-        paired = [numbers[s] - reference[s] for s in numbers if s in reference]
+        paired = [
+            numbers[s] - reference[s]
+            for s in numbers
+            if s in reference and (unlike or _alike(arm.runs[s], baseline.runs[s]))
+        ]
         if arm is not baseline and paired:
             low, high = paired_interval(paired)
             row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
@@ -238,7 +256,13 @@ def caution(found: list[Arm]) -> str:
         values = dict.fromkeys(of(run) for arm in found for run in arm.runs.values())
         if len(values) > 1:
             said.append(f"of different {kind} ({'; '.join(values)})")
-    return f"Careful: these runs are {', and '.join(said)}." if said else ""
+    less = "no differences are shown between such runs"
+    return f"Careful: these runs are {', and '.join(said)}; {less}." if said else ""
+
+
+def _alike(run: FinishedRun, other: FinishedRun) -> bool:
+    """True if two runs are of the same length, data and tokenizer."""
+    return (_length(run), _data(run)) == (_length(other), _data(other))
 
 
 def _length(run: FinishedRun) -> str:

@@ -52,7 +52,7 @@ class Shown:
             return {}
         named = {arm.label: arm for arm in arms}
         base = named.get(self.baseline)
-        rows = comparison.table(arms, base or arms[0], self.metric)
+        rows = comparison.table(arms, base or arms[0], self.metric, unlike=True)
         if base is None:  # nothing to compare with
             rows = [replace(row, pairs=0, difference=math.nan) for row in rows]
         return {row.label: row for row in rows}

@@ -159,12 +159,33 @@ def test_the_baseline(three, write):
     with pytest.raises(UserError) as error:
         choose(found, "slope")
     assert str(error.value) == "baseline=slope is none of the runs; name one of these:"
-    assert error.value.choices == ["dense", "s_ste", "ste"]
-    write("ste", 0, arm="x", train__steps=40, method__total_steps=40)
+    assert error.value.choices == ["dense-0", "s_ste-0", "ste-0"]
+    write("ste", 0, arm="ste-x", train__steps=40, method__total_steps=40)
     found = compared(three)
-    with pytest.raises(UserError, match=r"^baseline=ste is the name of several runs"):
+    with pytest.raises(UserError, match=r"^baseline=ste is the name of several runs") as error:
         choose(found, "ste")
-    assert choose(found, "ste train.steps=40").label == "ste train.steps=40"
+    assert error.value.choices == ["ste-0", "ste-x"]
+    for name in ("ste train.steps=40", "ste-x"):
+        assert choose(found, name).label == "ste train.steps=40"
+
+
+def test_a_long_label_is_the_folder_of_the_runs(write):
+    long = "|".join(f"layer{number}.mlp" for number in range(9))
+    write("ste", 0)
+    write("ste", 0, arm="ste-include_more-0", method__include=[long])
+    found = compared(comparison.Path("runs"))
+    assert [arm.label for arm in found] == ["ste method.include=[*mlp.*]", "ste-include_more-0"]
+
+
+def test_runs_of_unlike_length_or_data_have_no_difference(write):
+    write("dense", 0)
+    write("ste", 0, train__steps=40, method__total_steps=40)
+    write("s_ste", 0, corpus="ef" * 32)
+    write("slope", 0)
+    found = compared(comparison.Path("runs"))
+    pairs = {row.label: row.pairs for row in table(found, found[0])}
+    assert pairs == {"dense": 0, "ste": 0, "s_ste": 0, "slope": 1}
+    assert [row.pairs for row in table(found, found[0], unlike=True)] == [0, 1, 1, 1]
 
 
 # ------------------------------------------------------------------------------ the table
@@ -222,15 +243,17 @@ def test_runs_that_hardly_compare_are_said(write, capsys):
     assert capsys.readouterr().out.startswith("| run |")
     write("s_ste", 0, tokens=40960, vocabulary=512, train__steps=40, method__total_steps=40)
     compare.main(["runs"])
+    less = "no differences are shown between such runs"
     length = "of different length (20 steps, 20,480 tokens; 40 steps, 40,960 tokens)"
     warning, empty, head, *_ = capsys.readouterr().out.splitlines()
-    assert (warning, empty) == (f"Careful: these runs are {length}.", "")
+    assert (warning, empty) == (f"Careful: these runs are {length}; {less}.", "")
     assert head.startswith("| run |") and head.endswith("| pairs | train.steps |")
     write("slope", 0, tokens=20480, vocabulary=2048, corpus="ef" * 32)
     compare.main(["runs"])
     assert capsys.readouterr().out.splitlines()[0] == (
         f"Careful: these runs are {length}, and of different data or tokenizer "
-        "(stdlib cdcdcdcdcdcd, bpe of 512; stdlib efefefefefef, bpe of 2048)."
+        "(stdlib cdcdcdcdcdcd, bpe of 512; stdlib efefefefefef, bpe of 2048); "
+        f"{less}."
     )
 
 
