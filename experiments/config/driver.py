@@ -68,8 +68,7 @@ def driver(
                     config_name=config_name,
                     version_base="1.3",
                 )(task)()
-                is_main = not int(os.environ.get("RANK", "0"))
-                if after_sweep is not None and len(returned) > 1 and is_main:
+                if after_sweep is not None and len(returned) > 1 and _is_main():
                     after_sweep(returned)
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 end_rank()
@@ -77,6 +76,11 @@ def driver(
         return command
 
     return decorate
+
+
+def _is_main() -> bool:
+    """True on rank 0 of those that torchrun started, and in a process alone."""
+    return not int(os.environ.get("RANK", "0"))
 
 
 def end_rank() -> NoReturn:
@@ -94,7 +98,8 @@ def end_rank() -> NoReturn:
 @contextmanager
 def exit_with_one_line(after_stop: str) -> Iterator[None]:
     """End the process with one line on a `UserError`, a file that cannot be written or want of
-    memory (status 1), on an interrupt (130) or when it is told to terminate (143).
+    memory (status 1), on an interrupt (130) or when it is told to terminate (143). A signal reaches
+    every rank, and rank 0 tells of it.
     """
     raise_on_sigterm()
     try:
@@ -115,5 +120,6 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         )
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        print(f"{what}; the same command {after_stop}", file=sys.stderr)
+        if _is_main():
+            print(f"{what}; the same command {after_stop}", file=sys.stderr)
         sys.exit(status)

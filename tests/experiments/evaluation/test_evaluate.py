@@ -410,6 +410,10 @@ def test_an_interrupt_says_what_the_same_command_does(monkeypatch, capsys):
         evaluate.main()
     assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted; the same command begins it anew\n"
+    monkeypatch.setenv("RANK", "1")  # rank 0 says it
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main()
+    assert (caught.value.code, capsys.readouterr().err) == (130, "")
 
 
 def test_the_command_reads_standard_input(trained, tmp_path):
