@@ -51,7 +51,7 @@ def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     result = pretraining.run(config, said.append)
     there = result["metrics"]["eval_samples"]
     warmup, samples = result["notes"]
-    assert said[1:3] == [warmup, samples]
+    assert [line for line in said if line in (warmup, samples)] == [warmup, samples]
     assert warmup == "train.warmup_steps=9 does not fit train.steps=2: it is 0 here"
     assert samples == (
         f"train.eval_samples=9999, but there are {there} held-out samples: all of them are used; "
