@@ -131,7 +131,8 @@ class Claims:
 class Judged:
     """A contrast with its result: mean paired difference, its 95 % interval, the number of seeds,
     the margin (if `equal` is expected), and Holm's p-values for what is expected and for the
-    contrary. why: the reason why it was not tested."""
+    contrary. why: the reason why it was not tested; difference and interval are preliminary then,
+    and not there where two runs do not compare."""
 
     contrast: Contrast
     n: int
@@ -184,15 +185,17 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
     c, rule = contrast, claims.margin
     by_seed = _paired(values, c.block, c.arm, c.against, c.metric)
     paired, margin = list(by_seed.values()), None
-    if why := _untestable(claims, c.arm, c.against, c.metric, paired):
-        return Judged(contrast, len(paired), why=why)
-    if other := _on_other_data(values, c):
-        return Judged(contrast, len(paired), why=other)
+    other = _on_other_data(values, c)
+    found = Judged(contrast, len(paired))
+    if len(paired) > 1 and all(map(math.isfinite, paired)) and not other:
+        found = replace(found, effect=mean(paired), interval=paired_interval(paired))
+    if why := _untestable(claims, c.arm, c.against, c.metric, paired) or other:
+        return replace(found, why=why)
     if c.expect == "equal":
         gaps = _paired(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
         gap = [gaps[s] for s in by_seed if s in gaps]
         if why := _no_gap(claims, c.metric, gap):
-            return Judged(contrast, len(paired), why=f"no margin: {why}")
+            return replace(found, why=f"no margin: {why}")
         paired = [d for s, d in by_seed.items() if s in gaps]
         margin = rule.share * abs(mean(gap))
         # Seed by seed, because the gap has an error as the difference has.
@@ -231,7 +234,7 @@ def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
 
 def _on_other_data(values: Values, c: Contrast) -> str:
     """The reason that at some seeds the two runs had different data, or ""."""
-    first, second = values[c.block, c.arm], values[c.block, c.against]
+    first, second = (values.get((c.block, arm), {}) for arm in (c.arm, c.against))
     common = sorted(first.keys() & second.keys())
     unequal = [s for s in common if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
     seeds = ", ".join(map(str, unequal))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from reproduce.records import Values, read_evidence
 from reproduce.speed_claims import SHOWN, Measured, judge_speed
 
 Found = dict[str, Any]
+PRELIMINARY = 2  # seeds from which on g is shown beside an effect that is not tested
 
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
@@ -76,6 +78,7 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Foun
         "says": claim.says.strip(),
         "number": claim.number,
         "verdict": verdict(parts),
+        "parts": _parts(parts),
         "at": _at(claim, values, speeds),
         "settles": claim.settles if {REFUTED, INCONCLUSIVE} & set(parts) else "",
         "decides": claim.decides,
@@ -84,11 +87,21 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Foun
     }
 
 
+def _parts(verdicts: list[str]) -> str:
+    """The verdicts on the parts of a claim that is not tested because some of them are not; "" if
+    no part is tested."""
+    if verdict(verdicts) != NOT_TESTED or set(verdicts) <= {NOT_TESTED}:
+        return ""
+    known = Counter(one for one in verdicts if one != NOT_TESTED)
+    told = ", ".join(f"{count} {word}" for word, count in known.items())
+    return f"{told} of {len(verdicts)} parts"
+
+
 def _at(claim: Claim, values: Values, speeds: list[Found]) -> str:
     """The device, or the scale of the compared runs, for which the verdict holds."""
     if claim.measured:
         devices = dict.fromkeys(speed["device"] for speed in speeds if speed["device"])
-        return f"on this device: {'; '.join(devices)}" if devices else ""
+        return f"measured on {'; '.join(devices)}" if devices else ""
     arms = {(c.block, arm) for c in claim.contrasts for arm in (c.arm, c.against)}
     told = scale.of_records([r for key in sorted(arms) for r in values.get(key, {}).values()])
     return f"at this scale: {told}" if told else ""
@@ -99,9 +112,10 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Found:
     del found["contrast"]
     found["low"], found["high"] = found.pop("interval")
     c, found["gap_closed"] = judged.contrast, {}
-    if c.metric == _metrics(claims)[c.block] and not judged.why:
+    if c.metric == _metrics(claims)[c.block] and math.isfinite(judged.effect):
+        seeds = PRELIMINARY if judged.why else claims.seeds
         for arm in (c.arm, c.against):
-            g = scale.gap_closed(values, c.block, arm, c.metric, claims.margin, claims.seeds)
+            g = scale.gap_closed(values, c.block, arm, c.metric, claims.margin, seeds)
             if g is not None:
                 found["gap_closed"][arm] = dataclasses.asdict(g)
     return found
@@ -140,7 +154,8 @@ def lines(found: Found) -> list[str]:
     """The lines that are printed on a terminal."""
     text = []
     for claim in found["claims"]:
-        text.append(f"{claim['id']}. [{claim['verdict']}] {claim['paper']}: {claim['says']}")
+        word = ": ".join(filter(None, (claim["verdict"], claim["parts"])))
+        text.append(f"{claim['id']}. [{word}] {claim['paper']}: {claim['says']}")
         text.append(f"   the paper: {claim['number']}")
         if claim["at"]:
             text.append(f"   {claim['at']}")
@@ -166,32 +181,39 @@ def _name(c: Found) -> str:
 
 
 def _released_lines(r: Found) -> list[str]:
-    told = r["why"] or f"{r['effect']:+.4f} [{r['low']:+.4f}, {r['high']:+.4f}], n = {r['n']}"
-    return [f"{_name(r)}: {told}", f"      {r['defect']}"]
+    return [f"{_name(r)}: {r['why'] or _effect(r)}", f"      {r['defect']}"]
+
+
+def _effect(c: Found) -> str:
+    return f"{c['effect']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}], n = {c['n']}"
 
 
 def _contrast_lines(c: Found) -> list[str]:
     name = _name(c)
     if c["verdict"] == NOT_TESTED:
-        return [f"{name}: not tested, {c['why']}"]
-    margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
-    told = [
-        f"{name}: {c['effect']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}], n = {c['n']}, expected "
-        f"{c['expect']}{margin}, p = {c['p_expected']:.2g}: {c['verdict']}"
-    ]
-    closed = [
-        f"{arm} {g['value']:.2f} [{g['low']:.2f}, {g['high']:.2f}]"
-        for arm, g in c["gap_closed"].items()
-    ]
+        so_far = f": so far {_effect(c)}" if math.isfinite(c["effect"]) else ""
+        told = [f"{name}: not tested, {c['why']}{so_far}"]
+    else:
+        margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
+        told = [
+            f"{name}: {_effect(c)}, expected {c['expect']}{margin}, p = {c['p_expected']:.2g}: "
+            f"{c['verdict']}"
+        ]
+    closed = [f"{arm} {_part(g)}" for arm, g in c["gap_closed"].items()]
     if closed:
         told.append(f"      g (0 as dense, 1 as half the width): {'; '.join(closed)}")
     return told
 
 
+def _part(g: Found) -> str:
+    # Fieller's interval is endless where half the width is not told from dense.
+    known = math.isfinite(g["low"])
+    return f"{g['value']:.2f}" + (f" [{g['low']:.2f}, {g['high']:.2f}]" if known else "")
+
+
 def _measured_lines(m: Found) -> list[str]:
     """A statement on speed in one line, then the rows that speak against it."""
-    than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
-    name = f"   {m['column']} ({m['table']}, {m['kind']}){than}"
+    name = f"   {statement(m)}"
     if not m["lines"]:
         return [f"{name}: not tested, {m['why']}"]
     ours, papers, repeats = (
@@ -206,12 +228,20 @@ def _measured_lines(m: Found) -> list[str]:
     judged = [line for line in m["lines"] if line["verdict"] != SHOWN]
     by = {v: [x for x in judged if x["verdict"] == v] for v in (REFUTED, INCONCLUSIVE)}
     agree = len(judged) - sum(map(len, by.values()))
-    text = [f"{told}; {agree} of {len(judged)} rows as stated: {m['verdict']} on this device"]
+    where = m["device"].partition(",")[0]
+    text = [f"{told}; {agree} of {len(judged)} rows as stated: {m['verdict']} on {where}"]
     for found, rows in by.items():
         text += [f"      {found}: {_row(x)}" for x in sorted(rows, key=_gain_left)[:3]]
         if len(rows) > 3:
             text.append(f"      {found}: and {len(rows) - 3} more (claims.csv)")
     return text
+
+
+def statement(m: Found) -> str:
+    """The name of a statement on speed or memory, with the table that it is judged by."""
+    memory = "memory of " if m["less"] else ""
+    than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
+    return f"{memory}{m['column']}{than} ({m['table']}, {m['kind']})"
 
 
 def _row(line: Found) -> str:
@@ -232,18 +262,18 @@ def _range(values: Iterable[float], form: str) -> str:
 
 
 def _gap_line(gap: Found) -> str:
+    metric, met = gap["metric"].rpartition(".")[2], gap["ratio"] >= scale.ENOUGH
     told = (
-        f"block {gap['block']} ({gap['metric'].rpartition('.')[2]}): half the width makes "
-        f"{gap['gap']:+.4f}, the paired deviation is "
-        f"{gap['std']:.4f} (n = {gap['n']}), {gap['ratio']:.1f} times less"
+        f"Can block {gap['block']} tell methods apart? Half the width changes {metric} by "
+        f"{gap['gap']:+.4f}, {gap['ratio']:.1f} standard deviations of a paired difference (n = "
+        f"{gap['n']}); {scale.ENOUGH:g} were asked for: {'met' if met else 'missed'}."
     )
     if gap["other_arms"]:
         told += (
-            f"; that of the {gap['other_arms']} other arms beside {gap['lower']} "
-            f"{gap['other_std']:.4f} in the median, {gap['other_ratio']:.1f} times less"
+            f" By the deviations of the {gap['other_arms']} other variants' differences to "
+            f"{gap['lower']} it is {gap['other_ratio']:.1f} in the median."
         )
-    met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
-    return f"{told}; asked for are {scale.ENOUGH:g}: {met}"
+    return told
 
 
 # --- files ---------------------------------------------------------------------------------------

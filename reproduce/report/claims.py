@@ -13,6 +13,7 @@ from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
 from reproduce.speed_claims import SHOWN
+from reproduce.verdicts import statement
 
 PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Arms = set[tuple[str, str]]  # block and arm
@@ -54,7 +55,8 @@ def _entry(claim: Found) -> Markup:
 def _claim(claim: Found, arms: Arms, links: Links) -> Markup:
     paper = PAPERS.get(claim["paper"], claim["paper"])
     heading = tag("h3", f"{claim['id']}. {paper}: {claim['says']}")
-    lines = [tag("p", badge(claim["verdict"]), " ", claim["at"], class_="told")]
+    parts = f" {claim['parts']}," if claim["parts"] else ""
+    lines = [tag("p", badge(claim["verdict"]), f"{parts} {claim['at']}", class_="told")]
     lines.append(tag("p", tag("strong", "The paper: "), claim["number"]))
     if claim["contrasts"]:
         lines.append(_contrasts(claim, arms))
@@ -77,7 +79,9 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
         told = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
         p = min(c["p_expected"], c["p_contrary"]) if not c["why"] else math.nan
-        numbers = [signed(c["effect"]), interval(c["low"], c["high"]), c["n"], formatted(p, ".2g")]
+        so_far = "so far " if c["why"] and math.isfinite(c["effect"]) else ""
+        effect = so_far + signed(c["effect"])
+        numbers = [effect, interval(c["low"], c["high"]), c["n"], formatted(p, ".2g")]
         rows.append([name, told, f"{c['expect']}{within}", *numbers])
     heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "n", "p"]
     return html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 2))
@@ -90,8 +94,7 @@ def _arm(arms: Arms, block: str, arm: str) -> Markup:
 
 
 def _measured(claim: Found, measured: Found, links: Links) -> Markup:
-    than = f", times as fast as {measured['than'].strip(' /')}" if measured["than"] else ""
-    name = f"{measured['column']}{than} ({measured['table']}, {measured['kind']})"
+    name = statement(measured)
     judged = [line for line in measured["lines"] if line["verdict"] not in (SHOWN, NOT_TESTED)]
     agree = sum(line["verdict"] == "confirmed" for line in judged)
     count = f": {agree} of {len(judged)} rows as stated" if judged else ""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.runs.stats import holm, p_value
+from experiments.runs.stats import holm, mean, p_value
 from experiments.support.errors import UserError
 from reproduce import blocks, claims
 from reproduce.blocks import read_block
@@ -178,7 +178,11 @@ def test_what_is_not_tested_says_why(arms, n, why):
     set_up, claim = of(("it", "dense", "equal"))
     (found,) = judge(set_up, claim, records(**arms))
     assert (found.verdict, found.n, found.why) == ("not tested", n, why)
-    assert math.isnan(found.effect)
+    # What was measured is told all the same, unless a run diverged.
+    pairs = claims.differences(records(**arms), "a", "it", "dense", "metrics.val_loss")
+    preliminary = n > 1 and all(map(math.isfinite, pairs))
+    assert math.isfinite(found.effect) == math.isfinite(found.interval[0]) == preliminary
+    assert not preliminary or found.effect == mean(pairs)
     assert verdict([found.verdict]) == "not tested"
 
 
@@ -211,6 +215,7 @@ def test_runs_on_other_data_are_not_compared():
         values["a", arm][seed]["corpus_hash"] = corpus
     (found,) = judged(values, ("it", "dense", "lower"))
     assert (found.verdict, found.why) == ("not tested", "it and dense had other data at seeds 3")
+    assert math.isnan(found.effect)
 
 
 def test_a_diverged_run_decides_nothing():

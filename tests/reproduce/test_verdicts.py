@@ -79,10 +79,12 @@ def test_whether_a_block_can_tell_arms_apart():
     assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
     asked = of(("one", "dense", "lower"))
     text = verdicts.lines(verdicts.content(asked, arms))[-1]
-    assert text.startswith("block a (val_loss): half the width makes +0.0800, the paired ")
-    assert text.endswith("; asked for are 5: met")
+    assert text.startswith(
+        "Can block a tell methods apart? Half the width changes val_loss by +0.0800, "
+    )
+    assert "(n = 5); 5 were asked for: met. By the deviations of the 2 other variants'" in text
     wide = values(dense=BASE, half=shifted(0.012))
-    assert verdicts.lines(verdicts.content(asked, wide))[-1].endswith("asked for are 5: missed")
+    assert verdicts.lines(verdicts.content(asked, wide))[-1].endswith("asked for: missed.")
     assert scale.half_width_gap(values(dense=BASE), "a", LOSS, MARGIN) is None
 
 
@@ -124,6 +126,22 @@ def test_what_a_terminal_shows():
         shown[3]
         == "   none - dense (val_loss, block a): not tested, 0 of 5 seeds of none and dense"
     )
+
+
+def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3], near=shifted(0.0)[:1])
+    found = verdicts.content(of(("it", "dense", "lower"), ("near", "dense", "lower")), arms)
+    shown = verdicts.lines(found)
+    assert shown[0].startswith("1. [not tested] ")
+    assert shown[3].startswith(
+        "   it - dense (val_loss, block a): not tested, 3 of 5 seeds of it and dense: so far -0.0"
+    )
+    assert shown[3].endswith("], n = 3")
+    assert shown[4].startswith("      g (0 as dense, 1 as half the width): it -0.2")
+    assert shown[5].endswith("not tested, 1 of 5 seeds of near and dense")
+    first, second = verdicts.table(found)
+    assert (first["verdict"], second["verdict"]) == ("not tested", "not tested")
+    assert first["effect"] == pytest.approx(-0.02 + 0.001 / 3) and first["n"] == 3
 
 
 def test_defects_are_told_without_a_verdict():
@@ -182,20 +200,31 @@ def test_measurements_are_of_a_device(tmp_path):
     assert shown == [
         "1. [refuted] fst: it trains.",
         "   the paper: 1.0",
-        "   on this device: NVIDIA Toy",
+        "   measured on NVIDIA Toy",
         "   training (slope_table1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; 1 of 6 rows "
-        "as stated: refuted on this device",
+        "as stated: refuted on NVIDIA Toy",
         "      refuted: r1: 0.900, the paper 1.500",
         "      refuted: r2: 0.950, the paper 1.500",
         "      refuted: r3: 1.000, the paper 1.500",
         "      refuted: and 1 more (claims.csv)",
         "      inconclusive: r5: 1.250, the paper 1.500",
         "   training (slope_table1, step): 1.500; the paper 1.500; n = 1; 1 of 1 rows as stated: "
-        "confirmed on this device",
+        "confirmed on NVIDIA Toy",
         "   would settle it: More of it.",
     ]
     other = verdicts.lines(verdicts.content(asked, {}, tmp_path / "none"))
     assert other[2].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
+
+
+def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
+    measurements(tmp_path, [1.5, 0.9])
+    gain = Speed("slope_table1", "training", "kernel", rows="r0")
+    asked = of(measured=[gain, replace(gain, than="r1")])
+    shown = verdicts.lines(verdicts.content(asked, {}, tmp_path))
+    assert shown[0] == "1. [not tested: 1 confirmed of 2 parts] fst: it trains."
+    assert "   training, times as fast as r1 (slope_table1, kernel): 1.667;" in shown[4]
+    memory = verdicts.content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
+    assert "   memory of training (slope_table1, kernel): 1.500;" in verdicts.lines(memory)[3]
 
 
 def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
