@@ -11,10 +11,11 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from reproduce.engine import PlacedRun
 from reproduce.published import Published, in_unit, look_up
-from reproduce.spec import BENCH, Column, Measure, Table, TableRow, Variant
+from reproduce.spec import BENCH, COMPARING, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
 MARK = "*"  # behind ours, where the paper's value lies outside its interval
+OTHER = "†"  # behind a comparison with another row than the first
 
 Numbers = dict[str, float | int | str | None]
 
@@ -92,7 +93,8 @@ def ours(
     baseline: list[PlacedRun],
     unit: str = "",
 ) -> Cell:
-    """The cell of one row's runs, over the seeds; `baseline` are the runs of the first row.
+    """The cell of one row's runs, over the seeds; `baseline` are the runs of the row that it is
+    compared with.
 
     unit: printed behind the numbers, as `in_unit` has it.
     """
@@ -105,7 +107,7 @@ def ours(
     own, base = (_values(column, path, some, measures) for some in (runs, baseline))
     if column.show == "paired" and runs and runs == baseline:
         return Cell("baseline")
-    if column.show in ("paired", "ratio", "speedup"):
+    if column.show in COMPARING:
         own = {seed: v for seed, v in own.items() if seed in base}
     n = len(own)
     if n and column.value == ILLEGAL and all(_ends_dense(run) for run in runs):

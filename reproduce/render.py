@@ -13,6 +13,7 @@ from typing import Any
 from experiments.bench.timing import load_text
 from reproduce.cells import (
     MARK,
+    OTHER,
     Cell,
     Numbers,
     compared,
@@ -26,7 +27,7 @@ from reproduce.cells import (
 from reproduce.engine import PlacedRun
 from reproduce.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
 from reproduce.scale import of_records
-from reproduce.spec import BENCH, Column, Table, TableRow, Variant
+from reproduce.spec import BENCH, COMPARING, Column, Table, TableRow, Variant
 
 NOT_OFFERED = "not offered"  # by a row or a variant
 Key = tuple[str, str, str]  # labels of variant, row and column
@@ -100,8 +101,10 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
                 there = not row.not_run and (not variant.rows or row.label in variant.rows)
                 cell = Cell(NOT_OFFERED, {"n": 0})
                 if there:
-                    runs_of, baseline = of[row.label], of[rows[0].label]
+                    runs_of, baseline = of[row.label], of[row.against or rows[0].label]
                     cell = ours(table, tier, column, runs_of, baseline, units[column.label])
+                    if row.against and column.show in COMPARING and cell.numbers.get("n"):
+                        cell = Cell(cell.text + OTHER, {**cell.numbers, "against": row.against})
                 mine[key] = cell
                 if table.paper and (column.published or column.label in row.cells):
                     papers[key] = paper(table, tier, variant, row, column, cell)
@@ -252,6 +255,10 @@ def _header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) -
     if len(chosen.seeds) > 1 and any(column.show == "interval" for column in table.columns):
         told += " In brackets stands the 95 % interval of the mean (Student's t)."
     lines.append(told)
+    for row in table.rows_of(tier):
+        if row.against:
+            other = f'"{row.label}" is compared with "{row.against}", not with the first row'
+            lines.append(f"Marked {OTHER}: {other}.")
     facts: dict[str, Callable[[dict[str, Any]], str]] = {
         "Corpus": lambda result: _corpus(result["corpus"]) if "corpus" in result else "",
         "Device": _device,

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TIERS = ("smoke", "mini", "full")
-SHOWN_AS = ("mean_std", "mean", "interval", "sum", "paired", "ratio", "speedup")
+COMPARING = ("paired", "ratio", "speedup")
+SHOWN_AS = ("mean_std", "mean", "interval", "sum", *COMPARING)
 TRAINING = ("pretrain", "dino", "translate")
 MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
@@ -85,7 +86,8 @@ class TableRow:
     cells: where a column's published value is, as
         [row, column], instead of where the table's `published_row` and `published_column` say.
     starts_from: label of an earlier row, whose finished run of the same variant and seed gives the
-        first weights. stage: it is there to start from: trained, but neither measured nor shown.
+        first weights. against: label of the row that it is compared with, instead of the first
+        one. stage: it is there to start from: trained, but neither measured nor shown.
     not_run: why it stands there with the paper's values alone, if so. arm: of the block that a
         tier shows, or `<block>/<arm>` of the one that it goes on from; a row that has nothing else
         is there in such tiers only.
@@ -99,6 +101,7 @@ class TableRow:
     published_table: str | None = None
     cells: dict[str, list[str]] = field(default_factory=dict)
     starts_from: str | None = None
+    against: str | None = None
     stage: bool = False
     not_run: str = ""
     arm: str = ""
@@ -114,8 +117,8 @@ class Column:
         its tasks' scores; several with commas for their mean; `exp.<value>` for the exponential
         of one. None cannot be measured. tiers: another value in some tiers, or None.
     show: over the seeds, `mean_std`, `mean`, `interval` (the mean with its 95 % interval) or `sum`;
-        against the first row at the same seeds, `paired` (mean difference with its 95 % interval),
-        `ratio` (mean quotient) or `speedup` (mean of its inverse, for times).
+        against the first row, or the row's `against`, at the same seeds, `paired` (mean difference
+        with its 95 % interval), `ratio` (mean quotient) or `speedup` (mean of its inverse).
     format: Python format of a number. published: the column's name in `published.json`; then the
         published value and our difference to it are shown beside ours. scale: factor of what is
         shown, 100 for a share in percent. unit: printed, where no published value has one.
@@ -220,6 +223,10 @@ class Table:
         shown = [row.label for row in self.rows if not row.stage]
         if self.has_baseline and tier.rows and shown[0] not in tier.rows:
             raise ValueError(f"tier {name}: rows must have the baseline, {shown[0]!r}")
+        there = tuple(row.label for row in self.rows_of(name) if not row.stage)
+        for row in self.rows_of(name):
+            if row.against is not None:
+                _check(f"tier {name}: {row.label!r}: against", row.against, there)
         for part, measure in tier.measure.items():
             _check(f"tier {name}: {part}: driver", measure.driver, MEASURING)
         for row in self.rows:

@@ -84,6 +84,20 @@ def test_whole_table(runs):
     )
 
 
+def test_a_row_is_compared_with_the_one_that_it_names(runs, finished_run):
+    """Differences of the third row to S-STE 1, 1, 1, to dense 1.5, 1, 2."""
+    third = [finished_run("third", seed, v) for seed, v in enumerate([2.5, 3.0, 5.0])]
+    table = own_table([0, 1, 2], COLUMNS[:2])
+    rows = [*table.rows, TableRow("third", ["method=ste"], against="S-STE")]
+    rendered = render(dataclasses.replace(table, rows=rows), "smoke", [*runs, *third])
+    assert body(rendered)[1:] == [
+        "| S-STE | 2.50 ± 1.32 | +0.50 [-0.74, +1.74] |",
+        "| third | 3.50 ± 1.32 | +1.00 [+1.00, +1.00]† |",
+    ]
+    assert rendered.summary[2]["to dense: against"] == "S-STE"
+    assert 'Marked †: "third" is compared with "S-STE", not with the first row.' in rendered.header
+
+
 def test_an_interval_of_the_mean(runs):
     columns = [Column("loss", "metrics.val_loss", "interval", ".2f", unit="nats")]
     rendered = render(own_table([0, 1, 2], columns), "smoke", runs)

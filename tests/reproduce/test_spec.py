@@ -118,6 +118,7 @@ def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
     planned = plan(dataclasses.replace(table, tiers={"smoke": tier}), "smoke", tmp_path)
     assert [(p.row, p.seed) for p in planned.places] == [(r, s) for r in QUICKSTART for s in seeds]
     dense = {p.seed: job for p, (job, _) in planned.places.items() if p.row == "dense"}
+    against = {row.label: row.against for row in table.rows}
     # Nothing but what the labels say differs, options of the methods included.
     first = planned.jobs[0].config
     for place, (job, _) in planned.places.items():
@@ -125,6 +126,7 @@ def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
         config = job.compose(None) if job.source else job.config
         assert config.method == method
         assert job.source is (dense[place.seed] if continued else None)
+        assert against[place.row] == ("dense, trained on" if config.method == "ast" else None)
         half = 2 * first.model.n_embd if place.row == "dense, half width" else None
         assert config.model == dataclasses.replace(first.model, n_inner=half)
         assert (config.data, config.impl) == (first.data, first.impl)
@@ -393,6 +395,7 @@ DENSE = TableRow("dense", ["method=dense"])
         ({"rows": [TableRow("a", ["method=ste"])]}, "first row must be the dense baseline"),
         ({"rows": []}, "there are no rows"),
         ({"rows": [DENSE, TableRow("a", starts_from="b")]}, "'a' starts from 'b', no earlier row"),
+        ({"rows": [DENSE, TableRow("a", against="b")]}, "tier smoke: 'a': against=b; choose of"),
         ({"tiers": {"huge": Tier(seeds=[0])}}, "tier=huge; choose of smoke, mini, full"),
         ({"tiers": {"smoke": Tier(seeds=[1, 1])}}, r"needs seeds, each once, got \[1, 1\]"),
         ({"tiers": {"smoke": Tier()}}, "needs seeds"),
