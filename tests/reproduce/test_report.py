@@ -138,7 +138,7 @@ def test_runs_of_one_s_own_and_several_blocks(tmp_path):
     runs = tmp_path / "runs"
     for method, loss in (("dense", 3.0), ("<b>", 3.5)):
         config = {"seed": 0, "train": {"steps": 1}, "method": {"name": method}}
-        config |= {"model": {"name": "m"}, "data": {"source": "d"}}
+        config |= {"model": {"name": "m"}, "data": {"name": "d", "source": "d"}}
         result = {"config": config, "metrics": {"val_loss": loss}, "config_hash": method}
         result |= {"schema": 1, "converted": [], "steps": 1, "tokens": 1, "corpus_hash": "c"}
         write_json(runs / "m-d" / method.strip("<>") / "seed0" / "result.json", result)
