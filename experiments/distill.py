@@ -36,7 +36,9 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
         UserError: as there, or the method leaves something that transformers has no place for.
     """
     if find_spec("transformers") is None:
-        raise UserError("the export needs the transformers library: pip install 'sparse24[hf]'")
+        raise UserError(
+            "the export needs the transformers library: pip install -e '.[hf]' in the checkout"
+        )
     result = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) == 0:
         export.export(FinishedRun.open(config.directory()), report=report)

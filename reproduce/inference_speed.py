@@ -177,7 +177,9 @@ def llama(config: Config) -> Any:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise UserError("a LLaMA needs transformers: pip install 'sparse24[hf]'") from error
+        raise UserError(
+            "a LLaMA needs transformers: pip install -e '.[hf]' in the checkout"
+        ) from error
     shape = LlamaConfig(
         hidden_size=config.width,
         intermediate_size=config.ffn,

@@ -227,7 +227,9 @@ def llama(config: Config) -> Callable[[], nn.Module]:
     try:
         from transformers import LlamaConfig, LlamaModel
     except ImportError as error:
-        raise UserError("a LLaMA layer needs transformers: pip install 'sparse24[hf]'") from error
+        raise UserError(
+            "a LLaMA layer needs transformers: pip install -e '.[hf]' in the checkout"
+        ) from error
     shape = LlamaConfig(
         hidden_size=config.width,
         intermediate_size=config.ffn,

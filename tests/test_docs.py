@@ -268,7 +268,8 @@ def test_acceleration_is_asked_for_as_shown(capsys, monkeypatch):
     method = methods.build("t_sr_ste", total_steps=6)
     code = snippet("method.convert(model, dtype")
     exec(code, {"torch": torch, "model": tiny(), "method": method})
-    assert "transformer.h.0.mlp.c_fc" in capsys.readouterr().out
+    assert "transformer.h.0.mlp.c_fc" in method.acceleration.layers
+    assert capsys.readouterr().out == f"{method.acceleration}\n"
 
 
 def test_a_matrix_is_packed_and_multiplied_as_shown():

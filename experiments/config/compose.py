@@ -82,7 +82,10 @@ def one_line_errors(config_name: str | None = None) -> Iterator[None]:
         kept = [x for x in dict.fromkeys(lines) if x and not x.startswith(_NOISE)]
         text = "; ".join(kept)
         if "Could not find 'hydra/launcher/submitit" in text:
-            text = "+cluster needs hydra's submitit launcher: pip install 'sparse24[slurm]'"
+            text = (
+                "+cluster needs hydra's submitit launcher: pip install -e '.[slurm]' in the "
+                "checkout"
+            )
         if found := re.match(r"Could not override '([^']+)'", text):
             text = f"there is no {found[1]} here{_similar(found[1], config_name)}"
         raise UserError(text) from error

@@ -177,7 +177,7 @@ def _tables(config: PairsConfig) -> Any:
         import datasets
     except ImportError as error:
         raise UserError(
-            "reading data files needs the datasets library: pip install 'sparse24[hf]'"
+            "reading data files needs the datasets library: pip install -e '.[hf]' in the checkout"
         ) from error
     files = {split: f"{config.source}/{name}-*.parquet" for split, name in SPLITS.items()}
     try:

@@ -299,7 +299,9 @@ def _files(name: str, source: str, text_column: str) -> Documents:
     out. For a text of one's own (any `name` but the published ones) that may be too little, so more
     are held out later (`Documents.own`)."""
     if find_spec("datasets") is None:
-        raise UserError("reading data files needs the datasets library: pip install 'sparse24[hf]'")
+        raise UserError(
+            "reading data files needs the datasets library: pip install -e '.[hf]' in the checkout"
+        )
     import datasets
 
     builder, paths = data_files(source)

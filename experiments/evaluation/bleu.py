@@ -49,5 +49,7 @@ def require() -> Any:
     try:
         from sacrebleu.metrics import bleu
     except ImportError as error:
-        raise UserError("BLEU needs sacrebleu: pip install 'sparse24[translation]'") from error
+        raise UserError(
+            "BLEU needs sacrebleu: pip install -e '.[translation]' in the checkout"
+        ) from error
     return bleu

@@ -147,8 +147,8 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContex
 def _download(revision: str) -> Path:
     if find_spec("huggingface_hub") is None:
         raise UserError(
-            "ppl=wikitext2 needs the hub's client: pip install 'sparse24[hf]', or give the test "
-            "split as a file, ppl=wiki.test.raw"
+            "ppl=wikitext2 needs the hub's client: pip install -e '.[hf]' in the checkout, or give "
+            "the test split as a file, ppl=wiki.test.raw"
         )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -166,7 +166,7 @@ def _download(revision: str) -> Path:
 
 def _parquet_rows(path: Path) -> list[str]:
     if find_spec("pyarrow") is None:
-        raise UserError(f"reading {path} needs pyarrow: pip install 'sparse24[hf]'")
+        raise UserError(f"reading {path} needs pyarrow: pip install -e '.[hf]' in the checkout")
     import pyarrow
     import pyarrow.parquet
 

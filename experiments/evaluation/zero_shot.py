@@ -52,7 +52,7 @@ def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
         UserError: lm-eval is not installed, or there is no such folder.
     """
     if find_spec("lm_eval") is None:
-        raise UserError("tasks need lm-eval: pip install 'sparse24[hf]'")
+        raise UserError("tasks need lm-eval: pip install -e '.[hf]' in the checkout")
     found: dict[str, Any] = {"tasks": list(tasks), "lm_eval": version("lm_eval")}
     if task_folder is not None:
         folder = Path(task_folder)

@@ -87,7 +87,9 @@ def export(
     """
     form = form or Form()
     if find_spec("transformers") is None:
-        raise UserError("the export needs the transformers library: pip install 'sparse24[hf]'")
+        raise UserError(
+            "the export needs the transformers library: pip install -e '.[hf]' in the checkout"
+        )
     own = run.directory / form.folder
     folder = own if to is None else to
     marks = {"config_hash": run.config_hash, **dataclasses.asdict(form)}

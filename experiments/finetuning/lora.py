@@ -62,7 +62,9 @@ class LoraConfig:
 def require_peft() -> None:
     """Raise a UserError if peft is not installed."""
     if find_spec("peft") is None:
-        raise UserError("mode=lora needs the library peft: pip install 'sparse24[lora]'")
+        raise UserError(
+            "mode=lora needs the library peft: pip install -e '.[lora]' in the checkout"
+        )
 
 
 class Adapters:

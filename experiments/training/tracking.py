@@ -91,7 +91,9 @@ def check_viewers(viewers: tuple[str, ...]) -> None:
     """Raise a UserError for a viewer that is not installed."""
     for name in viewers:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"impl.loggers has {name}: run `pip install sparse24[logging]`")
+            raise UserError(
+                f"impl.loggers has {name}: run `pip install -e '.[logging]'` in the checkout"
+            )
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

@@ -197,9 +197,11 @@ def _nothing(
     asked = f"{asked} exclude={list(exclude)}"
     matching = others(model, include, exclude)
     hint = f"; {some_names(matching)} match, but only nn.Linear can be converted"
+    there = [*linears(model)]
+    named = f"; name some of them, as in include={there[:2]}" if there else ""
     return (
         f"no linear matches {asked}{hint if matching else ''}; the model's linears are: "
-        f"{some_names(linears(model)) or 'none'}"
+        f"{some_names(there) or 'none'}{named}"
     )
 
 

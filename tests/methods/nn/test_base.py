@@ -35,8 +35,9 @@ def test_globs_choose_the_layers():
 
 
 def test_nothing_matched_names_what_there_is():
-    with pytest.raises(ValueError, match=r"no linear matches include=\['encoder.*'\].*mlp\.0"):
+    with pytest.raises(ValueError, match=r"no linear matches include=\['encoder.*'\].*mlp\.0") as e:
         ste.Method(ste.Config(include=["encoder.*"])).convert(mlp())
+    assert str(e.value).endswith("; name some of them, as in include=['mlp.0', 'mlp.2']")
 
 
 def test_converting_twice_is_an_error():
