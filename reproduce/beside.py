@@ -46,7 +46,8 @@ class Gain:
             return [self.text, _number(paper), _number(ours), "not measured"]
         gains = [1 - v if self.smaller else v - 1 for v in (paper, ours)]
         verdict = "holds" if gains[1] >= gains[0] / 2 else "less than half of the gain"
-        verdict = verdict if gains[1] > 0 else "**no gain**"
+        if gains[1] <= 0:
+            verdict = "**no gain**" if gains[0] > 0 else "a loss in both"
         return [self.text, _number(paper), _number(ours), verdict]
 
 

@@ -10,6 +10,7 @@ import csv
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,41 @@ class Item:
 def items(path: Path = FILE) -> dict[str, list[Item]]:
     """The tables and figures by the papers' titles, in the papers' order; each has the paper's name
     as in `paper=`."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content = yaml.load(path.read_text(encoding="utf-8"), loader)
     return {
         paper["title"]: [
             Item(key, str(number), **({"caption": entry} if isinstance(entry, str) else entry))
             for number, entry in paper["items"].items()
         ]
-        for key, paper in content.items()
+        for key, paper in _read(path).items()
     }
+
+
+def _read(path: Path) -> Any:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 def state(table: Table, tier: str, runs: Path) -> str:
     """The number of runs of a tier that were done when it was last made, by the file that `make`
-    wrote: looking at the runs themselves would compose every config of every table."""
+    wrote, since looking at the runs themselves would compose every config of every table; and what
+    is committed of it."""
     made = read_record(table, tier, runs)
-    if made is None:
-        return "not made"
-    return f"{made['done']} of {made['jobs']} runs done at the last call"
+    told = [] if made is None else [f"{made['done']} of {made['jobs']} runs done at the last call"]
+    if table.tiers[tier].block:
+        kept, wanted = _records(table, tier)
+        told += [f"committed records of {kept} of {wanted} runs"] if kept else []
+    elif file := measured_file(table, tier):
+        told.append(f"measured: {file}")
+    return "; ".join(told) or "not made"
+
+
+def measured_file(table: Table, tier: str) -> str:
+    """The committed table of a tier with numbers in all rows, by its path in the repository; "" if
+    there is none."""
+    found = _with_numbers(table, tier)
+    return "" if found is None else found.with_suffix(".md").relative_to(HERE.parent).as_posix()
 
 
 def read_record(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
@@ -136,13 +152,15 @@ def was_measured(table: Table) -> bool:
     of that tier in all rows that it runs. Whether a record's config is today's, only making the
     table can tell."""
     return any(
-        _has_records(table, name) if tier.block else name == "full" and _has_numbers(table, name)
+        _has_records(table, name)
+        if tier.block
+        else name == "full" and _with_numbers(table, name) is not None
         for name, tier in table.tiers.items()
         if not tier.unavailable
     )
 
 
-def _has_numbers(table: Table, tier: str) -> bool:
+def _with_numbers(table: Table, tier: str) -> Path | None:
     wanted = {(v.label, row.label) for v, row, _ in table.trainings(tier) if not row.stage}
     for path in (HERE / "measured").glob(f"*/{table.name}-{tier}.csv"):
         with path.open(encoding="utf-8", newline="") as file:
@@ -153,26 +171,43 @@ def _has_numbers(table: Table, tier: str) -> bool:
                 and any(name.endswith(": n") and int(n or 0) for name, n in line.items())
             }
         if wanted and wanted <= found:
-            return True
-    return False
+            return path
+    return None
 
 
 def _has_records(table: Table, tier: str) -> bool:
+    found = [_seeds(table.tiers[tier].block, arm, tier) for arm in _arms(table, tier)]
+    return bool(found) and all(found)
+
+
+def _arms(table: Table, tier: str) -> set[str]:
+    return {row.arm for row in table.rows_of(tier) if row.arm}
+
+
+def _records(table: Table, tier: str) -> tuple[int, int]:
+    """(committed records, runs) of a block's tier; (0, 0) without records."""
+    block, arms = table.tiers[tier].block, _arms(table, tier)
+    kept = sum(len(_seeds(block, arm, tier)) for arm in arms)
     # The block has the seeds: its tier has none of its own.
-    arms = {row.arm for row in table.rows_of(tier) if row.arm}
-    return bool(arms) and all(_has_record(table.tiers[tier].block, arm, tier) for arm in arms)
+    return kept, len(arms) * _seeds_of_block(HERE / "blocks" / f"{block}.yaml") if kept else 0
 
 
-def _has_record(block: str, arm: str, tier: str) -> bool:
+@cache
+def _seeds_of_block(path: Path) -> int:
+    return len(_read(path)["seeds"])
+
+
+def _seeds(block: str, arm: str, tier: str) -> list[int]:
+    """The seeds of which an arm has a committed record of this tier."""
     folder, _, name = arm.rpartition("/")
     paths = (HERE / "evidence" / (folder or block)).glob(f"{name}-seed*.json")
     records = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    return any(record["metrics"] and f"tier={tier}" in record["overrides"] for record in records)
+    return [r["seed"] for r in records if r["metrics"] and f"tier={tier}" in r["overrides"]]
 
 
 def sizes(table: Table, tier: str) -> tuple[int, int]:
-    """(runs, measurements of them) of a tier. Rows share what is the same, and stages are not
-    measured."""
+    """(runs, evaluations of them) of a tier. Rows share what is the same, and stages are not
+    evaluated."""
     chosen, measured = table.tiers[tier], set()
     runs: dict[tuple[str, str, int], tuple[Any, ...]] = {}  # by place: what the run depends on
     for variant, row, seed in table.trainings(tier):
@@ -188,6 +223,10 @@ def sizes(table: Table, tier: str) -> tuple[int, int]:
     return len(set(runs.values())), len(measured)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def _tiers(table: Table, runs: Path) -> list[str]:
     told = []
     for name, tier in table.tiers.items():
@@ -195,11 +234,11 @@ def _tiers(table: Table, runs: Path) -> list[str]:
             told.append(f"  {table.command} tier={name}: not offered: {tier.unavailable}")
             continue
         if tier.block:
-            shown = f"the records of block {tier.block}; `python -m reproduce run {tier.block}`"
+            shown = f"all of block {tier.block}: `python -m reproduce run {tier.block}`"
             told.append(f"  {table.command} tier={name}: {state(table, name, runs)} ({shown})")
             continue
         trained, measured = sizes(table, name)
-        size = f"{trained} runs" + (f", {measured} measurements of them" if measured else "")
+        size = _count(trained, "run") + (f", {_count(measured, 'evaluation')}" if measured else "")
         needs = f"; needs {tier.needs}" if tier.needs else ""
         told.append(f"  {table.command} tier={name}: {state(table, name, runs)} ({size}{needs})")
     return told

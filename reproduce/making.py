@@ -38,7 +38,7 @@ def make(table: Table, tier: str, runs: Path) -> Made:
     # Only now: these need torch, which takes seconds.
     from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import from_records
-    from reproduce.engine import execute, finished_runs
+    from reproduce.engine import execute, finished_runs, needs_gpu
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
     from reproduce.render import render
@@ -62,6 +62,10 @@ def make(table: Table, tier: str, runs: Path) -> Made:
             smoke_tasks.write(runs / INPUTS)
         waiting = execute(planned.jobs, lambda message: print(message, flush=True))
         done, jobs = finished_runs(planned), len(planned.jobs)
+        if waiting == jobs and needs_gpu(job.config for job in planned.jobs):
+            if file := coverage.measured_file(table, tier):
+                print(f"measured: {file}")
+            return Made(jobs)
         missing = [str(job) for job in planned.jobs if job.result() is None]
         made = Made(jobs, jobs - len(missing), jobs - waiting)
     rendered = render(table, tier, done)

@@ -26,6 +26,7 @@ def test_a_gain_an_order_and_what_is_missing(monkeypatch, tmp_path):
     assert gain("d") == gain("nowhere") == ["x", "1.500", "-", "not measured"]
     assert gain("unknown") == ["x", "-", "-", "not measured"]
     assert gain("c", "a") == ["x", "1.042", "0.892", "**no gain**"]
+    assert gain("b", "a") == ["x", "1.000", "0.946", "a loss in both"]
     assert gain("c", "d", smaller=True) == ["x", "0.833", "-", "not measured"]
     assert gain("a", paper=(("t", "d", "speed"),))[1] == "1.500"
     assert Gain("x", (("none", "a", "speed"),)).line()[-1] == "not measured"

@@ -78,11 +78,11 @@ def test_a_figure_of_two_specs_was_run_when_both_were(small, tmp_path):
 
 
 def test_a_table_is_measured_by_its_numbers_not_by_its_files(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(coverage, "HERE", tmp_path)
+    monkeypatch.setattr(coverage, "HERE", tmp_path / "reproduce")
     table = small(tiers={"full": Tier(seeds=[0])})
     first, *others = (row.label for row in table.rows)
     assert others and not coverage.was_measured(table)
-    path = tmp_path / "measured" / "gpu" / f"{table.name}-full.csv"
+    path = tmp_path / "reproduce" / "measured" / "gpu" / f"{table.name}-full.csv"
     path.parent.mkdir(parents=True)
 
     def measured(*lines):
@@ -90,6 +90,8 @@ def test_a_table_is_measured_by_its_numbers_not_by_its_files(small, tmp_path, mo
         return coverage.was_measured(table)
 
     assert measured(*(f"{row.label},full,1.5,1" for row in table.rows))
+    told = f"measured: reproduce/measured/gpu/{table.name}-full.md"
+    assert coverage.state(table, "full", tmp_path) == told
     assert not measured(f"{first},full,1.5,1")  # a row is missing
     assert not measured(f"{first},full,1.5,1", *(f"{label},full,,0" for label in others))
     assert not measured(*(f"{row.label},smoke,1.5,1" for row in table.rows))
@@ -106,8 +108,11 @@ def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, mon
         record = {"overrides": ["tier=smoke"], "metrics": {"val_loss": 2.5}}
         path.write_text(json.dumps(record))
         assert not coverage.was_measured(table)
-        path.write_text(json.dumps(record | {"overrides": ["tier=mini"]}))
+        path.write_text(json.dumps(record | {"overrides": ["tier=mini"], "seed": 0}))
     assert coverage.was_measured(table)
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "a.yaml").write_text("seeds: [0, 1, 2]")
+    assert coverage.state(table, "mini", tmp_path) == "committed records of 2 of 6 runs"
 
 
 def test_runs_are_counted_as_they_are_made(tmp_path, monkeypatch):
