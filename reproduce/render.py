@@ -204,6 +204,8 @@ def _header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) -
     if len(variants) == 1:
         lines.append(f"All rows: {variants[0]}.")
     if table.paper:
+        if any(override.startswith("shrink=") for override in chosen.overrides):
+            lines.append("Sizes in labels and in the notes below are those of the tier full.")
         lines.append(f"The paper: {table.published_setting}.")
         lines += table.notes
         if table.driver == BENCH:

@@ -112,8 +112,9 @@ def card(
         "licence": form.license or "not stated; ask whoever trained it",
         "config hash": run.config_hash,
         "seed": run.result["seed"],
-        "tier": run.result["tier"],
     }
+    if run.result["tier"] != "none":  # not made by reproduce/
+        facts["tier"] = run.result["tier"]
     if sizes is not None:
         share = sizes["compressed"] / sizes["dense"]
         facts["bytes of the 2:4 weights"] = (

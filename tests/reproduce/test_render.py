@@ -501,3 +501,12 @@ def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
         dataclasses.replace(
             table, figure=Figure("scatter"), columns=COLUMNS, rows=ROWS[:0] or ROWS
         ).figure and dataclasses.replace(table, figure=Figure("scatter", quantities=["x"]))
+
+
+def test_a_tier_of_smaller_widths_says_whose_sizes_the_labels_give():
+    table = own_table([0], paper="slope", published_setting="large")
+    told = "Sizes in labels and in the notes below are those of the tier full."
+    assert told not in render(table, "smoke", []).header
+    small = dataclasses.replace(table.tiers["smoke"], overrides=["batch=2", "shrink=16"])
+    table = dataclasses.replace(table, tiers={"smoke": small})
+    assert told in render(table, "smoke", []).header
