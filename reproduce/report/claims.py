@@ -37,8 +37,9 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
             "share first weights and batches and are compared pair by pair; [ ] is the 95 % "
             "interval of the mean difference (Student's t), p is Holm's within a claim. Equality "
             f"is tested within {share['share']:g} of the gap between {share['lower']} and "
-            f"{share['upper']}; at least {rules['seeds']} seeds are needed. Contrasts and rules, "
-            "and which of them are older than the runs, are in ",
+            f"{share['upper']}; at least {rules['seeds']} seeds are needed: an effect so far, of "
+            "fewer, is preliminary. Contrasts and rules, and which of them are older than the "
+            "runs, are in ",
             links.to(MEASURED.parent / "claims.yaml"),
             ".",
         ),
@@ -55,7 +56,7 @@ def _entry(claim: Found) -> Markup:
 def _claim(claim: Found, arms: Arms, links: Links) -> Markup:
     paper = PAPERS.get(claim["paper"], claim["paper"])
     heading = tag("h3", f"{claim['id']}. {paper}: {claim['says']}")
-    parts = f" {claim['parts']}," if claim["parts"] else ""
+    parts = f": {claim['parts']}," if claim["parts"] else ""
     lines = [tag("p", badge(claim["verdict"]), f"{parts} {claim['at']}", class_="told")]
     lines.append(tag("p", tag("strong", "The paper: "), claim["number"]))
     if claim["contrasts"]:

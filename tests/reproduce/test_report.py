@@ -126,6 +126,11 @@ def test_readers_of_all_kinds(parsed):
     assert {name for given in named for name in given["aria-labelledby"].split()} <= ids
 
 
+def test_effects_of_too_few_seeds_are_shown_as_preliminary(text):
+    assert '<td class="number">so far ' in text
+    assert "an effect so far, of fewer, is preliminary" in text
+
+
 def test_what_runs_said_is_escaped_and_what_is_left_out_is_told(text):
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in text
