@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.support.errors import Terminated, UserError, raise_on_sigterm
+from experiments.support.errors import Terminated, UserError, meant, raise_on_sigterm
 from reproduce import coverage, everything
 from reproduce.making import attempt
 from reproduce.reading import TABLES, read_tables
@@ -77,7 +77,8 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         if not chosen:
             _refuse_uncovered(command, given["paper"])
             known = ", ".join(papers) or "no paper: it is this project's own"
-            raise UsageError(f"no {command} of paper {given['paper']!r}; there is {known}")
+            close = meant(given["paper"], papers)
+            raise UsageError(f"no {command} of paper {given['paper']!r}{close}; there is {known}")
     tier = given.get("tier", TIERS[0])
     if not any(tier in table.tiers for table in chosen):
         known = ", ".join(dict.fromkeys(name for table in chosen for name in table.tiers))

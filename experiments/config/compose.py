@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, meant
 
 T = TypeVar("T")
 
@@ -85,6 +85,17 @@ def one_line_errors(config_name: str | None = None) -> Iterator[None]:
             text = (
                 "+cluster needs hydra's submitit launcher: pip install -e '.[slurm]' in the "
                 "checkout"
+            )
+        absent = r"Could not find '(.+)/(.+)'; Available options in '\1':; (.*)"
+        if found := re.search(absent, text):
+            known = [name for name in found[3].split("; ") if not name.startswith("_")]
+            there = ", ".join(known)
+            text = f"there is no {found[1]}={found[2]}{meant(found[2], known)}; there is {there}"
+        if found := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'; 1\. ", text):
+            key, value = found[1], found[2]
+            text = (
+                f"{key}={value} has several values: for a sweep add -m; one value with commas is "
+                f"{key}=[{value}] if it is a list, \"{key}='{value}'\" if it is a text"
             )
         if found := re.match(r"Could not override '([^']+)'", text):
             text = f"there is no {found[1]} here{_similar(found[1], config_name)}"

@@ -105,6 +105,8 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        if error.elsewhere:
+            sys.exit(1)
         sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
     except OSError as error:
         if error.errno is None:

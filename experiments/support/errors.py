@@ -1,11 +1,12 @@
 """Errors and signals that end a driver early, each printed as one line."""
 
+import difflib
 import errno
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +18,21 @@ class UserError(Exception):
     """An error that the user can mend: what is wrong, with which value and what to do, in one line.
 
     choices: what there is to choose from, a line each, where that is more than a line holds.
+    elsewhere: another rank has the same error and says it.
     """
+
+    elsewhere = False
 
     def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.choices = choices
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that suggests the one of `known` that is closest to `word`; "" without
+    one."""
+    found = difflib.get_close_matches(word, [*known], 1, 0.7)
+    return f"; {found[0]} may be meant" if found else ""
 
 
 def told(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from experiments.support.checkpoint import lacks, write_json
 from experiments.support.errors import UserError
+from models.sparse import RECORD
 
 SCHEMA = 1
 FILE = "result.json"
@@ -61,6 +62,10 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
+        if (directory / RECORD).is_file():
+            raise NoResult(
+                "missing", f"{directory} is an exported model; give the run that it was made from"
+            ) from error
         begun = any((directory / name).exists() for name in ("metrics.jsonl", "checkpoints"))
         found = "it was begun and has not ended" if begun else f"{FILE} is missing"
         raise NoResult(

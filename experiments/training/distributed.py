@@ -50,6 +50,8 @@ class World:
                 answer[1] = OSError(reason.errno, reason.strerror, reason.filename)
         dist.broadcast_object_list(answer)
         if answer[1] is not None:
+            if isinstance(answer[1], UserError):
+                answer[1].elsewhere = not self.is_main
             raise answer[1]
         return answer[0]
 

@@ -102,7 +102,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             return ended
         if why is not None:
             report(f"{why}; trained anew")
-        _micro_batch_size(config, config.build_method(), here)
+        # Every rank would find the same: rank 0 tells it.
+        here.of_main(lambda: _micro_batch_size(config, config.build_method(), here))
         check_viewers(config.impl.loggers)
         init = config.init_weights()
         model, method, converted, source = _prepare(config, here)

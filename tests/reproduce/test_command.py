@@ -20,6 +20,7 @@ from reproduce.reading import read_tables
     [
         (["table99"], "error: no table 'table99'; there are table1, table2, "),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
+        (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
         (["figure3", "paper=nobody"], "no figure3 of paper 'nobody'; there is fst, slope\n"),
         (["all", "paper=nobody"], "there is ast, fst, slope, sste, torchao\n"),
         (["figure6"], "error: figure 6 of paper=fst is not covered: a diagram\n"),

@@ -65,7 +65,7 @@ def test_help_shows_the_choice_that_is_named(capsys, monkeypatch):
 
 
 def test_help_of_a_choice_that_does_not_exist_is_one_line(capsys, monkeypatch):
-    with pytest.raises(SystemExit, match=r"Could not find 'method/nothing'"):
+    with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
         shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")
 
 

@@ -146,7 +146,10 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
     [
         ("trian.steps=5", "there is no trian.steps here"),
         ("train.step=5", "there is no train.step here"),
-        ("method=sste", "Could not find 'method/sste'"),
+        ("method=sste", "there is no method=sste; s_ste may be meant; there is ast, bi_mask,"),
+        ("method=released/sslope", "there is no method=released/sslope"),
+        ("+cluster=slrm", "there is no cluster=slrm; slurm may be meant; there is local, slurm"),
+        ("method=ste,s_ste", "method=ste,s_ste has several values: for a sweep add -m; one value"),
         ("+method.decay=1", "method has no key decay; it takes"),
         ("train.steps=many", "train.steps: Value 'many'"),
         ("train.steps=0", "train.steps=0; it must be at least 1"),

@@ -20,6 +20,7 @@ WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
 @pytest.mark.parametrize(
     ("files", "why", "message"),
     [
+        ({"sparse24.json": "{}"}, "missing", "is an exported model; give the run"),
         ({}, "missing", r"holds no finished run \(result\.json is missing\); run it to its end"),
         ({"metrics.jsonl": ""}, "unfinished", r"run \(it was begun and has not ended\); run it to"),
         (
