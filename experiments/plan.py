@@ -28,7 +28,7 @@ def freeze_plan(composed: Any) -> Planned:
     hf = transformers_config(path)
     with stand_in(hf) as folder:
         composed.model.path = folder
-        return Planned(freeze(composed), options, hf)
+        return Planned(freeze(composed), options, hf, str(path))
 
 
 @driver("plan", freeze_plan)

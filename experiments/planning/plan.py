@@ -27,7 +27,7 @@ from experiments.data.parallel import PairsConfig
 from experiments.images.dataset import ImageConfig
 from experiments.planning import shapes
 from experiments.planning.footprint import Footprint, footprint
-from experiments.planning.speed import Speed, nearest
+from experiments.planning.speed import TAUGHT, Speed, nearest
 from experiments.support.errors import UserError
 from experiments.training import averages, sharding
 from experiments.training.distributed import World
@@ -64,11 +64,13 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A run that is planned. hf: the transformers config of its checkpoint, if it has one."""
+    """A run that is planned. hf, path: the transformers config of its checkpoint and where that
+    lies, if it has one."""
 
     run: RunConfig
     options: Options
     hf: Any = None
+    path: str | None = None
 
     def micro_batch(self, gpus: int) -> int:
         """Samples of a micro-batch on each of so many GPUs; a UserError if they cannot share."""
@@ -205,7 +207,9 @@ def plan(planned: Planned) -> dict[str, Any]:
     `days` and `days_at_most`: where what GPUs exchange costs nothing, and where all wait for it;
     both None where the plan does not fit. The latter is None, too, for GPUs of several hosts,
     between which nothing was measured, and for sparse methods with `fsdp2` and those whose teacher
-    is counted by its forward pass alone, which take longer.
+    is counted by its forward pass alone, which take longer. `days_slower`: of sparse methods with
+    `fsdp2`, where a step takes as many times as long as a dense one as at the least and at the most
+    on two GPUs (`SLOWER`).
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
@@ -221,15 +225,21 @@ def plan(planned: Planned) -> dict[str, Any]:
     units = total if isinstance(run.data, ImageConfig) else tokens
     micro_batches = run.train.batch_size // (samples * options.gpus)
     fits = memory["peak"] <= options.gpu_memory * GIB
-    days = days_at_most = None
+    days = days_at_most = days_slower = None
     slower = run.method != "dense" and shard == "fsdp2" and options.gpus > 1
     if speed is not None and fits:
         days = units / (speed.per_second * options.gpus * DAY)
-        if options.gpus <= HOST and not (slower or speed.taught):
+        if slower:
+            dense = _speed(run, need, dense=True) or speed
+            each = units / (dense.per_second * options.gpus * DAY)
+            if need.frozen:
+                each /= TAUGHT
+            days_slower = [max(days, times * each) for times in SLOWER]
+        elif options.gpus <= HOST and not speed.taught:
             sent = exchanged(need, options.gpus, shard, micro_batches)
             days_at_most = days + run.train.steps * sent / LINK / DAY
     return {
-        "model": run.model_name,
+        "model": planned.path or run.model_name,
         "method": run.method,
         "parameters": need.parameters,
         "gpus": options.gpus,
@@ -249,17 +259,19 @@ def plan(planned: Planned) -> dict[str, Any]:
         "speed": None if speed is None else dataclasses.asdict(speed),
         "days": days,
         "days_at_most": days_at_most,
+        "days_slower": days_slower,
     }
 
 
-def _speed(run: RunConfig, need: Footprint) -> Speed | None:
+def _speed(run: RunConfig, need: Footprint, dense: bool = False) -> Speed | None:
     family = "images" if isinstance(run.data, ImageConfig) else "causal"
     if isinstance(run.data, MLMConfig | PairsConfig) or run.dino is not None or run.impl.offload:
         return None
     fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
     if fp8 is not None:
         name += ", fp8" if fp8.on_units else ", fp8=paper simulated"
-    return nearest(family, name, need.parameters, taught=bool(need.frozen))
+    method = "dense" if dense else name
+    return nearest(family, method, need.parameters, taught=bool(need.frozen))
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -270,7 +282,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         f"GPU{'s' if found['gpus'] > 1 else ''}{shared}"
     )
     yield (
-        f"micro-batch {found['micro_batch']} x {found['micro_batches']}, {found['dtype']}, "
+        f"in each step {_several(found['micro_batches'], 'micro-batch', 'es')} of "
+        f"{_several(found['micro_batch'], 'sample')} on {'each' if found['shard'] else 'the'} GPU, "
+        f"{found['dtype']}, "
         f"{'compiled' if found['compiled'] else 'not compiled'}, "
         f"{'with' if found['checkpointing'] else 'no'} activation checkpointing"
     )
@@ -301,13 +315,20 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         f"{time} {unit} at {speed['per_second'] * found['gpus']:,.0f} "
         f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
         f"x {speed['factor']:.3g} by the number of weights{taught}"
-        f"{', x ' + str(found['gpus']) if found['gpus'] > 1 else ''}"
+        f"{', x ' + str(found['gpus']) + ' GPUs' if found['gpus'] > 1 else ''}"
     )
-    if found["shard"] == "fsdp2" and found["method"] != "dense":
+    if found["days_slower"] is not None:
+        slower, unit = _in_a_unit(*found["days_slower"])
         yield (
             f"of sparse methods with fsdp2, a step on two H200s took {SLOWER[0]} to {SLOWER[1]} "
-            "times as long as a dense one with fsdp2 (not compiled, without a teacher)"
+            "times as long as a dense one with fsdp2 (not compiled, without a teacher); with such "
+            f"steps {' to '.join(dict.fromkeys(slower))} {unit}"
         )
+
+
+def _several(number: int, name: str, ending: str = "s") -> str:
+    """The number and the name of that many."""
+    return f"{number:,} {name}{ending if number > 1 else ''}"
 
 
 def _in_a_unit(*days: float) -> tuple[list[str], str]:

@@ -371,6 +371,13 @@ def test_what_is_said_of_days():
     assert time.startswith("at least ") and " days at " in time
     assert "(measured compiled, bf16, feed-forward linears)" in time
     assert "a step on two H200s took 1.1 to 2.7 times as long as a dense one" in longer
+    assert re.search(r"; with such steps [\d.]+ to [\d.]+ days$", longer)
+    each, most = (plan(planned(*sharded, f"method={m}")) for m in ("dense", "s_ste"))
+    times = [max(most["days"], x * each["days"]) for x in planning.SLOWER]
+    assert most["days_slower"] == pytest.approx(times) and each["days_slower"] is None
+    taught = plan(planned(*sharded, "method=ast"))
+    times = [4 / 3 * x * each["days"] for x in planning.SLOWER]
+    assert taught["days_slower"] == pytest.approx(times)
     *_, time = lines(plan(planned(*sharded, "method=dense")))
     assert re.match(r"[\d.]+ to [\d.]+ days at ", time)
     *_, time = lines(plan(planned(*sharded, "method=s_ste", "plan.gpu_memory=1")))
