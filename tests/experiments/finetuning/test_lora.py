@@ -32,7 +32,7 @@ def classifier():
 
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(lora, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"mode=lora needs .* pip install 'sparse24\[lora\]'"):
+    with pytest.raises(UserError, match=r"mode=lora needs .* pip install -e '.\[lora\]' in"):
         finetune.load(["run=nowhere", "mode=lora"])
 
 
