@@ -1,4 +1,5 @@
-"""What README.md and the pages of docs/ say holds: links, paths, commands, snippets, figures."""
+"""Tests that what README.md and the pages of docs/ say holds: links, paths, commands, snippets,
+figures."""
 
 import ast
 import copy

@@ -1,4 +1,5 @@
-"""What the README shows works as it stands there; test_docs.py checks it with the other pages."""
+"""Tests that what the README shows works as it stands there; test_docs.py checks it with the other
+pages."""
 
 import re
 from pathlib import Path

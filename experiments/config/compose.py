@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from experiments.support.errors import UserError, meant
+from experiments.support.errors import UserError, closest, meant
 
 T = TypeVar("T")
 
@@ -120,8 +119,8 @@ def _similar(key: str, config_name: str | None) -> str:
     with initialize_config_module("experiments.conf", version_base="1.3"):
         known = [*leaves(compose(config_name), "")]
     last = {name.rpartition(".")[2] for name in known}
-    meant = difflib.get_close_matches(key.rpartition(".")[2], last, 1, 0.7)
-    found = [name for name in known if meant and name.rpartition(".")[2] == meant[0]]
+    near = closest(key.rpartition(".")[2], last)
+    found = [name for name in known if name.rpartition(".")[2] == near]
     found = [name for name in found if name != key]  # another choice of a group has it
     return f"; {' or '.join(found)} may be meant" if found else ""
 

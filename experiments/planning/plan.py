@@ -6,8 +6,8 @@ from how the GPUs share it. `ddp`: each holds all, and a second copy of the grad
 two blocks at a time, and of what is outside of blocks, it gathers the weights and has whole
 gradients; operands it makes of one block at a time. Where torch gathers weights in fp32
 (experiments/training/sharding.py), copies of dense ones in autocast's dtype stay for the backward
-pass. For one GPU, and two with `fsdp2`, this is compared with H200 runs
-(tests/experiments/planning); more are projected. So are the days of several GPUs of one host:
+pass. For one GPU and for two this is compared with H200 runs (tests/experiments/planning); more
+are projected. So are the days of several GPUs of one host:
 between those of GPUs that work beside what they exchange and those of GPUs that wait for it.
 """
 
@@ -207,9 +207,8 @@ def plan(planned: Planned) -> dict[str, Any]:
     `days` and `days_at_most`: where what GPUs exchange costs nothing, and where all wait for it;
     both None where the plan does not fit. The latter is None, too, for GPUs of several hosts,
     between which nothing was measured, and for sparse methods with `fsdp2` and those whose teacher
-    is counted by its forward pass alone, which take longer. `days_slower`: of sparse methods with
-    `fsdp2`, where a step takes as many times as long as a dense one as at the least and at the most
-    on two GPUs (`SLOWER`).
+    is counted by its forward pass alone, which take longer. `days_slower`: least and most days of a
+    sparse method with `fsdp2`, if its steps take `SLOWER` times as long as dense ones.
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.

@@ -31,8 +31,13 @@ class UserError(Exception):
 def meant(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that suggests the one of `known` that is closest to `word`; "" without
     one."""
-    found = difflib.get_close_matches(word, [*known], 1, 0.7)
-    return f"; {found[0]} may be meant" if found else ""
+    found = closest(word, known)
+    return f"; {found} may be meant" if found else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The one of `known` that is closest to `word`; "" if none is close."""
+    return next(iter(difflib.get_close_matches(word, [*known], 1, 0.7)), "")
 
 
 def told(error: BaseException) -> str:

@@ -56,7 +56,7 @@ class Layouts(_Brief):
 
 @dataclass(frozen=True, repr=False)
 class Products(_Brief):
-    """Which of the three products run on packed operands; all others are dense.
+    """The products, of three, that run on packed operands; all others are dense.
 
     fprop: Wf is packed. dgrad: Wb^T is. wgrad: the sample of dY is, transposed. fp8: the operands
     are codes, and FP8 units multiply them (fp8_gemms.py). layouts: of the packed operands, each of
@@ -90,7 +90,7 @@ def choose_products(
     tokens: int,
     matmul: str | None,
 ) -> Products:
-    """Which products shall run sparse, of those that `sparse` says have a 2:4 operand.
+    """The products that shall run sparse, of those that `sparse` says have a 2:4 operand.
 
     With `sparse.fp8` they run on FP8 units wherever these are, whatever `matmul` says, for that is
     another arithmetic and no matter of speed.

@@ -12,7 +12,7 @@ from reproduce.spec import Column, Table, TableRow, Tier
 
 
 def make_result(config_hash="0" * 16, **changed):
-    """What `result.json` holds, as far as the tables read it."""
+    """The content of a `result.json`, as far as the tables read it."""
     split = {"tokens": 1000, "sha256": "ab" * 32}
     return {
         "schema": results.SCHEMA,

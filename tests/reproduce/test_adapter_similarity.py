@@ -1,4 +1,4 @@
-"""How soon adapters point where they end."""
+"""Tests of how soon adapters point where they end."""
 
 import pytest
 import torch

@@ -274,7 +274,7 @@ def test_a_damaged_record_is_named(run, tmp_path):
     ("count", "thin"), [(0, 1), (1, 1), (100, 1), (101, 2), (200, 2), (999, 10)]
 )
 def test_curves_are_thinned(count, thin):
-    """Of training at most a hundred points, the last of each group, of evaluations all."""
+    """Curves keep all evaluations, and of training at most a hundred points, the last of groups."""
     log = [{"step": step, "loss": 1 / (step + 3), "val_loss": 2.0} for step in range(count)]
     found = curves(log)
     assert len(found["val_loss"]) == count

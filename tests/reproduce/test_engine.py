@@ -1,4 +1,4 @@
-"""Which jobs are run, in which order, and what becomes of a failure."""
+"""Tests of which jobs are run, in which order, and what becomes of a failure."""
 
 import json
 

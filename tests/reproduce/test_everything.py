@@ -24,7 +24,7 @@ def tables(small):
 
 @pytest.fixture
 def outcomes(monkeypatch):
-    """How the tables end, by name; `.order` tells which were asked for."""
+    """The end of each table, by name; `.order` tells which were asked for."""
 
     class Outcomes(dict):
         def __init__(self, found):

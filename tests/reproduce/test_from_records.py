@@ -42,7 +42,7 @@ def _plain(value):
 
 @pytest.mark.parametrize(("table", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])
 def test_an_arm_is_what_its_row_says(table, tier):
-    """Of blocks that have a file: a number beside another method's label would be a lie."""
+    """Each arm is the method of its row, in blocks that have a file."""
     name = table.tiers[tier].block
     if not (blocks.BLOCKS / f"{name}.yaml").is_file():
         pytest.skip(f"block {name} is not there yet")

@@ -1,4 +1,4 @@
-"""What is timed without training: the right tokens, packed weights where they are said to be."""
+"""Tests of what is timed without training: the right tokens, weights packed where it is said."""
 
 import pytest
 import torch

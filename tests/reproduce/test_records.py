@@ -1,4 +1,4 @@
-"""Which kept records count: those of the configs that the blocks have today."""
+"""Tests of which kept records count: those of the configs that the blocks have today."""
 
 import json
 
@@ -20,7 +20,7 @@ SECOND = "title: U\noverrides: []\nsource: {block: t, arm: it}\nseeds: [0]\narms
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of two blocks, of which the second goes on from the first."""
+    """The folder of two blocks, of which the second goes on from the first."""
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "t.yaml").write_text(BLOCK, encoding="utf-8")
     (tmp_path / "blocks" / "u.yaml").write_text(SECOND, encoding="utf-8")

@@ -95,7 +95,7 @@ def second():
 
 
 def seen(run_block, tmp_path):
-    """What the children saw, by their label."""
+    """The environments that the children saw, by their label."""
     return {
         str(run.job): json.loads((run.job.config.directory() / "seen.json").read_text())
         for run in run_block.runs(tmp_path)
@@ -457,7 +457,7 @@ def test_the_command_of_a_run_with_a_source(finish, tmp_path):
 
 
 def test_the_command_of_a_run(tmp_path):
-    """What `python -m experiments.pretrain` is called with gives the config that was counted."""
+    """The arguments of `python -m experiments.pretrain` give the config that was counted."""
     from experiments.config.run import load
 
     runs = tmp_path / "it's here"

@@ -54,7 +54,7 @@ def use(clone, extra="", **environment):
 
 
 def installed(clone):
-    """What pip was asked to install, and forget it."""
+    """The packages that pip was asked to install since the last call."""
     path = clone / "installed"
     lines = path.read_text().split() if path.exists() else []
     path.unlink(missing_ok=True)

@@ -119,7 +119,7 @@ def test_bi_mask_s_search_is_counted_once_in_its_period(tmp_path, monkeypatch):
     ("pattern", "zeros"), [("1:2", 1 / 8), ("2:4", 3 / 32), ("2:8", 0.058399), ("1:4", 0.079102)]
 )
 def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
-    """Of n x n random masks the standard deviation is below 0.3 / n (2:4: 0.19)."""
+    """The standard deviation over n x n random masks is below 0.3 / n (2:4: 0.19)."""
     found, _ = slope_parts.of_imposed_zeros(quick(width=1024, pattern=pattern), print)
     assert found["closed_form"] == pytest.approx(zeros, abs=1e-6)
     for kind in ("random", "magnitude"):

@@ -1,4 +1,4 @@
-"""What smoke tiers are measured on: in the real formats, deterministic, and as asked."""
+"""Tests of what smoke tiers are measured on: in the real formats, deterministic, and as asked."""
 
 import filecmp
 

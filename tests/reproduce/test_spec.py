@@ -87,7 +87,7 @@ def _files(override):
 
 
 def _local(override, folder):
-    """Of what comes from the hub, a tiny model here."""
+    """The override, with a tiny model in place of what comes from the hub."""
     local = {"model.path=": folder, "model.block_size=": 32, "data.tokenizer=": "wordpiece"}
     for key, value in local.items():
         if override.startswith(key):
@@ -138,7 +138,7 @@ def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
 
 
 def changed_options(config):
-    """What a run changes of its method's defaults, but for what follows the run."""
+    """The settings of its method that a run changes, but for what follows the run."""
     options = config.method_options
     defaults = importlib.import_module(f"methods.{config.method}").Config()
     changed = {

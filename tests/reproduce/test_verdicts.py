@@ -1,4 +1,4 @@
-"""What is told of the claims: text, JSON and CSV, from made-up records."""
+"""Tests of what is told of the claims: text, JSON and CSV, from made-up records."""
 
 import csv
 import json

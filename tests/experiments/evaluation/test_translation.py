@@ -34,7 +34,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
 
 @torch.no_grad()
 def log_probability(model, row, tokens):
-    """Of these tokens, their end among them, given one source without padding."""
+    """The log-probability of these tokens, their end included, given one source unpadded."""
     source = SOURCE[row : row + 1, : int(MASK[row].sum())]
     logits, _ = model(source, torch.tensor([[END, *tokens[:-1]]]))
     return float(logits[0].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())

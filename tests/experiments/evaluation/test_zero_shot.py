@@ -96,7 +96,7 @@ def test_the_run_itself_gives_the_same_and_a_limit_its_first_questions(trained, 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """What lm-eval is asked, by keyword; it answers with one task."""
+    """The keywords with which lm-eval is called; it answers with one task."""
     import lm_eval
     import lm_eval.models.huggingface
 

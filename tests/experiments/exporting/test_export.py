@@ -1,4 +1,5 @@
-"""What is exported: plain transformers gives the same outputs, and the files say what they hold."""
+"""Tests of an export: plain transformers gives the same outputs, and the files say what is in
+them."""
 
 import json
 

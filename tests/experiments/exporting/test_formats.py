@@ -1,5 +1,5 @@
-"""What others read of an export: exact zeros, no foreign config, the card's snippet, the hub's
-results, and the compressed form, which holds the same bits in 9/16 of the bytes."""
+"""Tests of what others read of an export: exact zeros, no foreign config, the card's snippet, the
+hub's results, and the compressed form, which holds the same bits in 9/16 of the bytes."""
 
 import json
 import shutil

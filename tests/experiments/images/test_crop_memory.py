@@ -28,7 +28,7 @@ def images():
 
 
 def draws(**values):
-    """Of one crop of each of 5 images: 0.5 but for what is given."""
+    """The draws for one crop of each of 5 images: 0.5 but for what is given."""
     found = torch.full((5, 1, cm._DRAWS), 0.5)
     for name, value in values.items():
         found[..., getattr(cm, f"_{name.upper()}")] = value

@@ -66,7 +66,7 @@ def numbered(**settings):
 
 
 def pixels_of(images, down, right, mirrored):
-    """Of image 1, which is moved so."""
+    """The pixels of image 1, moved and mirrored so."""
     made, labels = images._batch(*(np.array([x]) for x in (1, down, right, mirrored)))
     assert labels.tolist() == [5] and torch.equal(made[:, 0], made[:, 2])
     return (made[0, 0] * 255).round().int().tolist()

@@ -1,4 +1,4 @@
-"""What a training needs: against measured peaks, by hand, and for the published runs."""
+"""Tests of the plan of a training: against measured peaks, by hand, and for the published runs."""
 
 import dataclasses
 import json
@@ -216,7 +216,7 @@ NEED = Footprint(
 
 @pytest.fixture(params=[True, False])
 def gathers_rounded(request, monkeypatch):
-    """Whether torch gathers weights in autocast's dtype, as it does from 2.15 on."""
+    """True if torch gathers weights in autocast's dtype, as it does from 2.15 on."""
     monkeypatch.setattr(planning.sharding, "gathers_rounded", lambda: request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""What starts from a finished run: its weights, and the method that fine-tunes them."""
+"""Tests of what starts from a finished run: its weights, and the method that fine-tunes them."""
 
 import json
 import shutil

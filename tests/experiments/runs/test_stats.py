@@ -40,7 +40,7 @@ def test_one_pair_has_no_interval():
 
 
 def test_interval_covers_as_often_as_it_says():
-    """Of 2000 intervals from three normal differences about 95 % hold the mean 0.
+    """About 95 % of 2000 intervals from three normal differences hold the mean 0.
 
     The share has a standard error of sqrt(0.95 * 0.05 / 2000) = 0.0049; the bound is 4 sigma.
     """
@@ -103,7 +103,7 @@ def test_equivalence_is_two_one_sided_tests_of_scipy(differences, margin):
 
 @pytest.mark.parametrize("shift", [0.0, 0.01, 0.018, 0.05])
 def test_equivalence_within_a_margin_that_was_estimated(shift):
-    """As the quotient of difference and gap has an interval: both tell the same."""
+    """The test and the interval of the quotient of difference and gap tell the same."""
     gaps = [0.081, 0.064, 0.077, 0.092, 0.078]
     differences = [shift + 0.1 * e for e in (0.02, -0.03, 0.01, 0.04, -0.02)]
     low, high = ratio_interval(differences, gaps, 0.9)
@@ -197,7 +197,7 @@ def test_a_quotient_without_an_interval(above, below):
 
 
 def test_the_interval_of_a_quotient_covers_as_often_as_it_says():
-    """As above for a mean: exact for normal pairs, whatever their correlation."""
+    """The interval is exact for normal pairs, whatever their correlation."""
     import numpy as np
 
     rng = np.random.default_rng(0)

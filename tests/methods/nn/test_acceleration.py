@@ -1,4 +1,4 @@
-"""What a method says of the products that it chose."""
+"""Tests of what a method says of the products that it chose."""
 
 import json
 

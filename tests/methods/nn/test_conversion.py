@@ -1,4 +1,4 @@
-"""Which layers `convert` takes, what it says of the others, and transformers' Conv1D."""
+"""Tests of which layers `convert` takes, what it says of the others, and transformers' Conv1D."""
 
 import dataclasses
 import importlib

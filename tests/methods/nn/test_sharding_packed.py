@@ -49,7 +49,7 @@ def whole(tensor):
 
 
 def a_step(run, step, parts):
-    """What each part of the batch gives, and the gradients of all."""
+    """Outputs and input gradients of each part of the batch, and the gradients of all weights."""
     model, method, optimizer = run
     xs = torch.randn(PARTS, 40, 64, generator=torch.Generator().manual_seed(step))
     method.on_step_begin(step)
