@@ -89,10 +89,9 @@ def test_the_memory_that_graphs_may_take():
 
 
 def test_the_settings():
-    assert load(["impl=gpu"]).impl.cuda_graphs == "auto"
+    assert load(["impl=gpu"]).impl.cuda_graphs == load(["impl=mini"]).impl.cuda_graphs == "auto"
     assert load(["impl=gpu", "impl.cuda_graphs=true"]).impl.cuda_graphs is True
-    # Records of the blocks are of launched steps, whatever `gpu` takes.
-    assert load([]).impl.cuda_graphs is load(["impl=mini"]).impl.cuda_graphs is False
+    assert load([]).impl.cuda_graphs is False
     with pytest.raises(ValueError, match=r"cuda_graphs=yes; choose one of auto, true, false"):
         ImplConfig(cuda_graphs="yes")
     for what in ("impl.activation_checkpointing=true", "train.descent_every=5"):
