@@ -5,8 +5,10 @@ import ast
 import copy
 import importlib.util
 import json
+import math
 import re
 import shlex
+import statistics
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -543,12 +545,31 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     want = [(r.label, cell(r), str(r.pairs)) for r in sorted(rows, key=lambda row: row.difference)]
     assert re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d) \|$", told, re.M) == want
     ast = other.rows["ast"]
-    assert f"`ast` stands {cell(ast)} above" in told and f"({ast.pairs} seeds)" in told
+    assert f"`ast` is {cell(ast)} above" in told and f"({ast.pairs} seeds)" in told
     assert other.baseline == "dense_trained_on"
     report_page.write_figure(tmp_path / "figure.svg")
     figures = ROOT / "reproduce" / "report" / "figure.svg", tmp_path / "figure.svg"
     kept, drawn = (re.sub(r"figure-\d+-", "", text(path)) for path in figures)  # ids
     assert drawn == kept
+
+
+def test_how_much_two_runs_of_one_seed_differ():
+    again = json.loads(text(EVIDENCE / "repeated_a.json"))["val_loss"]
+    records = map(json.loads, map(text, (EVIDENCE / "a").glob("*.json")))
+    losses = {(r["arm"], r["seed"]): r["metrics"]["val_loss"] for r in records}
+    for name, (first, _) in again.items():
+        arm, seed = name.split("-seed")
+        assert first == losses[arm, int(seed)]
+    of_methods = [pair for name, pair in again.items() if "as_released" not in name]
+    spread = math.sqrt(statistics.fmean((second - first) ** 2 for first, second in of_methods))
+    arms = {arm for arm, _ in losses if "as_released" not in arm} - {"dense"}
+    seeds = {arm: [seed for name, seed in losses if name == arm] for arm in arms}
+    paired = [[losses[arm, s] - losses["dense", s] for s in seeds[arm]] for arm in arms]
+    median = statistics.median(map(statistics.stdev, paired))
+    told = " ".join(text(ROOT / "docs" / "evidence.md").split())
+    assert f"{len(of_methods)} runs of block a were made twice" in told
+    assert f"the two losses differ by {spread:.4f} nats" in told
+    assert f"the same deviation, {median:.4f} in the median over all arms" in told
 
 
 def test_the_citation_and_the_hooks_are_valid():
