@@ -131,8 +131,8 @@ class Claims:
 class Judged:
     """A contrast with its result: mean paired difference, its 95 % interval, the number of seeds,
     the margin (if `equal` is expected), and Holm's p-values for what is expected and for the
-    contrary. why: the reason why it was not tested; difference and interval are preliminary then,
-    and not there where two runs do not compare."""
+    contrary. by_seed: the paired differences. why: the reason why it was not tested; difference
+    and interval are preliminary then, and not there where two runs do not compare."""
 
     contrast: Contrast
     n: int
@@ -143,6 +143,14 @@ class Judged:
     p_contrary: float = float("nan")
     verdict: str = NOT_TESTED
     why: str = ""
+    by_seed: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def more_seeds(self) -> bool:
+        """True if it was tested and the rule asks for more seeds: its interval is wider than half
+        of the effect, or of the margin if that is larger."""
+        low, high = self.interval
+        return not self.why and high - low > max(abs(self.effect), self.margin or 0.0) / 2
 
 
 def read_claims(path: Path = FILE) -> Claims:
@@ -188,7 +196,8 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
     other = _on_other_data(values, c)
     found = Judged(contrast, len(paired))
     if len(paired) > 1 and all(map(math.isfinite, paired)) and not other:
-        found = replace(found, effect=mean(paired), interval=paired_interval(paired))
+        interval = paired_interval(paired)
+        found = replace(found, effect=mean(paired), interval=interval, by_seed=by_seed)
     if why := _untestable(claims, c.arm, c.against, c.metric, paired) or other:
         return replace(found, why=why)
     if c.expect == "equal":
@@ -196,7 +205,8 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
         gap = [gaps[s] for s in by_seed if s in gaps]
         if why := _no_gap(claims, c.metric, gap):
             return replace(found, why=f"no margin: {why}")
-        paired = [d for s, d in by_seed.items() if s in gaps]
+        by_seed = {s: d for s, d in by_seed.items() if s in gaps}
+        paired = list(by_seed.values())
         margin = rule.share * abs(mean(gap))
         # Seed by seed, because the gap has an error as the difference has.
         ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
@@ -208,8 +218,12 @@ def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
         both = p_value(paired)
         as_expected = (mean(paired) < 0) == (c.expect == "lower")
         expected, contrary = (both, 1.0) if as_expected else (1.0, both)
-    interval = paired_interval(paired)
-    return Judged(contrast, len(paired), mean(paired), interval, margin, expected, contrary)
+    return replace(
+        Judged(contrast, len(paired), mean(paired), paired_interval(paired), margin),
+        p_expected=expected,
+        p_contrary=contrary,
+        by_seed=by_seed,
+    )
 
 
 def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: list[float]) -> str:

@@ -91,6 +91,10 @@ def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> H
     )
 
 
+def _amount(count: int) -> str:
+    return f"{count / 1e6:.4g}M" if count >= 1e6 else f"{count:,}"
+
+
 def of_records(records: Iterable[dict[str, Any]]) -> str:
     """Model, length of training, data and seeds of runs, in words, and the seeds at which they
     started from different weights (a source that was trained again); "" without runs."""
@@ -103,7 +107,7 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
         unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "images"
         told = {
             "model": model,
-            "length": f"{record['tokens'] / 1e6:.4g}M {unit}",
+            "length": f"{_amount(record['tokens'])} {unit}",
             "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
             "data": f"data={chosen.get('data', '?')} ({record['corpus_hash'][:12]})",
         }

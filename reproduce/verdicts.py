@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.stats import mean, paired_interval
+from experiments.runs.stats import decimals, mean, paired_interval
 from experiments.support.checkpoint import csv_text, write_json, write_text
 from reproduce import decay_curve, scale
 from reproduce.beside import MEASURED
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import (
+    CONFIRMED,
     INCONCLUSIVE,
     NOT_TESTED,
     REFUTED,
@@ -37,6 +38,13 @@ from reproduce.speed_claims import SHOWN, Measured, judge_speed
 
 Found = dict[str, Any]
 PRELIMINARY = 2  # seeds from which on g is shown beside an effect that is not tested
+LEGEND = (
+    "n: seeds that both arms have, or repeats of a measurement. [ ]: 95 % interval of the mean",
+    "difference (Student's t), each by itself. p: adjusted over the contrasts of a claim (Holm),",
+    "so an interval can leave out 0 where nothing is decided. More seeds are asked for where an",
+    "interval is wider than half of the effect (of the margin, if that is larger). Losses are in",
+    "nats, flip rates in shares of the mask a step, accuracies in points.",
+)
 
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Found:
@@ -102,21 +110,27 @@ def _at(claim: Claim, values: Values, speeds: list[Found]) -> str:
     if claim.measured:
         devices = dict.fromkeys(speed["device"] for speed in speeds if speed["device"])
         return f"measured on {'; '.join(devices)}" if devices else ""
-    arms = {(c.block, arm) for c in claim.contrasts for arm in (c.arm, c.against)}
-    told = scale.of_records([r for key in sorted(arms) for r in values.get(key, {}).values()])
+    compared: dict[tuple[str, str], dict[int, Any]] = {}
+    for c in claim.contrasts:
+        pair = [values.get((c.block, arm), {}) for arm in (c.arm, c.against)]
+        both = pair[0].keys() & pair[1].keys()
+        for arm, records in zip((c.arm, c.against), pair, strict=True):
+            compared.setdefault((c.block, arm), {}).update({s: records[s] for s in both})
+    told = scale.of_records([r for _, seeds in sorted(compared.items()) for r in seeds.values()])
     return f"at this scale: {told}" if told else ""
 
 
 def _contrast(claims: Claims, judged: Judged, values: Values) -> Found:
     found = {**dataclasses.asdict(judged.contrast), **dataclasses.asdict(judged)}
     del found["contrast"]
+    found["more_seeds"] = judged.more_seeds
     found["low"], found["high"] = found.pop("interval")
     c, found["gap_closed"] = judged.contrast, {}
     if c.metric == _metrics(claims)[c.block] and math.isfinite(judged.effect):
         seeds = PRELIMINARY if judged.why else claims.seeds
         for arm in (c.arm, c.against):
             g = scale.gap_closed(values, c.block, arm, c.metric, claims.margin, seeds)
-            if g is not None:
+            if g is not None and arm != claims.margin.upper:  # whose g is 1 by definition
                 found["gap_closed"][arm] = dataclasses.asdict(g)
     return found
 
@@ -185,7 +199,8 @@ def _released_lines(r: Found) -> list[str]:
 
 
 def _effect(c: Found) -> str:
-    return f"{c['effect']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}], n = {c['n']}"
+    form = f"+.{decimals(c['effect'], c['low'], c['high'])}f"
+    return f"{c['effect']:{form}} [{c['low']:{form}}, {c['high']:{form}}], n = {c['n']}"
 
 
 def _contrast_lines(c: Found) -> list[str]:
@@ -196,19 +211,29 @@ def _contrast_lines(c: Found) -> list[str]:
     else:
         margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
         told = [
-            f"{name}: {_effect(c)}, expected {c['expect']}{margin}, p = {c['p_expected']:.2g}: "
-            f"{c['verdict']}"
+            f"{name}: {_effect(c)}, expected {c['expect']}{margin}, p = {p_told(c)}: {c['verdict']}"
         ]
-    closed = [f"{arm} {_part(g)}" for arm, g in c["gap_closed"].items()]
+    if c["by_seed"]:
+        form = f"+.{decimals(c['effect'], c['low'], c['high'])}f"
+        seeds = ", ".join(f"{seed} {one:{form}}" for seed, one in c["by_seed"].items())
+        more = "; more seeds are asked for" if c["more_seeds"] else ""
+        told.append(f"      by seed: {seeds}{more}")
+    closed = [f"{arm} {_part(g, c['n'])}" for arm, g in c["gap_closed"].items()]
     if closed:
         told.append(f"      g (0 as dense, 1 as half the width): {'; '.join(closed)}")
     return told
 
 
-def _part(g: Found) -> str:
+def p_told(c: Found) -> str:
+    """The p-value of a tested contrast: that of the contrary where this is what the runs show."""
+    expected, contrary = c["p_expected"], c["p_contrary"]
+    return f"{contrary:.2g} for the contrary" if contrary < expected else f"{expected:.2g}"
+
+
+def _part(g: Found, n: int) -> str:
     # Fieller's interval is endless where half the width is not told from dense.
-    known = math.isfinite(g["low"])
-    return f"{g['value']:.2f}" + (f" [{g['low']:.2f}, {g['high']:.2f}]" if known else "")
+    known = f" [{g['low']:.2f}, {g['high']:.2f}]" if math.isfinite(g["low"]) else ""
+    return f"{g['value']:.2f}{known}" + (f" (n = {g['n']})" if g["n"] != n else "")
 
 
 def _measured_lines(m: Found) -> list[str]:
@@ -225,12 +250,10 @@ def _measured_lines(m: Found) -> list[str]:
         return [f"{told}: not tested, {m['why']}"]
     if m["verdict"] == SHOWN:
         return [f"{told}: {SHOWN}"]
-    judged = [line for line in m["lines"] if line["verdict"] != SHOWN]
-    by = {v: [x for x in judged if x["verdict"] == v] for v in (REFUTED, INCONCLUSIVE)}
-    agree = len(judged) - sum(map(len, by.values()))
     where = m["device"].partition(",")[0]
-    text = [f"{told}; {agree} of {len(judged)} rows as stated: {m['verdict']} on {where}"]
-    for found, rows in by.items():
+    text = [f"{told}; {agreement(m)}: {m['verdict']} on {where}"]
+    for found in (REFUTED, INCONCLUSIVE):
+        rows = [line for line in m["lines"] if line["verdict"] == found]
         text += [f"      {found}: {_row(x)}" for x in sorted(rows, key=_gain_left)[:3]]
         if len(rows) > 3:
             text.append(f"      {found}: and {len(rows) - 3} more (claims.csv)")
@@ -242,6 +265,13 @@ def statement(m: Found) -> str:
     memory = "memory of " if m["less"] else ""
     than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
     return f"{memory}{m['column']}{than} ({m['table']}, {m['kind']})"
+
+
+def agreement(m: Found) -> str:
+    """The number of rows that confirm a statement on speed or memory; "" where none is judged."""
+    judged = [x["verdict"] for x in m["lines"] if x["verdict"] not in (SHOWN, NOT_TESTED)]
+    what = "faster" if m["than"] else "at least half of the paper's gain"
+    return f"{what} in {judged.count(CONFIRMED)} of {len(judged)} rows" if judged else ""
 
 
 def _row(line: Found) -> str:
@@ -266,7 +296,7 @@ def _gap_line(gap: Found) -> str:
     told = (
         f"Can block {gap['block']} tell methods apart? Half the width changes {metric} by "
         f"{gap['gap']:+.4f}, {gap['ratio']:.1f} standard deviations of a paired difference (n = "
-        f"{gap['n']}); {scale.ENOUGH:g} were asked for: {'met' if met else 'missed'}."
+        f"{gap['n']} seeds); at least {scale.ENOUGH:g} are asked for: {'met' if met else 'missed'}."
     )
     if gap["other_arms"]:
         told += (
@@ -312,7 +342,7 @@ def main(runs: Path, report: Callable[[str], None] = print) -> None:
     claims = read_claims()
     evidence = read_evidence(EVIDENCE, runs / "evidence", only=claims.blocks)
     values, found = evidence.values, content(claims, evidence.values)
-    for line in [*lines(found), *evidence.warnings()]:
+    for line in [*LEGEND, *lines(found), *evidence.warnings()]:
         report(line)
     folder = runs / "report"
     folder.mkdir(parents=True, exist_ok=True)

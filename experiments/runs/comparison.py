@@ -14,7 +14,7 @@ from typing import Any
 from experiments.config.command_line import as_typed
 from experiments.runs.curves import Point, points
 from experiments.runs.finished import FinishedRun
-from experiments.runs.stats import mean, paired_interval, std
+from experiments.runs.stats import decimals, mean, paired_interval, std
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, NoResult, check_shape, number, read_training
 from experiments.training.tracking import read_metrics
@@ -238,10 +238,11 @@ def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str
         ]
     lines = [" ".join([lines[0], *(f"{key} |" for key in keys)]), lines[1] + "---|" * len(keys)]
     for row in rows:
-        line = f"| {row.label} | {_with_spread(row.mean, row.std)} | {row.n} |"
+        line = f"| {row.label} | {with_spread(row.mean, row.std)} | {row.n} |"
         if len(rows) > 1:
-            interval = "-" if math.isnan(row.low) else f"{row.low:+.4f} to {row.high:+.4f}"
-            less = f"{row.difference:+.4f}" if row.pairs else "-"
+            form = f"+.{decimals(row.difference, row.low, row.high)}f"
+            interval = "-" if math.isnan(row.low) else f"{row.low:{form}} to {row.high:{form}}"
+            less = f"{row.difference:{form}}" if row.pairs else "-"
             line += f" {less} | {interval} | {row.pairs or '-'} |"
         lines.append(" ".join([line, *(f"{configs[row.label].get(key, '-')} |" for key in keys)]))
     warning = caution(found)
@@ -278,10 +279,13 @@ def _data(run: FinishedRun) -> str:
     return f"{run.result['config']['data']['name']} {str(run.result.get('corpus_hash'))[:12]}{size}"
 
 
-def _with_spread(center: float, spread: float) -> str:
-    if math.isnan(center):
+def with_spread(center: float, spread: float) -> str:
+    """A mean with its standard deviation, which is nan where there is none."""
+    if not math.isfinite(center):
         return "not finite"
-    return f"{center:.4f}" if math.isnan(spread) else f"{center:.4f} ± {spread:.4f}"
+    places = decimals(center, center - spread, center + spread)
+    told = f"{center:.{places}f}"
+    return told if math.isnan(spread) else f"{told} ± {spread:.{places}f}"
 
 
 def curves(found: list[Arm], baseline: Arm) -> list[Point]:

@@ -34,6 +34,22 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> t
     return mean(differences) - half, mean(differences) + half
 
 
+def decimals(value: float, low: float = math.nan, high: float = math.nan, least: int = 4) -> int:
+    """The decimals to write a value and its interval with: `least`, or as many as show two digits
+    of half the interval, and an end near zero on its side. Two digits of the value without one."""
+    half = (high - low) / 2
+    if not (math.isfinite(half) and half > 0):
+        return max(least, _places(value) + 1)
+    enough = _places(half) + 1
+    near = max(_places(low), _places(high))
+    return max(least, enough, min(near, enough + 2))
+
+
+def _places(value: float) -> int:
+    """The decimals that show the first digit of a value."""
+    return -math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
+
+
 def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float]:

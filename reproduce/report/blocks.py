@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.runs.comparison import with_spread
 from experiments.runs.curves import NAMES, Point
 from reproduce import scale
 from reproduce.cells import published_cell
@@ -130,11 +131,10 @@ def _cells(shown: Shown, arm: str, evidence: Evidence, margin: Margin, found: Fo
     if arm not in shown.rows:
         return [*["-"] * 3, "not run", "mini", "-", "-", "-"]
     row, kept = shown.rows[arm], list(shown.arms[arm].values())
-    spread = f" ± {row.std:.4f}" if math.isfinite(row.std) else ""
-    mean = f"{row.mean:.4f}{spread}" if math.isfinite(row.mean) else "not finite"
-    difference = f"{claims.signed(row.difference)} {claims.interval(row.low, row.high)}"
+    told = claims.signed(row.difference, row.low, row.high)
+    difference = f"{told} {claims.interval(row.low, row.high)}"
     return [
-        f"{mean} (n={row.n})",
+        f"{with_spread(row.mean, row.std)} (n={row.n})",
         difference.removesuffix(" -") if row.pairs else "-",
         _gap_closed(evidence, shown, arm, margin),
         claims.of_arm(found, name, arm),

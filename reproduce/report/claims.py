@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from typing import Any
 
-from reproduce.claims import NOT_TESTED, verdict
+from experiments.runs.stats import decimals
+from reproduce.claims import verdict
 from reproduce.report import html
 from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
-from reproduce.speed_claims import SHOWN
-from reproduce.verdicts import statement
+from reproduce.verdicts import agreement, p_told, statement
 
 PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Arms = set[tuple[str, str]]  # block and arm
@@ -34,12 +34,15 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
         tag(
             "p",
             "A verdict holds at the scale or on the device that stands beside it. Runs of one seed "
-            "share first weights and batches and are compared pair by pair; [ ] is the 95 % "
-            "interval of the mean difference (Student's t), p is Holm's within a claim. Equality "
+            "share first weights and batches and are compared pair by pair: an effect is the mean "
+            "of the differences by seed, of losses in nats, of flip rates in shares of the mask a "
+            "step, and [ ] its 95 % interval (Student's t), each by itself. p is Holm's within a "
+            "claim, so that an interval can leave out 0 where nothing is decided. Equality "
             f"is tested within {share['share']:g} of the gap between {share['lower']} and "
             f"{share['upper']}; at least {rules['seeds']} seeds are needed: an effect so far, of "
-            "fewer, is preliminary. Contrasts and rules, and which of them are older than the "
-            "runs, are in ",
+            "fewer, is preliminary. More are asked for where the interval is wider than half of "
+            "the effect (of the margin, if that is larger). Contrasts and rules, and which of them "
+            "are older than the runs, are in ",
             links.to(MEASURED.parent / "claims.yaml"),
             ".",
         ),
@@ -79,12 +82,14 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
         ]
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
         told = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
-        p = min(c["p_expected"], c["p_contrary"]) if not c["why"] else math.nan
         so_far = "so far " if c["why"] and math.isfinite(c["effect"]) else ""
-        effect = so_far + signed(c["effect"])
-        numbers = [effect, interval(c["low"], c["high"]), c["n"], formatted(p, ".2g")]
+        effect = so_far + signed(c["effect"], c["low"], c["high"])
+        each = ", ".join(signed(one, c["low"], c["high"]) for one in c["by_seed"].values())
+        n = f"{c['n']}, more asked for" if c["more_seeds"] else c["n"]
+        p = "-" if c["why"] else p_told(c)
+        numbers = [effect, interval(c["low"], c["high"]), n, p, html.unbroken(each) or "-"]
         rows.append([name, told, f"{c['expect']}{within}", *numbers])
-    heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "n", "p"]
+    heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "seeds", "p", "by seed"]
     return html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 2))
 
 
@@ -96,10 +101,7 @@ def _arm(arms: Arms, block: str, arm: str) -> Markup:
 
 def _measured(claim: Found, measured: Found, links: Links) -> Markup:
     name = statement(measured)
-    judged = [line for line in measured["lines"] if line["verdict"] not in (SHOWN, NOT_TESTED)]
-    agree = sum(line["verdict"] == "confirmed" for line in judged)
-    count = f": {agree} of {len(judged)} rows as stated" if judged else ""
-    count += f", {measured['why']}" if measured["why"] else ""
+    count = "".join(f": {told}" for told in (agreement(measured), measured["why"]) if told)
     rows = [
         [
             line["label"],
@@ -148,13 +150,17 @@ def formatted(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
-def signed(value: float) -> str:
-    """A difference with its sign and four digits; `-` if it is not finite."""
-    return formatted(value, "+.4f").replace("-", MINUS) if math.isfinite(value) else "-"
+def signed(value: float, low: float = math.nan, high: float = math.nan) -> str:
+    """A difference with its sign and the decimals that its interval asks for; `-` if it is not
+    finite."""
+    form = f"+.{decimals(value, low, high)}f"
+    return f"{value:{form}}".replace("-", MINUS) if math.isfinite(value) else "-"
 
 
-def interval(low: float, high: float, form: str = "+.4f") -> str:
-    """An interval in brackets; `-` if it is not finite."""
+def interval(low: float, high: float, form: str = "") -> str:
+    """An interval in brackets, with the decimals that it asks for if no form is given; `-` if it is
+    not finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "-"
+    form = form or f"+.{decimals(low, low, high)}f"
     return f"[{low:{form}}, {high:{form}}]".replace("-", MINUS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.runs.comparison import with_spread
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.results import git_state
@@ -192,8 +193,8 @@ def _own(own: Own, runs: Path, links: Links) -> Markup:
         cells = [
             [
                 row.label,
-                f"{row.mean:.4f}" + (f" ± {row.std:.4f}" if row.n > 1 else "") + f" (n={row.n})",
-                claims.signed(row.difference) if row.pairs else "-",
+                f"{with_spread(row.mean, row.std)} (n={row.n})",
+                claims.signed(row.difference, row.low, row.high) if row.pairs else "-",
                 claims.interval(row.low, row.high),
                 html.listed(links.to(file, file.parent.name) for file in files),
             ]

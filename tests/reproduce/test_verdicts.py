@@ -82,7 +82,7 @@ def test_whether_a_block_can_tell_arms_apart():
     assert text.startswith(
         "Can block a tell methods apart? Half the width changes val_loss by +0.0800, "
     )
-    assert "(n = 5); 5 were asked for: met. By the deviations of the 2 other variants'" in text
+    assert "(n = 5 seeds); at least 5 are asked for: met. By the deviations of the 2 oth" in text
     wide = values(dense=BASE, half=shifted(0.012))
     assert verdicts.lines(verdicts.content(asked, wide))[-1].endswith("asked for: missed.")
     assert scale.half_width_gap(values(dense=BASE), "a", LOSS, MARGIN) is None
@@ -112,7 +112,8 @@ def test_what_a_terminal_shows():
                          "   " + AT + "0, 1, 2, 3, 4"]  # fmt: skip
     assert shown[3].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
     assert shown[3].endswith(": confirmed")
-    assert shown[4].startswith("      g (0 as dense, 1 as half the width): it -0.25 [-0.")
+    assert shown[4] == "      by seed: 0 -0.0200, 1 -0.0160, 2 -0.0230, 3 -0.0180, 4 -0.0230"
+    assert shown[5].startswith("      g (0 as dense, 1 as half the width): it -0.25 [-0.")
     assert not any("would settle it" in line for line in shown)
     for arm in ("so_so", "half"):  # inconclusive and refuted
         shown = verdicts.lines(verdicts.content(of((arm, "dense", "lower")), arms))
@@ -122,8 +123,8 @@ def test_what_a_terminal_shows():
         asked = of(("so_so", "dense", "lower"), (other, "dense", "lower"))
         assert "   would settle it: More of it." in verdicts.lines(verdicts.content(asked, arms))
     shown = verdicts.lines(verdicts.content(of(("none", "dense", "lower")), arms))
-    assert (
-        shown[3]
+    assert (  # and no scale
+        shown[2]
         == "   none - dense (val_loss, block a): not tested, 0 of 5 seeds of none and dense"
     )
 
@@ -137,11 +138,48 @@ def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
         "   it - dense (val_loss, block a): not tested, 3 of 5 seeds of it and dense: so far -0.0"
     )
     assert shown[3].endswith("], n = 3")
-    assert shown[4].startswith("      g (0 as dense, 1 as half the width): it -0.2")
-    assert shown[5].endswith("not tested, 1 of 5 seeds of near and dense")
+    assert shown[4] == "      by seed: 0 -0.0200, 1 -0.0160, 2 -0.0230"
+    assert shown[5].startswith("      g (0 as dense, 1 as half the width): it -0.2")
+    assert shown[6].endswith("not tested, 1 of 5 seeds of near and dense")
     first, second = verdicts.table(found)
     assert (first["verdict"], second["verdict"]) == ("not tested", "not tested")
     assert first["effect"] == pytest.approx(-0.02 + 0.001 / 3) and first["n"] == 3
+
+
+def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(0.05), near=shifted(0.001))
+    contrasts = [("it", "dense", expect) for expect in ("equal", "lower", "higher")]
+    claims = verdicts.content(of(*contrasts), arms)["claims"]
+    told = [(c["verdict"], verdicts.p_told(c)) for c in claims[0]["contrasts"]]
+    assert [(verdict, p.partition(" ")[2]) for verdict, p in told] == [
+        ("refuted", "for the contrary"),
+        ("refuted", "for the contrary"),
+        ("confirmed", ""),
+    ]
+    assert all(float(p.split()[0]) < 0.05 for _, p in told)
+
+
+def test_more_seeds_are_asked_for_where_the_interval_is_wide():
+    """Wider than half of the effect; than half of the margin where the effect should be nothing."""
+    arms = values(dense=BASE, half=shifted(0.08), small=shifted(-0.01), large=shifted(-0.02),
+                  near=shifted(0.001), three=shifted(-0.01)[:3])  # fmt: skip
+    asked = of(*((arm, "dense", "lower") for arm in ("small", "large", "near", "three")),
+               ("near", "dense", "equal"))  # fmt: skip
+    found = verdicts.content(asked, arms)
+    assert [c["more_seeds"] for c in found["claims"][0]["contrasts"]] == [
+        True, False, True, False, False
+    ]  # fmt: skip
+    told = [line for line in verdicts.lines(found) if line.startswith("      by seed: ")]
+    assert told[0].endswith("-0.0130; more seeds are asked for") and told[1].endswith("-0.0230")
+
+
+def test_the_scale_names_the_seeds_that_are_compared():
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3])
+    found = verdicts.content(of(("it", "dense", "lower"), ("half", "it", "lower")), arms)
+    assert found["claims"][0]["at"].endswith("seeds 0, 1, 2")
+    # Their parts of the gap have the seeds of each, and say so where these are others.
+    assert "n = 3" in verdicts._part({"value": 0.5, "low": 0.4, "high": 0.6, "n": 3}, 2)
+    assert all("half" not in c["gap_closed"] for c in found["claims"][0]["contrasts"])
 
 
 def test_defects_are_told_without_a_verdict():
@@ -201,15 +239,15 @@ def test_measurements_are_of_a_device(tmp_path):
         "1. [refuted] fst: it trains.",
         "   the paper: 1.0",
         "   measured on NVIDIA Toy",
-        "   training (slope_table1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; 1 of 6 rows "
-        "as stated: refuted on NVIDIA Toy",
+        "   training (slope_table1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; at least half "
+        "of the paper's gain in 1 of 6 rows: refuted on NVIDIA Toy",
         "      refuted: r1: 0.900, the paper 1.500",
         "      refuted: r2: 0.950, the paper 1.500",
         "      refuted: r3: 1.000, the paper 1.500",
         "      refuted: and 1 more (claims.csv)",
         "      inconclusive: r5: 1.250, the paper 1.500",
-        "   training (slope_table1, step): 1.500; the paper 1.500; n = 1; 1 of 1 rows as stated: "
-        "confirmed on NVIDIA Toy",
+        "   training (slope_table1, step): 1.500; the paper 1.500; n = 1; at least half of "
+        "the paper's gain in 1 of 1 rows: confirmed on NVIDIA Toy",
         "   would settle it: More of it.",
     ]
     other = verdicts.lines(verdicts.content(asked, {}, tmp_path / "none"))

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from experiments.runs.stats import (
+    decimals,
     equivalence_p_value,
     holm,
     mean,
@@ -33,6 +34,24 @@ def test_interval_of_three_pairs():
 def test_interval_of_two_pairs_at_another_confidence():
     """One degree of freedom is Cauchy: t = tan(pi (p - 1/2)), 1 for p = 0.75."""
     assert paired_interval([1.0, 3.0], confidence=0.5) == pytest.approx((1.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "places"),
+    [
+        (-0.0350, -0.0463, -0.0238, 4),
+        (2.86e-5, 8.0e-6, 4.92e-5, 6),  # four would be +0.0000 [+0.0000, +0.0000]
+        (0.00271, 0.0000294, 0.0054, 5),  # four would not tell the lower end from zero
+        (0.02, 1e-9, 0.04, 5),  # but an end is not followed to zero
+        (0.0200, 0.0200, 0.0200, 4),
+        (1.7e-5, math.nan, math.nan, 6),
+        (0.0, math.nan, math.nan, 4),
+        (math.nan, math.nan, math.nan, 4),
+        (12.0, 0.0, 24.0, 4),
+    ],
+)
+def test_a_value_has_the_decimals_that_its_interval_asks_for(value, low, high, places):
+    assert decimals(value, low, high) == places
 
 
 def test_one_pair_has_no_interval():
