@@ -1,4 +1,5 @@
-"""Operators on tensors for 2:4 sparse training, ignorant of modules, models and training."""
+"""Tensor operators for 2:4 sparse training. They know nothing of modules, models or training
+loops."""
 
 from common_kernels.compressed import (
     compress_nm,

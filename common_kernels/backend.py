@@ -1,9 +1,9 @@
-"""The one place where the backend of an operator is chosen, and its GPU made the current one.
+"""Choice of an operator's backend, and of the current GPU; nothing else chooses either.
 
-`cpu` is plain PyTorch, `cpu.py` of each family, and runs on any device. `triton` serves GPUs, and
-any device under Triton's interpreter; what has no Triton kernel (the baselines `two_approx` and
-`sequential`, groups of more than 32) then runs as plain PyTorch. Asking for a backend that cannot
-serve a device is an error.
+Backend `cpu` is plain PyTorch (`cpu.py` of each family) and runs on any device. Backend `triton`
+runs on GPUs, and on any device under Triton's interpreter. The few operators without a Triton
+kernel (the baselines `two_approx` and `sequential`, groups of more than 32) run as plain PyTorch
+even then. Asking for a backend that cannot serve a device is an error.
 """
 
 import importlib.util
@@ -20,11 +20,11 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
-    """Name of the backend that serves `device`: the argument, else the environment, else `triton`
-    on a GPU and `cpu` elsewhere. On `meta`, where nothing is launched, it is always `cpu`.
+    """The name of the backend that serves `device`: the argument if given, else the environment
+    variable, else `triton` on a GPU and `cpu` elsewhere. On `meta` it is always `cpu`.
 
-    Raises ValueError on an unknown name and RuntimeError, with the reason, on one that cannot
-    serve.
+    Raises ValueError for an unknown name, and RuntimeError with the reason for a backend that
+    cannot serve the device.
     """
     kind = torch.device(device).type
     name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
@@ -48,13 +48,13 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which kernels are launched on `device`; the same one, which does nothing, where
-    they are already: to enter and leave another takes as long as a launch."""
+    """A context in which kernels are launched on `device`. If it is the current one already, a
+    shared context that does nothing: switching devices takes as long as a launch."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
 
 
 def interpreted() -> bool:
-    """True if Triton's kernels run in Python, on any device."""
+    """True if Triton's interpreter runs the kernels, which it does on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"

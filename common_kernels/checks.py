@@ -1,4 +1,4 @@
-"""Argument checks shared by the operators: they run before any work and name the culprit."""
+"""Argument checks shared by the operators. They run before any work and name the bad argument."""
 
 import torch
 
@@ -6,14 +6,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def float_tensor(x: torch.Tensor, name: str = "x") -> None:
-    """TypeError unless `x` is fp32, bf16 or fp16."""
+    """Raise TypeError unless `x` is fp32, bf16 or fp16."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, not {x.dtype}")
 
 
 def group_dim(x: torch.Tensor, m: int, dim: int) -> int:
-    """`dim` as a non-negative index. IndexError if x has no such dim, ValueError if it is no
-    multiple of m.
+    """`dim` as a non-negative index. Raises IndexError if x has no such dim, and ValueError if its
+    size is no multiple of m.
     """
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"dim {dim} is out of range for shape {tuple(x.shape)}")
@@ -26,9 +26,10 @@ def group_dim(x: torch.Tensor, m: int, dim: int) -> int:
 
 
 def one_device(**operands: torch.Tensor | None) -> torch.device:
-    """The device of all operands; None is none. ValueError if they lie on several.
+    """The device that all operands share; those that are None do not count. Raises ValueError if
+    there are several.
 
-    Beside a real tensor one on `meta` would make every result uninitialised memory.
+    This also catches a `meta` tensor beside a real one, which would give uninitialised results.
     """
     devices = {name: x.device for name, x in operands.items() if x is not None}
     (first, device), *others = devices.items()
@@ -41,12 +42,13 @@ def one_device(**operands: torch.Tensor | None) -> torch.device:
 
 
 def integer(value: object, name: str) -> None:
-    """TypeError unless `value` is a Python integer, and no bool."""
+    """Raise TypeError unless `value` is a Python int and not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {value!r}")
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor, names: str) -> None:
-    """ValueError unless the two tensors have one shape; `names` says which they are."""
+    """Raise ValueError unless the two tensors have the same shape; `names` names them for the
+    message."""
     if a.shape != b.shape:
         raise ValueError(f"{names} must have one shape, not {tuple(a.shape)} and {tuple(b.shape)}")

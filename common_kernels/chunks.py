@@ -1,8 +1,8 @@
-"""Walking a tensor in memory order, in pieces that fit the cache.
+"""Iteration over a tensor in memory order, in pieces that fit the CPU's cache.
 
-Every pass over a large tensor costs a trip to memory, and every temporary of its size costs page
-faults, which are dearer still. The operators of cpu.py therefore run their passes over one piece at
-a time, in scratch space allocated once.
+Each pass over a large tensor reads it from memory, and each temporary of its size causes page
+faults, which cost even more. The operators of cpu.py therefore run all passes over one piece before
+they take the next, in scratch space that is allocated once.
 """
 
 import math
@@ -20,8 +20,8 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """x as one dim in memory order: a view if x is dense, else of its copy with the layout of
-    `torch.empty_like(x)`.
+    """x flattened in memory order. A view if x is dense, else a view of a copy of x in the layout
+    of `torch.empty_like(x)`.
     """
     return as_groups(x.unsqueeze(-1), -1, 1).view(-1)
 
@@ -30,8 +30,8 @@ def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
     """x in memory order as `[rows, m, lanes]`: groups of m along `dim`, whose entries lie `lanes`
     apart.
 
-    A view if x is dense, else of its copy with the layout of `torch.empty_like(x)`. x must not be
-    empty.
+    A view if x is dense, else a view of a copy of x in the layout of `torch.empty_like(x)`. x must
+    not be empty.
     """
     dim %= x.ndim
     if not x.is_contiguous():
@@ -43,11 +43,10 @@ def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
 
 
 def split(*tensors: torch.Tensor, size: int | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Pieces of about `size` (SIZE) elements of tensors that share their first dim, cut along it.
-    None may be empty.
+    """Yield pieces of tensors that share their first dim, cut along it. No tensor may be empty.
 
-    The size is measured on the first tensor. Only the CPU gains from pieces: elsewhere the one
-    piece is the whole.
+    A piece of the first tensor has about `size` elements (default SIZE). On other devices than the
+    CPU, which gain nothing, the only piece is the whole.
     """
     first = tensors[0]
     step = len(first)
@@ -59,10 +58,10 @@ def split(*tensors: torch.Tensor, size: int | None = None) -> Iterator[tuple[tor
 def for_each(
     plan: Callable[..., Callable[..., None]], *tensors: torch.Tensor, size: int | None = None
 ) -> None:
-    """`plan(*piece)(*piece)` for all pieces of `split`.
+    """Call `plan(*piece)(*piece)` for every piece of `split`.
 
-    `plan` allocates what a piece of this shape needs and takes all views of it; the function that
-    it returns does the work, and is called again for the pieces of the same length that follow.
+    `plan` allocates the scratch space for a piece and takes all views of it. The function that it
+    returns does the work; it is reused for the following pieces of the same length.
     """
     length = -1
     for piece in split(*tensors, size=size):
@@ -73,9 +72,9 @@ def for_each(
 
 
 class Scratch:
-    """fp32 memory that is allocated at a name's first use and reused for the pieces that follow.
+    """Named fp32 scratch memory, allocated at a name's first use and reused for later pieces.
 
-    The first piece is the largest, so a later one takes the front of what is there.
+    The first piece is the largest, so a later piece takes the front of the same memory.
     """
 
     def __init__(self, device: torch.device):
@@ -83,7 +82,7 @@ class Scratch:
         self.parts: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
-        """Uninitialised memory of the given shape; what it held under this name is lost."""
+        """Uninitialised memory of the given shape; it overwrites what this name held before."""
         size = math.prod(shape)
         if name not in self.parts:
             self.parts[name] = torch.empty(size, device=self.device)
@@ -91,8 +90,8 @@ class Scratch:
 
 
 def gather_lanes(piece: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`[rows, m, lanes]` to `[m, rows, lanes]`, entry by entry, which is twice as fast as one
-    strided copy.
+    """Copy `[rows, m, lanes]` into `out [m, rows, lanes]`, one entry of m at a time, which is twice
+    as fast as one strided copy.
     """
     for i, entry in enumerate(out):
         entry.copy_(piece[:, i])
@@ -100,6 +99,6 @@ def gather_lanes(piece: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_lanes(planes: torch.Tensor, piece: torch.Tensor) -> None:
-    """Copy `[m, rows, lanes]` to `[rows, m, lanes]`, entry by entry."""
+    """Copy `planes [m, rows, lanes]` into `piece [rows, m, lanes]`, one entry of m at a time."""
     for i, entry in enumerate(planes):
         piece[:, i].copy_(entry)

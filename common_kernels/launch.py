@@ -1,9 +1,9 @@
-"""Parts of all Triton kernels: groups of four in registers, and how a kernel is started.
+"""Helpers that all Triton kernels share: launching a kernel, and loading groups of four.
 
 A tensor is walked in memory order as `[rows, 4, lanes]` (chunks.as_groups): group q = row * lanes +
-lane, its entries `lanes` apart. With lanes = 1 the entries are neighbours: a thread loads all four
-at once and takes them apart in registers. With more lanes each entry is a load of its own, over
-consecutive lanes. Either way every byte is read once, in whole lines, whatever the grouped dim.
+lane, and its entries lie `lanes` apart. With lanes = 1 the entries are neighbours: a thread loads
+all four at once and separates them in registers. With more lanes each entry is loaded separately,
+over consecutive lanes. Either way every byte is read once, in whole lines, for any grouped dim.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import triton.language as tl
 from common_kernels import backend
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-TABLES = 64  # of addresses that are remembered, the last ones used
-BLOCK = 512  # groups in a program: the fastest of 256 to 4096 on an H200 for nearly every kernel
+TABLES = 64  # tables of addresses that are kept, the most recently used ones
+BLOCK = 512  # groups per program: the fastest of 256 to 4096 on an H200 for nearly every kernel
 
 
 def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
     """Run `kernel` in `blocks` programs on `device`.
 
-    Without fused multiply-adds: cpu.py has none, and the bits are to be equal.
+    Fused multiply-adds are off: cpu.py has none, and the results must be bitwise equal.
     """
     with backend.current(device):
         kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
 
 
 _tables: dict[tuple[Any, ...], torch.Tensor] = {}
-_captured: dict[tuple[Any, ...], torch.Tensor] = {}  # for good
+_captured: dict[tuple[Any, ...], torch.Tensor] = {}  # never freed: CUDA graphs use their memory
 
 
 def table_of(device: torch.device, addresses: Sequence[int]) -> torch.Tensor:
-    """int64, flat: the addresses on `device`, for a kernel that serves many tensors at once.
+    """The addresses as a flat int64 tensor on `device`, for a kernel that serves many tensors.
 
-    A place may be left for numbers that a kernel writes before another reads them.
+    Entries may also be placeholders, which one kernel fills in for another to read.
     """
     key = (device, *addresses)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if key in _tables:
-            _captured[key] = _tables[key]  # a graph holds its address and no more of it
+            _captured[key] = _tables[key]  # a graph keeps the table's address but no reference
             return _captured[key]
-        # Nothing can be copied from pageable memory here, but numbers can be added: they are
-        # arguments of a kernel that the graph holds. The table lives as long as the graph.
+        # A capture cannot copy from pageable memory. The addresses are added as kernel arguments
+        # instead, which the graph stores.
         table = torch.zeros(len(addresses), dtype=torch.int64, device=device)
         torch._foreach_add_(list(table.unbind()), list(addresses))
         return table
@@ -56,22 +56,22 @@ def table_of(device: torch.device, addresses: Sequence[int]) -> torch.Tensor:
         table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
         if len(_tables) >= TABLES:
             del _tables[next(iter(_tables))]
-    _tables[key] = table  # the last one used comes last
+    _tables[key] = table  # the most recently used one comes last
     return table
 
 
 @triton.jit
 def pointer(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    """The pointer whose address stands at PLACE of a row of a table."""
+    """The pointer whose address is at PLACE in a row of a table."""
     return tl.load(row + PLACE).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the pointer to a matrix, known to be a multiple of 16 bytes.
+    """The pointer to a matrix, which Triton knows to be aligned to 16 bytes.
 
-    It is made of the row's own, which is: what is said of a pointer made of a number, Triton 3.6
-    does not hear, and would load and store single entries.
+    It is computed from the row's own aligned pointer. Triton 3.6 ignores alignment hints on a
+    pointer made from an integer, and would then load and store single entries.
     """
     distance = tl.multiple_of(tl.load(row + PLACE) - row.to(tl.int64), 16)
     return (row.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(DTYPE))
@@ -79,17 +79,17 @@ def vectors(row, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def first_entries(start, lanes, M: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the offsets, int64 `[BLOCK]`, at which the first entries of BLOCK groups of M lie in
-    `[rows, M, lanes]`, from group `start` (int64) on.
+    """The offsets, int64 `[BLOCK]`, of the first entries of BLOCK groups of M in `[rows, M,
+    lanes]`, from group `start` (int64) on.
 
-    Divisions take many instructions, in 64 bits some hundred: one is made for all entries together.
+    A 64-bit division takes about a hundred instructions, so only one is made, for the whole block.
     """
     if (start | lanes) >> 31 == 0:
         row = (start.to(tl.int32) // tl.cast(lanes, tl.int32)).to(tl.int64)
     else:
         row = start // lanes
     lane, i = start - row * lanes, tl.arange(0, BLOCK)
-    if lanes >= BLOCK:  # the end of a row is met once at most
+    if lanes >= BLOCK:  # the block crosses at most one end of a row
         rows_on = (i >= tl.minimum(lanes - lane, BLOCK).to(tl.int32)).to(tl.int32)
     else:
         rows_on = (lane.to(tl.int32) + i) // tl.cast(lanes, tl.int32)
@@ -98,7 +98,8 @@ def first_entries(start, lanes, M: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """The entries 0, 1, 2, 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond `count`."""
+    """Load entries 0, 1, 2 and 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond
+    `count`."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
         entries = tl.load(base + at, mask=at < 4 * tl.cast(count, tl.int64), other=0)
@@ -119,7 +120,7 @@ def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
 def store_groups(
     base, a0, a1, a2, a3, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr
 ):
-    """Store the entries of such groups, in a tensor of the layout that load_groups read."""
+    """Store the entries of the groups from `start` on, in the layout that load_groups reads."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
         entries = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [4 * BLOCK])
@@ -137,8 +138,8 @@ def store_groups(
 
 @triton.jit
 def apart(entries, LEVELS: tl.constexpr):
-    """The entries of each 2^LEVELS <= 32 neighbours, a tensor for each place."""
-    parts = (entries,)  # in the order of reversed bits
+    """Split each run of 2^LEVELS <= 32 neighbours into a tuple with one tensor for each place."""
+    parts = (entries,)  # ordered by the reversed bits of the place
     for level in tl.static_range(LEVELS):
         halves = ()
         for i in tl.static_range(1 << level):
@@ -153,7 +154,7 @@ def apart(entries, LEVELS: tl.constexpr):
 
 @triton.jit
 def together(ordered, LEVELS: tl.constexpr):
-    """The neighbours that `apart` took apart, as one tensor again."""
+    """The inverse of `apart`: one tensor with the entries side by side again."""
     parts = ()
     for i in tl.static_range(1 << LEVELS):
         parts += (ordered[reversed_bits(i) >> 5 - LEVELS],)
@@ -176,7 +177,7 @@ def reversed_bits(i):
 def cast(a, dtype: tl.constexpr):
     """a in `dtype`, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16 and a.dtype != tl.bfloat16:
-        # The interpreter truncates.
+        # Triton's interpreter truncates when it casts to bf16.
         bits = a.to(tl.float32).to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nan = (bits >> 16) | 0x40
@@ -188,7 +189,7 @@ def cast(a, dtype: tl.constexpr):
 
 @triton.jit
 def magnitude(a):
-    """|a| as integers that rank as |a| does, with NaN above Inf above every finite number."""
+    """|a| as integers that rank as |a| does: NaN above Inf above every finite number."""
     if a.dtype == tl.float32:
         return a.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -197,7 +198,7 @@ def magnitude(a):
 
 @triton.jit
 def keep24(a0, a1, a2, a3):
-    """The flags of the two largest of four magnitudes; the lower index wins a draw."""
+    """Flags for the two largest of four magnitudes; the lower index wins a tie."""
     w01, w02, w03 = (a0 >= a1).to(tl.int32), (a0 >= a2).to(tl.int32), (a0 >= a3).to(tl.int32)
     w12, w13, w23 = (a1 >= a2).to(tl.int32), (a1 >= a3).to(tl.int32), (a2 >= a3).to(tl.int32)
     return (

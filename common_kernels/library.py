@@ -14,8 +14,8 @@ from torch._library.autograd import make_autograd_impl
 
 LIBRARY = torch.library.Library("sparse24", "FRAGMENT")
 
-# A call whose keys, as bits, are all among these goes straight to the function: strided tensors in
-# a CPU's or a GPU's memory, and no mode that would see the call.
+# A call whose dispatch keys are all in this set goes straight to the function: strided tensors on
+# a CPU or a GPU, and no active mode that must see the call.
 _DIRECT = functools.reduce(
     operator.or_,
     (
@@ -31,12 +31,12 @@ _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._
 
 
 def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
-    """Decorate a function to become the operator `name`, "sparse24::...", as
-    torch.library.custom_op does: known to torch.compile, to fake tensors and to autograd.
+    """A decorator that registers a function as the operator `name` ("sparse24::..."), as
+    torch.library.custom_op does: torch.compile, fake tensors and autograd know it.
 
-    A call that has no gradient to record then costs half: it goes from the key Autograd to the
-    function itself, where torch passes through Python again at the keys below. An operator that
-    writes into a tensor that requires grad is refused, as torch's own are.
+    A call that records no gradient has half the overhead of torch's own decorator: the Autograd key
+    calls the function directly, without another round through Python at the lower keys. Writing
+    into a tensor that requires grad raises RuntimeError, as for torch's in-place operators.
     """
 
     def register(function: Callable) -> Any:
@@ -52,14 +52,14 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
                 return by_torch(keyset, *args)
             if keyset.raw_repr() & ~_DIRECT:
                 return by_torch(keyset, *args)
-            if written:  # autograd sees by its version that a tensor that it has saved has changed
+            if written:  # so that autograd notices if a tensor that it saved has changed
                 torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
             return function(*args)
 
-        # Dynamo, which can meet this at run time, looks neither into it nor into what it calls. It
-        # is a mark on the code, where torch.compiler.disable would be two calls more.
+        # Keep Dynamo out of this function and of all it calls. A mark on the code object costs
+        # nothing at run time; torch.compiler.disable would add two calls.
         eval_frame.set_code_exec_strategy(autograd.__code__, _SKIP)
-        with warnings.catch_warnings():  # torch warns of the override that is asked for
+        with warnings.catch_warnings():  # torch warns of the override, which is intended
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             LIBRARY.impl(name, autograd, "Autograd", with_keyset=True, allow_override=True)
         return known
@@ -72,6 +72,6 @@ def _refuse_to_write(name: str, written: list[torch.Tensor]) -> None:
         if tensor.requires_grad:
             kind = "a leaf" if tensor.is_leaf else "a tensor"
             raise RuntimeError(
-                f"{name} writes into {kind} that requires grad, and has no gradient; call it under "
+                f"{name} writes into {kind} that requires grad, but has no gradient; call it under "
                 "torch.no_grad()"
             )

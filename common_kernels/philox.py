@@ -18,7 +18,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(seed: int | torch.Tensor, counter: torch.Tensor) -> Words:
-    """Four random words for each counter.
+    """Four random 32-bit words for each counter.
 
     Args:
         seed: the 64-bit key, an int or a 0-dim int64 tensor.
@@ -34,14 +34,14 @@ def philox4x32(seed: int | torch.Tensor, counter: torch.Tensor) -> Words:
 
 
 def rounds(seed: int | torch.Tensor, counter: Words) -> Words:
-    """The ten rounds, for a counter of four words, int64 tensors with entries in [0, 2^32), which
+    """The ten rounds of Philox. The counter is four int64 tensors with entries in [0, 2^32), which
     are overwritten."""
     c0, c1, c2, c3 = counter
     left, right = torch.empty_like(c0), torch.empty_like(c0)
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
-        # The products wrap as unsigned 64-bit numbers do. Their low words may carry the high ones
-        # along until the last mask, for only the low 32 bits of an exclusive or are used.
+        # The products wrap as unsigned 64-bit numbers do. The low words keep their high halves
+        # until the last mask, since only the low 32 bits of an exclusive or are used.
         torch.mul(c0, MULTIPLIERS[0], out=left)
         torch.mul(c2, MULTIPLIERS[1], out=right)
         torch.bitwise_right_shift(right, 32, out=c0)

@@ -1,10 +1,11 @@
-"""A step of AdamW that reads and writes each sparse weight once: masked decay, update, choice of
-the mask and the operands of the products in one pass, for all weights of a shape in one launch.
+"""A fused AdamW step for 2:4 sparse weights, which reads and writes each weight once: masked decay,
+update, the choice of the new mask, and the operands of the next products. All weights of one shape
+share a launch.
 
-Each part is that of an operator of its own: `masked_decay_`, torch's fused AdamW, `nm_mask` or
-`transposable_mask24`, `pack24_` or `pack_both24_`. Masks and operands are, to the bit, what
-those give of the weights that this one leaves, and these are AdamW's to the rounding of a few
-operations in fp32.
+The masks and operands equal, bit for bit, those of the separate operators (`nm_mask`,
+`transposable_mask24`, `pack24_`, `pack_both24_`) applied to the updated weights. The updated
+weights agree with `masked_decay_` followed by torch's fused AdamW up to the rounding of a few fp32
+operations.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ SOURCES = ("whole", "mask", "soft")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weight24:
-    """A weight and all that a step of it reads or writes.
+    """The tensors that one step of a weight reads or writes.
 
-    weight, exp_avg, exp_avg_sq: fp32 [rows, columns], both multiples of 4; written.
-    grad: [rows, columns] of any dtype; only read.
-    step: fp32 [], the steps done; counted up.
-    mask: bool [rows, columns]; read for decay and operands, written where one is chosen.
-    scale: fp32 []; operands of the soft threshold are multiplied by it.
-    dense: [rows, columns], receives the operand as a dense matrix.
-    packed, transposed: room for the operand and its transpose, packed, of a 16-bit type.
-    amax: fp32 [], receives the largest magnitude of the operand, which is not the whole weight.
+    weight, exp_avg, exp_avg_sq: fp32 [rows, columns], both multiples of 4; updated in place.
+    grad: [rows, columns], fp32, bf16 or fp16; only read.
+    step: fp32 [], the number of steps done; incremented in place.
+    mask: bool [rows, columns]; read by the decay and the operands, written if `Rule.choose` is set.
+    scale: fp32 []; factor of the operand with `Rule.source` "soft".
+    dense: [rows, columns]; receives the operand as a dense matrix.
+    packed, transposed: receive the packed operand and its packed transpose, 16-bit.
+    amax: fp32 []; receives the operand's largest magnitude. Not allowed with source "whole".
     """
 
     weight: Tensor
@@ -53,20 +54,21 @@ class Weight24:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor | None]:
-        """All fields by name, of packed matrices their bytes."""
+        """Every field by name; a packed matrix is given by its buffer of bytes."""
         found = vars(self).items()
         return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The work of a step on a weight beside AdamW's update.
+    """What a step does to a weight besides AdamW's update.
 
-    alpha: factor of the masked decay, added to the gradient under the mask before this step.
-    choose: the mask of the updated weight: `rows` is nm_mask's, `exact` and `greedy` are
-        transposable_mask24's; None keeps the mask that there is.
-    source: of the operands: the `whole` weight, the weight under its `mask`, or `soft`, scale times
-        soft_threshold24 of the weight.
+    alpha: factor of the masked decay: alpha * weight is added to the gradient where the old mask is
+        False.
+    choose: how to choose the mask of the updated weight: `rows` as nm_mask, `exact` or `greedy` as
+        transposable_mask24. None keeps the present mask.
+    source: the operand: the `whole` weight, the weight under its `mask`, or `soft`, which is
+        scale * soft_threshold24(weight).
     """
 
     alpha: float = 0.0
@@ -75,14 +77,14 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.choose is not None and self.choose not in CHOICES:
-            raise ValueError(f"choose={self.choose!r}; choose one of {', '.join(CHOICES)} or None")
+            raise ValueError(f"choose={self.choose!r}; take one of {', '.join(CHOICES)}, or None")
         if self.source not in SOURCES:
-            raise ValueError(f"source={self.source!r}; choose one of {', '.join(SOURCES)}")
+            raise ValueError(f"source={self.source!r}; take one of {', '.join(SOURCES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """AdamW's hyperparameters, as those of `torch.optim.AdamW`. lr: a number, or a tensor [] on the
+    """AdamW's hyperparameters, as in `torch.optim.AdamW`. lr is a number or a 0-dim tensor on the
     weights' device."""
 
     lr: float | Tensor
@@ -100,16 +102,19 @@ def adamw24_(
     found_inf: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """In place: one step of AdamW for each of `weights`, their masks and operands after it.
+    """Take one AdamW step of each weight in place, then update its mask and operands.
 
-    Weights of one shape and kind share a launch. Nothing waits for the device, and the step can be
-    captured in a CUDA graph.
+    Weights of equal shape, dtypes and layout share a launch. Nothing waits for the device, and the
+    step can be captured in a CUDA graph.
 
     Args:
-        grad_scale: fp32 []; gradients are divided by it, as in torch's fused optimizers: a loss
-            scale, or norm / largest norm to clip by.
-        found_inf: fp32 []; where it is 1 weight, moments and step stay, and masks and operands
-            are those of the weight as it was.
+        grad_scale: fp32 []; gradients are divided by it, as in torch's fused optimizers. It is a
+            loss scale, or norm / max_norm to clip the gradient.
+        found_inf: fp32 []; if it is 1, weights, moments and step stay as they are, and the masks
+            and operands are made from the unchanged weights.
+
+    Raises ValueError or TypeError, before anything is written, for tensors that do not fit
+    together.
     """
     if not weights:
         return
@@ -128,7 +133,7 @@ def adamw24_(
 
 
 def _kind(given: Weight24) -> tuple:
-    """All that is checked of the tensors of a weight; equal within a launch."""
+    """The properties that must be equal for weights to share one check and one launch."""
     return (
         *[
             None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
@@ -162,7 +167,8 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     if given.amax is not None and (given.amax.dtype != torch.float32 or rule.source == "whole"):
         raise ValueError(
-            f"amax must be float32, and of a part of the weight: {given.amax.dtype}, {rule}"
+            f"amax must be float32, not {given.amax.dtype}, and needs a source other than 'whole', "
+            f"not {rule.source!r}"
         )
     if rule.source == "soft" and given.scale is None:
         raise ValueError("source='soft' needs a scale")
@@ -170,15 +176,17 @@ def _check(given: Weight24, rule: Rule, device: torch.device) -> None:
         if packed is None:
             continue
         if rule.source == "whole":
-            raise ValueError("the whole weight is not 2:4: it has no packed form")
+            raise ValueError("source='whole' is not 2:4 and cannot be packed; give `dense` only")
         if packed.shape != shape:
-            raise ValueError(f"there is room for a {packed.shape} matrix, not for {tuple(shape)}")
+            raise ValueError(f"a packed operand has shape {packed.shape}, not {tuple(shape)}")
     written = {t.dtype for t in (given.dense, given.packed, given.transposed) if t is not None}
     packs = given.packed is not None or given.transposed is not None
     if len(written) > 1 or (packs and written - {torch.bfloat16, torch.float16}):
         raise ValueError(
-            f"operands of {' and '.join(sorted(map(str, written)))}: dense and packed ones must "
-            "share a dtype, packed ones a 16-bit one; convert the model anew after a cast"
+            f"operands have dtypes {' and '.join(sorted(map(str, written)))}: they must share one, "
+            "16-bit if packed; convert the model again after a cast"
         )
     if checks.one_device(**given.tensors) != device:
-        raise ValueError(f"weights on {device} and {weight.device}: step each device's apart")
+        raise ValueError(
+            f"weights are on {device} and {weight.device}: call adamw24_ once for each device"
+        )

@@ -1,4 +1,4 @@
-"""The step of AdamW by operators of their own, in plain PyTorch."""
+"""The fused AdamW step as a sequence of separate operators, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def update(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """AdamW's own part, by torch's kernel, which takes what lies row by row alone."""
+    """Apply AdamW's update with torch's fused kernel, which needs row-major tensors."""
     grad = given.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if grad_scale is not None:
         grad /= grad_scale
@@ -57,7 +57,7 @@ def update(
 
 
 def derive(given: Weight24, rule: Rule) -> None:
-    """Mask and operands of the weight that there is."""
+    """Write the mask and the operands of the weight as it is now."""
     weight, mask = given.weight, given.mask
     if rule.choose is not None:
         assert mask is not None
@@ -81,7 +81,7 @@ def derive(given: Weight24, rule: Rule) -> None:
 
 
 def operand(given: Weight24, rule: Rule) -> Tensor:
-    """[rows, columns] in fp32: what the products take."""
+    """The operand of the products, fp32 [rows, columns], before its cast."""
     if rule.source == "whole":
         return given.weight
     if rule.source == "soft":

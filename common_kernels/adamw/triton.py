@@ -1,9 +1,10 @@
-"""The step of AdamW in Triton: a program updates 64 x 64 entries of a weight, 16 x 16 tiles, and
-derives their mask and operands while it holds them.
+"""The fused AdamW step in Triton. Each program updates a 64 x 64 block of a weight (16 x 16 tiles
+of 4 x 4) and derives the block's mask and operands while it is in registers.
 
-All weights of a shape and kind share a launch. It finds them in a table of addresses on the device,
-which is filled again when a tensor has moved: gradients do, the others do not. A row ends with what
-a small kernel derives from the weight's steps, so that no program of the large one works in fp64.
+All weights of one shape and kind share a launch. The kernel finds their tensors in a table of
+addresses on the device, one row for each weight, which is refilled when a tensor has moved (in
+practice only gradients do). A small kernel first writes, at the end of each row, the scalars that
+depend on the step count, so that the large kernel needs no fp64 arithmetic.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     from common_kernels.pack import Packed24
 
 TILE = 64
-WARPS = 8  # a 4 x 4 tile to a thread
-REGISTERS = 128  # of a thread: two programs on a multiprocessor
+WARPS = 8  # 256 threads: one 4 x 4 tile for each
+REGISTERS = 128  # per thread, so that two programs fit on a multiprocessor
 HELD = tl.constexpr(4)  # rows of the tiles that are loaded together
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHOICES = {None: 0, "rows": 1, "exact": 2, "greedy": 3}
 SOURCES = {"whole": 0, "mask": 1, "soft": 2}
-ROW = tl.constexpr(16)  # of a table: 128 bytes, so that pointers made of it are known as aligned
-MATRICES = (0, 1, 2, 3, 5, 7, 8, 9)  # their places in a row: whole vectors, if all are aligned
-SCALARS = tl.constexpr(13)  # the place in a row, after the addresses, of six fp32
+ROW = tl.constexpr(16)  # int64 per table row: 128 bytes, so that Triton knows rows are aligned
+MATRICES = (0, 1, 2, 3, 5, 7, 8, 9)  # places of the matrices: vector loads need all of them aligned
+SCALARS = tl.constexpr(13)  # the place, after the addresses, where six fp32 scalars begin
 NO_SCALARS = (0,) * (ROW.value - SCALARS.value)
 
 
@@ -49,7 +50,7 @@ def adamw24_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """The step of weights of several kinds: shapes, dtypes and layouts are equal within each."""
+    """Step the weights; within each of `kinds`, shapes, dtypes and layouts are equal."""
     launches: list[list[Weight24]] = []
     rows: list[tuple[int, ...]] = []  # of the table
     others: list[Weight24] = []
@@ -91,7 +92,7 @@ def adamw24_(
 
 
 def fits(given: Weight24) -> bool:
-    """True if the kernel can address the tensors of a kind: rows, whole blocks if packed."""
+    """True if the kernel can address the tensors: row-major, and whole blocks if packed."""
     rows, columns = given.weight.shape
     packs = given.packed is not None or given.transposed is not None
     return not (packs and (rows % TILE or columns % TILE)) and all(
@@ -137,11 +138,12 @@ def logarithm(beta: float) -> float:
     return math.log2(beta) if beta else -math.inf
 
 
-# ---------------------------------------------------------------------- where the tensors lie
+# ---------------------------------------------------------------------- the table of addresses
 
 
 def addresses(given: Weight24) -> tuple[int, ...]:
-    """The addresses of what the kernel reads, in its order; the weight's for a missing tensor."""
+    """The table row of a weight: its tensors' addresses in the kernel's order. A missing tensor is
+    given the weight's address."""
     nothing = given.weight.data_ptr()
     out = [nothing if t is None else t.data_ptr() for t in given.tensors.values()]
     values = given.weight.numel() // 2
@@ -155,7 +157,7 @@ def addresses(given: Weight24) -> tuple[int, ...]:
 
 @triton.jit
 def parts_of(entries):
-    """`[1024]`, 16 tile rows of 64 columns, to the four columns of the tiles, each `[256]`."""
+    """Split `[1024]` (16 tile rows of 64 columns) into the tiles' four columns, each `[256]`."""
     even, odd = tl.split(tl.reshape(entries, [256, 2, 2]))
     a0, a2 = tl.split(even)
     a1, a3 = tl.split(odd)
@@ -186,13 +188,14 @@ def scalars_kernel(
     found_inf,
     RATE_IS_TENSOR: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """Counts a weight's steps up and writes what all its entries need: step size and eps, both
-    times sqrt(1 - beta2^t), the factor of the weight decay and those of the moments."""
+    """Increment a weight's step count and write the scalars that all its entries share: the step
+    size and eps, both times sqrt(1 - beta2^t), and the factors of weight decay and of the
+    moments."""
     at = table + tl.program_id(0) * ROW
     count = pointer(at, 4, tl.float32)
     step = tl.load(count) + 1
     rate = tl.load(lr) if RATE_IS_TENSOR else lr
-    # In fp64: beta^t is close to 1.
+    # In fp64, because beta^t is close to 1 and the difference would cancel.
     left1 = 1 - tl.exp2(step.to(tl.float64) * log_beta1)
     left2 = tl.sqrt_rn((1 - tl.exp2(step.to(tl.float64) * log_beta2)).to(tl.float32))
     out = (at + SCALARS).to(tl.pointer_type(tl.float32))
@@ -224,7 +227,7 @@ def adamw_kernel(
     exp_avg, exp_avg_sq = vectors(at, 2, tl.float32), vectors(at, 3, tl.float32)
     mask, dense = vectors(at, 5, tl.uint8), vectors(at, 7, OPERAND)
     entry = tl.arange(0, 1024)
-    # Four entries to a thread: a row of a tile.
+    # Each thread loads four entries: one row of a tile.
     row, column = top + 4 * (entry // 64), left + tl.max_contiguous(entry % 64, 4)
     a, k = (), ()
     for h in tl.static_range(0, 4, HELD):
@@ -240,8 +243,8 @@ def adamw_kernel(
             if DECAYS or (CHOOSE == 0 and SOURCE == 1):
                 kept = tl.load(mask + i, inside, 0) != 0
             held += ((w, g, m, v, kept, i, inside),)
-        # All is asked for before anything is worked on. Without a barrier the assembler delays
-        # loads for the work on earlier ones; the work needs what is loaded behind the barrier.
+        # Issue all loads before any arithmetic. Without the barrier the assembler interleaves
+        # them; the arithmetic depends on a load behind the barrier, so it cannot move up.
         tl.debug_barrier()
         step_size, eps, shrunk = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
         one_minus_beta1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4)
@@ -334,7 +337,7 @@ def adamw_kernel(
 
 @triton.jit
 def store_rows(out, a, row, column, rows, columns, WHOLE: tl.constexpr):
-    """Four rows of tiles, of four columns each, to a row-major matrix."""
+    """Store the four rows of the tiles, four columns each, into a row-major matrix."""
     for r in tl.static_range(4):
         inside = tl.full([1024], True, tl.int1)
         if not WHOLE:

@@ -1,9 +1,9 @@
-"""N:M matrices as their kept values and a mask of one bit a weight.
+"""N:M matrices stored as their kept values and a mask of one bit per entry.
 
 An N:M mask keeps n of every m consecutive entries along the last dim. The compressed form of
 `x [..., columns]` is `values [..., columns * n / m]`, the kept entries in column order, and
-`bits [..., ceil(columns / 8)]` uint8: bit i of byte j stands for column 8j + i, padding is zero.
-One bit a weight serves every N:M; for 2:4 it is what two-bit positions take as well.
+`bits [..., ceil(columns / 8)]` uint8, where bit i of byte j stands for column 8j + i and padding is
+zero. One bit per entry serves every N:M, and for 2:4 takes no more memory than two-bit positions.
 
 The bits come from a mask, never from the values: a kept entry may be zero and stays kept.
 """
@@ -17,7 +17,7 @@ from common_kernels.library import custom_op
 
 
 def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """`mask [..., columns]` bool to `bits [..., ceil(columns / 8)]` uint8."""
+    """Pack `mask [..., columns]` (bool) into `bits [..., ceil(columns / 8)]` (uint8)."""
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     if mask.ndim == 0:
@@ -40,7 +40,7 @@ def _(mask, backend):
 
 
 def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None) -> torch.Tensor:
-    """`bits [..., ceil(columns / 8)]` uint8 to `mask [..., columns]` bool."""
+    """Unpack `bits [..., ceil(columns / 8)]` (uint8) into `mask [..., columns]` (bool)."""
     if bits.ndim == 0:
         raise ValueError("bits must have at least one dim")
     _check_bits(bits, (*bits.shape[:-1], columns))
@@ -72,10 +72,10 @@ def compress_nm(
 ) -> torch.Tensor:
     """The kept entries of `x [..., columns]` in column order: `[..., columns * n / m]`.
 
-    x is fp32, bf16, fp16 or bool, of any strides; the result is contiguous and holds the very bits
-    of the entries, or where a `dtype` is given what a cast to it makes of them. Raises ValueError
-    where the columns are no multiple of m or where `bits` has not x's shape. That the bits keep n
-    of every m is the caller's promise: counting them would cost as much as the operation.
+    x is fp32, bf16, fp16 or bool, of any strides. The result is contiguous and holds the entries
+    bit for bit, or cast to `dtype` if one is given. Raises ValueError if the columns are no
+    multiple of m or if `bits` does not match x's shape. The caller must ensure that the bits keep n
+    of every m: checking it would cost as much as the operation.
     """
     if x.dtype != torch.bool:
         checks.float_tensor(x)
@@ -110,9 +110,9 @@ def _(x, bits, n, m, backend, dtype=None):
 def expand_nm(
     values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
 ) -> torch.Tensor:
-    """Expand `values [..., kept]` to `[..., kept * m / n]`, with +0 where nothing is kept.
+    """Expand `values [..., kept]` to a contiguous `[..., kept * m / n]`, with +0 at pruned entries.
 
-    Contiguous. Raises ValueError where the shapes of values and bits do not belong together.
+    Raises ValueError if the shapes of values and bits do not match.
     """
     checks.float_tensor(values, "values")
     _check_pattern(n, m)
@@ -141,12 +141,11 @@ def _(values, bits, n, m, backend):
 def double_prune_bits(
     values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
 ) -> torch.Tensor:
-    """SLoPe's second mask (arXiv 2405.16325), for `values [out, in * n / m]` under `bits`: for each
-    value one bit, packed as masks are, set where it is among the n largest magnitudes of its m
-    entries along dim 0 of the expanded matrix.
+    """SLoPe's second mask (arXiv 2405.16325) of the compressed `values [out, in * n / m]`.
 
-    Entries that `bits` prunes rank below all values, zeros included; among equals the lower index
-    wins.
+    The result has one bit per value, packed as by `pack_mask`. It is set if the value is among the
+    n largest magnitudes of its group of m along dim 0 of the expanded matrix. Pruned entries rank
+    below all values, even zeros; the lower index wins a tie.
     """
     checks.float_tensor(values, "values")
     _check_pattern(n, m)
@@ -185,7 +184,7 @@ def _check_pattern(n: int, m: int) -> None:
 
 
 def _check_bits(bits: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """`bits` must be those of a mask of this shape."""
+    """Raise unless `bits` are those of a mask of this shape."""
     if bits.dtype != torch.uint8:
         raise TypeError(f"bits must be uint8, not {bits.dtype}")
     expected = (*shape[:-1], _bytes(shape[-1]))

@@ -1,7 +1,6 @@
 """The compressed form in plain PyTorch.
 
-A mask is read byte by byte, from tables of what each of the 256 bytes means, where its groups lie
-within bytes.
+Where no group crosses a byte boundary, a mask is decoded byte by byte with tables of 256 entries.
 """
 
 import functools
@@ -15,9 +14,10 @@ PACK = sum(1 << 56 - 7 * i for i in range(8))
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Eight bools are the bytes b_i of a word; the product moves each from bit 8i to bit 56 + i.
+    """Gather eight bools, read as one 64-bit word, by one multiplication: bit 8i goes to bit 56 +
+    i.
 
-    PACK has the bits 56 - 7i, and no two of the 64 products of single bits meet.
+    The multiplier PACK has the bits 56 - 7i; no two of the 64 partial products overlap.
     """
     padded = F.pad(mask, (0, -mask.shape[-1] % 8))
     words = padded.flatten().view(torch.int64)
@@ -49,8 +49,8 @@ def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch
 
 
 def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
-    # A kept entry that is zero must not lose to one that the row mask prunes: for the choice it
-    # counts as the least of all fp32 numbers, which is none of fp16 or bf16.
+    # A kept zero must rank above entries that the row mask prunes. It therefore counts as the
+    # smallest positive fp32 number, which fp16 and bf16 values cannot equal.
     x = expand_nm(values.float().masked_fill(values == 0, 2.0**-149), bits, n, m)
     return pack_mask(compress_nm(masks.nm_mask(x, n, m, 0), bits, n, m))
 
@@ -64,12 +64,12 @@ def expanded_shape(values: torch.Tensor, n: int, m: int) -> torch.Size:
 
 
 def whole_bytes(columns: int, m: int) -> bool:
-    """True if all bytes are full and no group crosses the border of two."""
+    """True if all bytes are full and no group crosses a byte boundary."""
     return columns % 8 == 0 and 8 % m == 0
 
 
 def kept_columns(bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
-    """`[bytes, 8 n / m]` int64: the places in its eight columns that each byte keeps."""
+    """`[bytes, 8 n / m]` int64: the columns, out of its eight, that each byte keeps."""
     return columns_of_bytes(n, m, bits.device).index_select(0, bits.flatten().int())
 
 
@@ -82,8 +82,8 @@ def bools(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def columns_of_bytes(n: int, m: int, device: torch.device) -> torch.Tensor:
-    """`[256, 8 n / m]` int64: the places of the set bits; out of range, and so an error, for bytes
-    that no n:m mask holds.
+    """`[256, 8 n / m]` int64: the positions of each byte's set bits. For bytes that are not n:m the
+    positions are out of range, so that using them raises an error.
     """
     mask = bools(torch.device("cpu")).view(torch.bool).view(256, 8)
     legal = (mask.unflatten(1, (-1, m)).sum(-1) == n).all(1)

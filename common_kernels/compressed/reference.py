@@ -26,7 +26,7 @@ def compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4) -> 
 
 
 def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4) -> torch.Tensor:
-    """The matrix of these values, with zeros where nothing is kept."""
+    """The matrix `[rows, columns]` of these values, with zeros at pruned entries."""
     x = values.new_zeros(len(values), values.shape[1] // n * m)
     x[unpack_mask(bits, x.shape[1])] = values.flatten()
     return x
@@ -35,8 +35,8 @@ def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4) 
 def double_prune_bits(
     values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4
 ) -> torch.Tensor:
-    """For each value, whether it is among the n largest magnitudes of its m entries of a column
-    (SLoPe, arXiv 2405.16325, section 2.1); pruned entries rank below all values, zeros included.
+    """SLoPe's second mask (arXiv 2405.16325, section 2.1) for each value: True if it is among the n
+    largest magnitudes of its column's group of m. Pruned entries rank below all values, even zeros.
     """
     least = torch.where(values == 0, 2.0**-149, values.float())
     return pack_mask(compress_nm(nm_mask(expand_nm(least, bits, n, m), n, m, 0), bits, n, m))

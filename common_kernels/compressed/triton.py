@@ -1,4 +1,4 @@
-"""The compressed form in Triton, bit for bit that of cpu.py: a thread holds whole groups."""
+"""The compressed form in Triton, bit for bit that of cpu.py. Each thread holds whole groups."""
 
 import torch
 import triton
@@ -8,9 +8,9 @@ from common_kernels.compressed import cpu
 from common_kernels.launch import apart, keep24, launch, magnitude, together
 from common_kernels.masks.triton import LARGEST_M, nm_mask
 
-BLOCK = 1024  # bytes of bits in a program
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # entries are moved, never computed
-HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # but for a cast of these to fp32
+BLOCK = 1024  # bytes of `bits` that a program handles
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # entries are moved as integers
+HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # except when cast to fp32
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def pack_mask_kernel(mask, bits, count, columns, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    if WORDS:  # of four bools, whose low bits a product moves side by side
+    if WORDS:  # four bools at a time: one multiplication moves their low bits side by side
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         nibbles = (tl.load(mask + at, mask=at < 2 * count, other=0) * 0x01020408 >> 24) & 15
         low, high = tl.split(tl.reshape(nibbles, [BLOCK, 2]))
@@ -119,7 +119,7 @@ def move_groups(
 
 
 def levels(size: int) -> int:
-    """log2 of the entries that are loaded together, or -1 where they are loaded one by one."""
+    """log2 of the number of entries loaded together, or -1 if they are loaded one by one."""
     return size.bit_length() - 1 if size == triton.next_power_of_2(size) else -1
 
 
@@ -127,7 +127,7 @@ def levels(size: int) -> int:
 def group_bits(
     bits, start, count, across, M: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The bits of BLOCK groups from `start` on, the first entry's lowest: `[BLOCK]` integers."""
+    """`[BLOCK]` integers: the mask bits of BLOCK groups from `start` on, lowest bit first."""
     q = start + tl.arange(0, BLOCK)
     dtype: tl.constexpr = tl.int32 if WHOLE or M + 7 <= 32 else tl.int64
     if WHOLE:
@@ -149,7 +149,7 @@ def group_bits(
 
 @triton.jit
 def load_entries(base, start, count, SIZE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    """SIZE neighbours of each of BLOCK groups."""
+    """Load the SIZE consecutive entries of each of BLOCK groups."""
     if LEVELS >= 0:
         at = SIZE * start + tl.arange(0, SIZE * BLOCK)
         return apart(tl.load(base + at, mask=at < SIZE * count, other=0), LEVELS)
@@ -179,7 +179,8 @@ def compress_kernel(
     x, values, bits, count, across, N: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr,
     M_LEVELS: tl.constexpr, N_LEVELS: tl.constexpr, BLOCK: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """From the last entry to the first, a kept one enters a queue of N in front."""
+    """Compress groups: go from the last entry to the first and push each kept one to the front of a
+    queue of N."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     found = group_bits(bits, start, count, across, M, WHOLE, BLOCK)
     entries = load_entries(x, start, count, M, M_LEVELS, BLOCK)
@@ -203,7 +204,8 @@ def expand_kernel(
     x, values, bits, count, across, N: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr,
     M_LEVELS: tl.constexpr, N_LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the first entry to the last, a kept one leaves a queue of N in front."""
+    """Expand groups: go from the first entry to the last and pop a value from the front of a queue
+    of N for each kept one."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     found = group_bits(bits, start, count, across, M, WHOLE, BLOCK)
     kept = load_entries(values, start, count, N, N_LEVELS, BLOCK)
@@ -237,10 +239,10 @@ def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) 
 
 @triton.jit
 def double_prune_kernel(values, bits, column_bits, count, across, BLOCK: tl.constexpr):
-    """Four rows of eight values, the entries of 16 columns, to a thread."""
+    """SLoPe's second mask; a thread takes four rows of eight values, which span 16 columns."""
     q = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = q < count
-    place = q // across * (4 * across) + q % across  # of the bytes in the first row
+    place = q // across * (4 * across) + q % across  # index of the byte in the first of four rows
     rows, found, bytes_out = (), (), ()
     for r in tl.static_range(4):
         eight = tl.arange(0, 8)[None, :]
@@ -275,7 +277,8 @@ def double_prune_kernel(values, bits, column_bits, count, across, BLOCK: tl.cons
 
 @triton.jit
 def ranks(one, other, k):
-    """The magnitudes of a group of four, 0 where it has no entry and at least 1 where it has."""
+    """The magnitudes of a group of four as integers: 0 for a pruned entry, at least 1 for a kept
+    one."""
     one = tl.maximum(magnitude(one.to(tl.float32)), 1)
     other = tl.maximum(magnitude(other.to(tl.float32)), 1)
     has_first, has_last = k & 1 != 0, k & 8 != 0

@@ -1,4 +1,5 @@
-"""Decay of masked-out weights (SR-STE, arXiv 2102.04010), on gradients (FST, arXiv 2404.01847)."""
+"""Masked decay: decay of pruned weights (SR-STE, arXiv 2102.04010), applied to the gradient as in
+FST (arXiv 2404.01847)."""
 
 from typing import Any
 
@@ -18,11 +19,12 @@ def masked_decay_(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """In place: grad += alpha * weight where mask is False; elsewhere grad keeps its bits.
+    """Add alpha * weight to grad in place where mask is False, and return grad. Elsewhere grad
+    keeps its bits.
 
-    Three tensors of one shape, any strides; computed in fp32 and rounded once. Returns grad. As in
-    torch's in-place operators, grad may not require grad itself unless gradients are off. Three
-    DTensors of one placement are taken shard by shard.
+    The three tensors have one shape and any strides; the sum is computed in fp32 and rounded once.
+    grad must not require grad unless gradients are disabled, as for torch's in-place operators.
+    DTensors of equal placement are handled shard by shard.
     """
     if hasattr(grad, "to_local"):
         sharded: tuple[Any, ...] = (grad, weight, mask)

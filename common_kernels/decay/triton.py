@@ -21,7 +21,7 @@ def masked_decay_(
         masked_decay_(update, weight, mask, alpha)
         grad.copy_(update)
         return
-    # The others in the memory order of grad: views unless they are laid out differently.
+    # Put all three in grad's memory order; this copies only a tensor of another layout.
     grad, weight, mask = (t.permute(order).contiguous() for t in (grad, weight, mask))
     launch(
         decay_kernel, triton.cdiv(grad.numel(), BLOCK), grad.device,
@@ -32,7 +32,7 @@ def masked_decay_(
 @triton.jit
 def decay_kernel(grad, weight, mask, alpha, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Whole lines are moved whatever the mask says, so every lane loads and stores.
+    # Memory moves in whole lines whatever the mask says, so every lane loads and stores.
     g = tl.load(grad + at, mask=at < size, other=0)
     decay = alpha * tl.load(weight + at, mask=at < size, other=0).to(tl.float32)
     total = cast(g.to(tl.float32) + decay, g.dtype)

@@ -16,16 +16,16 @@ def quantize_fp8(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of x and their scale: x is about codes / scale.
+    """Quantise x to FP8 codes and a scale, such that x is approximately codes / scale.
 
-    fmt `e4m3` gives torch.float8_e4m3fn codes, `e5m2` torch.float8_e5m2, in x's shape; the scale is
-    a 0-dim fp32 tensor, largest code / amax. Rounds to nearest even. A NaN or Inf in x makes NaNs,
-    but for an Inf under delayed scaling.
+    The codes have x's shape and dtype torch.float8_e4m3fn (fmt `e4m3`) or torch.float8_e5m2 (fmt
+    `e5m2`), rounded to nearest even. The scale is a 0-dim fp32 tensor, largest code / amax. A NaN
+    or Inf in x gives NaNs, except an Inf under delayed scaling.
 
     Args:
-        amax, seen: fp32 [], together, for delayed scaling. amax takes the place of x's largest
-            magnitude, so that x is read once; what is larger, an Inf too, becomes the largest
-            code. seen becomes the larger of itself and of x's largest magnitude.
+        amax, seen: both fp32 [], given together for delayed scaling. amax replaces x's largest
+            magnitude, so that x is read once; larger entries, Inf included, saturate at the largest
+            code. seen is raised in place to x's largest magnitude if that is larger.
     """
     name = check(x, fmt, backend)
     if amax is None and seen is None:
@@ -34,9 +34,10 @@ def quantize_fp8(
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
-    """codes / scale of `quantize_fp8`, in x's shape, dtype and strides.
+    """x quantised to FP8 and back: codes / scale of `quantize_fp8`, in x's shape, dtype and
+    strides.
 
-    No gradient is defined: the caller owns its straight-through rule.
+    No gradient is defined; the caller supplies a straight-through rule.
     """
     return _fake_fp8(x, fmt, check(x, fmt, backend))
 
@@ -44,7 +45,7 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
 def check_delayed(
     x: torch.Tensor, amax: torch.Tensor | None, seen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two, if they are fp32 [] on x's device."""
+    """amax and seen; raises ValueError unless both are 0-dim fp32 tensors on x's device."""
     for name, tensor in (("amax", amax), ("seen", seen)):
         if tensor is None or tensor.ndim or tensor.dtype != torch.float32:
             given = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -55,7 +56,7 @@ def check_delayed(
 
 
 def check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
-    """The backend's name."""
+    """Check x and fmt, and return the name of the backend that serves x."""
     checks.float_tensor(x)
     if fmt not in cpu.FORMATS:
         raise ValueError(f"unknown format {fmt!r}: choose one of {', '.join(cpu.FORMATS)}")

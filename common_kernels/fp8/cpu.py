@@ -10,14 +10,14 @@ EXPONENT = 0x7F800000
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude in fp32, NaN if there is one; x must not be empty."""
+    """The largest magnitude in fp32, or NaN if x holds a NaN; x must not be empty."""
     low, high = x.aminmax()
-    return torch.maximum(-low, high).float().abs()  # of -0.0 too
+    return torch.maximum(-low, high).float().abs()  # abs turns -0.0 into 0.0
 
 
 def scale_from(amax: torch.Tensor, fmt: str) -> torch.Tensor:
-    """Largest code / amax, or the largest fp32 number where that overflows: zeros stay zeros."""
-    # Tensor by tensor: a Python number over a tensor is its reciprocal times the number.
+    """Largest code / amax, clamped to the largest fp32 number, so that zeros stay zeros."""
+    # Both are tensors, because torch computes number / tensor as number * reciprocal.
     top = torch.full_like(amax, torch.finfo(FORMATS[fmt]).max)
     return (top / amax).clamp_max(torch.finfo(torch.float32).max)
 
@@ -28,7 +28,7 @@ def scale_of(x: torch.Tensor, fmt: str) -> torch.Tensor:
 
 
 def codes_of(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
-    """x * scale in the format: rounded to nearest even, the largest code beyond its range."""
+    """x * scale in the format, rounded to nearest even and saturated at the largest code."""
     top = torch.finfo(FORMATS[fmt]).max
     return (x.float() * scale).clamp_(-top, top).to(FORMATS[fmt])
 
@@ -51,16 +51,17 @@ def record(seen: torch.Tensor | None, x: torch.Tensor) -> None:
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    """codes / scale, without the codes: adding and subtracting 1.5 * 2^(e + 23 - mantissa bits)
-    rounds a number of exponent e to the format's mantissa, to nearest even; below the smallest
-    normal number e stays put, which is the fixed step of the subnormals."""
+    """codes / scale, computed without an FP8 cast: adding and subtracting
+    1.5 * 2^(e + 23 - mantissa bits) rounds a number of exponent e to the format's mantissa, to
+    nearest even. Below the smallest normal number e is held fixed, which gives the subnormals'
+    constant step."""
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
     info, scale = torch.finfo(FORMATS[fmt]), scale_of(x, fmt)
     mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
     smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
-    # In bits: times 2^(23 - mantissa), and then half as much again.
+    # On the bits of a power of two: times 2^(23 - mantissa bits), and times 1.5.
     lift = (23 - mantissa << 23) + (1 << 22)
     scratch = chunks.Scratch(x.device)
     for piece, result in chunks.split(*(chunks.in_memory_order(t) for t in (x, out))):

@@ -1,7 +1,7 @@
-"""Operands of FP8 products on the GPU's FP8 units: codes, codes of the transpose, packed codes.
+"""Operands of FP8 products on a GPU's FP8 units: codes, codes of the transpose, and packed codes.
 
-One scale for a whole tensor, as in `quantize_fp8`: codes are about x * scale. A product of codes is
-therefore rescaled, by the library where that can do it (`torch._scaled_mm`), else by `rescale`.
+Each tensor has one scale, as in `quantize_fp8`: its codes are approximately x * scale. A product of
+codes must therefore be rescaled, by the library if it can (`torch._scaled_mm`), else by `rescale`.
 """
 
 import torch
@@ -28,10 +28,10 @@ def quantize_both(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of x [n, k] in `fmt`, codes of x^T [k, n up to a multiple of 64] in `fmt_transposed`,
-    and the scale of each, with one search for the largest magnitude and one read for the codes.
+    """Quantise x [n, k] and x^T after one search for the largest magnitude, in one more read of x.
 
-    The columns of x^T beyond n are zeros. amax, seen: as for `quantize_fp8`.
+    Returns the codes of x in `fmt`, the codes of x^T [k, n rounded up to a multiple of 64] in
+    `fmt_transposed`, padded with zeros, and the scale of each. amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(x)
     for name in (fmt, fmt_transposed):
@@ -106,14 +106,15 @@ def project_quantize24_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write the codes of P = beta * soft_threshold24(w), w [rows, columns]: packed, dense, and of
-    P^T.
+    """Write the FP8 codes of P = beta * soft_threshold24(w) and of P^T, for w [rows, columns].
 
     Args:
-        out: [rows, columns], or None. codes: [rows, columns], of the same dtype, or None.
-        transposed: [columns, rows], of another FP8 dtype or the same.
-        scales: fp32 [2], receives those of P and of P^T. beta: fp32 [].
-        amax: fp32 [], the largest magnitude of P, where it is known.
+        out: receives the packed codes of P, or None.
+        codes: [rows, columns] of the same dtype, receives the dense codes of P, or None.
+        transposed: [columns, rows] of any FP8 dtype, receives the dense codes of P^T.
+        scales: fp32 [2], receives the scales of P and of P^T.
+        beta: fp32 [].
+        amax: fp32 [], the largest magnitude of P if it is known.
     """
     checks.float_tensor(w, "w")
     buffer, dtype, layout = None, None, BUFFERED
@@ -141,7 +142,7 @@ def _project_quantize24_(
     amax: Tensor | None,
     backend: str,
 ) -> None:
-    # Under the interpreter codes cannot be stored as such.
+    # Triton's interpreter cannot store FP8 codes.
     if backend == "triton" and not backends.interpreted():
         from common_kernels.fp8 import operands_triton
 
@@ -178,14 +179,16 @@ def quantize_and_sample(
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> tuple[Tensor, Packed24, Tensor]:
-    """Codes of dy [tokens, out], its transposed sample in codes, packed, and the scale of dy.
+    """Quantise dy [tokens, out] and a packed, transposed 2:4 sample of it.
 
-    The sample is mvue24(dy, key[0], key[1] * stride, dim=0), tokens filled up with zeros to a
-    multiple of 64, or of the columns that `layout` needs. An entry of it is at most twice the
-    largest of dy, so half of dy's scale serves it: no second search for a largest magnitude.
+    Returns the codes of dy, the packed codes of the transposed sample, and the scale of dy. The
+    sample is mvue24(dy, key[0], key[1] * stride, dim=0), its tokens padded with zeros to a multiple
+    of 64 or of what `layout` needs. Its entries are at most twice the largest of dy, so its scale
+    is half of dy's and needs no search of its own.
 
     Args:
-        key: int64 [2]; key[1] * stride must be a multiple of 4. amax, seen: as for `quantize_fp8`.
+        key: int64 [2]; key[1] * stride must be a multiple of 4.
+        amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(dy, "dy")
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
@@ -203,7 +206,7 @@ def quantize_and_sample(
 
 
 def _filled_up(dy: Tensor, layout: str) -> int:
-    """Tokens of dy [tokens, out], up to what a layout of codes needs."""
+    """The number of tokens of dy [tokens, out], rounded up to what a layout of codes needs."""
     multiple = tokens_multiple(layout, torch.float8_e5m2)
     return (dy.shape[0] + multiple - 1) // multiple * multiple
 
@@ -285,8 +288,8 @@ def rescale(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """y [rows, columns] * factor / (scale * other) + bias [columns] in `dtype` (y's), computed in
-    fp32 and rounded once. scale, other: fp32 []."""
+    """y [rows, columns] * factor / (scale * other) + bias [columns], computed in fp32 and rounded
+    once to `dtype` (default: y's). scale, other: fp32 []."""
     checks.float_tensor(y, "y")
     device = checks.one_device(y=y, scale=scale, other=other, bias=bias)
     name = backends.resolve(device, backend)
@@ -327,16 +330,15 @@ def scaled_linear(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [n, k] w^T [k, m] / (x_scale * w_scale) + bias [m] -> [n, m] in `dtype`, x and w being
-    codes.
+    """The product of FP8 codes: x [n, k] w^T [k, m] / (x_scale * w_scale) + bias [m], in `dtype`.
 
-    cuBLAS takes e5m2 in at most one of them, and no bias in fp32; n, k and m are multiples of 16
-    there (n is filled up). On a CPU the product is that of the codes in fp32.
+    On a GPU cuBLAS multiplies: at most one operand may be e5m2, the bias may not be fp32, and k and
+    m must be multiples of 16 (n is padded). On a CPU the codes are multiplied in fp32.
     """
     checks.one_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            y = x.float() @ w.float().t() / x_scale / w_scale  # whose product may overflow
+            y = x.float() @ w.float().t() / x_scale / w_scale  # x_scale * w_scale may overflow
         return (y if bias is None else y + bias).to(dtype)
     rows = len(x)
     y = torch._scaled_mm(

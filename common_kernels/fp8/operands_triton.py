@@ -1,5 +1,5 @@
-"""FP8 operands in Triton, bit for bit those of operands.py's paths in PyTorch (except `rescale`,
-whose factor may differ in its last bit)."""
+"""FP8 operands in Triton, bit for bit equal to the PyTorch paths of operands.py, except that the
+factor of `rescale` may differ in its last bit."""
 
 import torch
 import triton
@@ -24,7 +24,8 @@ TILE = 64
 
 
 def codes_like(shape: tuple[int, ...], fmt: str, device: torch.device) -> torch.Tensor:
-    """The interpreter casts to FP8 wrongly: codes are stored in fp32 there."""
+    """Uninitialised memory for codes: in fp32 under Triton's interpreter, which casts to FP8
+    wrongly."""
     dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -42,7 +43,7 @@ def quantize_both(
     transposed = codes_like((columns, padded), fmt_transposed, x.device)
     scales = torch.empty(2, device=x.device)
     bits = largest(x) if amax is None else amax.view(torch.int32)
-    # One after the other where project_quantize24_ has to.
+    # Codes of one format are written in two launches, for the reason given in project_quantize24_.
     parts = ((True, True),) if fmt != fmt_transposed else ((True, False), (False, True))
     for own, other in parts:
         launch(
@@ -57,9 +58,9 @@ def quantize_both(
 
 @triton.jit
 def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """Scaled numbers as codes, in fp32; a negative number that vanishes is -0.0.
+    """Scaled numbers rounded to codes, in fp32; a negative number that rounds to zero is -0.0.
 
-    Only for the interpreter: a GPU's cast to FP8 rounds to nearest even and saturates.
+    Only the interpreter needs it: a GPU's cast to FP8 rounds to nearest even and saturates.
     """
     if not INTERPRETED:
         return y
@@ -134,13 +135,14 @@ def project_quantize24_(
     packed = buffer is not None
     run(values if packed else transposed, PACKED=packed, CODES=False, TRANSPOSED=True)
     if codes is not None:
-        # On its own: beside the transpose in the same format Triton 3.6 leaves some of it out.
+        # A launch of its own: if it also writes the transpose in the same format, Triton 3.6 drops
+        # some of the stores.
         run(codes, PACKED=False, CODES=True, TRANSPOSED=False)
 
 
 @triton.jit
 def project(a0, a1, a2, a3, beta, dtype: tl.constexpr):
-    """beta * soft_threshold24, each step rounded as the operators round it."""
+    """beta * soft_threshold24 of four entries, each step rounded as the separate operators do."""
     m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
     t = threshold(m0, m1, m2, m3, 0.0, False)
     return (
@@ -172,7 +174,7 @@ def project_kernel(
     TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
     PACKED: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """64 x 64 entries."""
+    """Write the codes of a 64 x 64 block of the projected weight."""
     bits = tl.load(amax)
     s, s_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
     if tl.program_id(0) == 0:
@@ -217,7 +219,7 @@ def quantize_and_sample(
     amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """padded: tokens of the sample, a multiple of 64."""
+    """See operands.quantize_and_sample. padded: tokens of the sample, a multiple of 64."""
     tokens, out = dy.shape
     codes = codes_like((tokens, out), fmt, dy.device)
     buffer = new_buffer(out, padded, FORMATS[fmt], dy.device, layout)
@@ -242,7 +244,7 @@ def quantize_and_sample_kernel(
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr, SEEN: tl.constexpr,
     ORDER: tl.constexpr,
 ):  # fmt: skip
-    """64 tokens of 64 features: 16 groups each; as pack.sample_triton, in codes."""
+    """Sample 64 tokens (16 groups) of 64 features, as pack.sample_triton does, and write codes."""
     s = scale_from(tl.load(amax), TOP)
     if tl.program_id(0) == 0:
         tl.store(scale, s)
@@ -261,7 +263,7 @@ def quantize_and_sample_kernel(
             tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3))
         )
         tl.atomic_max(seen, tl.max(bits))
-    # Four neighbouring features share a counter.
+    # Four neighbouring features share a counter of the random generator.
     counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
     w0, w1, w2, w3 = philox(seed, counters)
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
@@ -306,7 +308,7 @@ def rescale_kernel(
     y, out, scale, other, bias, size, columns,
     FACTOR: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One after the other: the product of two scales may overflow.
+    # Divide twice: the product of the two scales may overflow.
     factor = tl.div_rn(tl.full([], FACTOR, tl.float32), tl.load(scale))
     factor = tl.div_rn(factor, tl.load(other))
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -13,8 +13,8 @@ def codes_of(fmt: str) -> list[float]:
 
 
 def quantize_fp8(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of the format nearest to x * scale, even mantissas in a tie, in fp32, and the
-    scale: the format's largest number over the largest magnitude of x (1 for an empty x).
+    """Codes (in fp32) and scale: the numbers of the format nearest to x * scale, ties to the even
+    mantissa, and the format's largest number over x's largest magnitude (1 for an empty x).
     """
     codes = codes_of(fmt)
     scale = torch.ones(())
@@ -38,7 +38,7 @@ def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
 def quantize24(
     w: torch.Tensor, mask: torch.Tensor, both: torch.Tensor, fmt: str, fmt_transposed: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes of w under `mask`, those of the transpose of w under `both`, and the scales."""
+    """The codes of w under `mask`, the codes of the transpose of w under `both`, and the scales."""
     own, scale = quantize_fp8(torch.where(mask, w, 0.0), fmt)
     other, scale_transposed = quantize_fp8(torch.where(both, w, 0.0).t(), fmt_transposed)
     return own, other, torch.stack([scale, scale_transposed])

@@ -1,5 +1,5 @@
-"""FP8 codes as numbers, for products that are simulated: what a GPU multiplies then is bf16, which
-holds every code exactly."""
+"""FP8 codes as ordinary numbers, for simulated FP8 products. A GPU multiplies them in bf16, which
+represents every code exactly."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from common_kernels.library import custom_op
 
 
 def fp8_numbers(x: Tensor, fmt: str, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """The codes of `quantize_fp8(x, fmt)` as numbers, in bf16 on a GPU and fp32 on a CPU, and their
+    """The codes of `quantize_fp8(x, fmt)` as numbers (bf16 on a GPU, fp32 on a CPU), and their
     scale."""
     return _fp8_numbers(x, fmt, check(x, fmt, backend))
 
@@ -18,8 +18,8 @@ def fp8_numbers(x: Tensor, fmt: str, *, backend: str | None = None) -> tuple[Ten
 def fp8_numbers_and_codes(
     x: Tensor, fmt: str, kept: str, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fp8_numbers(x, fmt)` and `quantize_fp8(x, kept)`, after one search for the largest magnitude
-    and in one read."""
+    """`fp8_numbers(x, fmt)` and `quantize_fp8(x, kept)` together: one search for the largest
+    magnitude, then one read of x."""
     name = check(x, fmt, backend)
     numbers, codes, scales = _fp8_numbers_and_codes(x, fmt, kept, check(x, kept, name))
     return numbers, scales[0], codes, scales[1]

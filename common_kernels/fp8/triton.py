@@ -1,5 +1,5 @@
-"""Per-tensor FP8 quantisation in Triton, bit for bit that of cpu.py: one read for the amax, one
-for the codes."""
+"""Per-tensor FP8 quantisation in Triton, bit for bit that of cpu.py. x is read once for its largest
+magnitude and once for the codes."""
 
 import torch
 import triton
@@ -22,7 +22,7 @@ def quantize_fp8(
     if x.numel() == 0:
         return cpu.quantize_fp8(x, fmt, amax, seen)
     scale = torch.empty((), device=x.device)
-    # The interpreter casts to FP8 wrongly; its codes are therefore stored in fp32 first.
+    # Triton's interpreter casts to FP8 wrongly, so codes are stored in fp32 there and cast later.
     dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
     codes = torch.empty_like(x, dtype=dtype)
     quantize(x, codes, scale, fmt, True, amax, seen)
@@ -32,7 +32,8 @@ def quantize_fp8(
 def fp8_numbers(
     x: torch.Tensor, fmt: str, kept: str | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The numbers of simulated.py in `dtype`, codes in `kept` (none: the numbers), two scales."""
+    """The numbers of simulated.py in `dtype`, the codes in format `kept` (the numbers again if it
+    is None), and the two scales."""
     numbers, scales = torch.empty_like(x, dtype=dtype), torch.empty(2, device=x.device)
     codes = numbers
     if kept:  # stored in fp32 first under the interpreter, as above
@@ -74,8 +75,8 @@ def quantize(
 
 
 def constants(fmt: str) -> tuple[float, int, int]:
-    """Largest code, bits of the smallest normal number, and what lifts an exponent to the number
-    that rounds: see `rounded`."""
+    """The format's largest code, the bits of its smallest normal number, and the integer that
+    `rounded` adds to the bits of a power of two to get the rounding constant."""
     info = torch.finfo(FORMATS[fmt])
     mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
     smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
@@ -83,7 +84,7 @@ def constants(fmt: str) -> tuple[float, int, int]:
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of x, dense in memory, as the bits of fp32: int32 []."""
+    """The largest magnitude of x as its fp32 bits, int32 []; x must be dense in memory."""
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
     launch(
         amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, amax, x.numel(), BLOCK=BLOCK
@@ -93,7 +94,8 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
-    """The largest magnitude as fp32 bits, for those rank as the numbers do, NaN highest."""
+    """Raise `amax` to the largest magnitude, as fp32 bits: they rank as the magnitudes do, NaN
+    highest."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = magnitude(tl.load(x + at, mask=at < size, other=0).to(tl.float32))
     tl.atomic_max(amax, tl.max(bits, 0))
@@ -142,7 +144,7 @@ def numbers_kernel(
 
 @triton.jit
 def scale_from(bits, TOP: tl.constexpr):
-    """Largest code / amax, or the largest fp32 number where that overflows."""
+    """Largest code / amax, clamped to the largest fp32 number."""
     amax = bits.to(tl.float32, bitcast=True)
     largest: tl.constexpr = 3.4028234663852886e38
     return tl.minimum(
@@ -152,7 +154,7 @@ def scale_from(bits, TOP: tl.constexpr):
 
 @triton.jit
 def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """y rounded as by `rounded`; a negative number that vanishes is -0.0."""
+    """y rounded as by `rounded`; a negative number that rounds to zero is -0.0."""
     sign = y.to(tl.int32, bitcast=True) & -2147483648
     code = rounded(y, TOP, SMALLEST, LIFT)
     return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -160,7 +162,7 @@ def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
 
 @triton.jit
 def rounded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """y to the nearest number of the format, in fp32; see cpu.fake_fp8."""
+    """y rounded to the nearest number of the format, in fp32, as cpu.fake_fp8 does."""
     y = tl.minimum(y, TOP, propagate_nan=tl.PropagateNan.ALL)
     y = tl.maximum(y, -TOP, propagate_nan=tl.PropagateNan.ALL)
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST)

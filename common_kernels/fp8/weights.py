@@ -1,7 +1,7 @@
-"""FP8 codes of a weight for both directions of its products, packed or dense, in one read.
+"""FP8 codes of a weight and of its transpose, packed or dense, in one read of the weight.
 
-What is written is what `quantize_fp8` and `pack24` would give of the weight under its mask and of
-its transpose, to the bit.
+The result equals, bit for bit, that of `quantize_fp8` and `pack24` applied to the masked weight and
+to its transpose.
 """
 
 import torch
@@ -14,7 +14,7 @@ from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op
 from common_kernels.pack import BUFFERED, Packed24, cpu
 
-TILE = 64  # the kernel's; other shapes take the path in PyTorch
+TILE = 64  # the kernel needs multiples of this; other shapes run as plain PyTorch
 
 
 def quantize24_(
@@ -27,15 +27,17 @@ def quantize24_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write the codes of w [rows, columns] under `mask` into `own`, and those of its transpose into
-    `other`, after one search for the largest magnitude.
+    """Write the FP8 codes of w [rows, columns] under `mask` into `own`, and those of its transpose
+    into `other`.
 
     Args:
-        own: [rows, columns], other: [columns, rows]; packed, or dense in an FP8 dtype.
-        scales: fp32 [2], receives those of own and of other.
-        mask: bool [rows, columns], unchecked: at most two of four along the columns where `own` is
-            packed, along the rows where `other` is. None for the whole of w, which is not packed.
-        amax: fp32 [], the largest magnitude of w under the mask, where it is known.
+        own: [rows, columns], packed or dense in an FP8 dtype.
+        other: [columns, rows], packed or dense in an FP8 dtype.
+        scales: fp32 [2], receives the scales of own and of other.
+        mask: bool [rows, columns]. It must keep at most two of four along each row if `own` is
+            packed and along each column if `other` is; this is not checked. None keeps all of w,
+            which then cannot be packed.
+        amax: fp32 [], the largest magnitude of the masked w if it is known; else it is searched.
     """
     checks.float_tensor(w, "w")
     if w.ndim != 2:
@@ -43,7 +45,7 @@ def quantize24_(
     if mask is not None:
         checks.same_shape(w, mask, "w and mask")
     elif isinstance(own, Packed24) or isinstance(other, Packed24):
-        raise ValueError("the whole weight is not 2:4; give a mask, or room for dense codes")
+        raise ValueError("packed codes need a mask: give one, or a dense tensor for the codes")
     rows, columns = w.shape
     first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
     device = checks.one_device(w=w, mask=mask, scales=scales, amax=amax, own=first, other=second)
@@ -64,17 +66,17 @@ def quantize_compressed24_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write the codes of SLoPe's two operands: of W * A into `own`, of (W * A * B)^T into `other`.
+    """Write the FP8 codes of SLoPe's operands: of W * A into `own`, of (W * A * B)^T into `other`.
 
     Args:
-        own, other, scales: as for `quantize24_`; what is packed has n = 2, m = 4.
-        values: [rows, columns * n / m], the entries of W under A. row_mask: uint8 [rows, columns /
-            8], the bits of A. column_mask: for each value whether B keeps it, packed likewise
-            (`common_kernels.compressed`).
+        own, other, scales: as for `quantize24_`; a packed one needs n = 2 and m = 4.
+        values: [rows, columns * n / m], the entries of W that the mask A keeps.
+        row_mask: uint8 [rows, columns / 8], the bits of A (`common_kernels.compressed`).
+        column_mask: uint8, one bit per value, set if the mask B keeps it.
     """
     checks.float_tensor(values, "values")
     if (isinstance(own, Packed24) or isinstance(other, Packed24)) and (n, m) != (2, 4):
-        raise ValueError(f"a {n}:{m} weight has no packed form; give room for dense codes")
+        raise ValueError(f"a {n}:{m} weight has no packed form; give a dense tensor for the codes")
     rows, columns = values.shape[0], values.shape[1] * m // n
     first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
     device = checks.one_device(
@@ -89,18 +91,19 @@ def quantize_compressed24_(
 
 
 def _bytes(given: Packed24 | Tensor, rows: int, columns: int) -> Tensor:
-    """The tensor to write: a buffer of uint8, or codes. Refuses other shapes and dtypes."""
+    """The tensor to write: the uint8 buffer of a packed matrix, or the dense codes themselves.
+    Raises ValueError for another shape and TypeError for another dtype."""
     if tuple(given.shape) != (rows, columns):
         raise ValueError(
-            f"there is room for a {tuple(given.shape)} matrix, not for {(rows, columns)}"
+            f"the codes are to be written to shape {tuple(given.shape)}, not {(rows, columns)}"
         )
     if given.dtype not in fp8.NAMES:
-        raise TypeError(f"codes are of float8_e4m3fn or float8_e5m2, not of {given.dtype}")
+        raise TypeError(f"codes must be float8_e4m3fn or float8_e5m2, not {given.dtype}")
     return given.buffer if isinstance(given, Packed24) else given
 
 
 def _layout(given: Packed24 | Tensor) -> str:
-    """The layout of what is packed; any for what is not."""
+    """The layout of a packed matrix; an arbitrary one for a dense matrix."""
     return given.layout if isinstance(given, Packed24) else BUFFERED
 
 
@@ -200,7 +203,7 @@ def _fits(rows: int, columns: int) -> bool:
 
 
 def _scales(x: Tensor, *dtypes: torch.dtype, amax: Tensor | None = None) -> Tensor:
-    """The scale of x in each dtype, after one search for the largest magnitude or none."""
+    """The scale of x in each dtype; the largest magnitude is searched once, unless it is given."""
     if not x.numel():
         return x.new_ones(len(dtypes), dtype=torch.float32)
     amax = fp8.amax_of(x) if amax is None else amax

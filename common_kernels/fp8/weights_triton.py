@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""FP8 codes of a weight in Triton, for both directions in one read, bit for bit those of
-weights.py's path in PyTorch."""
+"""FP8 codes of a weight and of its transpose in Triton, in one read of the weight, bit for bit
+equal to the PyTorch path of weights.py."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from common_kernels.pack.triton import (
 
 TILE = 64
 BLOCK = 2048  # entries in a program of weight_amax_kernel
-WHOLE, MASK, BITS = 0, 1, 2  # what a weight is given under
+WHOLE, MASK, BITS = 0, 1, 2  # how a weight is given: without a mask, under bools, or compressed
 
 
 class Target(NamedTuple):
-    """The room for codes: the values of a packed matrix and its metadata, or a dense matrix."""
+    """Where codes are written: the values and metadata of a packed matrix, or a dense matrix."""
 
     out: torch.Tensor
     meta: torch.Tensor | None
-    order: int = -1  # of the metadata
+    order: int = -1  # number of the metadata's order (pack.triton.order_of)
 
     @property
     def fmt(self) -> str:
@@ -49,8 +49,11 @@ class Target(NamedTuple):
 def target(
     out: torch.Tensor, dtype: torch.dtype, layout: str, entries: int, turned: bool = False
 ) -> Iterator[Target]:
-    """The target in a buffer (uint8) or in dense codes, or where these are not row-major (or, with
-    `turned`, the transpose of what is) in others that are copied to them afterwards."""
+    """Yield the target for `out`, a packed buffer (uint8) or dense codes.
+
+    Dense codes must be row-major, or with `turned` the transpose of a row-major matrix. For others
+    the target is a temporary matrix, which is copied to `out` afterwards.
+    """
     if out.dtype == torch.uint8:
         yield Target(*split(out, entries, dtype), order_of(layout, dtype))
     elif turned and out.t().is_contiguous():
@@ -68,7 +71,7 @@ def quantize24_(
     mask: torch.Tensor | None,
     amax: torch.Tensor | None,
 ) -> None:
-    """weights.quantize24_ of w [64 a, 64 b], which is row-major as its mask is."""
+    """weights.quantize24_ for row-major w [64 a, 64 b] and mask."""
     masked, kind = (w, WHOLE) if mask is None else (mask.view(torch.uint8), MASK)
     if amax is None:
         bits = torch.zeros((), dtype=torch.int32, device=w.device)
@@ -90,7 +93,7 @@ def quantize_compressed24_(
     row_mask: torch.Tensor,
     column_mask: torch.Tensor,
 ) -> None:
-    """weights.quantize_compressed24_ of a 2:4 weight [64 a, 64 b], as above."""
+    """weights.quantize_compressed24_ for a row-major 2:4 weight [64 a, 64 b] and masks."""
     amax = torch.zeros(2, dtype=torch.int32, device=values.device)
     launch(
         weight_amax_kernel, triton.cdiv(values.numel(), BLOCK), values.device,
@@ -110,15 +113,15 @@ def start(
     columns: int,
     kind: int,
 ) -> None:
-    # 0: not now, 1: packed, 2: dense, 3: dense and the transpose of a row-major matrix
+    # 0: not written, 1: packed, 2: dense row-major, 3: dense, the transpose of a row-major matrix
     forms = [1 if t.meta is not None else 2 if t.out.is_contiguous() else 3 for t in (own, other)]
     parts = [forms]
     if forms == [2, 2] and own.fmt == other.fmt:
-        # One after the other: see operands_triton.project_quantize24_.
+        # Two launches, for the reason given in operands_triton.project_quantize24_.
         parts = [[2, 0], [0, 2]]
     device, interpreted = scales.device, backend.interpreted()
     written = own.out, other.out
-    if interpreted:  # it casts to FP8 wrongly, so that codes are stored in fp32 first
+    if interpreted:  # it casts to FP8 wrongly, so codes are stored in fp32 and cast afterwards
         written = tuple(
             codes_like(t.out.t().shape if form == 3 else t.out.shape, t.fmt, device)
             for t, form in zip((own, other), forms, strict=True)
@@ -140,8 +143,8 @@ def start(
 
 @triton.jit
 def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest magnitudes as fp32 bits: under a mask, or of all entries and then of those whose
-    bit is set."""
+    """Raise `amax` to the largest magnitudes as fp32 bits: of the (masked) entries, or for KIND
+    BITS of all values and of those whose bit is set."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     bits = magnitude(tl.load(x + at, mask=inside, other=0).to(tl.float32))
@@ -155,8 +158,8 @@ def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def load_kept(values, row_mask, column_mask, row, left, columns):
-    """Row `row` of each of 16 x 16 tiles: its two values, where they are (four bools) and whether B
-    keeps them, each `[256]`."""
+    """Row `row` of each of 16 x 16 compressed tiles: its two values, four bools for the columns
+    they stand in, and two for whether B keeps them, each `[256]`."""
     at = tl.arange(0, 512)
     at = (row + 4 * (at // 32)) * (columns // 2) + left // 2 + tl.max_contiguous(at % 32, 2)
     one, other = tl.split(tl.reshape(tl.load(values + at), [256, 2]))
@@ -170,7 +173,7 @@ def load_kept(values, row_mask, column_mask, row, left, columns):
 
 @triton.jit
 def expanded(one, other, places, keeps_one, keeps_other):
-    """Four entries under B, 0 where there is none, and whether there is one."""
+    """The four entries of a row that B keeps, 0 elsewhere, and flags for which are kept."""
     k0, k1, k2, k3 = places
     e0, e3 = tl.where(k0, one, 0), tl.where(k3, other, 0)
     e1, e2 = tl.where(k0, other, one), tl.where(k3, one, other)
@@ -186,7 +189,7 @@ def quantize24_kernel(
     KIND: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """64 x 64 entries: 16 x 16 tiles of 4 x 4. OWN, OTHER: see `start`."""
+    """Write the codes of a 64 x 64 block: 16 x 16 tiles of 4 x 4. OWN, OTHER: see `start`."""
     s, s_t = scale_from(tl.load(amax), TOP), scale_from(tl.load(amax_t), TOP_T)
     if tl.program_id(0) == 0:
         tl.store(scales, s)
@@ -194,7 +197,7 @@ def quantize24_kernel(
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
-    # Entries, and whether each counts for the one and for the other direction.
+    # a: entries by row; k and b: whether each is kept in `own` and in `other`.
     a, k, b = (), (), ()
     for i in tl.static_range(4):
         if KIND == 2:
@@ -247,7 +250,7 @@ def quantize24_kernel(
 
 @triton.jit
 def four(a, k):
-    """The four entries of a row of each tile, `[256, 4]` in fp32, 0 where k is not."""
+    """The four entries of a row of each tile, `[256, 4]` in fp32, 0 where k is False."""
     a0, a1 = tl.where(k[0], a[0].to(tl.float32), 0.0), tl.where(k[1], a[1].to(tl.float32), 0.0)
     a2, a3 = tl.where(k[2], a[2].to(tl.float32), 0.0), tl.where(k[3], a[3].to(tl.float32), 0.0)
     return tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [256, 4])
@@ -255,7 +258,7 @@ def four(a, k):
 
 @triton.jit
 def store_packed(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store packed tiles of a one-byte type, as pack.triton.store_tiles does others."""
+    """Store packed tiles of a one-byte type, as pack.triton.store_tiles does for 16-bit types."""
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, tl.reshape(pairs, [64, 32]).to(values.dtype.element_ty))
@@ -265,6 +268,7 @@ def store_packed(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: 
 
 @triton.jit
 def store_dense(out, quads, top, left, columns):
-    """64 x 64 entries, in any dims in the order of rows, from (top, left) on."""
+    """Store a 64 x 64 block at (top, left). `quads` may have any dims; its entries are in row-major
+    order."""
     at = (top + tl.arange(0, 64)[:, None]) * columns + left + tl.arange(0, 64)[None, :]
     tl.store(out + at, tl.reshape(quads, [64, 64]).to(out.dtype.element_ty))

@@ -1,11 +1,11 @@
 """Gated activations of feed-forward networks (Shazeer, arXiv 2002.05202).
 
-`x [..., 2d]` holds the values in its first half and the gates in its second; the result is
-`value * activation(gate)`, [..., d]. This order, and GELU in its tanh form, are those of FST's
-BERT (arXiv 2404.01847).
+`x [..., 2d]` holds the values in its first half and the gates in its second; the result
+`[..., d]` is `value * activation(gate)`. This order, and GELU's tanh form, follow FST's BERT (arXiv
+2404.01847).
 
-The layout is kept: a sparse product leaves its result with neighbouring tokens side by side, and
-neither the activation nor its gradient transposes that.
+The result and the gradient keep the input's memory layout. A sparse product may leave its result
+column-major (neighbouring tokens side by side), and no transposing copy is made of it here.
 """
 
 import torch
@@ -19,16 +19,16 @@ from common_kernels.library import custom_op
 def geglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """value * gelu(gate), gelu(g) = g sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)): GELU's tanh form.
 
-    x [..., 2d] to [..., d], computed in fp32 and rounded once. Where x is dense, the result and the
-    gradient have its order of dims in memory; else that of `torch.empty_like(x)`. NaN and Inf
-    propagate; a gate of -Inf gives NaN, as in torch. Differentiable once. Raises TypeError for a
-    dtype other than fp32, bf16, fp16 and ValueError for a last dim that is odd.
+    Takes x [..., 2d] and returns [..., d], computed in fp32 and rounded once. The result and the
+    gradient have x's order of dims in memory if x is dense, else that of `torch.empty_like(x)`. NaN
+    and Inf propagate; a gate of -Inf gives NaN, as in torch. It can be differentiated once. Raises
+    TypeError for a dtype other than fp32, bf16 and fp16, and ValueError for an odd last dim.
     """
     return _glu(x, "gelu", backend)
 
 
 def swiglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """value * silu(gate), silu(g) = g sigmoid(g); all else as in `geglu`."""
+    """value * silu(gate), silu(g) = g sigmoid(g); everything else as in `geglu`."""
     return _glu(x, "silu", backend)
 
 
@@ -70,7 +70,7 @@ def _(dy, x, activation, backend):
 
 
 class _Glu(torch.autograd.Function):
-    """The one operator with a gradient."""
+    """The autograd function of both activations."""
 
     @staticmethod
     def forward(ctx, x, activation, backend):

@@ -8,7 +8,8 @@ from common_kernels import chunks
 
 # GELU's tanh form, g (1 + tanh(u)) / 2 with u = sqrt(2/pi) (g + 0.044715 g^3), is g sigmoid(2u).
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-# Where the argument of the sigmoid no longer grows: exp(-argument) is zero in fp32 long before.
+# GELU's cubic term is computed from a gate clamped to this magnitude: the sigmoid is saturated
+# long before, and the cube could overflow.
 SATURATED = 16.0
 
 
@@ -16,7 +17,7 @@ def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
     out = half_like(x)
     for piece, result in pieces(x, out):
         value, gate = (half.float() for half in piece.unbind(1))
-        # The gate's product first: value * gate may overflow where the activation is zero.
+        # Multiply gate by sigmoid first: value * gate may overflow where the activation is zero.
         result.copy_(value * (gate * sigmoid(gate, activation)[0]))
     return out
 
@@ -33,9 +34,10 @@ def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Te
 
 
 def sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """sigmoid(z) and its derivative by the gate, z the gate (silu) or a polynomial of it (gelu).
+    """sigmoid(z) and its derivative by the gate, where z is the gate (silu) or a polynomial of it
+    (gelu).
 
-    Through exp(-|z|), so that nothing overflows and no difference cancels.
+    It is computed from exp(-|z|), so that nothing overflows and no difference cancels.
     """
     z = gate
     if activation == "gelu":
@@ -58,20 +60,21 @@ def half_like(x: torch.Tensor, device: torch.device | str | None = None) -> torc
 
 
 def laid_out(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy in the layout of `half_like(x)`: a copy where it differs."""
+    """dy in the layout of `half_like(x)`, copied only if its layout differs."""
     if dy.stride() == half_like(x, "meta").stride():
         return dy
     return half_like(x).copy_(dy)
 
 
 def as_halves(x: torch.Tensor) -> torch.Tensor:
-    """x in memory order as `[rows, 2, run]`: a row's values, then its gates."""
+    """x in memory order as `[rows, 2, run]`: the values of each row, then its gates."""
     groups = chunks.as_groups(x, -1, x.shape[-1])
     return groups.view(len(groups), 2, -1)
 
 
 def pieces(x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor):
-    """Pieces of x and of `more` as halves, and of y, laid out as `half_like(x)`, in step."""
+    """Yield matching pieces (`chunks.split`) of x and `more` as halves, and of y, which is laid out
+    as `half_like(x)`."""
     if x.numel() == 0:
         return
     halves = as_halves(x)

@@ -1,5 +1,5 @@
-"""Gated activations by definition, in fp64: what the tests hold every backend against, and with
-their gradients by autograd the backward as well."""
+"""Gated activations by definition, in fp64. The tests compare every backend with them, and every
+backward pass with their gradients by autograd."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 
 def gelu(g: torch.Tensor) -> torch.Tensor:
-    """GELU's approximation by tanh (arXiv 1606.08415)."""
+    """GELU's tanh approximation (arXiv 1606.08415)."""
     return 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
 
 
@@ -24,6 +24,6 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """value * silu(gate), likewise."""
+    """value * silu(gate), `[..., d]` for `x [..., 2d]`, in the same order."""
     value, gate = x.double().chunk(2, -1)
     return value * silu(gate)

@@ -1,4 +1,4 @@
-"""Gated activations in Triton: one pass forward and one backward, in either layout."""
+"""Gated activations in Triton: one kernel forward and one backward, for any dense layout."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from common_kernels import chunks
 from common_kernels.glu import cpu
 from common_kernels.launch import cast, first_entries, launch
 
-BLOCK = 2048  # results in a program: the fastest of 512 to 2048 on an H200
+BLOCK = 2048  # results per program: the fastest of 512 to 2048 on an H200
 LINEAR, CUBIC = tl.constexpr(cpu.LINEAR), tl.constexpr(cpu.CUBIC)
 SATURATED = tl.constexpr(cpu.SATURATED)
 
@@ -64,7 +64,7 @@ def glu_backward_kernel(x, dy, dx, count, run, GELU: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def sigmoid(gate, GELU: tl.constexpr):
-    """cpu.sigmoid."""
+    """cpu.sigmoid in Triton."""
     if GELU:
         g = tl.maximum(gate, -SATURATED, propagate_nan=tl.PropagateNan.ALL)
         g = tl.minimum(g, SATURATED, propagate_nan=tl.PropagateNan.ALL)

@@ -1,6 +1,6 @@
 """The second half of a sparse-plus-low-rank product (SLoPe, arXiv 2405.16325).
 
-`X [W^T | L]` is one product; its columns `Y1 = X W^T` and `Y2 = X L` are then joined here.
+One product `X [W^T | L]` gives `Y1 = X W^T` and `Y2 = X L`; `lowrank_addmm` combines the two.
 """
 
 import torch
@@ -20,11 +20,11 @@ def lowrank_addmm(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """`y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out]`.
+    """y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out], as a new contiguous
+    tensor.
 
-    Accumulated in fp32 and rounded once, to y1's dtype; the operands may be of any float dtype and
-    any strides (y1 and y2 are meant to be slices of one tensor). Nothing is changed in place; the
-    result is contiguous.
+    It is accumulated in fp32 and rounded once, to y1's dtype. The operands may have any float dtype
+    and any strides; usually y1 and y2 are slices of one tensor.
     """
     tensors = {"y1": y1, "y2": y2, "r": r} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ def lowrank_addmm(
     bias: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    with torch.autocast(y1.device.type, enabled=False):  # the caller's would round to 16 bits
+    with torch.autocast(y1.device.type, enabled=False):  # it would round to 16 bits
         out = (y2.float() @ r.float()).mul_(scale).add_(y1)
     if bias is not None:
         out.add_(bias)

@@ -1,4 +1,4 @@
-"""Sparse-plus-low-rank output in Triton: the product, scale, bias and sum in one pass over y1."""
+"""Sparse-plus-low-rank output in Triton: product, scale, bias and sum in one pass over y1."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 from common_kernels.launch import INTERPRETED, cast, launch
 
-ROWS, COLUMNS, DEPTH = 64, 128, 64  # of a program's tile, and of a step along the rank
+ROWS, COLUMNS, DEPTH = 64, 128, 64  # tile of a program; DEPTH is the step along the rank
 
 
 def lowrank_addmm(
@@ -53,7 +53,7 @@ def lowrank_kernel(
             r + right * r_row + column * r_column,
             mask=(right < rank) & (column < columns), other=0,
         )  # fmt: skip
-        if not EXACT or INTERPRETED:  # whose product takes bf16 for integers
+        if not EXACT or INTERPRETED:  # the interpreter's tl.dot treats bf16 as integers
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision="ieee")
     inside = (row < rows) & (column < columns)

@@ -1,8 +1,8 @@
-"""Hard masks: N:M along one dim, 2:4 along both dims of a tile, and what measures them.
+"""Hard masks: N:M along one dim, 2:4 along both dims of a tile, and measures of masks.
 
-Ties: the lower index wins. Magnitudes are ranked by their bit pattern, NaN above Inf and Inf above
-every finite number: exactly n of m are kept whatever the input holds, and a NaN is kept, not
-hidden.
+The lower index wins a tie. Magnitudes are ranked by their bit pattern, NaN above Inf above every
+finite number. So exactly n of m entries are kept whatever the input holds, and a NaN is kept rather
+than hidden.
 """
 
 import torch
@@ -20,8 +20,8 @@ def nm_mask(
 ) -> torch.Tensor:
     """Bool mask that keeps the n largest magnitudes of each m consecutive entries along dim.
 
-    It has x's shape and, where x is dense, its strides. Raises TypeError for a dtype other than
-    fp32, bf16, fp16 and ValueError for a dim that is no multiple of m.
+    It has x's shape, and x's strides if x is dense. Raises TypeError for a dtype other than fp32,
+    bf16 and fp16, and ValueError if the dim's size is no multiple of m.
     """
     checks.float_tensor(x)
     if not (0 <= n <= m and 1 <= m <= 128):
@@ -47,9 +47,10 @@ def _(x, n, m, dim, backend):
 def double_prune_mask(
     w: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
 ) -> torch.Tensor:
-    """SLoPe's second mask (arXiv 2405.16325): n:m along dim 0 of `w [out, in]` pruned along dim 1.
+    """SLoPe's second mask (arXiv 2405.16325): n:m along dim 0 of a `w [out, in]` that is already
+    pruned along dim 1.
 
-    A column group may hold more than m-n pruned entries; one that the mask "keeps" is zero in w.
+    If a group of a column has fewer than n non-zeros left, the mask also keeps zeros of w.
     """
     if w.ndim != 2:
         raise ValueError(f"w must have two dims, not shape {tuple(w.shape)}")

@@ -8,11 +8,12 @@ import torch
 
 from common_kernels import chunks
 
-# Tiles in a piece of the exact search, which needs far more scratch space than the other masks.
+# Tiles per piece of the exact search, which needs far more scratch space than the other masks.
 TILES = 1 << 14
 # The six 2:4 patterns of a row, in descending order of their bits.
 PAIRS = tuple(itertools.combinations(range(4), 2))
-# Two patterns of a row that share one column; their runs, (first, range of second, classes).
+# Pairs of row patterns that share one column, and runs of them: (first pattern, range of second
+# patterns, range of classes).
 TWINS = tuple((i, j) for i in range(6) for j in range(i + 1, 6) if i + j != 5)
 TWIN_RUNS = (
     (0, slice(1, 5), slice(0, 4)),
@@ -24,7 +25,7 @@ TWIN_RUNS = (
 )
 
 
-# 2^125 as bits: eight magnitudes below it have a finite sum in fp32.
+# The bits of 2^125: the sum of eight magnitudes below it is finite in fp32.
 LARGE = 0x7E000000
 
 
@@ -49,8 +50,8 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
 
 
 def keep(a: torch.Tensor, mask: torch.Tensor, n: int) -> None:
-    """The rule: an entry is kept if it wins at least m-n of its m-1 duels; the lower index wins a
-    draw.
+    """Write the n:m mask of `a`: an entry is kept if it wins at least m-n of its m-1 pairwise
+    comparisons in its group; the lower index wins a tie.
 
     a and mask: `[rows, m, lanes]`.
     """
@@ -64,13 +65,13 @@ def keep(a: torch.Tensor, mask: torch.Tensor, n: int) -> None:
 
 
 def keep24(x: torch.Tensor, mask: torch.Tensor) -> Callable[..., None]:
-    """The same rule for 2:4 groups of neighbours in memory, with the four wins of a group in the
-    bytes of one word.
+    """The same rule for 2:4 groups of neighbours in memory; the four bytes of a word count the wins
+    of a group's entries.
 
-    Entry i starts with i wins, as if it had won every duel against a lower index; each duel (i,
-    i+d) that the lower index wins moves one point from byte i+d to byte i. Bit 1 of a byte then
-    says "two wins or three". The duels are comparisons of a whole piece with its shifted self;
-    those that cross the border of a group are masked off.
+    Entry i starts with i wins, as if it had won every comparison with a lower index. Each
+    comparison (i, i+d) that the lower index wins moves one point from byte i+d to byte i. Bit 1 of
+    a byte then means two or three wins. A whole piece is compared with itself shifted by d;
+    comparisons across the border of a group are masked off.
 
     x and mask: `[groups, 4, 1]`, contiguous.
     """
@@ -105,7 +106,7 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
         return mask
     kept = mask if mask.is_contiguous() else torch.empty(w.shape, dtype=torch.bool, device=w.device)
     tiles = w.reshape(-1, 4, w.shape[-1] // 4, 4)  # [tile rows, row, tile columns, column]
-    rows = kept.view(torch.int32).view(-1, 4, w.shape[-1] // 4)  # a word of four bools each
+    rows = kept.view(torch.int32).view(-1, 4, w.shape[-1] // 4)  # each row's four bools as one word
     if algorithm == "exact":
         chunks.for_each(exact, tiles, rows, size=16 * TILES)
     else:
@@ -114,18 +115,20 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
 
 
 def exact(tiles: torch.Tensor, kept: torch.Tensor) -> Callable[..., None]:
-    """The pattern with the largest sum of kept magnitudes, in fp32, added up as (row 0 + row 1) +
-    (row 2 + row 3): the best upper half plus the best lower half that fits it. Ties go to the first
-    pattern. NaN counts as Inf, which keeps the scores comparable and the mask legal. A tile with an
-    entry of 2^125 or more is measured in eighths, so that no sum of finite entries is Inf.
+    """Choose for each tile the pattern with the largest sum of kept magnitudes.
 
-    Row patterns are numbers of PAIRS; 5-i is the complement of i. What fits below an upper half
-    (i, j) depends on its column sums alone, so the 36 halves on each side fall into 19 classes:
-    (i, i); (i, j) with (j, i), where i and j share one column; and all (i, 5-i). Lower halves are
-    numbered by the complements of their rows, so that a class above fits its number below.
+    Sums are in fp32, added as (row 0 + row 1) + (row 2 + row 3). Ties go to the first pattern. NaN
+    counts as Inf, which keeps the sums comparable and the mask legal. A tile with an entry of 2^125
+    or more is divided by 8 first, so that no sum of finite entries is Inf.
 
-    tiles: `[tile rows, 4, tile columns, 4]`; kept: `[tile rows, 4, tile columns]` int32, a word of
-    four bools a row.
+    The search joins the best upper half (two rows) with the best lower half that fits it. A row's
+    pattern is an index into PAIRS; 5-i is the complement of i. Which lower halves fit an upper half
+    (i, j) depends only on its column sums, so the 36 halves on each side fall into 19 classes:
+    (i, i); (i, j) with (j, i) if i and j share one column; and all (i, 5-i). Lower halves are
+    numbered by the complements of their rows, so that matching classes have the same number.
+
+    tiles: `[tile rows, 4, tile columns, 4]`; kept: `[tile rows, 4, tile columns]` int32, each row's
+    four bools as one word.
     """
     device, (rows, _, columns, _) = tiles.device, tiles.shape
     n = rows * columns
@@ -133,7 +136,7 @@ def exact(tiles: torch.Tensor, kept: torch.Tensor) -> Callable[..., None]:
     i, j = torch.tensor(TWINS, dtype=torch.float32, device=device).t().unsqueeze(-1)
     numbers = torch.arange(6, dtype=torch.float32, device=device)[:, None]
     rank_first, rank_last = 6 - numbers, 1 + numbers
-    # The place of a pattern in the lexicographic order: 36 * upper half + lower half.
+    # A pattern's place in the lexicographic order is 36 * upper half + lower half.
     place_same = 36 * 7 * numbers + 35 - 7 * numbers
     place_twin, swap = 36 * (6 * i + j) + 35 - (6 * i + j), j - i
     absolute = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=device)
@@ -174,7 +177,8 @@ def exact(tiles: torch.Tensor, kept: torch.Tensor) -> Callable[..., None]:
             torch.add(x, y, out=out)
         torch.maximum(one, other, out=best_twins)
         torch.amax(opposite, 1, out=best_opposite)
-        # In an upper half (i, j) comes before (j, i); in a lower one, by complements, after it.
+        # (i, j) comes before (j, i) in an upper half and, numbered by complements, after it in a
+        # lower half.
         torch.gt(other[0], one[0], out=upper)
         torch.ge(other[1], one[1], out=lower)
         torch.addcmul(place_twin, upper, swap, value=180, out=place_of_twins)
@@ -203,28 +207,27 @@ def half_words(device: torch.device) -> torch.Tensor:
 
 
 def greedy(tiles: torch.Tensor, kept: torch.Tensor) -> None:
-    """From the largest magnitude down, keep an entry if its row and its column hold fewer than two.
-
-    A tile may end with fewer than eight entries kept.
+    """Go through a tile's entries from the largest magnitude down, and keep an entry if its row and
+    its column hold fewer than two. Fewer than eight entries may be kept in the end.
     """
     kept.view(torch.bool).view(tiles.shape).copy_(scan(tiles, largest_first=True))
 
 
 def two_approx(tiles: torch.Tensor, kept: torch.Tensor) -> None:
-    """From the smallest magnitude up, prune an entry if its row or its column has lost fewer than
-    two.
+    """Go through a tile's entries from the smallest magnitude up, and prune an entry if its row or
+    its column has lost fewer than two.
 
-    The 2-approximation of Hubara et al. (arXiv 2102.08124). A tile may end with fewer than eight
-    entries kept.
+    This is the 2-approximation of Hubara et al. (arXiv 2102.08124). Fewer than eight entries may be
+    kept in the end.
     """
     kept.view(torch.bool).view(tiles.shape).copy_(~scan(tiles, largest_first=False))
 
 
 def scan(tiles: torch.Tensor, largest_first: bool) -> torch.Tensor:
-    """Entries taken when a tile is visited by magnitude; the lower index goes first in a draw.
+    """The entries taken when a tile is visited in order of magnitude, lower index first in a tie.
 
-    What a tile has taken so far is counted in one word: four bits for each row, then for each
-    column. A count of two, three or four has one of the bits of 6.
+    One word counts what a tile has taken so far: four bits for each row, then four for each column.
+    A count of two, three or four overlaps with the bits of 6.
     """
     flat = magnitude_bits(tiles.contiguous()).transpose(1, 2).flatten(2)
     order = flat.argsort(dim=-1, descending=largest_first, stable=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-# The binary 4x4 tiles with two ones in each row and column, the largest as a number first (FST,
-# arXiv 2404.01847, section 5.1).
+# The 90 binary 4x4 tiles with two ones in each row and column, in descending order when read as
+# binary numbers (FST, arXiv 2404.01847, section 5.1).
 PAIRS = [[int(i in pair) for i in range(4)] for pair in itertools.combinations(range(4), 2)]
 PATTERNS = [
     torch.tensor(tile).bool()
@@ -17,10 +17,11 @@ PATTERNS = [
 
 
 def each_group(function: Callable, x: torch.Tensor, m: int, dim: int, dtype: torch.dtype):
-    """Call `function(group, number)` with every m consecutive entries of x along dim, as a list of
-    numbers, and return its lists in the places of the groups, as a tensor of x's shape.
+    """Apply `function(group, number)` to each group of m consecutive entries of x along dim, and
+    return the results as a tensor of x's shape.
 
-    `number` counts the groups in the row-major order of x with dim divided by m.
+    `group` and the result are lists of m numbers; `number` counts the groups in the row-major order
+    of x with dim divided by m.
     """
     shape = list(x.shape)
     shape[dim] //= m
@@ -48,7 +49,7 @@ def nm_mask(x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1) -> torch.Ten
 
 
 def double_prune_mask(w: torch.Tensor, n: int = 2, m: int = 4) -> torch.Tensor:
-    """Keep n of m along dim 0 of a `w [out, in]` that is pruned along dim 1 (SLoPe, arXiv
+    """Keep n of m along dim 0 of a `w [out, in]` that is already pruned along dim 1 (SLoPe, arXiv
     2405.16325, section 2.1).
     """
     return nm_mask(w, n, m, dim=0)
@@ -66,8 +67,8 @@ def transposable_mask24(w: torch.Tensor, algorithm: str = "exact") -> torch.Tens
 
 
 def exact(tile: torch.Tensor) -> torch.Tensor:
-    """The first of the patterns that keep the largest sum of magnitudes, in fp32. (Backends count
-    NaN as Inf, and then keep any pattern with one, for all their sums are Inf.)
+    """The first of the patterns with the largest sum of kept magnitudes, in fp32. (The backends
+    count NaN as Inf; in a tile with NaN they may keep any pattern that holds one.)
     """
     if tile.max() >= 2.0**125:
         tile = tile / 8  # a sum of finite numbers stays finite

@@ -1,7 +1,7 @@
 """Hard masks in Triton, bit for bit those of cpu.py.
 
-Where more than four magnitudes are ranked, a thread sorts its keys, magnitude and place in one
-number, in a network of comparators: minima and maxima, nothing that depends on the data.
+To rank more than four magnitudes, a thread sorts keys, each of which holds a magnitude and its
+place, with a sorting network: minima and maxima only, and no branch that depends on the data.
 """
 
 import functools
@@ -25,8 +25,8 @@ from common_kernels.launch import (
 )
 from common_kernels.masks import cpu
 
-LARGEST_M = 32  # a thread holds a whole group
-CHECKED = 8192  # entries in a program that only reads
+LARGEST_M = 32  # the largest group that a thread can hold
+CHECKED = 8192  # entries per program of the kernels that only read
 LARGE = tl.constexpr(cpu.LARGE)
 TILES = 128  # 4x4 tiles in a program of two warps, two to a thread
 
@@ -89,7 +89,7 @@ def network(size: int) -> tuple[tuple[int, int], ...]:
 
 @triton.jit
 def exchange(keys, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """The larger key to place FIRST, the other to place LAST."""
+    """Move the larger of two keys to place FIRST and the other to place LAST."""
     a, b = keys[FIRST], keys[LAST]
     if a.dtype == tl.float64:
         wins = a > b
@@ -109,9 +109,10 @@ def descending(keys, NETWORK: tl.constexpr):
 
 @triton.jit
 def key(a, place):
-    """A number that ranks as |a| does and among equals as `place` does, an integer below 2^17.
+    """A sort key that ranks as |a| does, and among equals as `place` (an integer below 2^17) does.
 
-    Of a 32-bit entry in fp64, for a GPU compares these at once and 64-bit integers not.
+    The key of a 32-bit entry is fp64, because a GPU compares fp64 in one instruction but 64-bit
+    integers in several.
     """
     if a.dtype == tl.float32:
         return ((magnitude(a).to(tl.int64) << 31) | place).to(tl.float64, bitcast=True)
@@ -132,9 +133,9 @@ def mask_kernel(
     x, mask, count, lanes, N: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
     NETWORK: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
-    """An entry is kept if its key is not below the N-th of its group.
+    """Keep an entry if its key is at least the N-th largest of its group.
 
-    The network is for 2^LEVELS >= M keys; those that are missing rank last.
+    The network sorts 2^LEVELS >= M keys; the missing ones rank last.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     keys = ()
@@ -191,7 +192,7 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
 
 @triton.jit
 def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
-    """The magnitudes of BLOCK tiles of a tile row, as bits: four rows of four `[BLOCK]`."""
+    """The magnitudes of BLOCK tiles of a tile row, as bits: four rows of four tensors `[BLOCK]`."""
     row = w + tile_row * 16 * columns
     count = columns - first
     return (
@@ -204,7 +205,7 @@ def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def pair_sums(row, unit):
-    """Sums of the six pairs of a row's magnitudes times `unit`, in the order of cpu.PAIRS; NaN as
+    """The sums of a row's magnitudes times `unit` for the six patterns of cpu.PAIRS; NaN counts as
     Inf."""
     a0, a1, a2, a3 = finite(row[0]), finite(row[1]), finite(row[2]), finite(row[3])
     a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit
@@ -227,10 +228,10 @@ def finite(a):
 
 @triton.jit
 def best_place(r0, r1, r2, r3):
-    """cpu.exact: the best upper and lower half of each of the 19 classes, then the best class.
+    """The pattern that cpu.exact chooses, as 36 * upper half + lower half.
 
-    Takes four rows of four entries; returns 36 * upper half + lower half, the position of a pattern
-    in the order of ties.
+    Takes four rows of four magnitudes. It finds the best upper and lower half of each of the 19
+    classes, and then the best class; a tie goes to the smaller result.
     """
     top = tl.maximum(tl.maximum(largest(r0), largest(r1)), tl.maximum(largest(r2), largest(r3)))
     unit = tl.where(top >= LARGE, 0.125, 1.0)
@@ -295,17 +296,18 @@ def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def greedy_bits(rows, NETWORK: tl.constexpr):
-    """cpu.greedy: sixteen times the largest magnitude not yet seen, the lower index in a draw.
+    """The entries that cpu.greedy keeps, one bit each: visited from the largest magnitude down, the
+    lower index first in a tie.
 
-    The place of an entry is one bit for its row, every fourth from bit 16 down, and one for its
-    column, from bit 3 down. Their product is one bit of sixteen for the entry.
+    A row is one bit, every fourth from bit 16 down, and a column one bit from bit 3 down; their
+    product is the entry's bit out of sixteen.
     """
     keys = ()
     for r in tl.static_range(4):
         for c in tl.static_range(4):
             keys += (key(rows[r][c], (1 << 16 - 4 * r) | (8 >> c)),)
     keys = descending(keys, NETWORK)
-    one = tl.zeros(rows[0][0].shape, tl.int32)  # rows and columns that hold an entry or more
+    one = tl.zeros(rows[0][0].shape, tl.int32)  # rows and columns that hold at least one entry
     two = tl.zeros(rows[0][0].shape, tl.int32)  # those that are full
     taken = tl.zeros(rows[0][0].shape, tl.int32)
     for i in tl.static_range(16):
@@ -319,7 +321,8 @@ def greedy_bits(rows, NETWORK: tl.constexpr):
 
 @triton.jit
 def row_word(taken, ROW: tl.constexpr):
-    """Four bits, the first column's on top, to the low bits of four bytes, the first lowest."""
+    """A row's four bools as one word: bit 3 (the first column) goes to the lowest byte, and so
+    on."""
     return ((taken >> 12 - 4 * ROW & 15) * 0x08040201 >> 3) & 0x01010101
 
 
@@ -342,8 +345,8 @@ def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
 
 
 def tile(lanes: int, size: int) -> tuple[int, int]:
-    """Rows and lanes of a tile of `size`, a power of two, in `[rows, lanes]`: no lane is left idle
-    at the end of a row, unless pieces of rows became too short."""
+    """Rows and lanes of a tile with `size` elements (a power of two) of `[rows, lanes]`. The lanes
+    divide a row evenly unless the pieces would become too short."""
     width = math.gcd(lanes, size)
     if width < min(64, size):
         width = min(triton.next_power_of_2(lanes), size)
@@ -355,7 +358,8 @@ def check_kernel(
     x, total, rows, lanes, n,
     M: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the groups with more than n non-zeros in a tile of `[rows, M, lanes]` to `total`."""
+    """Add the number of groups with more than n non-zeros in a tile of `[rows, M, lanes]` to
+    `total`."""
     if NEIGHBOURS:
         first = tl.program_id(0).to(tl.int64) * ROWS
         at = first * M + tl.arange(0, ROWS * M)
@@ -379,7 +383,7 @@ def check_kernel(
 def flips(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if not old.dtype == new.dtype == torch.bool:
         return cpu.flips(old, new)
-    order = chunks.memory_order(old)  # the other in the same order, a view unless laid out apart
+    order = chunks.memory_order(old)  # `new` in the same order, a view if its layout is the same
     old, new = (t.permute(order).contiguous().view(-1) for t in (old, new))
     words = len(old) // 4
     total = cpu.flips(old[4 * words :], new[4 * words :])
@@ -398,7 +402,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def flips_kernel(old, new, total, words, BLOCK: tl.constexpr):
-    """Adds the bools that differ to `total`, four in a word: sums of bytes, then of halves."""
+    """Add the number of bools that differ to `total`; each word holds four of them, whose bytes are
+    summed, then the halves."""
     start = tl.program_id(0).to(tl.int64) * (8 * BLOCK)
     at = start + (BLOCK * tl.arange(0, 8)[:, None] + tl.arange(0, BLOCK)[None, :])
     a, b = (

@@ -1,18 +1,18 @@
-"""Products of a compressed 2:4 matrix A [rows, columns] with a dense one.
+"""Products of a compressed 2:4 matrix A [rows, columns] with a dense matrix.
 
 Backends:
 
-    dense        the matrix is expanded and multiplied: any device; what all others must equal
+    dense        expands A and multiplies: any device; all other backends must agree with it
     cutlass      torch's CUTLASS kernels: compute capability 8.x, 16-bit types
-    cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the choice of
-                 an algorithm are kept (table.py)
-    cuda         our own for compute capability 9.0, bf16 and FP8, compiled when it is first needed
+    cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the chosen
+                 algorithm are cached (table.py)
+    cuda         our own kernels: compute capability 9.0, bf16 and FP8, compiled when first needed
                  (cuda.py)
 
 cuSPARSELt takes layout `cusparselt_sm90`, our own kernels `cutlass_sm90` and `cutlass_sm90_k128`,
-in one buffer, as `common_kernels.pack.operands` writes them. On a CPU under Triton's interpreter
-the products of both are emulated. Which of a product's algorithms, kernels and layouts is the
-fastest right one is measured (table.py).
+each in one buffer, as `common_kernels.pack.operands` writes them. On a CPU under Triton's
+interpreter the products of both are emulated. The fastest correct algorithm, kernel and layout of a
+product is found by measurement (table.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from common_kernels.pack import BUFFERED, Packed24, check_form, convert24, meta_
 from common_kernels.pack.operands import fill_up, packed_sample, whole_blocks
 
 BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
-LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # of the products of training
-NEEDS = {  # what needs which major compute capability
+LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # the layouts that the products of training take
+NEEDS = {  # the major compute capability that a backend needs, with words for its message
     "cutlass": ("torch's CUTLASS products need", 8),
     "cusparselt": ("cuSPARSELt needs", 9),  # the order of its metadata is known for 9.0 alone
     "cuda": ("our own products need", 9),
@@ -46,9 +46,9 @@ NEEDS = {  # what needs which major compute capability
 
 
 def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Why `backend` cannot multiply matrices of `dtype` on `device`; None if it can.
+    """The reason why `backend` cannot multiply matrices of `dtype` on `device`; None if it can.
 
-    Raises ValueError on an unknown name.
+    Raises ValueError for an unknown backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown matmul backend {backend!r}: choose one of {', '.join(BACKENDS)}")
@@ -89,14 +89,15 @@ def _wrong_device(device: torch.device, needs: str, major: int) -> str | None:
 def matmul24(
     packed: Packed24, x: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """x [..., columns] A^T + bias [rows] -> [..., rows] for a packed A [rows, columns].
+    """x [..., columns] A^T + bias [rows], of shape [..., rows], for a packed A [rows, columns].
 
-    x, of A's dtype, is on A's device. The default backend is the sparse one that can serve the
-    device, dtype and layout as it is, else `dense`; `chosen` names it. Any layout will do where a
-    backend is named, but it is converted at every call: convert it once with convert24. No gradient
-    is defined.
+    x has A's dtype and device. The default backend is a sparse one if it can serve the device,
+    dtype and layout as they are, else `dense`; `chosen` names it. A backend given by name takes any
+    layout, but converts it in every call; convert it once with `convert24` instead. No gradient is
+    defined.
 
-    Raises RuntimeError if the backend cannot serve, with the reason, ValueError on other shapes.
+    Raises RuntimeError with the reason if the backend cannot serve, and ValueError for shapes that
+    do not match.
     """
     _check_fit(packed, x, x.shape[-1])
     if bias is not None and bias.shape != (packed.shape[0],):
@@ -118,7 +119,10 @@ def matmul24(
 
 
 def chosen(packed: Packed24, backend: str | None = None) -> str:
-    """The backend that matmul24 takes: the one named, if it can serve, else what suits."""
+    """The backend that `matmul24` uses: `backend` if it is given, else the default for `packed`.
+
+    Raises RuntimeError if the given backend cannot serve.
+    """
     device, dtype = packed.parts[0].device, packed.dtype
     if backend is None:
         native = {"cutlass_sm80": "cutlass", BUFFERED: "cusparselt", "cutlass_sm90": "cuda"}
@@ -132,7 +136,7 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
 
 
 def _in_one_buffer(packed: Packed24) -> Packed24:
-    """The same matrix, copied if its parts lie apart."""
+    """The same matrix in one buffer, copied unless it is in one already."""
     if len(packed.parts) == 1:
         return packed
     buffer = torch.cat([packed.values.view(-1).view(torch.uint8), meta_bytes(packed)])
@@ -144,7 +148,7 @@ def _out_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's operator multiplies from the left: its result is y^T."""
+    """The product by torch's CUTLASS operator, which computes y^T = A x^T."""
     tokens = x.shape[0]
     x = fill_up(x, -tokens % _multiple(x))
     if bias is None:
@@ -165,15 +169,16 @@ def linear24(
     *,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x [tokens, columns] A^T + bias [rows] -> [tokens, rows], by cuSPARSELt or our own kernels, as
-    A's layout says.
+    """x [tokens, columns] A^T + bias [rows], of shape [tokens, rows]. A's layout decides whether
+    cuSPARSELt or our own kernels multiply.
 
-    x is row-major, of A's dtype; out_dtype is that, or for FP8 bf16, and with cuSPARSELt fp16 or
-    fp32 as well. Its tokens are filled up with zero rows to what it takes.
+    x is row-major and has A's dtype. The tokens are padded with zero rows as the kernels need.
 
     Args:
-        scales: of the codes of x and A, fp32 []: the product is divided by both. Our own kernels
-            do it before they round to bf16, after cuSPARSELt's it is a pass of its own.
+        out_dtype: A's dtype (the default), or for FP8 bf16, with cuSPARSELt also fp16 or fp32.
+        scales: fp32 [] each, the scales of the codes of x and A; the product is divided by both.
+            Our own kernels divide before they round to bf16; after cuSPARSELt it is a separate
+            pass.
     """
     buffer, (rows, columns) = packed.buffer, packed.shape
     _check_fit(packed, x, x.shape[1])
@@ -192,10 +197,10 @@ def linear24(
     else:
         bias = None if bias is None else bias.to(torch.bfloat16)
         y = _matmul24(buffer, *given, bias, scale, other, True, True, torch.bfloat16)
-        # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop the
-        # backward pass of the Function that it is in without a word.
+        # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
+        # returns the result of a `to` that changes nothing.
         y = y if out_dtype in (None, y.dtype) else y.to(out_dtype)
-    # A copy where rows were filled up: a view could not be changed in place behind a Function.
+    # Copy if rows were padded: a view returned by an autograd Function cannot be changed in place.
     return y if len(x) == tokens else y.narrow_copy(0, 0, tokens)
 
 
@@ -207,21 +212,21 @@ def mm24(
     transposed: bool = False,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """A [rows, columns] x [columns, n] -> [rows, n], by cuSPARSELt or our own kernels, as A's
-    layout says.
+    """A [rows, columns] x [columns, n], of shape [rows, n]. A's layout decides whether cuSPARSELt
+    or our own kernels multiply.
 
-    Columns of A beyond those of x count as zeros: x is filled up with zeros.
+    If x has fewer rows than A has columns, it is padded with zeros.
 
     Args:
-        transposed: x is given as [n, columns], which is the only form that FP8 takes.
-        scales: as for `linear24`; the product is in fp32 before it is divided by them.
+        transposed: x is given as [n, columns]; FP8 needs this form.
+        scales: as for `linear24`; the product is kept in fp32 until it is divided by them.
     """
     buffer, (rows, columns) = packed.buffer, packed.shape
     scale, other = scales or (None, None)
     checks.one_device(matrix=buffer, x=x, scale=scale, other=other)
     missing = columns - x.shape[1 if transposed else 0]
     if missing < 0:
-        raise ValueError(f"x is {tuple(x.shape)}, the sparse matrix has only {columns} columns")
+        raise ValueError(f"x is {tuple(x.shape)}, but the sparse matrix has only {columns} columns")
     if transposed and missing:
         x = F.pad(x.view(torch.uint8), (0, missing * x.element_size())).view(x.dtype)
     elif missing:
@@ -248,12 +253,13 @@ def sample_mm24(
 ) -> Tensor:
     """S(dY)^T X [out, in] in one operator: mm24(sample_pack24(dy, key, stride, layout=layout), x).
 
-    dy, x: [tokens, out] and [tokens, in] of one dtype. For the rest see these two.
+    dy [tokens, out] and x [tokens, in] have one dtype. `mm24` and `sample_pack24` describe the
+    rest.
     """
     if x.ndim != 2 or x.shape[0] != dy.shape[0] or x.dtype != dy.dtype:
         raise ValueError(
             f"dy {tuple(dy.shape)} of {dy.dtype} and x {tuple(x.shape)} of {x.dtype} must be "
-            "matrices with as many tokens, and one dtype"
+            "matrices with equally many tokens and one dtype"
         )
     whole = whole_blocks(dy, key, dy.dtype, layout)
     name = backends.resolve(checks.one_device(dy=dy, x=x, key=key), backend)
@@ -302,7 +308,7 @@ def _matmul24(
     result_transposed: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product, with our own kernels divided by two scales."""
+    """The product; our own kernels also divide it by the two scales."""
     scales = None if scale is None or other is None else (scale, other)
     problem = (
         rows, columns, dense.shape[0 if dense_transposed else 1], dense.dtype, out_dtype,
@@ -318,8 +324,8 @@ def _product(
     scales: tuple[Tensor, Tensor] | None,
     problem: tuple[Any, ...],
 ) -> Tensor:
-    """The product; problem: the fields of a `Problem`. Python's part of it takes as long as the
-    GPU's where layers are small."""
+    """The product; `problem` holds the fields of a `Problem`. For small layers Python takes as long
+    here as the GPU, so this is kept short."""
     device = buffer.device
     if device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
@@ -360,9 +366,10 @@ def _check_available(problem: Problem, device: torch.device) -> None:
 
 
 class Measured(NamedTuple):
-    """The times of a product in milliseconds, alone.
+    """The measured times of a product by itself, in milliseconds.
 
-    ms: of the sparse one, infinite if no kernel gives the right result. dense_ms: of the dense one.
+    ms: time of the sparse product, infinite if no kernel gives the correct result.
+    dense_ms: time of the dense product.
     """
 
     layout: str
@@ -371,7 +378,7 @@ class Measured(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The time of the sparse product over that of the dense one, measured beside it."""
+        """The time of the sparse product divided by that of the dense one."""
         return self.ms / self.dense_ms
 
     @property
@@ -381,9 +388,9 @@ class Measured(NamedTuple):
 
 
 def in_layout(problem: Problem, layout: str) -> Problem | None:
-    """The product with its sparse matrix in another layout; None if no kernel serves it there.
+    """The product with its sparse matrix in another layout; None if no kernel serves it.
 
-    The columns of wgrad's are tokens: they are filled up to what the layout needs.
+    In wgrad the sparse matrix's columns are tokens; they are rounded up to what the layout needs.
     """
     if layout in cuda.LAYOUTS and problem.dtype not in cuda.TYPES:
         return None
@@ -399,8 +406,8 @@ def in_layout(problem: Problem, layout: str) -> Problem | None:
 
 
 def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
-    """The product in each layout that kernels take it in; in those that need more tokens only if
-    all do: filled up copies of dY and X cost more than another kernel gains."""
+    """The product in each layout that kernels serve. A layout that needs more tokens is left out
+    unless all do: padded copies of dY and X cost more than another kernel gains."""
     found = [moved for layout in layouts if (moved := in_layout(problem, layout))]
     return [moved for moved in found if moved.columns == problem.columns] or found
 
@@ -408,10 +415,10 @@ def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
 def fastest(
     problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
 ) -> Measured | None:
-    """The layout in which a product was measured, here or before, to be the fastest beside the
-    dense one; None if none of them serves it.
+    """The layout in which the product is fastest relative to the dense one, with its times; None if
+    no layout serves it. Products that the table lacks are measured now.
 
-    Where our own kernels cannot be compiled only cuSPARSELt's is asked for, with a warning, once.
+    If our own kernels cannot be compiled, only cuSPARSELt's are considered, with one warning.
     """
     from common_kernels.matmul import table
 
@@ -434,16 +441,16 @@ def fastest(
 
 
 def is_faster(problem: Problem, device: torch.device) -> bool:
-    """True if the sparse product, its matrix in the layout that it has, was measured, here or
-    before, to be faster than the dense one."""
+    """True if the sparse product, in the layout that `problem` names, is faster than the dense one.
+    It is measured now if the table lacks it."""
     found = fastest(problem, device, (problem.layout,))
     return found is not None and found.wins
 
 
 def own_layout(problem: Problem, device: torch.device) -> str:
-    """The layout of the fastest of our own kernels for a product; cuSPARSELt's if none serves it.
+    """The layout of our own fastest kernel for a product; cuSPARSELt's layout if none serves it.
 
-    On a CPU, where products are emulated, the first that serves it.
+    On a CPU, where products are emulated, it is the first layout that serves it.
     """
     served = [layout for layout in cuda.LAYOUTS if in_layout(problem, layout)]
     if device.type == "cpu" or not served:
@@ -455,7 +462,7 @@ def own_layout(problem: Problem, device: torch.device) -> str:
 def measured(
     problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
 ) -> Measured | None:
-    """The `fastest` of what was measured so far; None if nothing was, or not on a GPU."""
+    """As `fastest`, but from existing measurements only; None if there are none, or on a CPU."""
     if device.type != "cuda":
         return None
     from common_kernels.matmul import table
@@ -465,7 +472,7 @@ def measured(
         try:
             entry = table.known(moved, index)
         except (cuda_build.BuildError, cusparselt.CuSparseLtError):
-            continue  # without the kernels nothing was measured
+            continue  # these kernels cannot be compiled here, so there are no measurements
         if entry is not None:
             found.append(Measured(moved.layout, entry.ms, entry.dense_ms))
     return min(found, key=lambda one: one.share, default=None)
@@ -478,15 +485,16 @@ def _compiles(device: torch.device, dtype: torch.dtype) -> bool:
     return reason is None
 
 
-@functools.cache  # once
+@functools.cache  # so that it warns once
 def _do_without(reason: str) -> None:
-    warnings.warn(f"{reason}: sparse products are cuSPARSELt's alone", stacklevel=4)
+    warnings.warn(f"{reason}: sparse products use cuSPARSELt only", stacklevel=4)
 
 
 @functools.cache  # never dropped: a captured graph uses the memory of its plans
 def _plan(fields: tuple[Any, ...], device: int, stream: int) -> cusparselt.Plan | cuda.Plan:
-    """For each stream its own: a plan has one place for a bias. (Two graphs that were captured on
-    one stream share it: do not replay them at the same time.)"""
+    """The plan of a product on one stream. Each stream has its own, because a plan has one buffer
+    for a bias. (Two CUDA graphs captured on one stream share it; do not replay them
+    concurrently.)"""
     from common_kernels.matmul import table
 
     problem = Problem(*fields)
@@ -494,7 +502,7 @@ def _plan(fields: tuple[Any, ...], device: int, stream: int) -> cusparselt.Plan 
     with torch.autocast("cuda", enabled=False):
         algorithm = table.entry(problem, device).algorithm
     if algorithm == table.NONE:
-        raise RuntimeError(f"no kernel is right for {problem}; run it dense")
+        raise RuntimeError(f"no kernel gives a correct result for {problem}; run it dense")
     return table.plan_of(problem, algorithm, device)
 
 
@@ -505,7 +513,7 @@ def _emulate(
     scales: tuple[Tensor, Tensor] | None,
     problem: Problem,
 ) -> Tensor:
-    """The product in fp32, rounded once."""
+    """The product by plain PyTorch, in fp32 and rounded once."""
     _check_available(problem, buffer.device)
     shape = problem.rows, problem.columns
     a = unpack24(Packed24((buffer,), shape, problem.dtype, problem.layout)).float()

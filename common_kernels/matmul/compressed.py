@@ -1,4 +1,4 @@
-"""The product of SLoPe's backward pass with a weight that is packed for this product alone."""
+"""SLoPe's dgrad product, with the weight packed in the same operator."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def twice_pruned_mm24(
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> Tensor:
-    """x [tokens, rows] (W * A * B) -> [tokens, columns] in one operator: `linear24` of the operand
-    that `prune_and_pack24_` would write, whose memory is free again when this returns.
+    """x [tokens, rows] (W * A * B), of shape [tokens, columns], in one operator: `linear24` with
+    the operand that `prune_and_pack24_` would write, whose memory is freed when this returns.
 
-    It is one operator, so that torch.compile cannot move the packing, which does not depend on x,
-    from the backward pass into the forward pass, and keep all layers' results in between.
+    It is one operator because the packing does not depend on x: torch.compile would otherwise move
+    it into the forward pass and keep the packed operands of all layers until the backward pass.
 
     Args:
-        x: of a 16-bit type. values, row_mask, column_mask: W [rows, columns] under A and B, as a
-            `Compressed24` has them. layout: of the operand.
+        x: a 16-bit tensor.
+        values, row_mask, column_mask: W [rows, columns] under the masks A and B, as in
+            `Compressed24`.
+        layout: the layout of the packed operand.
     """
     rows, columns = shape_of(values, row_mask, column_mask)
     if x.ndim != 2 or x.shape[1] != rows or x.dtype.itemsize != 2:

@@ -1,8 +1,10 @@
-"""2:4 products of our own on compute capability 9.0, from CUTLASS' sparse collectives.
+"""Our own kernels for 2:4 products on compute capability 9.0, built from CUTLASS' sparse
+collectives.
 
-cuSPARSELt is within a few per cent of them for large products and up to a quarter slower where a
-side of the weight is 1,024 to 1,280 (docs/speed.md). `Config` is one compiled kernel; which serves
-a product best, and whether cuSPARSELt or the dense product is faster, is measured (table.py).
+For large products cuSPARSELt is within a few per cent of them; if a side of the weight is 1,024 to
+1,280, it is up to a quarter slower (docs/speed.md). A `Config` is one compiled kernel. Measurement
+decides which kernel is best for a product, and whether cuSPARSELt or the dense product is faster
+(table.py).
 """
 
 from __future__ import annotations
@@ -21,26 +23,27 @@ from common_kernels.matmul import cuda_build
 from common_kernels.matmul.cusparselt import Problem, work_space
 
 SOURCE = cuda_build.SOURCES / "product24_sm90.cu"
-LAYOUTS = ("cutlass_sm90", "cutlass_sm90_k128")  # of the packed matrix
+LAYOUTS = ("cutlass_sm90", "cutlass_sm90_k128")  # layouts of the packed matrix
 TYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-ORDERS = ((1, 1), (1, 4), (2, 1), (2, 4))  # raster and swizzle, in which the tiles are gone through
+ORDERS = ((1, 1), (1, 4), (2, 1), (2, 4))  # (raster, swizzle): orders in which tiles are processed
 
 
 class CudaProductError(RuntimeError):
-    """A kernel refused a product; the text says which, and with what status of CUTLASS."""
+    """A kernel refused a product; the message names both and CUTLASS' status."""
 
 
 @dataclass(frozen=True)
 class Config:
     """One compiled kernel.
 
-    dtype: bf16, float8_e4m3fn or float8_e5m2, of both operands.
-    tile: rows, tokens and columns that a thread block multiplies at a time.
-    cluster: thread blocks along rows and tokens that share what they load.
-    pingpong: two groups of warps take turns at tiles, instead of sharing one.
-    stream_k: tiles are split along the columns too, so that no multiprocessor idles at the end.
-    wgrad: the result is [rows, tokens], of FP8 operands in fp32, and a dense operand in bf16
-        [columns, tokens]; else both are transposed, and the result is bf16.
+    dtype: the dtype of both operands, bf16, float8_e4m3fn or float8_e5m2. tile: rows, tokens and
+    columns that a thread block multiplies at a time. cluster: number of thread blocks along rows
+    and tokens that share what they load. pingpong: two groups of warps work on alternate tiles
+    instead of sharing one. stream_k: tiles are split along the columns too, so that no
+    multiprocessor idles at the end. wgrad: if True, the result is [rows, tokens] (fp32 for FP8
+    operands), and a bf16 dense operand is
+        [columns, tokens]. If False, the result is bf16 [tokens, rows], the dense operand
+        [tokens, columns].
     """
 
     dtype: torch.dtype
@@ -52,7 +55,7 @@ class Config:
 
     @property
     def name(self) -> str:
-        """A name for files and records, such as `bf16_128x256x64_2x1_shared`."""
+        """The kernel's name in files and records, such as `bf16_128x256x64_2x1_shared`."""
         kind = ("bf16", "e4m3", "e5m2")[TYPES.index(self.dtype)]
         words = [kind, "x".join(map(str, self.tile)), "x".join(map(str, self.cluster))]
         words.append("pingpong" if self.pingpong else "shared")
@@ -61,7 +64,7 @@ class Config:
 
     @property
     def layout(self) -> str:
-        """The layout of the packed matrix, which follows from the columns taken at a time."""
+        """The layout of the packed matrix, which follows from the tile's number of columns."""
         return LAYOUTS[self.dtype.itemsize == 2 and self.tile[2] >= 128]
 
     def macros(self) -> dict[str, int]:
@@ -79,8 +82,8 @@ class Config:
 
 
 _BF16, _E4M3, _E5M2 = TYPES
-# Of 67 configurations measured on an H200, those that were the fastest for some shape; in e5m2, and
-# for wgrad, those that are like them.
+# The configurations that were fastest for some shape, out of 67 measured on an H200; for e5m2 and
+# for wgrad, the corresponding ones.
 CONFIGS = (
     Config(_BF16, (128, 256, 64)),
     Config(_BF16, (128, 256, 64), stream_k=True),
@@ -96,32 +99,33 @@ CONFIGS = (
 
 
 def configs(problem: Problem) -> list[Config]:
-    """The kernels that can serve a product; none if its types, sizes or layout do not fit."""
+    """The kernels that can serve a product; empty if none fits its dtype, sizes and layout."""
     wgrad, codes = not problem.result_transposed, problem.dtype.itemsize == 1
     if problem.dense_transposed == (wgrad and not codes):
         return []
     if problem.out_dtype != (torch.float32 if wgrad and codes else torch.bfloat16):
         return []
-    if wgrad and problem.tokens % 8:  # rows of x and of the result begin at multiples of 16 bytes
+    if wgrad and problem.tokens % 8:  # rows of x and the result need 16-byte alignment
         return []
     kind = (problem.dtype, wgrad, problem.layout)
     return [config for config in CONFIGS if (config.dtype, config.wgrad, config.layout) == kind]
 
 
 def algorithms(problem: Problem) -> list[tuple[Config, int, int]]:
-    """The kernels, rasters and swizzles that can serve a product. Tables have their numbers."""
+    """The (kernel, raster, swizzle) choices for a product. The tables of table.py store indices
+    into this list."""
     return [(config, *order) for config in configs(problem) for order in ORDERS]
 
 
 @functools.cache
 def version() -> str:
-    """A name of the kernels and of the order in which `algorithms` gives them."""
+    """A version string that changes with the kernels or with the order of `algorithms`."""
     numbered = hashlib.sha256(repr((CONFIGS, ORDERS)).encode()).hexdigest()[:8]
     return f"{cuda_build.folder(SOURCE).name}-{numbered}"
 
 
 class _Arguments(ctypes.Structure):
-    """`Arguments` of the source."""
+    """The struct `Arguments` of the CUDA source."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rows", "tokens", "columns", "raster", "swizzle")),
@@ -131,7 +135,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-# The pointers, in their order, take half as long as a string of bytes as one by one.
+# Packing all pointers into one string of bytes takes half as long as setting them one by one.
 _POINTERS = struct.Struct("8P").pack
 
 
@@ -141,16 +145,16 @@ def _address(tensor: Tensor | None) -> int:
 
 @functools.cache
 def _library(config: Config) -> ctypes.CDLL:
-    """The compiled kernel; all of its types are compiled together, when one is first needed."""
+    """The library of a kernel. All kernels of its dtype are compiled when one is first needed."""
     built = _built(config.dtype)
     if isinstance(built, str):
         raise cuda_build.BuildError(built)
     return _load(built[config.name])
 
 
-@functools.cache  # a failure, too: each product of a model would try again, for minutes
+@functools.cache  # failures too: else each product of a model would try again, for minutes
 def _built(dtype: torch.dtype) -> dict[str, Path] | str:
-    """The libraries of all kernels of a type by name, or why there are none."""
+    """The libraries of all kernels of a dtype by name, or the reason why they cannot be built."""
     try:
         return cuda_build.build(SOURCE, {c.name: c.macros() for c in CONFIGS if c.dtype == dtype})
     except cuda_build.BuildError as error:
@@ -162,12 +166,12 @@ def _load(library: Path) -> ctypes.CDLL:
     loaded.workspace_bytes.restype = loaded.metadata_place.restype = ctypes.c_int64
     loaded.metadata_place.argtypes = (ctypes.c_int32,) * 4
     loaded.workspace_bytes.argtypes = (ctypes.POINTER(_Arguments),)
-    loaded.launch.argtypes = (ctypes.c_char_p, ctypes.c_void_p)  # the bytes of `_Arguments`
+    loaded.launch.argtypes = (ctypes.c_char_p, ctypes.c_void_p)  # bytes of `_Arguments`, stream
     return loaded
 
 
 class Plan:
-    """A product that can be launched again and again, on one device and any of its streams.
+    """A product that can be launched repeatedly, on one device and any of its streams.
 
     Raises:
         CudaProductError: no kernel has this number, or CUTLASS refuses the shape.
@@ -177,7 +181,7 @@ class Plan:
     def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
         choices = algorithms(problem)
         if algorithm >= len(choices):
-            raise CudaProductError(f"none of our own {len(choices)} kernels serves {problem}")
+            raise CudaProductError(f"our kernels have no algorithm {algorithm} for {problem}")
         self.problem, self.device, self.algorithms = problem, device, len(choices)
         self.config, raster, swizzle = choices[algorithm]
         self._library = _library(self.config)

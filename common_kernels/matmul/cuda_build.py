@@ -1,8 +1,8 @@
-"""Compiling the CUDA sources of `common_kernels/csrc` with nvcc, when they are first needed.
+"""Compilation of the CUDA sources of `common_kernels/csrc` with nvcc, when they are first needed.
 
-A library holds no part of torch: it is called through ctypes with addresses, so one serves every
-version of torch. Libraries are kept in `$XDG_CACHE_HOME/sparse24/cuda/<hash>`, where the hash is
-over source, flags, compiler and headers.
+A library is called with addresses through ctypes and does not link to torch, so it works with every
+version of torch. Libraries are kept in `$XDG_CACHE_HOME/sparse24/cuda/<hash>`; the hash covers
+source, flags, compiler and headers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """A source cannot be compiled here; the text says why."""
+    """A source cannot be compiled on this machine; the message says why."""
 
 
 def missing() -> str | None:
-    """One line on what the machine lacks to compile the sources; None if it lacks nothing."""
+    """One line that says what this machine lacks to compile the sources; None if nothing."""
     lacking = []
     if compiler() is None:
         lacking.append("nvcc (on PATH, under CUDA_HOME, or from the package nvidia-cuda-nvcc)")
@@ -55,7 +55,7 @@ def compiler() -> Path | None:
 
 @functools.cache
 def headers() -> Path | None:
-    """The root of CUTLASS' sources: CUTLASS_PATH, else what the package nvidia-cutlass brings."""
+    """The root of CUTLASS' sources: CUTLASS_PATH, else that of the package nvidia-cutlass."""
     named = os.environ.get("CUTLASS_PATH")
     places = [Path(named)] if named else []
     package = importlib.util.find_spec("cutlass_library")
@@ -73,7 +73,7 @@ def _cuda_packages() -> list[Path]:
 
 
 def command(source: Path, defines: Mapping[str, int], to: Path) -> list[str]:
-    """The call of nvcc that makes the library `to`.
+    """The nvcc command that builds the library `to`.
 
     Raises:
         BuildError: the compiler or the headers are missing.
@@ -92,7 +92,7 @@ def command(source: Path, defines: Mapping[str, int], to: Path) -> list[str]:
 
 @functools.cache
 def folder(source: Path) -> Path:
-    """The folder that keeps the libraries of a source, as it is now, by this compiler."""
+    """The folder for the libraries of a source in its present text, built by this compiler."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     known = hashlib.sha256(source.read_bytes())
     known.update(repr((FLAGS, _version_of_nvcc(), _version_of_cutlass())).encode())
@@ -122,14 +122,15 @@ def build(
     wanted: Mapping[str, Mapping[str, int]],
     report: Callable[[str], None] | None = None,
 ) -> dict[str, Path]:
-    """The libraries of a source for several sets of macros, compiled in parallel where they lack.
+    """The libraries of a source for several sets of macros. Missing ones are compiled in parallel.
 
     Args:
-        wanted: the macros of each library, by its name.
-        report: takes a line for each library that is compiled; default: writes it to stderr.
+        wanted: the macros of each library, by the library's name.
+        report: called with a line for each library compiled; by default it is written to stderr.
 
     Raises:
-        BuildError: something is missing, or the compiler refuses; with its first error.
+        BuildError: the compiler or the headers are missing, or the compiler fails (with its first
+            error).
     """
     say = report or (lambda line: print(line, file=sys.stderr, flush=True))
     place = folder(source)
@@ -160,8 +161,8 @@ def build(
 
 @contextmanager
 def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """One process of this machine at a time: the others find what it has compiled."""
-    import fcntl  # not on Windows, where nothing is compiled
+    """Hold the lock: one process of this machine compiles, and the others use the result."""
+    import fcntl  # missing on Windows, where nothing is compiled
 
     with lock.open("w") as file:
         try:
@@ -173,7 +174,7 @@ def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _compile(source: Path, defines: Mapping[str, int], to: Path) -> None:
-    """Compile beside `to`, then move it there: another process sees the whole library or none."""
+    """Compile to a temporary file and move it to `to`, so that no process sees half a library."""
     with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         made = Path(scratch) / to.name
         done = subprocess.run(command(source, defines, made), capture_output=True, text=True)

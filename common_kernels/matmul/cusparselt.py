@@ -1,8 +1,8 @@
 """cuSPARSELt through ctypes: sparse @ dense with plans that are built once.
 
-torch's own operator (`_cslt_sparse_mm`) builds descriptors and plan anew in every call: some 300 us
-of CPU time beside an H200, where a launch from here takes 20. The library is the one that torch has
-loaded.
+torch's own operator (`_cslt_sparse_mm`) builds descriptors and plan in every call, which takes some
+300 us of CPU time on an H200 host; a launch from here takes 20 us. The library is the one that
+torch has loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from common_kernels.pack.cpu import BUFFERED
 
-# cudaDataType of the types that both operands may have.
+# The cudaDataType of each dtype that the operands may have.
 TYPES = {
     torch.float16: 2,
     torch.bfloat16: 14,
@@ -29,23 +29,23 @@ _PLAIN, _TRANSPOSED = 0, 1  # cusparseOperation_t
 _COMPUTE_32F = 2  # cusparseComputeType
 _BIAS_POINTER = 8  # cusparseLtMatmulDescAttribute_t
 _CONFIG_ID, _CONFIG_MAX_ID = 0, 1  # cusparseLtMatmulAlgAttribute_t
-_OPAQUE = 2048  # bytes for a structure of the library, which takes 512 in version 0.8
+_OPAQUE = 2048  # bytes reserved for a structure of the library; version 0.8 uses 512
 _ALIGNMENT = 16  # bytes
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 class CuSparseLtError(RuntimeError):
-    """The library refused; the text says which call, and why."""
+    """A call of the library failed; the message names the call and the reason."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """D [rows, tokens] = A [rows, columns] @ B [columns, tokens], A compressed 2:4.
+    """A product D [rows, tokens] = A [rows, columns] @ B [columns, tokens] with A compressed 2:4.
 
     dense_transposed: B is given as a row-major [tokens, columns].
     result_transposed: D is written as a row-major [tokens, rows].
-    biased: D += bias [rows, 1].
-    layout: of A; it says whose kernels multiply, cuSPARSELt's or our own.
+    biased: bias [rows, 1] is added to D.
+    layout: the layout of A, which decides whether cuSPARSELt or our own kernels multiply.
     """
 
     rows: int
@@ -70,18 +70,18 @@ class Problem:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its memory begins where the kernels of a GPU can load it, else a copy."""
+    """x itself if its memory is aligned as GPU kernels need it, else a copy."""
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def work_space(size: int, device: torch.device) -> torch.Tensor | None:
-    """Room for a launch, of `size` bytes; None for none."""
+    """A workspace of `size` bytes for a launch; None if `size` is 0."""
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Raises CuSparseLtError where there is none."""
+    """The loaded library. Raises CuSparseLtError if there is none."""
     try:
         loaded = ctypes.CDLL("libcusparseLt.so.0")
     except OSError as error:
@@ -109,7 +109,7 @@ def handle(device: int) -> ctypes.Array:
 
 @functools.cache
 def version() -> str:
-    """Version of the library, like `0.8.0`."""
+    """The library's version, such as `0.8.0`."""
     numbers = []
     for part in range(3):
         value = ctypes.c_int()
@@ -119,9 +119,9 @@ def version() -> str:
 
 
 class Plan:
-    """One problem and one algorithm on one device, ready for launches from one stream.
+    """One problem with one algorithm on one device, ready for launches from one stream.
 
-    `algorithms` is how many there are for the problem.
+    `algorithms` is the number of algorithms that the library has for the problem.
     """
 
     def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
@@ -142,7 +142,7 @@ class Plan:
             _TRANSPOSED if p.dense_transposed else _PLAIN, a, b, c, d, _COMPUTE_32F,
         )  # fmt: skip
         if p.biased:
-            # A plan keeps the address for good, so the bias is copied there before each launch.
+            # A plan keeps one address for the bias, so the bias is copied there before each launch.
             self._bias = torch.empty(p.rows, dtype=p.out_dtype, device=device)
             address = ctypes.c_void_p(self._bias.data_ptr())
             self._attribute("MatmulDescSet", matmul, _BIAS_POINTER, address)

@@ -1,12 +1,12 @@
-"""Which algorithm of cuSPARSELt, or which of our own kernels, serves a product, and whether it
-beats the dense one: measured.
+"""Tables of measurements: the fastest algorithm of cuSPARSELt, or the fastest of our own kernels,
+for each product, and whether it beats the dense product.
 
-A table is a JSON file: for each device and version of the library a list of products. The one
-beside this file was measured by `python -m experiments.bench` on an H200; what it lacks is measured
-where it is first needed and kept in `$XDG_CACHE_HOME/sparse24/matmul.json`.
+A table is a JSON file with a list of products for each device and library version. The one beside
+this file was measured by `python -m experiments.bench` on an H200. A product that it lacks is
+measured when it is first needed, and kept in `$XDG_CACHE_HOME/sparse24/matmul.json`.
 
-An algorithm is only taken after its product has agreed with that of the masked dense matrix, three
-times with the same bits: on some GPUs some algorithms are wrong, now and then.
+An algorithm is accepted only if its product agrees with that of the masked dense matrix three times
+with the same bits: on some GPUs some algorithms occasionally give wrong results.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from common_kernels.matmul.cusparselt import CuSparseLtError, Problem
 from common_kernels.pack import BUFFERED, cpu
 
 SHIPPED = Path(__file__).with_name("measured.json")
-# On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms, of which those from 36 on are illegal
-# instructions: a process that tries one does not survive.
+# On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms. Those from 36 on raise an illegal
+# instruction, which ends the process.
 USABLE = {torch.float16: 36}
 NONE = -1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest right algorithm of a product, its time and that of the dense product, in ms.
+    """The fastest correct algorithm of a product, its time and that of the dense product, in ms.
 
-    algorithm: NONE, in an infinite time, if none is right.
-    wrong: the algorithms whose product was not that of the masked dense matrix.
+    algorithm: NONE, with an infinite time, if no algorithm is correct.
+    wrong: the algorithms whose product differed from that of the masked dense matrix.
     """
 
     algorithm: int
@@ -54,12 +54,12 @@ class Entry:
 
 
 def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
-    """The table's entry for a product; measured now if there is none.
+    """The table's entry for a product; it is measured now if there is none.
 
-    An entry for another number of tokens will do, if its algorithm is right for this one, too, and
-    the numbers differ by a factor of `within` at most.
+    An entry for another number of tokens is used if the numbers differ by at most a factor of
+    `within` and its algorithm is correct for this number too.
 
-    Raises RuntimeError if it must be measured while a CUDA graph is captured.
+    Raises RuntimeError if the product must be measured while a CUDA graph is being captured.
     """
     known = _table(device, problem.layout)
     found = known.get(problem)
@@ -74,8 +74,8 @@ def entry(problem: Problem, device: int, within: float = math.inf) -> Entry:
             save(cache_file(), _key(device, problem.layout), {problem: found})
         except OSError as error:
             warnings.warn(
-                f"what was measured of sparse products cannot be kept ({error}); it is measured "
-                "again in the next process; set XDG_CACHE_HOME to a folder that can be written",
+                f"measurements of sparse products cannot be saved ({error}), so the next process "
+                "will repeat them; set XDG_CACHE_HOME to a writable folder",
                 stacklevel=2,
             )
     return found
@@ -87,7 +87,8 @@ def known(problem: Problem, device: int) -> Entry | None:
 
 
 def refuse_capture(problem: Problem) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: nothing can be measured then."""
+    """Raise RuntimeError while a CUDA graph is being captured, since nothing can be measured
+    then."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{problem} has not been measured yet: run it once before it is captured in a CUDA "
@@ -96,10 +97,10 @@ def refuse_capture(problem: Problem) -> None:
 
 
 def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> Entry | None:
-    """The entry of a product that differs in the number of tokens of a micro-batch alone, its times
-    those for as many tokens as there are here.
+    """The entry of a product that differs only in the number of tokens, with its times scaled to
+    this number; None if no number is within a factor of `within`.
 
-    In wgrad, whose result is not transposed, these are the columns of the sparse matrix.
+    In wgrad, whose result is not transposed, the tokens are the columns of the sparse matrix.
     """
     name = "tokens" if problem.result_transposed else "columns"
 
@@ -117,7 +118,7 @@ def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> En
 
 
 class Trial:
-    """A product of random matrices, with the result that it should have."""
+    """A product of random matrices and its correct result."""
 
     def __init__(self, problem: Problem, device: int) -> None:
         self.problem, self.device = problem, device
@@ -134,7 +135,7 @@ class Trial:
         right = self.product(self.a.float(), self.dense[0].float())
         if self.bias is not None:
             right += self.bias if p.result_transposed else self.bias[:, None]
-        # The reference is in fp32 with TF32 allowed or not: either is far finer than the margin.
+        # Whether or not TF32 is allowed, the fp32 reference is far more precise than the margin.
         self.right, self.margin = right, margin(p) * right.abs().max()
 
     def product(self, a: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ class Trial:
         return True
 
     def sparse_ms(self, algorithm: int) -> float:
-        """Time of the sparse product, for FP8 with its rescaling, which follows cuSPARSELt's."""
+        """Time of the sparse product; for FP8 with cuSPARSELt, including the separate rescaling."""
         plan = plan_of(self.problem, algorithm, self.device)
         one = torch.ones((), device=self.out.device)
         codes = self.problem.dtype.itemsize == 1
@@ -178,7 +179,7 @@ class Trial:
         return replay_ms(call)
 
     def dense_ms(self) -> float:
-        """Time of the dense product: in FP8 too where cuBLAS has it, else in bf16."""
+        """Time of the dense product, for FP8 operands in FP8 if cuBLAS has it, else in bf16."""
         p, one = self.problem, torch.ones((), device=self.out.device)
         if p.dtype is torch.float8_e4m3fn and p.dense_transposed and p.result_transposed:
             return replay_ms(lambda i: scaled_linear(self.dense[i], self.a, one, one))
@@ -189,18 +190,18 @@ class Trial:
 
 
 def margin(problem: Problem) -> float:
-    """The error that a right product may have, as a share of its largest entry: 2^-7, a few
+    """The largest error of a correct product, as a fraction of its largest entry: 2^-7, a few
     roundings to bf16.
 
-    FP8 units add 64 columns of a 2:4 matrix at a time and cut the sum to 14 bits, dense products
-    with fast accumulation likewise: 2^-14 more for each time.
+    FP8 units add 64 columns of a 2:4 matrix at a time and truncate the sum to 14 bits, as dense
+    products with fast accumulation do; each such step adds 2^-14.
     """
     cuts = problem.columns / 64 if problem.dtype.itemsize == 1 else 0
     return 2.0**-7 + cuts * 2.0**-14
 
 
 def plan_of(problem: Problem, algorithm: int, device: int) -> cusparselt.Plan | cuda.Plan:
-    """The product by the kernels that its layout is for."""
+    """The plan of a product with cuSPARSELt or our own kernels, as its layout says."""
     return (cuda if problem.layout in cuda.LAYOUTS else cusparselt).Plan(problem, algorithm, device)
 
 
@@ -209,7 +210,7 @@ def device_of(index: int) -> torch.device:
 
 
 def measure(problem: Problem, device: int) -> Entry:
-    """Check and time every algorithm, and the dense product."""
+    """Check and time every algorithm, time the dense product, and return the entry."""
     trial = Trial(problem, device)
     number = min(plan_of(problem, 0, device).algorithms, USABLE.get(problem.dtype, 1000))
     right = [algorithm for algorithm in range(number) if trial.is_right(algorithm)]
@@ -222,14 +223,15 @@ def measure(problem: Problem, device: int) -> Entry:
 
 
 def replay_ms(call: Callable[[int], Any], calls: int = 6, repeats: int = 3) -> float:
-    """Median time of a call within a CUDA graph of several, on two buffers in turns."""
+    """Median time of a call, in ms, replayed in a CUDA graph of several that alternate between two
+    buffers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call(0)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What another thread does (pinning memory, say) does not disturb the capture.
+        # So that other threads (which pin memory, for example) do not disturb the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(calls):
                 call(i % 2)
@@ -266,21 +268,21 @@ def _key(device: int, layout: str) -> str:
 
 
 def load(path: Path, key: str) -> dict[Problem, Entry]:
-    """The table of one device and library in a file; empty if there is none. ValueError on a
-    damaged file."""
+    """The table of one device and library version in a file; empty if the file has none. Raises
+    ValueError for a damaged file."""
     if not path.exists():
         return {}
     try:
         rows = json.loads(path.read_text()).get(key, [])
         return dict(_from_json(row) for row in rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); delete it, it is made anew") from error
+        raise ValueError(f"{path} is damaged ({error!r}); delete it to measure again") from error
 
 
 def save(path: Path, key: str, entries: dict[Problem, Entry]) -> None:
-    """Add entries to a file. Processes that do so at the same time do it one after the other, so
-    that none of theirs is lost; who reads it meanwhile finds the file as it was."""
-    import fcntl  # where there are no sparse products there may be no such module
+    """Add entries to a file. A lock makes concurrent writers wait, so that no entry is lost, and
+    the file is replaced at once, so that readers never see half of it."""
+    import fcntl  # missing on Windows, where there are no sparse products
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:

@@ -21,16 +21,17 @@ def mvue24(
 ) -> torch.Tensor:
     """A random tensor with mean x and at most two non-zeros in each group of four along dim.
 
-    `exact` has the least variance an unbiased 2:4 estimator can have: the inclusion probabilities
-    min(1, c|x|), which minimise the sum of x^2 / pi (FST, arXiv 2404.01847, section 5.2, gives the
-    aim), drawn by systematic sampling from one uniform. `sequential` draws two entries in turn
-    with probability proportional to |x| and divides by the inclusion probability.
+    Design `exact` has the smallest variance of all unbiased 2:4 estimators, the aim of FST (arXiv
+    2404.01847, section 5.2): one uniform number draws two entries by systematic sampling with the
+    inclusion probabilities min(1, c|x|), which minimise the sum of x^2 / probability. `sequential`,
+    the design of FST's released code, draws two entries in turn with probability proportional to
+    |x| and divides each by its inclusion probability.
 
-    The bits drawn are a function of (seed, linear group index + offset) alone, the index counting
-    groups in the row-major order of x's shape: a part of a batch, given its offset, draws what the
-    batch draws. seed and offset are ints or 0-dim int64 tensors; a tensor is not baked into a
-    compiled graph. Result in x's shape, dtype and strides. NaN and Inf propagate. No gradient is
-    defined: the caller owns its straight-through rule.
+    The random bits depend only on seed and on offset + the group's index in the row-major order of
+    x's shape. A part of a batch therefore draws the same bits as the whole batch, if its offset is
+    given. seed and offset are ints or 0-dim int64 tensors; a tensor does not become a constant of a
+    compiled graph. The result has x's shape, dtype and strides. NaN and Inf propagate. No gradient
+    is defined; the caller supplies a straight-through rule.
     """
     checks.float_tensor(x)
     if design not in DESIGNS:
@@ -45,7 +46,7 @@ def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tens
         if value.dtype != torch.int64 or value.ndim:
             kind = f"{value.dtype} of shape {tuple(value.shape)}"
             raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {kind}")
-        if value.device.type != "cpu":  # as in torch, a number on the CPU goes with any device
+        if value.device.type != "cpu":  # as in torch, a 0-dim CPU tensor combines with any device
             checks.one_device(x=x, **{name: value})
         return value
     checks.integer(value, name)

@@ -7,7 +7,7 @@ from common_kernels.philox import philox4x32
 
 MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)
 Scalar = int | torch.Tensor
-PIECE = 1 << 20  # the operators here see a quarter of it, or a sixteenth
+PIECE = 1 << 20  # elements; the operators here work on a quarter or a sixteenth of a piece
 
 
 def mvue24(
@@ -16,7 +16,7 @@ def mvue24(
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    # Numbers where that costs no synchronisation: what they decide then needs no gathering.
+    # Use plain ints if that needs no device synchronisation; they are faster to work with.
     key, first = (int(t) if t.device.type == "cpu" else t for t in (seed, offset))
     groups, results = chunks.as_groups(x, dim, 4), chunks.as_groups(out, dim, 4)
     rows, _, lanes = groups.shape
@@ -42,12 +42,13 @@ def mvue24(
 
 
 def uniform(word: torch.Tensor) -> torch.Tensor:
-    """[0, 1) in steps of 2^-24, exact in fp32."""
+    """A uniform number in [0, 1) from a word, in steps of 2^-24, exact in fp32."""
     return (word >> 8).to(torch.float32).mul_(2.0**-24)
 
 
 def one_uniform(seed: Scalar, first: Scalar, count: int, device: torch.device) -> torch.Tensor:
-    """`[count]`, for groups q = first, first + 1, ...: word q % 4 of counter q // 4."""
+    """One uniform `[count]` for each group q = first, first + 1, ...: from word q % 4 of counter
+    q // 4."""
     counter = (first >> 2) + torch.arange(count // 4 + 2, device=device)
     u = torch.empty(len(counter), 4, device=device)
     for i, word in enumerate(philox4x32(seed, counter)):
@@ -58,7 +59,8 @@ def one_uniform(seed: Scalar, first: Scalar, count: int, device: torch.device) -
 
 
 def two_uniforms(seed: Scalar, first: Scalar, count: int, device: torch.device) -> torch.Tensor:
-    """`[2, count]`, for groups q = first, first + 1, ...: words 0 and 1 of counter q."""
+    """Two uniforms `[2, count]` for each group q = first, first + 1, ...: from words 0 and 1 of
+    counter q."""
     words = philox4x32(seed, first + torch.arange(count, device=device))
     return torch.stack([uniform(word) for word in words[:2]])
 
@@ -66,10 +68,11 @@ def two_uniforms(seed: Scalar, first: Scalar, count: int, device: torch.device) 
 def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
     """Systematic sampling with inclusion probabilities min(1, |x| / H); x is overwritten.
 
-    With o_i the sum of the other three magnitudes, H = min(S/2, o_0, .., o_3): half the sum, or the
-    sum of the rest if one entry is dominant, a_i > o_i, and then kept always. The others line up as
-    intervals of length |x|; those that hold u*H and (u+1)*H are kept. A kept entry becomes
-    max(a_i, H) with its sign. x: `[4, ...]`, u: `[1, ...]`.
+    Let S be the sum of the magnitudes a_i and o_i the sum of the other three. H = min(S/2, o_0, ..,
+    o_3) is half the sum, or the sum of the rest if one entry is dominant, a_i > o_i. A dominant
+    entry is always kept. The others form a line of intervals of length a_i, and those that contain
+    the points u*H and (u+1)*H are kept. A kept entry becomes max(a_i, H) with its sign.
+    x: `[4, ...]`, u: `[1, ...]`.
     """
     shape, u = x.shape[1:], u[0]
     a, others = scratch("a", *x.shape), scratch("others", *x.shape)
@@ -81,13 +84,13 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
     h = torch.amin(others, 0, out=scratch("h", *shape))
     torch.minimum(h, s01.add_(s23).mul_(0.5), out=h)
     value = torch.maximum(a, h, out=scratch("value", *x.shape))
-    # Comparisons are written as 0.0 or 1.0, which is faster than as bool; the bits of 1.0 shifted
-    # by 29 are 1. No more than one entry is dominant.
+    # Comparisons give 0.0 or 1.0, which is faster than bool; the bits of 1.0 shifted right by 29
+    # are 1. At most one entry is dominant.
     dominant = torch.gt(a, others, out=others)
     kept = scratch("kept", *x.shape)
     flags = torch.bitwise_right_shift(dominant.view(torch.int32), 29, out=kept.view(torch.int32))
     bits.bitwise_and_(flags.sub_(1))  # a dominant entry leaves the line
-    # p < H holds by itself save where u*H rounds up among the subnormals.
+    # Enforce p < H, which fails only if u*H rounds up to H among the subnormals.
     p = torch.mul(u, h, out=s01)
     torch.minimum(p.view(torch.int32), h.view(torch.int32) - 1, out=p.view(torch.int32))
     line = a[:3]
@@ -95,7 +98,7 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
     line[2].add_(line[1])
     one = torch.sum(torch.le(line, p, out=kept[:3]), 0, out=s23)
     two = torch.sum(torch.le(line.sub_(h), p, out=kept[:3]), 0, out=p)
-    two.add_(torch.sum(dominant, 0, out=h), alpha=4)  # which takes the place of the second entry
+    two.add_(torch.sum(dominant, 0, out=h), alpha=4)  # a dominant entry replaces the second one
     lane = torch.arange(4.0, device=x.device).view(4, *[1] * len(shape))
     mask = dominant.view(torch.int32)
     for index in (one, two):
@@ -106,11 +109,11 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
 
 
 def sequential(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
-    """Two draws with probability proportional to |x|, the second among the other three entries.
+    """Two draws with probability proportional to |x|, the second from the other three entries.
 
-    A kept entry becomes x / pi_i, pi_i = t_i + sum over j != i of t_j * a_i / o_j, with t = a / S
-    and o_j the sum of all but a_j, added up without a_j so that nothing cancels. x: `[4, ...]`, u:
-    `[2, ...]`.
+    A kept entry becomes x / pi_i, where pi_i = t_i + sum over j != i of t_j * a_i / o_j, t = a / S,
+    and o_j is the sum of all but a_j, computed without a_j so that nothing cancels.
+    x: `[4, ...]`, u: `[2, ...]`.
     """
     a = x.abs() / 4  # only ratios matter, and the sum of these cannot overflow
     others = torch.stack([a[[j for j in range(4) if j != i]].sum(0) for i in range(4)])

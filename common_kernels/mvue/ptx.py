@@ -1,21 +1,21 @@
-"""The sampling of two neighbouring groups of 16-bit entries in PTX: triton.sample_stored, bit for
-bit, in two thirds of the instructions that Triton makes of it.
+"""Sampling of two neighbouring groups of 16-bit entries in PTX. It gives the bits of
+triton.sample_stored in two thirds of the instructions that Triton compiles it to.
 
-What it saves: entries are chosen and stored as 16 bits, by moving bytes; conditions are floats,
-1.0 or 0.0, for the adders are faster than what works on bits; and no more is compared than a packed
-group needs to know. Needs compute capability 8.6.
+It saves instructions in three ways: entries are selected and stored as 16-bit values by moving
+bytes; conditions are floats, 1.0 or 0.0, because a GPU adds floats faster than it combines bits;
+and only the comparisons that a packed group needs are made. It needs compute capability 8.6.
 """
 
-# The places in the inline assembly: pairs of stored entries and nibbles, of either group; then the
-# entries 0 to 3, those of the second group in the upper half, and a random word for either group.
+# Operands of the inline assembly: the stored pairs of both groups, their nibbles, then entries 0 to
+# 3 (the second group's in the upper half of each word), and a random word for each group.
 CONSTRAINTS = "=&r,=&r,=&f,=&f,r,r,r,r,r,r"
 
 
 def sample(kind: str) -> str:
     """The code for entries of a kind, "bf16" or "f16".
 
-    Of each group it leaves the two stored entries, the first in the lower half, and as a float the
-    nibble of their positions less 4: i + 4 (j - 1), with i = 0, 1, 2 and j = 1, 2, 3.
+    For each group it returns the two stored entries, the first in the lower half, and as a float
+    the nibble of their positions minus 4: i + 4 (j - 1), with i = 0, 1, 2 and j = 1, 2, 3.
     """
     one = {"bf16": "0x3f803f80", "f16": "0x3c003c00"}[kind]
     return f"""{{
@@ -111,7 +111,7 @@ prmt.b32 {stored}, pair, zero, t;
 
 
 def widened(kind: str, entry: str, halves: str, number: int) -> str:
-    """The code that makes fp32 of one of two entries."""
+    """The code that converts one of a word's two entries to fp32."""
     if kind == "bf16":  # the upper half of an fp32
         cut = ("shl.b32 {}, {}, 16;\n", "and.b32 {}, {}, 0xffff0000;\n")[number]
         return cut.format(entry, halves)

@@ -11,8 +11,9 @@ def mvue24(
 ) -> torch.Tensor:
     """Sample two of each four entries along dim, so that the mean over seeds is x.
 
-    Group q of x, with `offset` added, draws its numbers in [0, 1) from 24 bits of each word:
-    `exact` one, word q % 4 of Philox at counter q // 4, `sequential` two, words 0 and 1 at q.
+    Let q be the index of a group plus `offset`. `exact` draws one number in [0, 1) from word q % 4
+    of Philox at counter q // 4; `sequential` draws two, from words 0 and 1 at counter q. A number
+    takes 24 bits of a word.
     """
 
     def sample(group: list[float], number: int) -> list[float]:
@@ -25,12 +26,13 @@ def mvue24(
 
 
 def exact(group: list[float], u: float) -> list[float]:
-    """Systematic sampling: of all unbiased samples of two entries the one with least variance.
+    """Systematic sampling, which has the least variance of all unbiased samples of two entries.
 
-    Entry a is kept with probability min(1, |a| / H) and then becomes max(|a|, H), where H is half
-    of the sum, or the sum of the others if an entry is dominant, larger than they together. That
-    one is kept always; the others lie end to end on a line, in fp32, and the two that hold the
-    points u * H and (u + 1) * H are kept (one beside a dominant entry, whose line ends at H).
+    Entry a is kept with probability min(1, |a| / H) and then becomes max(|a|, H) with its sign. H
+    is half the sum of the magnitudes, or, if one entry is dominant (larger than the sum of the
+    others), the sum of the others. A dominant entry is always kept. The others are laid end to end
+    on a line, in fp32, and those that contain the points u * H and (u + 1) * H are kept; beside a
+    dominant entry the line ends at H, so that one is.
     """
     x = torch.tensor(group)
     a0, a1, a2, a3 = a = x.abs()
@@ -47,8 +49,8 @@ def exact(group: list[float], u: float) -> list[float]:
 
 
 def sequential(group: list[float], u: float, v: float) -> list[float]:
-    """Two draws with probability in proportion to |x|, without replacement (the released code of
-    FST); what is kept is divided by its probability pi.
+    """Two draws without replacement with probability proportional to |x|, as in the released code
+    of FST; a kept entry is divided by its inclusion probability pi.
     """
     a = [abs(entry) for entry in group]
     total = sum(a)

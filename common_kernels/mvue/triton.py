@@ -9,7 +9,7 @@ from common_kernels.launch import INTERPRETED, cast, launch, load_groups, store_
 from common_kernels.masks.triton import tile
 from common_kernels.mvue import cpu, ptx
 
-BLOCK = 512  # groups in a program; four of them share a counter of the generator
+BLOCK = 512  # groups per program; four of them share a counter of the random generator
 PTX_BF16, PTX_F16 = tl.constexpr(ptx.sample("bf16")), tl.constexpr(ptx.sample("f16"))
 CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
@@ -43,7 +43,7 @@ def mvue24(
 
 @triton.jit
 def neighbours_kernel(x, out, key, count, BLOCK: tl.constexpr):
-    """Groups of neighbours in memory."""
+    """Sample groups whose entries are neighbours in memory."""
     seed, offset = tl.load(key), tl.load(key + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     u = uniform(words(seed, (offset + start) >> 2, offset & 3, 1, BLOCK))
@@ -59,7 +59,7 @@ def neighbours_kernel(x, out, key, count, BLOCK: tl.constexpr):
 def lanes_kernel(
     x, out, key, rows, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr
 ):
-    """`[rows, 4, lanes]`: groups whose entries lie apart."""
+    """Sample `[rows, 4, lanes]`: groups whose entries lie `lanes` apart."""
     seed, offset = tl.load(key), tl.load(key + 1)
     across = tl.cdiv(lanes, LANES)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -91,8 +91,8 @@ def lanes_kernel(
 
 @triton.jit
 def words(seed, counter, skipped, ROWS: tl.constexpr, COUNT: tl.constexpr):
-    """The words of COUNT groups in each row, four to a counter of the generator from `counter` on;
-    the first may be any of its counter's, at twice the cost."""
+    """The random words of COUNT groups in each row, four from each counter, beginning at `counter`
+    after `skipped` words. Skipping doubles the cost."""
     counters = counter + tl.arange(0, COUNT // 4)[None, :]
     w0, w1, w2, w3 = philox(seed, counters)
     if skipped != 0:
@@ -108,8 +108,8 @@ def words(seed, counter, skipped, ROWS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def philox(seed, counters):
-    """tl.randint4x(seed, counters) of int64 counters, as uint32, with one multiplication, not two,
-    for the two words of a product."""
+    """tl.randint4x(seed, counters) for int64 counters, as uint32. It gets both words of a product
+    from one multiplication, where Triton's takes two."""
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1 = counters.to(tl.uint32), (counters >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
@@ -124,7 +124,7 @@ def philox(seed, counters):
 
 @triton.jit
 def uniform(words):
-    """[0, 1) in steps of 2^-24."""
+    """A uniform number in [0, 1) from each word, in steps of 2^-24."""
     return (words.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
@@ -132,7 +132,7 @@ def uniform(words):
 def sample(x0, x1, x2, x3, u):
     """cpu.exact: systematic sampling with inclusion probabilities min(1, |x| / H)."""
     h, one, other = draw(x0, x1, x2, x3, u)
-    # With H = 0 cpu.py keeps entry 0 as it is and no other zero: one that is kept here is made +0.
+    # With H = 0 cpu.py keeps entry 0 as it is; any other zero kept here must become +0.
     return (
         tl.where((h == 0) | ~one[0], value(x0, h), 0.0),
         tl.where((one[0] & ~one[1]) | (other[0] & ~other[1]), value(x1, h), 0.0),
@@ -143,17 +143,20 @@ def sample(x0, x1, x2, x3, u):
 
 @triton.jit
 def sample_stored(x0, x1, x2, x3, u):
-    """The same as the two entries that a packed matrix stores, and the nibble of their positions.
+    """As `sample`, but returns the two entries that a packed matrix stores and the nibble of their
+    positions.
 
-    Where one entry is kept, or none, pack.cpu.choose says which other one is stored, as +0.
+    If fewer than two entries are kept, +0 is stored at the positions that pack.cpu.choose gives.
     """
     h, one, other = draw(x0, x1, x2, x3, u)
-    # Positions are counted in floats: to compare gives 1.0 or 0.0 at once, and predicates are few.
+    # Positions are counted in floats: a comparison can give 1.0 or 0.0 directly, without one of the
+    # few predicate registers.
     i = flag(one[0]) + flag(one[1])
     j = flag(other[0]) + flag(other[1]) + flag(other[2])
     first = value(tl.where(i == 2, x2, tl.where(i == 1, x1, x0)), h)
     second = value(tl.where(j == 3, x3, tl.where(j == 2, x2, x1)), h)
-    # The nibble for (i, j) is at bit 16 i + 4 j; entry 3 is not stored beside a lone entry 0 or 1.
+    # A constant holds the nibble for (i, j) at bit 16 i + 4 j. With H = 0 there is at most one
+    # non-zero, and entry 3 is not stored beside entry 0 or 1.
     at = (i * 16 + tl.where(h == 0, 2.0, j) * 4 + 8388608.0).to(tl.int32, bitcast=True) & 63
     nibble = (tl.full(at.shape, 0xEE00D990C848, tl.int64) >> at).to(tl.int32) & 15
     return first + 0.0, tl.where(i == j, 0.0, second) + 0.0, nibble
@@ -161,8 +164,8 @@ def sample_stored(x0, x1, x2, x3, u):
 
 @triton.jit
 def sample_pairs(x0, x1, x2, x3, words, dtype: tl.constexpr):
-    """sample_stored with a random word a group: the two entries in `dtype`, of 16 bits, as an
-    int32, the first in its lower half, and the nibble less 4 as a float."""
+    """As `sample_stored`, from one random word per group. Returns the two entries in the 16-bit
+    `dtype` as one int32, the first in the lower half, and the nibble minus 4 as a float."""
     if x0.dtype == dtype and not INTERPRETED:
         return tl.inline_asm_elementwise(
             PTX_BF16 if dtype == tl.bfloat16 else PTX_F16, CONSTRAINTS, [x0, x1, x2, x3, words],
@@ -185,13 +188,15 @@ def flag(condition):
 
 @triton.jit
 def draw(x0, x1, x2, x3, u):
-    """H, whether the first kept entry of a group comes after entry 0, 1, and whether the second
-    comes after entry 0, 1, 2. Where they are the same, one entry is kept.
+    """H, flags for whether the first kept entry comes after entry 0 and after entry 1, and flags
+    for whether the second comes after entries 0, 1 and 2. If both are the same entry, only it is
+    kept.
 
-    The lines of cpu.exact, but a dominant entry j keeps its place, as one of length H: as p < H,
-    p before j leaves j to the second draw, and p in j leaves p to the entries after j. The first
-    draw is never entry 3, for p < H <= the sum of the others. With H = 0 it is the one non-zero, or
-    2 where that comes later or is missing, and the second draw is 3.
+    This is the line of intervals of cpu.exact, except that a dominant entry j stays on the line
+    with length H. Since p < H: if p lies before j, the second draw is j; if p lies in j, the second
+    draw is among the entries after j. The first draw is never entry 3, since p < H <= the sum of
+    the others. With H = 0 the first draw is the only non-zero entry if that is 0 or 1, else 2, and
+    the second is 3.
     """
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     s01, s23 = a0 + a1, a2 + a3
@@ -200,7 +205,7 @@ def draw(x0, x1, x2, x3, u):
     d0 = a0 > a1 + s23
     d01 = (a1 > a0 + s23) | d0
     d2 = a2 > a3 + s01
-    # p < H holds by itself save where u*H rounds up among the subnormals.
+    # Enforce p < H, which fails only if u*H rounds up to H among the subnormals.
     bits = (u * h).to(tl.uint32, bitcast=True)
     p = tl.minimum(bits, h.to(tl.uint32, bitcast=True) - 1).to(tl.float32, bitcast=True)
     line1 = tl.where(d01, m01, s01)  # without the dominant entry

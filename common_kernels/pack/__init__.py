@@ -1,9 +1,9 @@
-"""Packed 2:4 matrices: half of the values and two bits a value for where they stand.
+"""Packed 2:4 matrices: half of the values, and two bits per value for its position.
 
-`cpu.py` holds the layouts, `triton.py` prunes and packs in one read for cuSPARSELt on compute
-capability 9.0, `sample_triton.py` does so with samples of gradients, `bitmask.py` has the formats
-that store a mask, `interop.py` torch's tensor class, `cpu_operators.py` torch's 2:4 operators for
-the CPU.
+`cpu.py` defines the layouts. `triton.py` prunes and packs in one read for compute capability 9.0,
+and `sample_triton.py` does so for samples of gradients. `bitmask.py` has formats that store a mask,
+`interop.py` converts to and from torch's tensor class, and `cpu_operators.py` implements torch's
+2:4 operators for the CPU.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ BUFFERED = cpu.BUFFERED
 
 @dataclass(frozen=True, eq=False)
 class Packed24:
-    """A 2:4 matrix of `shape` [rows, columns], compressed along its columns; values of `dtype`.
+    """A 2:4 matrix of `shape` [rows, columns] with values of `dtype`, compressed along its rows.
 
-    parts: (values, meta), or (buffer,): the bytes of both, uint8, the one right behind the other,
-        as layout `cusparselt_sm90` always has them.
+    parts: (values, meta), or (buffer,), the bytes of both one after the other as uint8. Layout
+        `cusparselt_sm90` always has one buffer.
 
-    A group with fewer than two kept entries has a stored zero in the place of the second; which
-    place that is, is the packer's choice (ours: `cpu.choose`), so compare what is unpacked.
-    ValueError if the parts do not belong together.
+    A group with fewer than two kept entries also stores zeros, at positions that the packer chooses
+    (ours: `cpu.choose`). Matrices of different packers are therefore compared unpacked. Raises
+    ValueError if the parts do not fit together.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -60,8 +60,8 @@ class Packed24:
     def _check(
         self, name: str, part: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        # torch.compile cannot ask for strides within a backward pass. It traces that pass another
-        # way then, and takes autocast for off in all that follows.
+        # Asking for strides makes torch.compile trace a backward pass another way, and then take
+        # autocast for disabled in all that follows.
         lies_in_rows = torch.compiler.is_compiling() or part.is_contiguous()
         if part.shape != shape or part.dtype != dtype or not lies_in_rows:
             raise ValueError(
@@ -77,7 +77,7 @@ class Packed24:
         device: torch.device | None = None,
         layout: str = BUFFERED,
     ) -> "Packed24":
-        """Room for a matrix, in one buffer."""
+        """An uninitialised packed matrix in one buffer."""
         rows, columns = shape
         check_form((rows, columns), dtype, layout)
         size = cpu.buffer_bytes(rows, columns, dtype, layout)
@@ -86,7 +86,7 @@ class Packed24:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The bytes of values and metadata together, flat; ValueError where they lie apart."""
+        """The flat bytes of values and metadata; raises ValueError if they are separate tensors."""
         if len(self.parts) == 2:
             raise ValueError(
                 f"layout {self.layout!r} has no buffer here; convert24(packed, {BUFFERED!r}) has, "
@@ -96,7 +96,8 @@ class Packed24:
 
     @property
     def values(self) -> torch.Tensor:
-        """`[rows, columns / 2]`, two of each group of four in ascending order of columns."""
+        """The values `[rows, columns / 2]`: two of each group of four, in ascending column
+        order."""
         if len(self.parts) == 2:
             return self.parts[0]
         rows, columns = self.shape
@@ -105,12 +106,13 @@ class Packed24:
 
     @property
     def meta(self) -> torch.Tensor:
-        """Their positions in words of the layout's type and in its order (`cpu.py`), `[rows, ...]`.
+        """The positions of the values, `[rows, ...]`, in the layout's word type and order
+        (`cpu.py`).
 
-        `neutral` row by row (uint8), any size and type; `cutlass_sm80` as torch's CUTLASS operators
-        have it (int16, for one-byte types int32); `cutlass_sm90` and `cutlass_sm90_k128`
-        CUTLASS' for Hopper (uint8), by the columns that a kernel takes at a time;
-        `cusparselt_sm90` cuSPARSELt's for Hopper, one and two-byte types (uint8).
+        Layouts: `neutral`, row by row, any size and type (uint8); `cutlass_sm80`, of torch's
+        CUTLASS operators (int16, for one-byte types int32); `cutlass_sm90` and
+        `cutlass_sm90_k128`, of CUTLASS for Hopper, for kernels that take 64 or 128 columns at a
+        time (uint8); `cusparselt_sm90`, of cuSPARSELt for Hopper, one and two-byte types (uint8).
         """
         if len(self.parts) == 2:
             return self.parts[1]
@@ -122,15 +124,15 @@ class Packed24:
 def pack24(
     x: torch.Tensor, mask: torch.Tensor, layout: str = "neutral", *, backend: str | None = None
 ) -> Packed24:
-    """x [rows, columns] where mask is True, compressed.
+    """Compress the entries of x [rows, columns] where mask is True.
 
     x: fp64, fp32, bf16, fp16, fp8 or int8, of any strides; its entries keep all of their bits.
-    mask: bool, at most two True in each group of four along the columns. What is packed follows
-    from it alone: a kept zero is stored in its place, a NaN that is not kept is gone.
+    mask: bool, at most two True in each group of four along a row. It alone decides what is packed:
+    a kept zero is stored at its position, and a NaN that is not kept is dropped.
 
-    Raises TypeError for another dtype, ValueError for a mask that keeps more (the first such group
-    is named; during the capture of a CUDA graph, which cannot read it, nothing is checked) and for
-    a shape that the layout cannot hold.
+    Raises TypeError for another dtype, and ValueError for a shape that the layout cannot hold or a
+    mask that keeps more than two (the message names the first such group). While a CUDA graph is
+    being captured the mask is not checked.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be one of {', '.join(map(str, DTYPES))}, not {x.dtype}")
@@ -151,11 +153,10 @@ def unpack24(packed: Packed24) -> torch.Tensor:
 
 
 def convert24(packed: Packed24, layout: str) -> Packed24:
-    """The same matrix in another layout.
+    """The same matrix in another layout; `packed` itself if it has that layout.
 
-    The values are shared with `packed`, not copied, except into `cusparselt_sm90`, whose metadata
-    lies behind them. The same layout gives `packed` itself. Raises ValueError for a shape or type
-    that the layout cannot hold.
+    The values are shared with `packed`, except in layout `cusparselt_sm90`, which keeps values and
+    metadata in one buffer. Raises ValueError for a shape or dtype that the layout cannot hold.
     """
     shape, dtype = packed.shape, packed.dtype
     check_form(shape, dtype, layout)
@@ -170,7 +171,8 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
 
 
 def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
-    """The layout's form for such a matrix; ValueError if it has no place for it."""
+    """The layout's form for a matrix of this shape and dtype; raises ValueError if the layout
+    cannot hold it."""
     if layout not in cpu.LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(cpu.LAYOUTS)}")
     forms = cpu.LAYOUTS[layout].forms
@@ -191,7 +193,8 @@ def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.F
 
 
 def check_mask(mask: torch.Tensor) -> None:
-    """ValueError that names the first group of which `mask` [rows, columns] keeps more than two."""
+    """Raise ValueError if `mask` [rows, columns] keeps more than two of a group; it names the
+    first."""
     kept = cpu.as_groups(mask).sum(-1)
     if (kept > 2).any():
         row, group = (kept > 2).nonzero()[0].tolist()
@@ -204,7 +207,8 @@ def check_mask(mask: torch.Tensor) -> None:
 def _wrap(
     buffer: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> Packed24:
-    """The matrix whose bytes these are: the values and then the metadata."""
+    """The packed matrix in `buffer`, which holds the bytes of the values and then of the
+    metadata."""
     if layout == BUFFERED:
         return Packed24((buffer,), shape, dtype)
     rows, columns = shape
@@ -216,13 +220,13 @@ def _wrap(
 def _words(
     meta: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> torch.Tensor:
-    """Metadata bytes, flat, in the layout's words."""
+    """Flat metadata bytes viewed as the layout's words, `[rows, ...]`."""
     form = cpu.LAYOUTS[layout].forms[dtype.itemsize]
     return meta.view(form.word).view(shape[0], form.row_bytes(shape[1]) // form.word.itemsize)
 
 
 def meta_bytes(packed: Packed24) -> torch.Tensor:
-    """The bytes of the metadata, flat."""
+    """The metadata as flat bytes."""
     return packed.meta.view(-1).view(torch.uint8)
 
 
@@ -230,7 +234,7 @@ def meta_bytes(packed: Packed24) -> torch.Tensor:
 def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> torch.Tensor:
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         check_mask(mask)
-    # The kernel takes 64 columns at a time, and entries by way of fp32.
+    # The kernel takes 64 columns at a time and converts entries to fp32 and back.
     fits = x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
     if backend == "triton" and fits and x.shape[0] % 64 == 0:
         from common_kernels.pack import triton

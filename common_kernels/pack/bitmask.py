@@ -1,7 +1,7 @@
-"""Formats that store a mask: one bit for each entry.
+"""Formats that store a mask with one bit per entry.
 
-torch's and xformers' swizzled bitmask goes with packed matrices as the pattern of a transposable
-mask; `sparse-24-bitmask` is how compressed-tensors (up to 0.14) saves a 2:4 weight.
+The swizzled bitmask of torch and xformers accompanies packed matrices and holds a transposable
+mask. `sparse-24-bitmask` is the format in which compressed-tensors (up to 0.14) saves a 2:4 weight.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from common_kernels.pack import Packed24, check_form, cpu, meta_bytes
 
 
 def swizzle_mask(mask: torch.Tensor) -> torch.Tensor:
-    """A bool mask [rows, columns] in the order of `torch._sparse_semi_structured_tile`.
+    """Pack a bool mask [rows, columns] in the order of `torch._sparse_semi_structured_tile`.
 
-    Result: uint8 `[4 ceil(rows / 32), 8 ceil(columns / 64), 8]`, the eight bytes of every 8x8 area.
-    They hold its four 4x4 tiles, left before right and upper before lower, two bytes each: entry
-    (r, c) of a tile is bit 4r + c, the lowest bit first. Beyond the mask all bits are zero.
+    The result is uint8 `[4 ceil(rows / 32), 8 ceil(columns / 64), 8]`: eight bytes for each 8x8
+    area, two for each of its four 4x4 tiles, left before right and upper before lower. Entry (r, c)
+    of a tile is bit 4r + c, counted from the lowest. Bits beyond the mask are zero.
     """
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
@@ -26,13 +26,13 @@ def swizzle_mask(mask: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"mask must have two dims, not shape {tuple(mask.shape)}")
     rows, columns = mask.shape
     padded = F.pad(mask, (0, -columns % 64, 0, -rows % 32))
-    # [area row, half, r, area column, half, c]: the six digits of an entry's place
+    # An entry's place is [area row, half, r, area column, half, c].
     areas = padded.unflatten(1, (padded.shape[1] // 8, 2, 4)).unflatten(0, (-1, 2, 4))
     return compressed.pack_mask(areas.permute(0, 3, 1, 4, 2, 5).flatten(2))
 
 
 def unswizzle_mask(bits: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The bool mask [rows, columns] of a swizzled one."""
+    """The bool mask [rows, columns] from the bits of `swizzle_mask`."""
     shape = (4 * -(-rows // 32), 8 * -(-columns // 64), 8)
     if bits.dtype != torch.uint8 or bits.shape != shape:
         raise ValueError(
@@ -45,11 +45,11 @@ def unswizzle_mask(bits: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def to_bitmask24(packed: Packed24) -> dict[str, torch.Tensor]:
-    """The tensors of `sparse-24-bitmask`: for a weight `X.weight` save each as `X.NAME`.
+    """The tensors of `sparse-24-bitmask` by name; for a weight `X.weight` save each as `X.NAME`.
 
     compressed: `[rows, columns / 2]`, the values (shared with `packed`).
     bitmask: uint8 `[rows, ceil(columns / 8)]`; column 8j + i is bit i of byte j. Two bits are set
-        in every group, that of a stored zero included.
+        in every group; stored zeros count too.
     shape: int64 `[2, 1]`.
     """
     size = packed.dtype.itemsize
@@ -62,13 +62,13 @@ def to_bitmask24(packed: Packed24) -> dict[str, torch.Tensor]:
 
 
 def from_bitmask24(tensors: Mapping[str, torch.Tensor]) -> Packed24:
-    """The matrix of these tensors, in layout `neutral`; `compressed` is shared.
+    """The matrix of the tensors of `to_bitmask24`, in layout `neutral`; the values are shared.
 
-    ValueError where the three do not belong together, and for bits that do not set two of a group.
+    Raises ValueError if the tensors do not fit together or the bits do not set two in each group.
     """
     missing = [name for name in ("compressed", "bitmask", "shape") if name not in tensors]
     if missing:
-        raise ValueError(f"no {', '.join(missing)}: sparse-24-bitmask saves three tensors a weight")
+        raise ValueError(f"no {', '.join(missing)}: sparse-24-bitmask has three tensors per weight")
     values, shape = tensors["compressed"], tensors["shape"].flatten().tolist()
     if len(shape) != 2 or values.ndim != 2 or values.shape != (shape[0], shape[1] // 2):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""SLoPe's step on weights that are stored compressed: the column mask and both packed operands from
-one read of the values, for all weights of a shape in one launch; or one operand of one weight."""
+"""Packing of SLoPe's compressed weights: the column mask and both packed operands from one read of
+the values, for all weights of a shape in one launch, or a single operand of one weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from common_kernels.pack import Packed24, cpu
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Compressed24:
-    """A weight W [rows, columns] under 2:4 masks A, along the rows, and B, along the columns.
+    """A weight W [rows, columns] with the masks A (2:4 along rows) and B (2:4 along columns).
 
-    values: [rows, columns / 2], the entries under A. row_mask: uint8 [rows, columns / 8], the bits
-        of A. column_mask: uint8 [rows, columns / 16], for each value whether B keeps it
-        (`common_kernels.compressed`).
-    packed, transposed: room for W * A and for (W * A * B)^T, packed, of one 16-bit type.
+    values: [rows, columns / 2], the entries that A keeps.
+    row_mask: uint8 [rows, columns / 8], the bits of A (`common_kernels.compressed`).
+    column_mask: uint8 [rows, columns / 16], one bit per value, set if B keeps it.
+    packed, transposed: receive W * A and (W * A * B)^T, packed, of one 16-bit dtype; None to skip.
     """
 
     values: Tensor
@@ -37,7 +37,7 @@ class Compressed24:
             raise ValueError(f"operands of {dtypes}: give room for one or both, of one 16-bit type")
         for out, shape in (self.packed, (rows, columns)), (self.transposed, (columns, rows)):
             if out is not None and out.shape != shape:
-                raise ValueError(f"there is room for a {out.shape} matrix, not for {shape}")
+                raise ValueError(f"an operand has shape {out.shape}, not {shape}")
         checks.one_device(
             values=self.values,
             row_mask=self.row_mask,
@@ -59,8 +59,8 @@ class Compressed24:
 
 
 def shape_of(values: Tensor, row_mask: Tensor, column_mask: Tensor) -> tuple[int, int]:
-    """(rows, columns) of the weight that these are of; ValueError if they do not belong together,
-    TypeError for values of another type."""
+    """(rows, columns) of the compressed weight. Raises ValueError if the tensors do not fit
+    together, and TypeError for values of an unsupported dtype."""
     checks.float_tensor(values, "values")
     if values.ndim != 2:
         raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
@@ -78,11 +78,11 @@ def shape_of(values: Tensor, row_mask: Tensor, column_mask: Tensor) -> tuple[int
 def prune_and_pack24_(
     weights: Sequence[Compressed24], *, choose: bool = True, backend: str | None = None
 ) -> None:
-    """Write the packed operands of all `weights` that they have room for, in place; with `choose`
-    their column masks before, as `double_prune_bits` has them.
+    """Write in place the packed operands that each of `weights` has room for. With `choose` first
+    write their column masks, as `double_prune_bits` chooses them.
 
-    Weights of one device, shape and kind share a launch. Nothing waits for the device, and it
-    can be captured in a CUDA graph.
+    Weights of equal device, shape, dtypes and layouts share a launch. Nothing waits for the device,
+    and the call can be captured in a CUDA graph.
     """
     by_device: dict[torch.device, list[Compressed24]] = {}
     for weight in weights:
@@ -120,8 +120,8 @@ def packed_transposed(
     layout: str,
     backend: str,
 ) -> Tensor:
-    """The bytes of (W * A * B)^T in `dtype`, as `prune_and_pack24_` writes them, for an operator;
-    the arguments are those of a `Compressed24`."""
+    """The packed bytes of (W * A * B)^T in `dtype`, as `prune_and_pack24_` writes them, for use
+    inside another operator. The tensors are those of a `Compressed24`."""
     if backend == "triton":
         from common_kernels.pack import compressed_triton as triton
 

@@ -1,14 +1,15 @@
 # mypy: ignore-errors
-"""SLoPe's step on weights that are stored compressed, in Triton: one read of the values gives the
-column mask and both packed operands.
+"""Packing of SLoPe's compressed weights in Triton: one read of the values gives the column mask and
+both packed operands.
 
-W * A, 2:4 along its rows, is what `values` and `row_mask` hold; (W * A * B)^T is 2:4 along the
-columns of W, B dropping some of the values (arXiv 2405.16325).
+`values` and `row_mask` hold W * A, which is 2:4 along the rows of W. (W * A * B)^T is 2:4 along the
+columns of W; B drops some of the values (arXiv 2405.16325).
 
-A thread holds 8 x 8 entries of W, two by two tiles of 4 x 4. It loads 16 bytes of a row and stores
-8 of a row of either operand, and four or eight neighbours fill whole sectors: no value changes
-threads. What is chosen in a tile is one word: in its byte i the two rows that are stored of column
-i, two bits each, and above them, a bit a column, where row i is one of them.
+A thread holds 8 x 8 entries of W: two by two tiles of 4 x 4. It loads 16 bytes of each row and
+stores 8 bytes of a row of each operand; four or eight neighbouring threads fill whole memory
+sectors, so no value moves between threads. The choice in a tile is one word. Byte i holds in its
+low half the two rows stored for column i, two bits each, and in its high half, one bit per column,
+the columns that store row i.
 """
 
 from collections import defaultdict
@@ -33,16 +34,17 @@ from common_kernels.pack.triton import (
 if TYPE_CHECKING:
     from common_kernels.pack.compressed import Compressed24
 
-ROW = tl.constexpr(8)  # of the table of addresses: 64 bytes
-# Of a thread, at most, as was fastest on an H200: with fewer, more blocks run at a time. For all
-# results in one pass (9 to 14 % faster), and by order for the transposed operand alone.
+ROW = tl.constexpr(8)  # int64 per row of the table of addresses: 64 bytes
+# Most registers per thread, the fastest on an H200: with fewer registers more blocks run at a time.
+# REGISTERS is for all results in one pass (9 to 14 % faster), the other, by order of the metadata,
+# for the transposed operand by itself.
 REGISTERS = 96
 REGISTERS_TRANSPOSED = {CUSPARSELT.value: 80, CUTLASS.value: None, CUTLASS_K128.value: 96}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def prune_and_pack(weights: Sequence["Compressed24"], choose: bool) -> list["Compressed24"]:
-    """The step of `compressed.prune_and_pack24_` for weights on one device; returns those that the
+    """Do `compressed.prune_and_pack24_` for weights on one device, and return the weights that the
     kernel cannot address."""
     launches, rest = defaultdict(list), []
     for weight in weights:
@@ -71,8 +73,8 @@ def pack_transposed(
     dtype: torch.dtype,
     layout: str,
 ) -> torch.Tensor:
-    """The buffer, a new one, of (W * A * B)^T for one weight [64 a, 64 b], which is row-major as
-    its masks are."""
+    """A new buffer with the packed (W * A * B)^T of one weight [64 a, 64 b]; values and masks are
+    row-major."""
     rows, columns = values.shape[0], 2 * values.shape[1]
     buffer = new_buffer(columns, rows, dtype, values.device, layout)
     order = order_of(layout, dtype)
@@ -85,12 +87,12 @@ def pack_transposed(
 
 
 def in_blocks(values: torch.Tensor) -> bool:
-    """True if the weight is made of whole blocks of a kernel."""
+    """True if the weight consists of whole 64 x 64 blocks."""
     return values.shape[0] % 64 == 0 and values.shape[1] % 32 == 0
 
 
 def fits(weight: "Compressed24", addresses: list[int]) -> bool:
-    """True if rows lie one after the other, and begin where whole vectors do."""
+    """True if the kernel can address the weight: whole blocks, row-major, aligned to 16 bytes."""
     return (
         in_blocks(weight.values)
         and all(address % 16 == 0 for address in (addresses[0], *addresses[3:]))
@@ -101,17 +103,19 @@ def fits(weight: "Compressed24", addresses: list[int]) -> bool:
 
 
 def kind(weight: "Compressed24") -> tuple:
-    """All that is equal within a launch: shape, dtypes and orders of the metadata, -1 for none."""
+    """The properties that are equal within a launch: shape, dtypes and the orders of the metadata,
+    -1 for a missing operand."""
     outs = weight.operands
     orders = (-1 if out is None else order_of(out.layout, out.dtype) for out in outs)
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders
 
 
 def addresses_of(weight: "Compressed24") -> list[int]:
-    """The addresses of what the kernel takes, in its order; the values' for a missing operand."""
+    """The addresses of the kernel's tensors in its order; a missing operand gets the values'
+    address."""
     nothing = weight.values.data_ptr()
     found = [nothing, weight.row_mask.data_ptr(), weight.column_mask.data_ptr()]
-    for out in weight.operands:  # the metadata follow the values, two bytes each
+    for out in weight.operands:  # the metadata follow the values, which have two bytes each
         start = nothing if out is None else out.buffer.data_ptr()
         found += [start, start + 2 * weight.values.numel()]
     return [*found, nothing]
@@ -119,8 +123,7 @@ def addresses_of(weight: "Compressed24") -> list[int]:
 
 @triton.constexpr_function
 def word_of(j, first, second):
-    """The part of column j in a tile's word, where rows `first` and `second` are stored; -1: not
-    known."""
+    """Column j's part of a tile's word if rows `first` and `second` are stored; -1: not known."""
     word = 0
     if first >= 0:
         word |= 1 << 8 * first + 4 + j | first << 8 * j
@@ -131,15 +134,15 @@ def word_of(j, first, second):
 
 @triton.constexpr_function
 def rank_of_none(row):
-    """The rank of no entry in this row of a tile: below all, in the order in which cpu.choose fills
-    up."""
+    """The rank of a missing entry in this row of a tile: below all entries, and in the order in
+    which cpu.choose adds zeros."""
     return (-3, -3, -1, -2)[row]
 
 
 @triton.jit
 def stored_of(m0, m1, m2, m3, x0, x1, x2, x3, j: tl.constexpr):
-    """Returns, of four entries x of column j, the two of the largest ranks m, the lower row first
-    and winning a draw, and their part of the tile's word."""
+    """The two of column j's four entries x with the largest ranks m, the lower row first, and their
+    part of the tile's word. The lower row wins a tie."""
     w01, w23 = m0 >= m1, m2 >= m3
     both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
     both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)
@@ -153,7 +156,7 @@ def stored_of(m0, m1, m2, m3, x0, x1, x2, x3, j: tl.constexpr):
 
 @triton.jit
 def spread(one, other, k0, k1, k2, k3, nothing):
-    """The two entries of a row of a tile where they are, `nothing` where there is none."""
+    """The four entries of a tile's row from its two values, with `nothing` at pruned places."""
     return (
         tl.where(k0, one, nothing),
         tl.where(k1, tl.where(k0, other, one), nothing),
@@ -164,10 +167,11 @@ def spread(one, other, k0, k1, k2, k3, nothing):
 
 @triton.jit
 def tile_of(one, other, bits, kept, out, CHOOSE: tl.constexpr):
-    """Returns the stored pairs of the four columns of tiles, and their words.
+    """The stored pairs of the four columns of tiles, and the tiles' words.
 
-    one, other, bits: of the four rows, their values and in the lowest four bits where they are.
-    kept: unless chosen here, in the lowest two bits which values B keeps. out: where pairs will go.
+    one, other, bits: the two values of each of the four rows, and their columns in the lowest four
+    bits. kept: which values B keeps, in the lowest two bits; unused with CHOOSE. out: the pointer
+    that the pairs will be stored to.
     """
     x, m = (), ()
     for i in tl.static_range(4):
@@ -199,7 +203,7 @@ def prune_and_pack_block(
     CHOOSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """64 x 64 entries of W, from (top, left) on."""
+    """Prune and pack the 64 x 64 block of W at (top, left)."""
     thread, four = tl.arange(0, 64), tl.arange(0, 4)[None, :]
     down, across = thread // 8, thread % 8
     values += top * (columns // 2) + left // 2
@@ -234,14 +238,14 @@ def prune_and_pack_block(
         words += ((word0, word1),)
         pairs += ((of_w0, of_w1),)
         if CHOOSE:
-            # Byte i has row i, its halves the tiles, their bits the columns.
+            # Byte i stands for row i, its two halves for the two tiles, a bit for each column.
             a, c = row_bits, (word0 >> 4 & 0x0F0F0F0F) | (word1 & 0xF0F0F0F0 - (1 << 32))
             b = a & c
             first = b | ~a & (b >> 1 | ~(a >> 1) & b >> 2)
             last = b >> 3 | ~(a >> 3) & (b >> 2 | ~(a >> 2) & b >> 1)
             both = (first & 0x11111111) | (last & 0x11111111) << 1
             half = (both | both >> 2) & 0x0F0F0F0F
-            # Of two neighbours' halves each stores two whole bytes.
+            # Two neighbouring threads join their half bytes, and each stores two whole bytes.
             odd = across % 2
             byte = tl.sum(tl.reshape(half << 4 * odd, [32, 2]), 1)[:, None]
             byte = tl.reshape(tl.broadcast_to(byte, [32, 2]), [64]) >> 16 * odd
@@ -272,7 +276,7 @@ def prune_and_pack_block(
 
 @triton.jit
 def store_column_meta(meta, found, top, left, rows, columns, ORDER: tl.constexpr):
-    """found: the words of the eight columns of a thread."""
+    """Store the metadata of (W * A * B)^T. found: the words of a thread's eight columns."""
     joined = tl.join(
         tl.join(tl.join(found[0], found[4]), tl.join(found[2], found[6])),
         tl.join(tl.join(found[1], found[5]), tl.join(found[3], found[7])),
@@ -287,7 +291,7 @@ def store_column_meta(meta, found, top, left, rows, columns, ORDER: tl.constexpr
 
 @triton.jit
 def positions(k):
-    """The positions of the two bits of each of eight groups of four."""
+    """The positions, as nibbles, of the two set bits in each of eight groups of four."""
     k1, k2, k3 = k >> 1, k >> 2, k >> 3
     one = (~k & k1 & 0x11111111) | (~k & ~k1 & 0x11111111) << 1
     other = ((k3 | ~k2) & 0x11111111) << 2 | ((k3 | k2) & 0x11111111) << 3
@@ -296,7 +300,7 @@ def positions(k):
 
 @triton.jit
 def store_row_meta(meta, row_mask, top, left, rows, columns, ORDER: tl.constexpr):
-    """The metadata of W * A: the bits of A in the order of the words, and their positions."""
+    """Store the metadata of W * A: the bits of A in the order of the words, as positions."""
     width = columns // 8
     if ORDER == CUSPARSELT:
         r = 16 * tl.arange(0, 4)[:, None, None, None] + tl.arange(0, 8)[None, :, None, None]
@@ -324,7 +328,8 @@ def prune_and_pack_kernel(
     CHOOSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """64 x 64 entries of the weights whose tensors' addresses are the rows of `table`."""
+    """Prune and pack a 64 x 64 block of one of the weights; row i of `table` holds the addresses of
+    weight i's tensors."""
     across = columns // 64
     blocks = rows // 64 * across
     at, block = table + tl.program_id(0) // blocks * ROW, tl.program_id(0) % blocks
@@ -341,7 +346,7 @@ def prune_and_pack_kernel(
 def pack_transposed_kernel(
     values, row_mask, column_mask, packed_t, meta_t, rows, columns, ORDER: tl.constexpr
 ):
-    """64 x 64 entries of one weight, under the masks that it has."""
+    """Pack a 64 x 64 block of one weight's transpose under the masks that it has."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64

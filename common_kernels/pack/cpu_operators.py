@@ -1,10 +1,10 @@
-"""torch's 2:4 operators for the CPU, where torch has none.
+"""CPU kernels for torch's 2:4 operators, which torch has for GPUs only.
 
-With them its `SparseSemiStructuredTensor`, and code that was written for it, runs without a GPU:
-slowly, to be tested. The formats are those of torch's own kernels, with one exception: matrices of
-cuSPARSELt are in the order of compute capability 9.0, those of `_sparse_semi_structured_tile` with
-use_cutlass=False included (its kernel writes the order of 8.0 wherever it runs). Matrices that a
-layout of ours cannot hold are refused, where torch would pad some of them.
+With them torch's `SparseSemiStructuredTensor`, and code written for it, runs without a GPU: slowly,
+for tests. The formats are those of torch's own kernels, except that cuSPARSELt matrices always have
+the order of compute capability 9.0. (torch's `_sparse_semi_structured_tile` with use_cutlass=False
+writes the order of 8.0 on every GPU.) Matrices that our layouts cannot hold are refused; torch
+would pad some of them.
 """
 
 from typing import Any
@@ -26,10 +26,10 @@ ACTIVATIONS = {
 
 
 def register_cpu_operators() -> torch.library.Library:
-    """Give aten's 2:4 operators a CPU kernel for as long as the returned object lives.
+    """Register CPU kernels for aten's 2:4 operators for as long as the returned object lives.
 
-    Most of them lack a kernel for fake tensors too, without which torch.compile cannot trace them;
-    the same functions serve. Hold one such object at a time.
+    The same functions serve as kernels for fake tensors, which torch.compile needs and most of
+    these operators lack. Hold only one such object at a time.
     """
     library = torch.library.Library("aten", "IMPL")
     for operator in OPERATORS:
@@ -43,10 +43,11 @@ def register_cpu_operators() -> torch.library.Library:
 def _sparse_semi_structured_tile(
     input: Tensor, algorithm: str = "", use_cutlass: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Prune `input` [rows, columns] along both dims: packed, meta, both of the transpose, bitmask.
+    """Prune `input` [rows, columns] to 2:4 along both dims, and return packed values and metadata,
+    both of the transpose, and the bitmask.
 
     algorithm: `largest_values_greedy`, or the empty string, ranks by signed value as torch does;
-    `largest_abs_values_greedy` by magnitude.
+    `largest_abs_values_greedy` ranks by magnitude.
     """
     if algorithm in ("", "largest_values_greedy"):
         mask = transposable_mask24(signed_rank(input), "greedy")
@@ -68,7 +69,7 @@ def _sparse_semi_structured_tile(
 
 
 def signed_rank(x: Tensor) -> Tensor:
-    """fp32 numbers, none of them negative, that rank as the 16-bit floats of x do."""
+    """Non-negative fp32 numbers that rank as the 16-bit floats of x do."""
     bits = x.view(torch.int16).int()
     return (torch.where(bits < 0, -(bits & 0x7FFF), bits) + 0x8000).float()
 
@@ -105,7 +106,7 @@ def _sparse_semi_structured_addmm(
     beta: float = 1,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """input: one number for each row of the result."""
+    """alpha * mat1 @ mat2 + beta * input. input: one number for each row of the result."""
     return product(cutlass_dense(mat1, mat1_meta), mat2, out_dtype, alpha, beta * wide(input))
 
 
@@ -118,7 +119,7 @@ def _sparse_semi_structured_linear(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """input [..., columns] -> [..., rows]."""
+    """input [..., columns] times the transposed weight, plus bias, of shape [..., rows]."""
     dense = cutlass_dense(weight, meta)
     added = None if bias is None else wide(bias)
     y = product(dense, input.flatten(0, -2).t(), out_dtype, bias=added).t()
@@ -140,7 +141,8 @@ def _cslt_sparse_mm(
     split_k: int = 1,
     split_k_mode: int = -1,
 ) -> Tensor:
-    """bias: one number for each row of the result; alpha: a scale, of one element."""
+    """alpha * A @ dense_B + bias. bias: one number for each row of the result; alpha: a tensor with
+    one element."""
     dense = unpack24(from_cslt(compressed_A, dense_B.shape[0]))
     scale = 1.0 if alpha is None else alpha.item()
     added = None if bias is None else wide(bias)
@@ -149,7 +151,8 @@ def _cslt_sparse_mm(
 
 
 def cutlass_dense(values: Tensor, meta: Tensor) -> Tensor:
-    """The matrix behind torch's CUTLASS metadata, in two dims or in the tile packer's three."""
+    """The dense matrix of values and torch's CUTLASS metadata, which has two dims, or three if the
+    tile packer wrote it."""
     rows, columns = values.shape[0], 2 * values.shape[1]
     if meta.ndim == 3:
         meta = meta.as_strided((rows, columns // 16), (columns // 16, 1))
@@ -163,7 +166,7 @@ def product(
     alpha: float = 1.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """alpha * a @ b + bias, a number of bias for each row, accumulated in fp32 (int8: int32)."""
+    """alpha * a @ b + bias, accumulated in fp32 (int8 in int32). bias: one number for each row."""
     y = alpha * (wide(a) @ wide(b))
     if bias is not None:
         y = y + bias[:, None]

@@ -1,4 +1,4 @@
-"""Packed matrices as torch's `SparseSemiStructuredTensor`, and back."""
+"""Conversion of packed matrices to and from torch's `SparseSemiStructuredTensor`."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ CLASSES: dict[str, Any] = {
 def to_semi_structured(
     packed: Packed24, transposed: Packed24 | None = None
 ) -> SparseSemiStructuredTensor:
-    """torch's tensor of the same matrix, on the same memory, on any device.
+    """The same matrix as torch's tensor class, sharing memory, on any device.
 
-    Layout `cutlass_sm80` gives the CUTLASS class, `cusparselt_sm90` that of cuSPARSELt; which
-    products a device can run is torch's affair. torch's classes multiply with a transpose only if
-    they hold it: `transposed` is the packed transpose, of a mask that is 2:4 along both dims.
+    Layout `cutlass_sm80` gives torch's CUTLASS class and `cusparselt_sm90` its cuSPARSELt class;
+    torch decides which products a device can run. torch multiplies by the transpose only if the
+    tensor holds it: give it packed as `transposed`, which needs a mask that is 2:4 along both dims.
 
-    ValueError for another layout, for a type that torch's class does not take (its fp32 is 1:2
-    sparse), and for parts that do not belong together.
+    Raises ValueError for another layout, for a dtype that torch's class does not take (its fp32 is
+    1:2 sparse), and for parts that do not fit together.
     """
     if packed.layout not in CLASSES:
         raise ValueError(
@@ -48,7 +48,7 @@ def to_semi_structured(
 
 
 def _parts(packed: Packed24) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`packed` and `meta` in torch's words."""
+    """torch's attributes `packed` and `meta` of the matrix."""
     if packed.layout == "cusparselt_sm90":
         return cslt_form(packed), None
     return packed.values, packed.meta
@@ -61,26 +61,25 @@ def cslt_form(packed: Packed24) -> torch.Tensor:
 
 
 def from_cslt(compressed: torch.Tensor, columns: int) -> Packed24:
-    """The matrix [rows, columns] in such a tensor, on the same memory."""
+    """The packed matrix [rows, columns] of a result of `torch._cslt_compress`, sharing memory."""
     return Packed24(
         (compressed.view(-1).view(torch.uint8),), (len(compressed), columns), compressed.dtype
     )
 
 
 def from_semi_structured(tensor: SparseSemiStructuredTensor) -> Packed24:
-    """The packed matrix behind torch's tensor, on the same memory; for that of its transpose call
-    it with `tensor.t()`.
+    """The packed matrix of torch's tensor, sharing memory. Pass `tensor.t()` for the transpose.
 
-    TypeError for another tensor. ValueError where torch holds the transpose alone, padded the
-    matrix, or keeps fp32 (1:2 sparse), and for cuSPARSELt's metadata in an order other than that of
-    compute capability 9.0: on other GPUs, and wherever torch's tile packer wrote it.
+    Raises TypeError for another tensor. Raises ValueError if torch holds only the transpose, has
+    padded the matrix or keeps fp32 (1:2 sparse), and for cuSPARSELt metadata that is not in the
+    order of compute capability 9.0: on other GPUs, and if torch's tile packer wrote it.
     """
     if not isinstance(tensor, tuple(CLASSES.values())):
         raise TypeError(f"a SparseSemiStructuredTensor is expected, not {type(tensor).__name__}")
     rows, columns = tensor.shape
     values, meta = tensor.packed, tensor.meta
     if values is None:
-        raise ValueError("the tensor holds its transpose alone: convert tensor.t()")
+        raise ValueError("the tensor holds only its transpose: convert tensor.t()")
     if isinstance(tensor, SparseSemiStructuredTensorCUSPARSELT):
         if meta is not None:
             raise ValueError(
@@ -89,14 +88,14 @@ def from_semi_structured(tensor: SparseSemiStructuredTensor) -> Packed24:
             )
         if values.is_cuda and torch.cuda.get_device_capability(values.device) != (9, 0):
             raise ValueError(
-                "the order of cuSPARSELt's metadata is known for compute capability 9.0 alone; go "
-                "through tensor.to_dense()"
+                "the order of cuSPARSELt's metadata is known for compute capability 9.0 only; "
+                "convert through tensor.to_dense()"
             )
         return from_cslt(values, columns)
     if values.shape != (rows, columns // 2) or meta is None:
         raise ValueError(
             f"torch stores this {(rows, columns)} matrix of {tensor.dtype} as "
-            f"{tuple(values.shape)} values, padded; go through tensor.to_dense()"
+            f"{tuple(values.shape)} values, padded; convert through tensor.to_dense()"
         )
     if meta.ndim == 3:  # the tile packer's view [rows, 2, columns / 32] of the same memory
         if meta.stride() != (2, 1, 2 * rows):

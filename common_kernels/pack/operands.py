@@ -1,9 +1,9 @@
-"""Operands of the products of training, pruned and packed in one read, in place.
+"""Operands of the products of training, pruned and packed in place in one read.
 
-They are packed in one buffer (`Packed24.empty`), in layout `cusparselt_sm90`, or in `cutlass_sm90`
-or `cutlass_sm90_k128`, rows and columns in multiples of 64 and of what the layout needs.
-What is written here is what the operators on dense tensors and `pack24` would give, to the bit; the
-path in PyTorch does just that. Nothing here waits for a GPU: that a mask is 2:4 is not checked.
+They are packed in one buffer (`Packed24.empty`), in layout `cusparselt_sm90`, `cutlass_sm90` or
+`cutlass_sm90_k128`. Rows and columns are multiples of 64 and of what the layout needs. The results
+equal, bit for bit, those of the operators on dense tensors followed by `pack24`, which is also how
+the PyTorch path computes them. Nothing waits for a GPU, so masks are not checked to be 2:4.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from common_kernels.soft_threshold import soft_threshold24
 Out = TypeVar("Out", Tensor, Tensor | None)
 SOURCES = ("magnitude", "soft", "mask")
 MULTIPLE = 64
-TOKENS = 16  # a sample of dY is summed over a multiple of this in cuSPARSELt's layout
+TOKENS = 16  # in cuSPARSELt's layout a sample of dY has a multiple of this many tokens
 
 
 def pack24_(
@@ -38,14 +38,15 @@ def pack24_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write `w` [rows, columns], pruned along its columns, into `out`.
+    """Prune `w` [rows, columns] to 2:4 along its rows and write it into `out`.
 
-    source: `magnitude` keeps what nm_mask(w) keeps, `mask` what `mask` keeps (at most two of four,
-        unchecked), `soft` packs soft_threshold24(w).
-    mask: bool [rows, columns], or the bits of one, pack_mask(mask).
+    source: `magnitude` keeps the entries of nm_mask(w), `mask` those of `mask` (at most two of
+    four,
+        not checked), and `soft` packs soft_threshold24(w).
+    mask: bool [rows, columns], or its bits, pack_mask(mask).
     scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to out's dtype.
-    dense: [rows, columns] of out's dtype; receives the pruned matrix as well, +0 where nothing is
-        kept.
+    dense: [rows, columns] of out's dtype; also receives the pruned matrix, with +0 at pruned
+        entries.
     """
     checks.float_tensor(w, "w")
     if source not in SOURCES:
@@ -83,7 +84,7 @@ def _pack24_(
             triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written, layout)
         return
     if source == "soft":
-        # What is below the threshold is zero, and counts as pruned for the positions no less.
+        # An entry that the threshold sets to zero counts as pruned for the positions, too.
         kept, pruned = nm_mask(w), soft_threshold24(w)
     else:
         kept = nm_mask(w) if mask is None else _bools(mask, w)
@@ -109,11 +110,11 @@ def pack_both24_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write `w` [rows, columns] under a transposable mask into `out`, and w^T into `transposed`.
+    """Write `w` [rows, columns] under a transposable mask into `out`, and its transpose into
+    `transposed`; both have the same 16-bit dtype.
 
-    mask: bool [rows, columns], or the bits of one, pack_mask(mask); 2:4 along both dims
-        (unchecked). None for the best one, transposable_mask24(w).
-    out, transposed: of the same 16-bit type.
+    mask: bool [rows, columns], or its bits, pack_mask(mask); 2:4 along both dims (not checked).
+        None for the best one, transposable_mask24(w).
     """
     checks.float_tensor(w, "w")
     _check(out, w, mask)
@@ -162,11 +163,13 @@ def sample_pack24(
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> Packed24:
-    """The transpose of mvue24(dy, key[0], key[1] * stride, dim=0), packed: no transposed copy.
+    """The packed transpose of mvue24(dy, key[0], key[1] * stride, dim=0), made without a transposed
+    copy.
 
-    dy: [tokens, out] row-major; tokens are filled up with zeros to a multiple of 16, or to the
-        columns that `layout` needs.
-    key: int64 [2]; key[1] * stride must be a multiple of 4. dtype: of the result, 16-bit; dy's.
+    dy: [tokens, out], row-major. Tokens are padded with zeros to a multiple of 16, or of what
+        `layout` needs.
+    key: int64 [2]; key[1] * stride must be a multiple of 4.
+    dtype: a 16-bit dtype for the result; default: dy's.
     """
     dtype = dtype or dy.dtype
     dy = whole_blocks(dy, key, dtype, layout)
@@ -176,8 +179,8 @@ def sample_pack24(
 
 
 def whole_blocks(dy: Tensor, key: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
-    """`dy`, contiguous, with as many tokens as a packed sample of it has. Raises ValueError or
-    TypeError unless it can be sampled with `key`."""
+    """`dy`, contiguous and padded to the number of tokens of its packed sample. Raises ValueError
+    or TypeError if it cannot be sampled with `key`."""
     checks.float_tensor(dy, "dy")
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
@@ -187,7 +190,7 @@ def whole_blocks(dy: Tensor, key: Tensor, dtype: torch.dtype, layout: str) -> Te
 
 
 def tokens_multiple(layout: str, dtype: torch.dtype) -> int:
-    """The multiple of tokens over which a sample of dY is summed."""
+    """The number that the tokens of a packed sample of dY must be a multiple of."""
     return check_form((0, 0), dtype, layout).columns
 
 
@@ -201,7 +204,7 @@ def _sample_pack24(
 def packed_sample(
     dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
 ) -> Tensor:
-    """The bytes of `sample_pack24` of a dY of whole blocks, for an operator."""
+    """The bytes of `sample_pack24` for a dY that is already padded, for use inside an operator."""
     if backend == "triton":
         from common_kernels.pack import sample_triton
 
@@ -217,18 +220,18 @@ def _(dy, key, stride, dtype, layout, backend):
 
 
 def fill_up(x: Tensor, rows: int) -> Tensor:
-    """x [n, k] with as many rows of zeros more; x itself, and no copy, for none."""
+    """x [n, k] with `rows` rows of zeros appended; x itself, not copied, if `rows` is 0."""
     if not rows:
         return x
-    bytes_alone = x.element_size() == 1  # FP8 cannot be padded as such
+    bytes_alone = x.element_size() == 1  # torch cannot pad FP8; pad its bytes
     padded = F.pad(x.view(torch.uint8) if bytes_alone else x, (0, 0, 0, rows))
     return padded.view(x.dtype)
 
 
 @contextmanager
 def row_major(out: Out) -> Iterator[Out]:
-    """`out` for a kernel that writes row by row, or where it is laid out otherwise something that
-    is copied to it afterwards."""
+    """Yield `out` if it is row-major, as the kernels need; else a temporary matrix that is copied
+    to `out` afterwards."""
     if out is None or out.is_contiguous():
         yield out
     else:
@@ -247,17 +250,19 @@ def _check(out: Packed24, w: Tensor, mask: Tensor | None) -> None:
         )
     if mask is not None and mask.dtype == torch.uint8:
         if mask.shape != (w.shape[0], w.shape[1] // 8):
-            raise ValueError(f"{tuple(mask.shape)} are not the bits of a mask {tuple(w.shape)}")
+            raise ValueError(
+                f"bits of shape {tuple(mask.shape)} are not those of a mask {tuple(w.shape)}"
+            )
     elif mask is not None:
         checks.same_shape(w, mask, "w and mask")
     _check_out(out, *w.shape)
 
 
 def _bools(mask: Tensor, w: Tensor) -> Tensor:
-    """The mask of `w`, which may be given as its bits."""
+    """The bool mask of `w`; `mask` may be given as its bits."""
     return mask if mask.dtype == torch.bool else compressed.unpack_mask(mask, w.shape[1])
 
 
 def _check_out(out: Packed24, rows: int, columns: int) -> None:
     if out.shape != (rows, columns):
-        raise ValueError(f"there is room for a {out.shape} matrix, not for {(rows, columns)}")
+        raise ValueError(f"an operand has shape {out.shape}, not {(rows, columns)}")

@@ -1,20 +1,22 @@
-"""Packed 2:4 matrices by definition: what the tests hold every packer against.
+"""Packed 2:4 matrices by definition; the tests compare every packer with them.
 
-Values are `[rows, columns / 2]`, two entries i0 < i1 of each group of four columns; the positions
-of a group are the nibble i0 | i1 << 2. Layouts order the nibbles and put two of them in a byte, the
-first in its low half.
+Values are `[rows, columns / 2]`: two entries i0 < i1 of each group of four columns. The positions
+of a group are the nibble i0 | i1 << 2. A layout orders the nibbles and puts two of them in a byte,
+the first in its low half.
 """
 
 from collections.abc import Callable
 
 import torch
 
-# What is stored, as zeros, where fewer than two entries are kept: the choice of torch's packer.
+# The positions stored if fewer than two entries are kept; the others are stored as zeros. torch's
+# packer chooses the same.
 FILLED_UP = {(): (2, 3), (0,): (0, 2), (1,): (1, 2), (2,): (2, 3), (3,): (2, 3)}
 
 
 def compress(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` of x where mask is True."""
+    """The values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` of x where mask is
+    True."""
     rows, columns = x.shape
     values = torch.zeros(rows, columns // 2).to(x.dtype)
     nibbles = torch.zeros(rows, columns // 4, dtype=torch.uint8)
@@ -30,19 +32,20 @@ def compress(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def metadata(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
-    """The bytes of nibbles `[rows, columns / 4]`, flat, in a layout for values of `itemsize`."""
+    """Nibbles `[rows, columns / 4]` as flat bytes in a layout, for values of `itemsize` bytes."""
     ordered = LAYOUTS[layout](nibbles, itemsize).flatten()
     return ordered[::2] | ordered[1::2] << 4
 
 
 def neutral(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Row by row, in whole bytes."""
+    """The nibbles row by row, in whole bytes."""
     return torch.nn.functional.pad(nibbles, (0, nibbles.shape[1] % 2))
 
 
 def cutlass_sm80(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Words of 16 bits (32 for one-byte types), in the order that CUTLASS reads them on compute
-    capability 8.x: rows interleaved, off-diagonal words of each 2x2 exchanged, columns by twos.
+    """Words of 16 bits (32 for one-byte types) in the order that CUTLASS reads on compute
+    capability
+    8.x: rows interleaved, off-diagonal words of each 2x2 exchanged, columns in pairs.
     """
     size, rows = 8 // itemsize, len(nibbles)
     words = nibbles.view(rows, -1, size)
@@ -58,9 +61,9 @@ def cutlass_sm80(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 
 def cutlass_sm90(nibbles: torch.Tensor, itemsize: int, tiles: int = 2) -> torch.Tensor:
-    """One-byte types: 128 columns of all rows, then the next 128. Two-byte types: blocks of 64 rows
-    by `tiles` tiles of 32 columns, along the rows first; inside, the binary digits of row and group
-    in another order (CUTLASS' `Sm90GemmSparseConfig`).
+    """The order of CUTLASS' `Sm90GemmSparseConfig`. One-byte types: 128 columns of all rows, then
+    the next 128. Two-byte types: blocks of 64 rows by `tiles` tiles of 32 columns, along the rows
+    first; inside a block the binary digits of row and group are permuted.
     """
     if itemsize == 1:
         return nibbles.view(len(nibbles), -1, 32).transpose(0, 1).contiguous()
@@ -70,14 +73,14 @@ def cutlass_sm90(nibbles: torch.Tensor, itemsize: int, tiles: int = 2) -> torch.
 
 
 def cutlass_sm90_k128(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """The same in blocks of 128 columns."""
+    """As `cutlass_sm90`, in blocks of 128 columns."""
     return cutlass_sm90(nibbles, itemsize, tiles=4)
 
 
 def cusparselt_sm90(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Blocks of 64 rows by 32 columns (64 for one-byte types), along the columns first, the last
-    filled up with empty groups; inside, the binary digits of row and group in another order (read
-    off an H200, cuSPARSELt 0.8.0).
+    padded with empty groups; inside a block the binary digits of row and group are permuted, as
+    determined on an H200 with cuSPARSELt 0.8.0.
     """
     missing = -nibbles.shape[1] % (16 // itemsize)
     nibbles = torch.nn.functional.pad(nibbles, (0, missing), value=0b1110)

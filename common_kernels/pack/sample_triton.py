@@ -1,4 +1,4 @@
-"""Sampling the gradient of an output, and packing the sample transposed, in one read of it."""
+"""Sampling of an output's gradient, packed transposed, in one read, in Triton."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ from common_kernels.pack.triton import (
     store_words,
 )
 
-# Groups of each of 64 features in a program: with four warps, four groups of four features in each
-# thread. Twice as many in a thread make the code twice as long, and on an H200 it takes 12 % more.
+# Groups of each of 64 features per program: with four warps, a thread has four groups of four
+# features. Twice as many double the code's length and take 12 % longer on an H200.
 GROUPS = 32
 
 
@@ -28,17 +28,18 @@ def pack_sample(
     stride: int = 1,
     layout: str = BUFFERED,
 ) -> torch.Tensor:
-    """The buffer of the transpose of mvue24(dy, dim=0): [out, T] from dy [T, out] row-major.
+    """The buffer of the packed transpose [out, T] of mvue24(dy, dim=0), for a row-major dy [T,
+    out].
 
-    T is a multiple of 16, or what the layout needs, out of 64; metadata come in whole blocks. key:
-    int64 [2], (seed, offset / stride), on dy's device, the offset a multiple of 4 (as it is where
-    it counts whole micro-batches). 16-bit types.
+    T is a multiple of 16 and of what the layout needs, out a multiple of 64. key: int64 [2] on dy's
+    device, (seed, offset / stride); the offset must be a multiple of 4, as it is if it counts whole
+    micro-batches. dtype: 16-bit.
     """
     tokens, out = dy.shape
     if tokens % 16 or out % 64:
         raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
     if dtype.itemsize != 2:
-        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for 2")
+        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; a sample needs a 2-byte dtype")
     buffer = new_buffer(out, tokens, dtype, dy.device, layout)
     launch(
         sample_kernel, triton.cdiv(tokens, 4 * GROUPS) * (out // 64), dy.device,
@@ -53,19 +54,20 @@ def sample_kernel(
     dy, key, stride, values, meta, tokens, OUT: tl.constexpr, ORDER: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS groups of tokens of 64 features. A thread has four neighbouring features, which share
-    counters of the generator, of four groups whose nibbles share words of metadata."""
+    """Sample and pack GROUPS groups of tokens for 64 features. A thread has four neighbouring
+    features, which share counters of the random generator, in four groups whose nibbles share words
+    of metadata."""
     QUARTER: tl.constexpr = GROUPS // 4
     seed, offset = tl.load(key), tl.load(key + 1) * stride
     first_group = (tl.program_id(0) // (OUT // 64)).to(tl.int64) * GROUPS
     stripe = (tl.program_id(0) % (OUT // 64)).to(tl.int64)
     count = tl.minimum(tokens // 4 - first_group, GROUPS).to(tl.int32)
-    start = first_group * OUT + stripe * 64  # the first group of them all, in dy's order
+    start = first_group * OUT + stripe * 64  # the first group's index in dy's order
     at = dy + (start + 3 * first_group * OUT) + tl.max_contiguous(tl.arange(0, 64), 4)[None, :]
     q = tl.arange(0, QUARTER)[:, None]
     pairs, nibbles = (), ()
     for t in tl.static_range(4):
-        # Of the bits of a group's number t is g2 g0, or g1 g0.
+        # t is the bits g2 g0 of a group's index for cuSPARSELt, else g1 g0.
         apart = q // 2 * 8 + t // 2 * 4 + q % 2 * 2 + t % 2
         group = apart if ORDER == CUSPARSELT else 4 * q + t
         rows, inside = at + 4 * group * OUT, group < count
@@ -88,7 +90,8 @@ def sample_kernel(
     row = stripe * 16 * tokens + tl.arange(0, 64)[:, None] * (tokens // 4)
     both = values.to(tl.pointer_type(tl.int32))
     tl.store(both + (row + first_group) + place, tl.reshape(pair, [64, GROUPS]), mask=place < count)
-    # Nibbles less 4 make bits of words by multiply-adds, the fastest instructions: all are exact.
+    # Join the nibbles (minus 4) to words by fused multiply-adds, the fastest instructions; all are
+    # exact.
     if ORDER == CUSPARSELT:
         low = bits_of(tl.fma(nibbles[2], 256.0, nibbles[0]), 0x0404)
         part = low | bits_of(tl.fma(nibbles[3], 256.0, nibbles[1]), 0x0404) << 16
@@ -105,5 +108,6 @@ def sample_kernel(
 
 @triton.jit
 def bits_of(a, more: tl.constexpr):
-    """a + more, as int32: whole numbers below 2^16, in a float that is added to 2^23."""
+    """a + more as int32, where a is a float holding an integer below 2^16: adding 2^23 moves it to
+    the low bits."""
     return (a + (8388608.0 + more)).to(tl.int32, bitcast=True) & 0xFFFF

@@ -1,8 +1,8 @@
-"""Pruning and packing in Triton: one read of the matrix, values and metadata in the order of
+"""Pruning and packing in Triton, in one read of the matrix. Values and metadata are in the order of
 cuSPARSELt or of CUTLASS for compute capability 9.0.
 
-A word of the metadata holds the nibbles of eight groups. With the bits of a row's number named r
-and those of a group's g, the highest first:
+A word of the metadata holds the nibbles of eight groups. In the table r stands for the bits of a
+row's index and g for those of a group's, the highest first:
 
     layout                bytes of a value   a word collects   and lies in its block at
     cusparselt_sm90       2                  g0 g2 r3          r5 r4 r2 r1 r0 g1
@@ -11,7 +11,7 @@ and those of a group's g, the highest first:
     cutlass_sm90_k128     2                  r3 g1 g0          r5 r4 g2 r2 r1 r0 g4 g3
     cutlass_sm90          1                  g2 g1 g0          all rows, g4 g3
 
-See the orders of cpu.py.
+cpu.py defines these orders.
 """
 
 import functools
@@ -27,13 +27,13 @@ from common_kernels.pack.cpu import BUFFERED, buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
 
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
-BITS = 3  # of a mask
+BITS = 3  # the source is a mask given as its bits
 CUSPARSELT = tl.constexpr(0)
 CUSPARSELT_8 = tl.constexpr(1)
 CUTLASS = tl.constexpr(2)
 CUTLASS_K128 = tl.constexpr(3)
 CUTLASS_8 = tl.constexpr(4)
-# Of the metadata, by layout and bytes of a value.
+# The number of the metadata's order, by layout and bytes of a value.
 ORDERS = {
     ("cusparselt_sm90", 2): CUSPARSELT.value,
     ("cusparselt_sm90", 1): CUSPARSELT_8.value,
@@ -44,7 +44,7 @@ ORDERS = {
 
 
 def order_of(layout: str, dtype: torch.dtype) -> int:
-    """The number of a layout's order for the kernels; ValueError if they do not write it."""
+    """The kernels' number of a layout's order; raises ValueError if they do not write it."""
     if (layout, dtype.itemsize) not in ORDERS:
         raise ValueError(f"layout {layout!r} is not written here for {dtype}; use convert24")
     return ORDERS[layout, dtype.itemsize]
@@ -53,7 +53,7 @@ def order_of(layout: str, dtype: torch.dtype) -> int:
 def new_buffer(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, layout: str = BUFFERED
 ) -> torch.Tensor:
-    """Room for values and metadata."""
+    """An uninitialised buffer for values and metadata."""
     size = buffer_bytes(rows, columns, dtype, layout)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -61,7 +61,8 @@ def new_buffer(
 def split(
     buffer: torch.Tensor, entries: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and words of metadata, both flat, in the buffer of a matrix of so many entries."""
+    """Flat views of the values and the metadata words in the buffer of a matrix with `entries`
+    entries."""
     end = entries // 2 * dtype.itemsize
     return buffer[:end].view(dtype), buffer[end:].view(torch.int32)
 
@@ -69,7 +70,8 @@ def split(
 def check(
     x: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, itemsizes: tuple[int, ...]
 ) -> None:
-    """ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has such a size."""
+    """Raise ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has one of
+    `itemsizes` bytes."""
     if x.ndim != 2 or x.shape[0] % 64 or x.shape[1] % 64:
         raise ValueError(f"shape {tuple(x.shape)}: both dims must be multiples of 64; pad it")
     if mask is not None:
@@ -94,10 +96,10 @@ def pack(
     dense: torch.Tensor | None = None,
     layout: str = BUFFERED,
 ) -> torch.Tensor:
-    """The buffer of a row-major matrix [64 a, 64 b] in `dtype`, pruned along its rows: a new one if
-    none is given.
+    """Prune a row-major matrix [64 a, 64 b] along its rows, pack it in `dtype`, and return the
+    buffer, a new one if none is given.
 
-    dense: [64 a, 64 b] of `dtype`, to receive the pruned matrix as it is as well.
+    dense: [64 a, 64 b] of `dtype`; also receives the pruned matrix as a dense one.
     """
     check(x, mask, dtype, (1, 2))
     rows, columns = x.shape
@@ -105,7 +107,8 @@ def pack(
         buffer = new_buffer(rows, columns, dtype, x.device, layout)
     values, meta = split(buffer, x.numel(), dtype)
     order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
-    # The smallest blocks of cuSPARSELt's metadata, and warps for them: the fastest on an H200.
+    # Groups of a program and its warps: the smallest whole blocks of metadata are the fastest on an
+    # H200.
     block, warps = (8, 4) if order == CUSPARSELT.value else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
@@ -118,13 +121,13 @@ def pack(
 
 
 def is_bits(mask: torch.Tensor | None) -> bool:
-    """True if a mask is given as its bits, eight entries to a byte."""
+    """True if a mask is given as bits, eight entries per byte."""
     return mask is not None and mask.dtype == torch.uint8
 
 
 @triton.jit
 def stored(k0, k1, k2, k3):
-    """cpu.choose: the positions of the two stored entries."""
+    """The positions of the two stored entries, as cpu.choose gives them."""
     first = tl.where(k0, 0, tl.where(k1, 1, 2))
     second = tl.where(k3 | (first == 2), 3, tl.where(k0 & k1, 1, 2))
     return first, second
@@ -137,8 +140,8 @@ def pick(a0, a1, a2, a3, i):
 
 @triton.jit
 def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
-    """Returns the two of the four entries a whose magnitudes m are largest, and their nibble; the
-    lower index wins a draw."""
+    """The two of the four entries a with the largest magnitudes m, and their nibble; the lower
+    index wins a tie."""
     w01, w23 = m0 >= m1, m2 >= m3
     both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
     both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)
@@ -150,7 +153,7 @@ def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
 
 @triton.jit
 def take_apart(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """`[ROWS, 4 GROUPS]` to the four entries of each group, `[ROWS, GROUPS]`."""
+    """Split `[ROWS, 4 GROUPS]` into the four entries of each group, each `[ROWS, GROUPS]`."""
     even, odd = tl.split(tl.reshape(entries, [ROWS, GROUPS, 2, 2]))
     a0, a2 = tl.split(even)
     a1, a3 = tl.split(odd)
@@ -159,15 +162,15 @@ def take_apart(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def join_bits(parts, SHIFT: tl.constexpr):
-    """The second of two neighbours above the first."""
+    """Join two neighbours: the second, shifted by SHIFT bits, above the first."""
     low, high = tl.split(parts)
     return low | high << SHIFT
 
 
 @triton.jit
 def join_words(nibbles, LAST: tl.constexpr, MIDDLE: tl.constexpr, FIRST: tl.constexpr):
-    """Words of eight nibbles, `[..., 2, 2, 2]`, each dim with the bits by which its second half is
-    shifted."""
+    """Join eight nibbles `[..., 2, 2, 2]` to a word. LAST, MIDDLE and FIRST are the bits by which
+    the second half of each dim is shifted."""
     return join_bits(join_bits(join_bits(nibbles, LAST), MIDDLE), FIRST)
 
 
@@ -175,9 +178,9 @@ def join_words(nibbles, LAST: tl.constexpr, MIDDLE: tl.constexpr, FIRST: tl.cons
 def store_meta(
     meta, nibbles, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The metadata words of 64 rows (a stripe) and GROUPS groups from `first_group` on.
+    """Store the metadata words of 64 rows (a stripe) and GROUPS groups from `first_group` on.
 
-    nibbles: `[64, GROUPS]`. rows, columns: of the matrix, filled up to whole blocks.
+    nibbles: `[64, GROUPS]`. rows, columns: the matrix's size, rounded up to whole blocks.
     """
     if ORDER == CUTLASS_8:
         words = join_words(tl.reshape(nibbles, [64, GROUPS // 8, 2, 2, 2]), 4, 8, 16)
@@ -213,10 +216,10 @@ def store_words(
     meta, words, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr,
     WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Store such words of 16-bit values.
+    """Store the metadata words of 16-bit values; the other arguments are those of `store_meta`.
 
     words: [r4 r5, r0 r1 r2, block, g1] for cuSPARSELt, [r5 r4, g2, r2 r1 r0, tile] for CUTLASS.
-    WHOLE: all GROUPS are known to be there.
+    WHOLE: all GROUPS groups lie inside the matrix.
     """
     if ORDER == CUSPARSELT:
         inside = (
@@ -229,7 +232,7 @@ def store_words(
         there = None if WHOLE else there < columns // 32
         tl.store(meta + start + inside, words, mask=there)
     else:
-        TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4  # of 32 columns in a block
+        TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4  # tiles of 32 columns per block
         tile = first_group // 8 + tl.arange(0, GROUPS // 8)[None, :]
         block = stripe + tile // TILES * (rows // 64)
         inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES
@@ -252,7 +255,7 @@ def pack_kernel(
     at = r * columns + tl.arange(0, 4 * GROUPS)[None, :]
     a0, a1, a2, a3 = take_apart(tl.load(x + start + at), 64, GROUPS)
     if SOURCE >= 2:
-        if SOURCE == 3:  # a byte for each entry, as of bools: its threads have the entry, too
+        if SOURCE == 3:  # BITS: each entry loads its byte, so that its own thread has the bit
             kept = tl.load(mask + (start + at) // 8) >> (at % 8).to(tl.uint8) & 1
         else:
             kept = tl.load(mask + start + at)
@@ -264,7 +267,7 @@ def pack_kernel(
         one, other, nibbles = largest_two(a0, a1, a2, a3, m0, m1, m2, m3)
         if SOURCE == 1:
             t = threshold(m0, m1, m2, m3, 0.0, False)
-            # Rounded as an operator of its own would round it.
+            # Round as the separate operator soft_threshold24 does.
             one = cast(less(one, t), x.dtype.element_ty).to(tl.float32)
             other = cast(less(other, t), x.dtype.element_ty).to(tl.float32)
         pairs = tl.join(one, other)
@@ -293,11 +296,11 @@ def pack_both(
     buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
     layouts: tuple[str, str] = (BUFFERED, BUFFERED),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The buffers of w [64 a, 64 b] and of its transpose, under a transposable mask: the given one,
-    or the best, in one read. 16-bit types."""
+    """Pack w [64 a, 64 b] and its transpose under a transposable mask (the given one, else the
+    best) in one read, and return their buffers. dtype: 16-bit."""
     check(w, mask, dtype, (2,))
     rows, columns = w.shape
-    if buffers is None:  # of one size
+    if buffers is None:  # both have the same size
         buffers = tuple(new_buffer(rows, columns, dtype, w.device) for _ in range(2))
     orders = [order_of(layout, dtype) for layout in layouts]
     parts = [split(buffer, w.numel(), dtype) for buffer in buffers]
@@ -314,8 +317,8 @@ def pack_both(
 
 @functools.cache
 def pattern_nibbles(device: torch.device) -> torch.Tensor:
-    """`[1296]` int32, in the order of masks.half_words: the nibbles of a pattern's rows, the first
-    lowest, then those of its columns."""
+    """`[1296]` int32, in the order of masks.half_words: the nibbles of each pattern's rows, the
+    first row's lowest, then those of its columns."""
     bools = masks.half_words(torch.device("cpu")).view(torch.bool).view(-1, 4, 4)
     positions = choose(torch.cat([bools, bools.transpose(1, 2)], 1))
     nibbles = positions[..., 0] | positions[..., 1] << 2
@@ -324,10 +327,10 @@ def pattern_nibbles(device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def load_row(base, row, columns, first):
-    """Row `row` of each of 16 x 16 tiles: four `[256]`."""
+    """Load row `row` of each of 16 x 16 tiles: four tensors `[256]`."""
     at = tl.arange(0, 1024)
-    # Four entries to a thread, not the eight that 16 bytes may hold: a tile then stays in the
-    # thread that looks its pattern up.
+    # A thread loads four entries, although 16 bytes may hold eight: a tile then stays in the thread
+    # that looks up its pattern.
     at = (row + 4 * (at // 64)) * columns + first + tl.max_contiguous(at % 64, 4)
     even, odd = tl.split(tl.reshape(tl.load(base + at), [256, 2, 2]))
     a0, a2 = tl.split(even)
@@ -340,7 +343,7 @@ def pack_both_kernel(
     w, mask, patterns, values, meta, values_t, meta_t, rows, columns,
     SEARCH: tl.constexpr, BITS: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """64 x 64 entries: 16 x 16 tiles, two to a thread."""
+    """Pack a 64 x 64 block and its transpose: 16 x 16 tiles, two for each thread."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
@@ -383,18 +386,19 @@ def pack_both_kernel(
 
 @triton.jit
 def stack(tiles):
-    """Joins four `[256, ...]`, one for each row, or column, of a tile, into `[16 tile rows, 16 tile
-    columns, 1 or 2, 4]`."""
+    """Join four tensors `[256, ...]`, one for each row (or column) of a tile, into `[16 tile rows,
+    16 tile columns, 1 or 2, 4]`."""
     joined = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
     return tl.reshape(joined, [16, 16, joined.numel // 1024, 4])
 
 
 @triton.jit
 def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """pairs: `[16 tile rows, 4, 16 tile columns, 2]`, nibbles: likewise with 1, of the 64 x 64
-    entries from (top, left) on of a matrix [rows, columns].
+    """Store the packed 64 x 64 block at (top, left) of a matrix [rows, columns].
 
-    All that is stored together changes threads together: each change waits for all warps.
+    pairs: `[16 tile rows, 4, 16 tile columns, 2]`; nibbles: `[16 tile rows, 4, 16 tile columns,
+    1]`. Values that are stored together are moved between threads together, since each move waits
+    for all warps.
     """
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
@@ -405,7 +409,7 @@ def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: t
 
 @triton.jit
 def load_kept(mask, row, columns, first, BITS: tl.constexpr):
-    """The flags that stand where load_row finds the entries."""
+    """Load the mask's flags of the entries that `load_row` loads."""
     if BITS:
         tile = tl.arange(0, 256)
         at = (row + 4 * (tile // 16)) * columns + first + 4 * (tile % 16)
@@ -423,7 +427,7 @@ def bools(row):
 
 @triton.jit
 def entries_at(a0, a1, a2, a3, nibble):
-    """The two entries that a nibble names, joined in the last dim."""
+    """The two entries at a nibble's positions, joined in the last dim."""
     one = tl.where(nibble & 1 != 0, a1, tl.where(nibble & 2 != 0, a2, a0))
     other = tl.where(nibble & 8 != 0, tl.where(nibble & 4 != 0, a3, a2), a1)
     return tl.join(one, other)

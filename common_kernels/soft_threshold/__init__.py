@@ -11,12 +11,12 @@ from common_kernels.soft_threshold import cpu
 def soft_threshold24(
     x: torch.Tensor, gamma: float = 0.0, *, backend: str | None = None
 ) -> torch.Tensor:
-    """sign(x) * max(|x| - t, 0) in each group of four along the last dim.
+    """sign(x) * max(|x| - t, 0) for each group of four along the last dim.
 
     t = (1 - gamma) * t2 + gamma * t3, where t2 <= t3 are the second and third smallest magnitudes
-    of the group, so at most two entries survive; gamma = 0 is the paper's choice (gamma: its Table
-    1). Result in x's shape, dtype and strides; its zeros are +0.0. NaN and Inf propagate. No
-    gradient is defined: the caller owns its straight-through rule.
+    of the group, so at most two entries survive. The paper chooses gamma = 0 and compares others in
+    its Table 1. The result has x's shape, dtype and strides; its zeros are +0.0. NaN and Inf
+    propagate. No gradient is defined; the caller supplies a straight-through rule.
     """
     checks.float_tensor(x)
     if not 0 <= gamma <= 1:

@@ -25,10 +25,10 @@ def soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def shrink_lanes(x: torch.Tensor, out: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The rule: out = x - clamp(x, -t, t), which is sign(x) * max(|x| - t, 0); returns t.
+    """Write out = x - clamp(x, -t, t), which is sign(x) * max(|x| - t, 0), and return t.
 
-    Two rounds of a sorting network leave the second and third smallest magnitude in the middle;
-    they compare bits, for the bits of non-negative floats rank as the numbers do, NaN highest.
+    Two rounds of a sorting network leave the second and third smallest magnitude in the middle.
+    They compare bits, because the bits of non-negative floats rank as the numbers do, NaN highest.
     x and out: `[rows, 4, lanes]`.
     """
     x = x.float()
@@ -44,11 +44,12 @@ def shrink_lanes(x: torch.Tensor, out: torch.Tensor, gamma: float) -> torch.Tens
 
 
 def shrink_neighbours(x: torch.Tensor, out: torch.Tensor, gamma: float) -> Callable[..., None]:
-    """The same for fp32 groups of neighbours in memory, moved two entries at a time.
+    """The same as `shrink_lanes` for fp32 groups of neighbours in memory, moved two entries at a
+    time.
 
-    The halves of all groups, (a0, a1) and (a2, a3), come to lie in two planes. The second round of
-    the network compares each plane with itself shifted by one entry; its results are right at the
-    even entries, and then copied to the odd ones. x and out: `[groups, 4, 1]`, contiguous.
+    The halves of all groups, (a0, a1) and (a2, a3), are put in two planes. The second round of the
+    network compares each plane with itself shifted by one entry; its results are correct at the
+    even entries and are then copied to the odd ones. x and out: `[groups, 4, 1]`, contiguous.
     """
     groups, device = len(x), x.device
     halves = torch.empty(2, groups, dtype=torch.int64, device=device)
@@ -58,7 +59,7 @@ def shrink_neighbours(x: torch.Tensor, out: torch.Tensor, gamma: float) -> Calla
     odd = torch.tensor(32, device=device)
     a = torch.empty_like(bits)
     (a0, a1), low = a, torch.empty_like(a[0])
-    # Each buffer is reused as soon as what it held is no longer needed.
+    # Each buffer is reused as soon as its content is no longer needed.
     inner, outer = a0[:-1], low[:-1]
     second, third = a1[:-1].view(torch.float32), inner.view(torch.float32)
     high, pairs, shifted = a1, a1.view(torch.int64), a0.view(torch.int64)
@@ -90,8 +91,8 @@ def shrink_neighbours(x: torch.Tensor, out: torch.Tensor, gamma: float) -> Calla
 
 
 def legalise(x: torch.Tensor, out: torch.Tensor, t: torch.Tensor) -> None:
-    """Let only two entries of a group stay where three or more are not finite: Inf - Inf = NaN then
-    appears in as many of `out`, and `t` is not finite.
+    """Prune groups in which t is not finite, and so three or more entries of `out` are NaN (from
+    Inf - Inf), to the two entries of the hard mask.
     """
     if x.device.type != "cpu" or not t.amax().isfinite():
         legal = torch.empty_like(x, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""S-STE's soft threshold in Triton, bit for bit that of cpu.py (with gamma, to rounding)."""
+"""S-STE's soft threshold in Triton, bit for bit that of cpu.py (up to rounding if gamma > 0)."""
 
 import torch
 import triton
@@ -37,7 +37,7 @@ def soft_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     a0, a1, a2, a3 = load_groups(x, start, count, lanes, BLOCK, NEIGHBOURS)
     y0, y1, y2, y3 = shrink(a0, a1, a2, a3, gamma, GAMMA)
-    if GAMMA:  # a result of another scale than x's, which the cast may round to -0.0
+    if GAMMA:  # the result may be far smaller than x, so the cast may round it to -0.0
         y0, y1 = unsigned_zeros(y0, x.dtype.element_ty), unsigned_zeros(y1, x.dtype.element_ty)
         y2, y3 = unsigned_zeros(y2, x.dtype.element_ty), unsigned_zeros(y3, x.dtype.element_ty)
     store_groups(out, y0, y1, y2, y3, start, count, lanes, BLOCK, NEIGHBOURS)
@@ -45,11 +45,11 @@ def soft_kernel(
 
 @triton.jit
 def shrink(a0, a1, a2, a3, gamma, GAMMA: tl.constexpr):
-    """sign(a) * max(|a| - t, 0) in fp32, t the second smallest magnitude of the four."""
+    """sign(a) * max(|a| - t, 0) of four entries in fp32, where t is their `threshold`."""
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
     t = threshold(m0, m1, m2, m3, gamma, GAMMA)
-    # Inf - Inf = NaN may appear in three entries: two stay, those of the mask.
+    # Inf - Inf = NaN may appear in three entries; only the two of the hard mask are kept.
     finite = magnitude(t) < 0x7F800000
     k0, k1, k2, k3 = keep24(m0, m1, m2, m3)
     return (
@@ -62,7 +62,7 @@ def shrink(a0, a1, a2, a3, gamma, GAMMA: tl.constexpr):
 
 @triton.jit
 def threshold(m0, m1, m2, m3, gamma, GAMMA: tl.constexpr):
-    """t from the magnitudes, as fp32 bits."""
+    """t in fp32, from the bits of the four magnitudes."""
     low = tl.maximum(tl.minimum(m0, m2), tl.minimum(m1, m3))
     high = tl.minimum(tl.maximum(m0, m2), tl.maximum(m1, m3))
     t = tl.minimum(low, high).to(tl.float32, bitcast=True)
@@ -73,7 +73,7 @@ def threshold(m0, m1, m2, m3, gamma, GAMMA: tl.constexpr):
 
 @triton.jit
 def less(a, t):
-    """No zero of it is -0.0."""
+    """sign(a) * max(|a| - t, 0), whose zeros are all +0.0."""
     inner = tl.maximum(a, -t, propagate_nan=tl.PropagateNan.ALL)
     return a - tl.minimum(inner, t, propagate_nan=tl.PropagateNan.ALL) + 0.0
 

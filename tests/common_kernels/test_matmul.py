@@ -223,7 +223,7 @@ def test_a_sample_times_x(layout, tokens):
     sample = sample_pack24(dy, key, 25 * 128, layout=layout)
     assert torch.equal(sample_mm24(dy, x, key, 25 * 128, layout=layout), mm24(sample, x))
     for other in (dense(tokens + 4, 96), dense(tokens, 96, torch.float16), x.view(tokens, 12, 8)):
-        with pytest.raises(ValueError, match="as many tokens, and one dtype"):
+        with pytest.raises(ValueError, match="equally many tokens and one dtype"):
             sample_mm24(dy, other, key, layout=layout)
 
 
@@ -456,7 +456,7 @@ def test_without_a_compiler_products_are_cusparselt_s_and_that_is_said_once(
     monkeypatch.setattr(matmul.warnings, "warn", lambda text, **_: said.append(text))
     gpu_of_tables[BUFFERED] = (2.0, 3.0)
     assert fastest(PROBLEM, device) == (BUFFERED, 2.0, 3.0)  # what there is cannot compile
-    alone = ": sparse products are cuSPARSELt's alone"
+    alone = ": sparse products use cuSPARSELt only"
     assert len(said) == 1 and said[0].endswith(f"no such luck{alone}")
     with pytest.raises(cuda_build.BuildError):
         own_layout(PROBLEM, device)  # by name

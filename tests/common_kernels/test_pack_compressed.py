@@ -190,7 +190,7 @@ def test_what_cannot_be_packed_is_refused():
         ({"packed": None}, "operands of no type: give room for one or both"),
         ({"transposed": Packed24.empty((128, 64), torch.float16, DEVICE)}, "bfloat16 and torch.fl"),
         ({"packed": Packed24.empty((64, 128), torch.float8_e5m2, DEVICE)}, "16-bit type"),
-        ({"packed": back}, r"room for a \(128, 64\) matrix, not for \(64, 128\)"),
+        ({"packed": back}, r"has shape \(128, 64\), not \(64, 128\)"),
         ({"values": values[0]}, "values must have two dims"),
         ({"row_mask": row_mask.to("meta")}, "on meta"),
     ):

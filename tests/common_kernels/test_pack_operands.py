@@ -320,7 +320,7 @@ def test_what_cannot_be_packed_is_refused():
         Packed24.empty((96, 64), bf16, DEVICE)
     with pytest.raises(ValueError, match=r"\(64, 96\).*both multiples of 64"):
         pack24_(Packed24.empty((64, 96), bf16, DEVICE), w[:, :96], "magnitude")
-    with pytest.raises(ValueError, match=r"room for a \(128, 64\) matrix, not for \(64, 128\)"):
+    with pytest.raises(ValueError, match=r"has shape \(128, 64\), not \(64, 128\)"):
         pack24_(Packed24.empty((128, 64), bf16, DEVICE), w, "magnitude")
     with pytest.raises(ValueError, match=r"\(64, 64\).*'cutlass_sm90_k128'.*multiples of 128"):
         Packed24.empty((64, 64), bf16, DEVICE, "cutlass_sm90_k128")
@@ -332,7 +332,7 @@ def test_what_cannot_be_packed_is_refused():
         pack24_(out, w, "mask")
     with pytest.raises(ValueError, match=r"dense must be torch\.bfloat16"):
         pack24_(out, w, "magnitude", dense=torch.empty_like(w))
-    with pytest.raises(ValueError, match=r"\(64, 8\) are not the bits of a mask \(64, 128\)"):
+    with pytest.raises(ValueError, match=r"\(64, 8\) are not those of a mask \(64, 128\)"):
         pack24_(out, w, "mask", pack_mask(nm_mask(w[:, :64])))
     with pytest.raises(ValueError, match=r"tokens, a multiple of 64"):
         sample_pack24(weight(64, 96), torch.tensor([0, 0], device=DEVICE))
