@@ -40,10 +40,11 @@ Found = dict[str, Any]
 PRELIMINARY = 2  # seeds from which on g is shown beside an effect that is not tested
 LEGEND = (
     "n: seeds that both arms have, or repeats of a measurement. [ ]: 95 % interval of the mean",
-    "difference (Student's t), each by itself. p: adjusted over the contrasts of a claim (Holm),",
-    "so an interval can leave out 0 where nothing is decided. More seeds are asked for where an",
-    "interval is wider than half of the effect (of the margin, if that is larger). Losses are in",
-    "nats, flip rates in shares of the mask a step, accuracies in points.",
+    "difference (Student's t), each by itself. p: for what is expected or for the contrary,",
+    "adjusted over the contrasts of a claim (Holm), so that an interval can leave out 0 where",
+    "nothing is decided. More seeds are asked for where an interval is wider than half of the",
+    "effect (of the margin, if that is larger). Losses are in nats, flip rates in shares of the",
+    "mask a step, accuracies in points.",
 )
 
 
@@ -225,9 +226,9 @@ def _contrast_lines(c: Found) -> list[str]:
 
 
 def p_told(c: Found) -> str:
-    """The p-value of a tested contrast: that of the contrary where this is what the runs show."""
+    """The p-value of a tested contrast: that of the contrary where this is the smaller one."""
     expected, contrary = c["p_expected"], c["p_contrary"]
-    return f"{contrary:.2g} for the contrary" if contrary < expected else f"{expected:.2g}"
+    return f"{contrary:.2g} (contrary)" if contrary < expected else f"{expected:.2g}"
 
 
 def _part(g: Found, n: int) -> str:

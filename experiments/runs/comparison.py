@@ -189,11 +189,8 @@ def choose(found: list[Arm], baseline: str | None) -> Arm:
     raise UserError(f"baseline={baseline} {several}; name one of these:", [*choices])
 
 
-def table(
-    found: list[Arm], baseline: Arm, metric: str = METRIC, unlike: bool = False
-) -> list[Summary]:
-    """A row for each arm, the baseline first. unlike: pair runs of unlike length or data, too, as
-    the arms of a study may be by design.
+def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary]:
+    """A row for each arm, the baseline first.
 
     Raises:
         UserError: no run has this metric.
@@ -210,7 +207,7 @@ def table(
         paired = [
             numbers[s] - reference[s]
             for s in numbers
-            if s in reference and (unlike or _alike(arm.runs[s], baseline.runs[s]))
+            if s in reference and _alike(arm.runs[s], baseline.runs[s])
         ]
         if arm is not baseline and paired:
             low, high = paired_interval(paired)

@@ -31,7 +31,8 @@ Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
     """The figure of differences to the baseline for some arms of a block."""
     rows = [shown.rows[arm] for arm in arms]
-    return forest(rows, shown.baseline, shown.yardstick, shown.gap, share, shown.quantity)
+    ends = shown.baseline, shown.yardstick
+    return forest(rows, shown.by_seed, *ends, shown.gap, share, shown.quantity)
 
 
 def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | None:
@@ -49,9 +50,9 @@ def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | 
     heads = ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)]
     return text(
         tag("h3", "The same arms in several blocks"),
-        tag("p", "The share of the gap between dense and half the width that is lost, g: 0 as "
+        tag("p", "The share of the gap between dense and half the width that is left open, g: 0 as "
                  "dense, 1 as half the width. It is what can be compared between scales."),
-        html.table("Gap closed g [95 %] by block", heads, rows),
+        html.table("Gap left open, g [95 %], by block", heads, rows),
     )  # fmt: skip
 
 
@@ -90,9 +91,11 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
 
 def _gap(gap: Found) -> str:
     """A sentence on what half the width costs, in standard deviations of that difference."""
+    quantity = gap["metric"].rpartition(".")[2]
     met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
     return (
-        f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])}, "
+        f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])} "
+        f"({NAMES.get(quantity, quantity)}), "
         f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds; at least "
         f"{scale.ENOUGH:g} times are asked for: {met}. "
     ) + (
@@ -120,7 +123,7 @@ def _heads(shown: Shown) -> list[str]:
     better = "less" if shown.lower_is_better else "more"
     return [
         *(f"ours ± std (n): {shown.quantity}, {better} is better",),
-        *(f"minus {shown.baseline or '?'} [95 %]", "gap closed g", "verdict"),
+        *(f"minus {shown.baseline or '?'} [95 %]", "gap left open, g [95 %]", "verdict"),
         *("tier", "revision", "device", "source"),
     ]
 

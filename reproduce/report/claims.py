@@ -35,14 +35,18 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
             "p",
             "A verdict holds at the scale or on the device that stands beside it. Runs of one seed "
             "share first weights and batches and are compared pair by pair: an effect is the mean "
-            "of the differences by seed, of losses in nats, of flip rates in shares of the mask a "
-            "step, and [ ] its 95 % interval (Student's t), each by itself. p is Holm's within a "
-            "claim, so that an interval can leave out 0 where nothing is decided. Equality "
-            f"is tested within {share['share']:g} of the gap between {share['lower']} and "
-            f"{share['upper']}; at least {rules['seeds']} seeds are needed: an effect so far, of "
-            "fewer, is preliminary. More are asked for where the interval is wider than half of "
-            "the effect (of the margin, if that is larger). Contrasts and rules, and which of them "
-            "are older than the runs, are in ",
+            "of their differences, of losses in nats, of flip rates in shares of the mask a step, "
+            "and [ ] its 95 % interval (Student's t), each by itself. p is that of what is "
+            "expected or of the contrary, by Holm's procedure within a claim: an interval can "
+            "leave out 0 where nothing is decided. Equality is tested within "
+            f"{share['share']:g} of the gap between {share['lower']} and {share['upper']}.",
+        ),
+        tag(
+            "p",
+            f"At least {rules['seeds']} seeds are needed: an effect so far, of fewer, is "
+            "preliminary. + says that more are asked for, because the interval is wider than half "
+            "of the effect (of the margin, if that is larger). Contrasts and rules, and which of "
+            "them are older than the runs, are in ",
             links.to(MEASURED.parent / "claims.yaml"),
             ".",
         ),
@@ -84,13 +88,27 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
         told = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
         so_far = "so far " if c["why"] and math.isfinite(c["effect"]) else ""
         effect = so_far + signed(c["effect"], c["low"], c["high"])
-        each = ", ".join(signed(one, c["low"], c["high"]) for one in c["by_seed"].values())
-        n = f"{c['n']}, more asked for" if c["more_seeds"] else c["n"]
+        n = f"{c['n']}{' +' * c['more_seeds']}"
         p = "-" if c["why"] else p_told(c)
-        numbers = [effect, interval(c["low"], c["high"]), n, p, html.unbroken(each) or "-"]
+        numbers = [effect, interval(c["low"], c["high"]), n, p]
         rows.append([name, told, f"{c['expect']}{within}", *numbers])
-    heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "seeds", "p", "by seed"]
-    return html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 2))
+    heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "seeds", "p"]
+    drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 2))
+    return text(drawn, _by_seed(claim))
+
+
+def _by_seed(claim: Found) -> Markup | None:
+    """The paired differences behind the effects, in which a run that went apart shows."""
+    seeds = sorted({seed for c in claim["contrasts"] for seed in c["by_seed"]})
+    rows = []
+    for c in claim["contrasts"]:
+        told = {s: signed(one, c["low"], c["high"]) for s, one in c["by_seed"].items()}
+        rows.append([f"{c['arm']} {MINUS} {c['against']}", *(told.get(s, "-") for s in seeds)])
+    if not seeds:
+        return None
+    heads = ["contrast", *(f"seed {seed}" for seed in seeds)]
+    caption = f"Differences of claim {claim['id']} by seed"
+    return html.details("Differences by seed", html.table(caption, heads, rows))
 
 
 def _arm(arms: Arms, block: str, arm: str) -> Markup:

@@ -4,14 +4,15 @@ scheme."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from experiments.runs.comparison import Summary
-from experiments.runs.curves import Point
+from experiments.runs.curves import NAMES, Point
+from experiments.runs.stats import decimals
 from reproduce.report.html import MINUS, Markup, tag, text
 
 STYLE = Path(__file__).with_name("figures.css")
@@ -88,15 +89,24 @@ def short(value: float) -> str:
 
 
 def forest(
-    rows: Sequence[Summary], baseline: str, yardstick: str, gap: float, share: float, quantity: str
+    rows: Sequence[Summary],
+    by_seed: Mapping[str, Sequence[float]],
+    baseline: str,
+    yardstick: str,
+    gap: float,
+    share: float,
+    quantity: str,
 ) -> Markup:
-    """Differences to the baseline with their intervals, sorted; the upper axis counts them in units
-    of the yardstick's difference, and a band of `share` marks what counts as equal."""
+    """Differences to the baseline with their intervals and a dot for each seed, sorted; the upper
+    axis counts them in units of the yardstick's difference, and a band of `share` marks what counts
+    as equal."""
     ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
     left = 14 + 7.4 * max(len(r.label) for r in [*ordered, *rows])
     name, right, top, pitch = left - 8, left + 250, 44, 22
     bottom = top + pitch * (len(ordered) + 1)
-    ends = [v for r in ordered for v in (r.difference, r.low, r.high) if math.isfinite(v)]
+    each = {r.label: by_seed.get(r.label, ()) for r in ordered}
+    ends = [v for r in ordered for v in (r.difference, r.low, r.high, *each[r.label])]
+    ends = [v for v in ends if math.isfinite(v)]
     known = math.isfinite(gap) and gap != 0
     if known:  # far values become arrows, so that the others can be told apart
         ends = [v for v in ends if abs(v) <= 3 * abs(gap)] + [gap, 0.0]
@@ -119,16 +129,19 @@ def forest(
         parts.append(line(x(tick), bottom, x(tick), bottom + 4, "axis"))
         parts.append(label(x(tick), bottom + 16, short(tick), "tick", "middle"))
     parts.append(line(left, bottom, right, bottom, "axis"))
-    parts.append(label(left, bottom + 34, f"{quantity} minus {baseline}, at equal seeds"))
+    unit = f"{NAMES.get(quantity, quantity)}, minus {baseline} at equal seeds"
+    parts.append(label(left, bottom + 34, unit))
     parts.append(label(name, top + 16, baseline, anchor="end"))
     parts.append(label(x(0) + 4, top + 16, "0", "value"))
     for place, row in enumerate(ordered, 1):
         y = top + pitch * place + 11
         parts += _estimate(row, x, y, name, row.label == yardstick)
+        seeds = [v for v in each[row.label] if row.pairs > 1 and x.low <= v <= x.high]
+        parts += [tag("circle", cx=x(v), cy=y + 7, r=1.6, class_="seed") for v in seeds]
     told = "; ".join(f"{r.label} {_told(r)}" for r in ordered)
     return svg(
         f"Differences in {quantity} to {baseline}",
-        f"Mean paired difference with its 95 % interval: {told}."
+        f"Mean paired difference with its 95 % interval, small dots are seeds: {told}."
         + (f" {yardstick} is the yardstick, {gap:+.4f}." if known else ""),
         right + 66,
         bottom + 44,
@@ -138,7 +151,9 @@ def forest(
 
 def _estimate(row: Summary, x: Scale, y: float, name: float, is_yardstick: bool) -> list[Markup]:
     parts = [label(name, y + 5, row.label, "strong" if is_yardstick else "", "end")]
-    parts.append(label(x.end + 62, y + 5, _signed(row.difference), "value", "end"))
+    told = f"{row.difference:{_form(row)}}".replace("-", MINUS)
+    told = told if math.isfinite(row.difference) else "not finite"
+    parts.append(label(x.end + 62, y + 5, told, "value", "end"))
     if not x.low <= row.difference <= x.high:
         at, way = (x.end, 1) if row.difference > x.high else (x.start, -1)
         arrow = f"M{at - 9 * way} {y - 5}L{at} {y}L{at - 9 * way} {y + 5}Z"
@@ -158,13 +173,14 @@ def _estimate(row: Summary, x: Scale, y: float, name: float, is_yardstick: bool)
     return parts
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", MINUS) if math.isfinite(value) else "not finite"
+def _form(row: Summary) -> str:
+    return f"+.{decimals(row.difference, row.low, row.high)}f"
 
 
 def _told(row: Summary) -> str:
-    interval = f" [{row.low:+.4f}, {row.high:+.4f}]" if math.isfinite(row.low) else ""
-    return f"{row.difference:+.4f}{interval} (n={row.pairs})"
+    form = _form(row)
+    interval = f" [{row.low:{form}}, {row.high:{form}}]" if math.isfinite(row.low) else ""
+    return f"{row.difference:{form}}{interval} (n={row.pairs})"
 
 
 # ----------------------------------------------------------------------------- curves
@@ -304,6 +320,6 @@ def badge(verdict: str) -> Markup:
     """A verdict in words with a shape of its own, so that it can be told without colour."""
     kind = verdict.replace(" ", "-")
     if verdict not in SHAPES:
-        return tag("span", verdict)
+        return tag("span", verdict, class_="verdict")
     shape = tag("svg", SHAPES[verdict](), viewBox="0 0 16 16", aria_hidden="true", class_="shape")
     return tag("span", shape, verdict, class_=f"verdict {kind}")

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 
 from experiments.runs import comparison
+from experiments.runs.comparison import Summary
 from experiments.runs.curves import Point
-from experiments.runs.finished import FinishedRun
-from experiments.runs.stats import mean, std
+from experiments.runs.stats import mean, paired_interval, std
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
@@ -42,29 +42,36 @@ class Shown:
         return any(word in self.quantity for word in ("loss", "perplexity"))
 
     @cached_property
-    def rows(self) -> dict[str, comparison.Summary]:
-        """The row of each arm: mean and spread, and the difference to the baseline seed by seed."""
-        arms = [
-            comparison.Arm(name, {}, {s: FinishedRun(k.path, k.record) for s, k in seeds.items()})
-            for name, seeds in self.arms.items()
-        ]
-        if not arms:
-            return {}
-        named = {arm.label: arm for arm in arms}
-        base = named.get(self.baseline)
-        rows = comparison.table(arms, base or arms[0], self.metric, unlike=True)
-        if base is None:  # nothing to compare with
-            rows = [replace(row, pairs=0, difference=math.nan) for row in rows]
-        return {row.label: row for row in rows}
-
-    @cached_property
-    def gap(self) -> float:
-        """Mean difference of the yardstick to the baseline; nan if one of them is missing."""
+    def by_seed(self) -> dict[str, list[float]]:
+        """The differences of each arm to the baseline, as `claims` pairs them."""
+        name = self.block.name
         values = {
-            (self.block.name, arm): {seed: kept.record for seed, kept in seeds.items()}
+            (name, arm): {seed: kept.record for seed, kept in seeds.items()}
             for arm, seeds in self.arms.items()
         }
-        found = differences(values, self.block.name, self.yardstick, self.baseline, self.metric)
+        return {
+            arm: differences(values, name, arm, self.baseline, self.metric)
+            for arm in self.arms
+            if arm != self.baseline
+        }
+
+    @cached_property
+    def rows(self) -> dict[str, Summary]:
+        """The row of each arm: mean and spread, and the difference to the baseline seed by seed."""
+        found = {}
+        for arm, seeds in self.arms.items():
+            numbers = [number(kept.record, self.metric) for kept in seeds.values()]
+            row = Summary(arm, len(numbers), mean(numbers), std(numbers))
+            if paired := self.by_seed.get(arm):
+                low, high = paired_interval(paired)
+                row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
+            found[arm] = row
+        return found
+
+    @property
+    def gap(self) -> float:
+        """Mean difference of the yardstick to the baseline; nan if one of them is missing."""
+        found = self.by_seed.get(self.yardstick)
         return mean(found) if found else math.nan
 
     @cached_property
@@ -167,7 +174,7 @@ class Own:
     """One's own finished trainings by folder, in rows as `experiments.compare` shows them, each
     with its results. trouble: why some folders cannot be shown."""
 
-    rows: dict[Path, list[tuple[comparison.Summary, list[Path]]]]
+    rows: dict[Path, list[tuple[Summary, list[Path]]]]
     trouble: list[str]
 
 

@@ -148,14 +148,15 @@ def _opening(rules: Claims, evidence: Evidence, found: dict[str, Any]) -> Markup
     parts = [tag("h1", "Which claims about 2:4 sparse training hold?"), tag("p", told)]
     if block.baseline not in block.arms:
         return text(parts, tag("p", f"Block {MAIN}, whose figure stands here, has no runs yet."))
-    n = [row.pairs for row in block.rows.values() if row.pairs]
+    n = [block.rows[arm].pairs for arm in block.leading if block.rows[arm].pairs]
     seeds = f"{min(n)} to {max(n)}" if n and min(n) < max(n) else str(max(n, default=0))
     caption = (
         f"{block.block.title}. How much more {block.quantity} than {block.baseline} each method "
-        f"has: mean and 95 % interval of the paired differences ({seeds} seeds; a hollow mark is "
-        f"one seed, without an interval). The square is {block.yardstick}, a dense model with half "
-        "the FFN width: whoever is not left of it gains nothing by 2:4. Within the band, a quarter "
-        "of that gap either way, a method counts as good as dense."
+        f"has: mean and 95 % interval of the paired differences ({seeds} seeds, the small dots; a "
+        f"hollow mark is one seed, without an interval). The square is {block.yardstick}, a dense "
+        "model with half the FFN width: a method that is not left of it is no better than that "
+        "smaller model. The band, a quarter of that gap either way, is the margin of what counts "
+        "as good as dense."
     )
     return text(
         parts,

@@ -152,8 +152,8 @@ def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
     claims = verdicts.content(of(*contrasts), arms)["claims"]
     told = [(c["verdict"], verdicts.p_told(c)) for c in claims[0]["contrasts"]]
     assert [(verdict, p.partition(" ")[2]) for verdict, p in told] == [
-        ("refuted", "for the contrary"),
-        ("refuted", "for the contrary"),
+        ("refuted", "(contrary)"),
+        ("refuted", "(contrary)"),
         ("confirmed", ""),
     ]
     assert all(float(p.split()[0]) < 0.05 for _, p in told)
