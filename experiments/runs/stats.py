@@ -36,11 +36,12 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> t
 
 def decimals(value: float, low: float = math.nan, high: float = math.nan, least: int = 4) -> int:
     """The decimals to write a value and its interval with: `least`, or as many as show two digits
-    of half the interval, and an end near zero on its side. Two digits of the value without one."""
-    half = (high - low) / 2
-    if not (math.isfinite(half) and half > 0):
+    of the interval's width, and an end near zero on its side. Two digits of the value without
+    one."""
+    width = high - low
+    if not (math.isfinite(width) and width > 0):
         return max(least, _places(value) + 1)
-    enough = _places(half) + 1
+    enough = _places(width) + 1
     near = max(_places(low), _places(high))
     return max(least, enough, min(near, enough + 2))
 

@@ -123,7 +123,7 @@ def _heads(shown: Shown) -> list[str]:
     better = "less" if shown.lower_is_better else "more"
     return [
         *(f"ours ± std (n): {shown.quantity}, {better} is better",),
-        *(f"minus {shown.baseline or '?'} [95 %]", "gap left open, g [95 %]", "verdict"),
+        *(f"minus {shown.baseline or 'dense'} [95 %]", "gap left open, g [95 %]", "verdict"),
         *("tier", "revision", "device", "source"),
     ]
 
@@ -193,7 +193,7 @@ def _anchored(block: str, arm: str) -> Markup:
 
 
 def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> str:
-    if arm in (shown.baseline, shown.yardstick):
+    if math.isfinite(shown.gap) and arm in (shown.baseline, shown.yardstick):
         return str(int(arm == shown.yardstick))
     g = scale.gap_closed(evidence.values, shown.block.name, arm, shown.metric, margin, 2)
     if g is None:
@@ -226,7 +226,8 @@ def _curves(shown: Shown) -> Markup:
         panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
     more = (
         f"Above: {NAMES[loss_name]}, minus that of {base} at the same seeds, from step "
-        f"{first:,.0f} on, {half} dashed; one scale for all arms, what is beyond it is cut off. "
+        f"{first:,.0f} on{f', {half} dashed' * (half in shown.arms)}; one scale for all arms, what "
+        "is beyond it is cut off. "
         "Below, where masks change: share of the mask that flips in a step, on a logarithmic "
         "scale. Lines are means over seeds, bands ± standard deviation."
     )
@@ -254,8 +255,8 @@ def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
         named=True,
     )
     caption = (
-        f"The leading arms' {NAMES[quantity]}, from step {first:,.0f} on, means over seeds. They "
-        "part little beside the fall of all: their differences have figures of their own below."
+        f"The leading arms' {NAMES[quantity]}, from step {first:,.0f} on, means over seeds. "
+        "Their differences have figures of their own below."
     )
     return tag("figure", drawn, tag("figcaption", caption))
 

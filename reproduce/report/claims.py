@@ -90,10 +90,10 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
         effect = so_far + signed(c["effect"], c["low"], c["high"])
         n = f"{c['n']}{' +' * c['more_seeds']}"
         p = "-" if c["why"] else p_told(c)
-        numbers = [effect, interval(c["low"], c["high"]), n, p]
-        rows.append([name, told, f"{c['expect']}{within}", *numbers])
-    heads = ["contrast", "verdict", "expected", "effect", "95 % interval", "seeds", "p"]
-    drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 2))
+        expected = f"{c['expect']}{within}"
+        rows.append([name, told, effect, interval(c["low"], c["high"]), expected, n, p])
+    heads = ["contrast", "verdict", "effect", "95 % interval", "expected", "seeds", "p"]
+    drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 4))
     return text(drawn, _by_seed(claim))
 
 

@@ -4,6 +4,7 @@ scheme."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -102,14 +103,17 @@ def forest(
     as equal."""
     ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
     left = 14 + 7.4 * max(len(r.label) for r in [*ordered, *rows])
-    name, right, top, pitch = left - 8, left + 250, 44, 22
+    known = math.isfinite(gap) and gap != 0
+    name, right, top, pitch = left - 8, left + 250, 44 if known else 8, 22
     bottom = top + pitch * (len(ordered) + 1)
     each = {r.label: by_seed.get(r.label, ()) for r in ordered}
     ends = [v for r in ordered for v in (r.difference, r.low, r.high, *each[r.label])]
     ends = [v for v in ends if math.isfinite(v)]
-    known = math.isfinite(gap) and gap != 0
-    if known:  # far values become arrows, so that the others can be told apart
-        ends = [v for v in ends if abs(v) <= 3 * abs(gap)] + [gap, 0.0]
+    # Far values become arrows, so that the others can be told apart.
+    sizes = [abs(r.difference) for r in ordered if math.isfinite(r.difference)]
+    reach = 3 * (abs(gap) if known else statistics.median(sizes or [0.0]))
+    if reach:
+        ends = [v for v in ends if abs(v) <= reach] + [gap] * known
     low, high = min([*ends, 0.0]), max([*ends, 0.0])
     room = (high - low or 1.0) * 0.06
     x = Scale(low - room, high + room, left, right)
@@ -143,7 +147,7 @@ def forest(
         f"Differences in {quantity} to {baseline}",
         f"Mean paired difference with its 95 % interval, small dots are seeds: {told}."
         + (f" {yardstick} is the yardstick, {gap:+.4f}." if known else ""),
-        right + 66,
+        max(right + 66, left + 6.8 * len(unit)),
         bottom + 44,
         *parts,
     )
@@ -195,7 +199,8 @@ def curves(
 ) -> Markup:
     """Means over seeds with a band of ± standard deviation. lines: (class in figures.css, points)
     of each; what leaves the axes is not drawn. named: write the lines' names at their ends."""
-    width, height = x.end + (100 if named else 8), y.start + 18
+    longest = max((len(points[0].method) for _, points in lines if points), default=0)
+    width, height = x.end + (28 + 6.6 * longest if named else 8), y.start + 18
     parts = [line(x.start, y(tick), x.end, y(tick), "grid") for tick in y.ticks(3)]
     parts += [label(x.start - 4, y(t) + 4, _tick(t, y), "tick", "end") for t in y.ticks(3)]
     parts += [
