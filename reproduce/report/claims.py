@@ -52,6 +52,7 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
         ),
         tag("ol", [tag("li", _entry(claim)) for claim in found["claims"]], class_="index"),
         [_claim(claim, arms, links) for claim in found["claims"]],
+        _released(found["released"], arms) if found["released"] else None,
     )
 
 
@@ -82,7 +83,7 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
     for c in claim["contrasts"]:
         name = [
             *(_arm(arms, c["block"], c["arm"]), f" {MINUS} ", _arm(arms, c["block"], c["against"])),
-            f", {c['metric'].rpartition('.')[2]}, block {c['block']}",
+            f", {c['metric'].rpartition('.')[2]}, {html.unbroken('block ' + c['block'])}",
         ]
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
         told = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
@@ -109,6 +110,29 @@ def _by_seed(claim: Found) -> Markup | None:
     heads = ["contrast", *(f"seed {seed}" for seed in seeds)]
     caption = f"Differences of claim {claim['id']} by seed"
     return html.details("Differences by seed", html.table(caption, heads, rows))
+
+
+def _released(released: list[Found], arms: Arms) -> Markup:
+    rows = [
+        [
+            [_arm(arms, r["block"], r["arm"]), f" {MINUS} ", _arm(arms, r["block"], r["against"])],
+            r["defect"],
+            r["why"] or signed(r["effect"], r["low"], r["high"]),
+            interval(r["low"], r["high"]),
+            r["n"],
+        ]
+        for r in released
+    ]
+    told = (
+        "Each beside the same training without it; effects are validation losses in nats. No paper "
+        "claims a defect, so none is judged."
+    )
+    heads = ["contrast", "defect", "effect", "95 % interval", "seeds"]
+    return text(
+        tag("h3", "Defects of released code"),
+        tag("p", told),
+        html.table("What a defect changes", heads, rows, words=(0, 1)),
+    )
 
 
 def _arm(arms: Arms, block: str, arm: str) -> Markup:

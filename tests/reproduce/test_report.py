@@ -86,8 +86,8 @@ def test_every_claim_table_and_block_is_there(parsed, text):
         assert f"table-{html.slug(name.stem.rpartition('-')[0])}" in ids
     for block in {path.parent.name for path in EVIDENCE.glob("*/*.json")}:
         assert not (BLOCKS / f"{block}.yaml").is_file() or f"block-{html.slug(block)}" in ids
-    for claim in rules.claims:
-        assert html.text(claim.says.strip()) in text
+    for said in [*(c.says for c in rules.claims), *(r.defect for r in rules.released)]:
+        assert html.text(said.strip()) in text
 
 
 def test_every_number_leads_to_a_file_that_exists(made, parsed):
