@@ -93,7 +93,7 @@ def test_equal_without_any_difference():
 
 
 def test_a_margin_may_be_that_of_another_block():
-    """As where models are retrained, and none of them has half the width."""
+    """Models that are retrained take the margin of the block that has one of half the width."""
     values = records(dense=BASE, half=shifted(0.08))
     values |= {("b", arm): values["a", "dense"] for arm in ("it", "that")}
     contrast = Contrast("b", "it", "that", "equal", margin_of="a")
@@ -103,7 +103,7 @@ def test_a_margin_may_be_that_of_another_block():
 
 
 def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
-    """Of an accuracy the half-width model has less."""
+    """An accuracy is smaller for the half-width model, and the margin is positive all the same."""
     values = records(dense=BASE, half=shifted(-0.08), it=shifted(0.001))
     (found,) = judged(values, ("it", "dense", "equal"))
     assert (found.margin, found.verdict) == (pytest.approx(0.02), "confirmed")
@@ -120,7 +120,7 @@ def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
     ],
 )
 def test_torchao_s_claim_is_about_an_accuracy(by, expected):
-    """More is better there: a loss of points is `lower`, the half-width model has less."""
+    """More is better there: a model that loses points is `lower`, as the half-width model is."""
     values = {
         ("d", arm): {
             seed: {"metrics": {"linear_top1": 50 + 10 * score, "val_loss": -score}}
@@ -141,7 +141,7 @@ def test_torchao_s_claim_is_about_an_accuracy(by, expected):
 
 
 def test_seeds_of_one_arm_alone_are_left_out():
-    """Six seeds each, five in common; those that are not would turn the sign of the mean."""
+    """Each arm has six seeds, five in common; the other two would turn the sign of the mean."""
     values = records(
         dense={**dict(enumerate(BASE)), 7: 100.0}, it={**dict(enumerate(shifted(-0.02))), 8: 900.0}
     )
@@ -187,7 +187,7 @@ def test_what_is_not_tested_says_why(arms, n, why):
 
 
 def test_a_margin_has_an_error_of_its_own():
-    """With the gap taken as if it were known, 0.018 would be within a quarter of 0.08."""
+    """A difference of 0.018 would be within a quarter of the gap 0.08, were that known exactly."""
     spread = [0.0, 0.03, -0.03, 0.02, -0.02]
     values = records(
         dense=BASE, half=shifted(0.08, spread), it=shifted(0.018, [n / 9 for n in NOISE])
@@ -231,7 +231,7 @@ def test_a_diverged_run_decides_nothing():
 
 
 def test_p_values_of_a_claim_are_adjusted_together():
-    """Alone at 0.03 and 0.04 both would be confirmed; of two, the smaller counts double."""
+    """Two contrasts, each confirmed alone, are not confirmed together: the smaller p doubles."""
     noise = [0.01, -0.01, 0.012, -0.004, -0.008]
     values = records(dense=BASE, one=shifted(-0.0138, noise), two=shifted(-0.0130, noise))
     contrasts = [("one", "dense", "lower"), ("two", "dense", "lower")]
@@ -290,8 +290,8 @@ NEED_A_FACTOR = ("fst", "sr_ste", "bi_mask")  # methods with a decay factor, whi
 
 
 def test_contrasts_name_arms_that_are_run():
-    """Of blocks that have a file. One whose pilot is not done has no arm with a decay factor yet,
-    and once it has one it must have all."""
+    """Every arm that a contrast names is in its block, if the block has a file. A block whose pilot
+    is not done has no arm with a decay factor yet; once it has one it must have all."""
     found, missing = read_claims(), set()
     for contrast in [c for claim in found.claims for c in claim.contrasts]:
         if not (blocks.BLOCKS / f"{contrast.block}.yaml").is_file():
@@ -309,8 +309,8 @@ def test_contrasts_name_arms_that_are_run():
 
 
 def test_defects_are_those_of_the_arms_as_released():
-    """Each arm of a block that has the name is told of, beside the arm that differs in nothing
-    but the method."""
+    """claims.yaml lists every arm `*_as_released` of the blocks, beside an arm that differs from it
+    in nothing but the method."""
     listed = {(r.block, r.arm): r for r in read_claims().released}
     there = {
         (path.stem, arm)

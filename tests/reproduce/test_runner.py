@@ -131,7 +131,7 @@ def test_images_that_are_missing_are_told_before_anything_is_started(start, chil
 
 
 def test_records_alone_are_enough(start, children, tmp_path):
-    """On another machine, without the run directories."""
+    """A machine that has the records and no run directories trains only what has no record."""
     start(block())
     children.started.clear()
     (tmp_path / "evidence").rename(tmp_path / "no")
@@ -142,7 +142,7 @@ def test_records_alone_are_enough(start, children, tmp_path):
 
 
 def test_results_without_records_are_enough(start, children, tmp_path):
-    """As when the runner was killed between a run's end and its record."""
+    """A runner killed between a run's end and its record writes the record when started again."""
     start(block())
     (tmp_path / "evidence").rename(tmp_path / "elsewhere")
     children.started.clear()
@@ -151,7 +151,7 @@ def test_results_without_records_are_enough(start, children, tmp_path):
 
 
 def test_arms_of_one_config_share_their_training(start, children, tmp_path):
-    """As an arm of a series that is the default as well; both have a record."""
+    """An arm of a series may be the default as well: it is trained once, and both have a record."""
     same = block(ste=["method=ste"], again=["method=ste", "train.steps=20"], dense=["method=dense"])
     done, said = start(same, per_gpu=2)
     assert done
@@ -181,7 +181,7 @@ def test_a_diverged_run_is_done(start, children, monkeypatch, tmp_path, make_res
 
 
 def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_path, make_result):
-    """Trained alone it has a result, but not what claims are judged by."""
+    """A run that is only trained has a result, but not the accuracies that claims are judged by."""
     probed = {"knn_top1": 61.25, "linear_top1": 70.5}
     images = Block("t", "T", ["train.steps=20"], {"dense": ["method=dense"]}, [0], driver="dino")
     config = next(images.runs(tmp_path)).job.config
@@ -209,7 +209,7 @@ def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_
 
 
 def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
-    """Once for all arms of a seed, and with a record of its own."""
+    """A source is trained once for all arms of a seed, and has a record of its own."""
     done, said = start(second())
     assert done
     order = [
@@ -235,8 +235,8 @@ def test_places_wait_for_no_source_where_another_can_begin(start, children):
 
 
 def test_weights_alone_are_made_again(start, children, tmp_path):
-    """On a machine that has records of another one: only of seeds that lack an arm, and the first
-    record of such a run stays."""
+    """A machine that has only the records of another one trains a source again for the seeds that
+    lack an arm; the first record of the source stays."""
     start(second())
     (tmp_path / "evidence").rename(tmp_path / "no")
     (tmp_path / "gpt2-stdlib").rename(tmp_path / "elsewhere")
@@ -317,7 +317,7 @@ def clock(monkeypatch):
 
 
 def test_the_budget_ends_what_runs(start, children, tmp_path, clock):
-    """It is told to end and saves; what was not begun is not begun; the next call goes on."""
+    """The run under way is told to end and saves, no other is begun, and the next call goes on."""
     children.do = {"ste": "wait"}
     waiting = list(block().runs(tmp_path))[1].job.config.directory()
     clock(lambda: 1000 if (waiting / "seen.json").is_file() else 0)
@@ -332,7 +332,7 @@ def test_the_budget_ends_what_runs(start, children, tmp_path, clock):
 
 
 def test_a_run_that_will_not_end_in_time_is_not_begun(start, children, tmp_path, clock):
-    """Each takes 100 s; of 240 s there are 40 left after two."""
+    """Runs take 100 s each, so of 240 s the 40 that are left after two are too few for a third."""
     clock(lambda: 100 * len(list(tmp_path.glob("gpt2-stdlib/*/*/result.json"))))
     done, said = start(block(), minutes=4)
     assert not done and children.started == ["dense, seed 0", "ste, seed 0"]
@@ -366,7 +366,7 @@ def test_a_run_that_does_not_stop_is_killed(start, children, monkeypatch, tmp_pa
     ],
 )
 def test_a_signal_ends_the_children(number, status, word, children, monkeypatch, tmp_path, capsys):
-    """They get one signal, not Ctrl-C and then another one, with which they would not save."""
+    """Children get one signal: after a second one beside that of Ctrl-C they would not save."""
     children.do = {"ste": f"signal {number.value}"}
     monkeypatch.setattr(blocks, "read_block", lambda name: block())
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

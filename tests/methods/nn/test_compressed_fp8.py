@@ -1,4 +1,4 @@
-"""SLoPe's products in FP8: of which values, on which units, and what stays as it was."""
+"""Tests of SLoPe's products in FP8: which values they take, on which units, and what stays."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_simulated_products_are_those_of_the_quantised_weights(recipe, n, m):
 @pytest.mark.parametrize("products", [SPARSE, Products(fp8=True)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("recipe", ["hopper", "hopper_delayed"])
 def test_products_on_units_are_those_of_the_simulation(recipe, products, tokens):
-    """What FP8 units give of Y and dX is rounded to bf16."""
+    """FP8 units give the simulated Y and dX, rounded to bf16, and the simulated gradients."""
     (simulated, plain), (real, method) = converted(recipe), converted(recipe)
     assert real.candidates() == SPARSE and simulated.products == DENSE
     real.accelerate(products)
@@ -94,7 +94,8 @@ def test_products_on_units_are_those_of_the_simulation(recipe, products, tokens)
 
 @pytest.mark.parametrize("column_refresh", [1, 2])
 def test_what_is_packed_are_the_codes_of_the_simulation(column_refresh):
-    """After training steps too, in which columns are pruned anew, or by an older weight."""
+    """Packed operands hold the simulation's codes, also after steps in which columns are pruned
+    anew, or by an older weight."""
     options = {"column_refresh": column_refresh}
     (simulated, _), (real, method) = (converted("hopper", **options) for _ in range(2))
     real.accelerate(SPARSE)
@@ -117,7 +118,7 @@ def test_what_is_packed_are_the_codes_of_the_simulation(column_refresh):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_adapters_are_not_quantised(sparse):
-    """Beside a weight of zeros all is theirs, and equal to what it is without FP8."""
+    """Adapters beside a weight of zeros give every value, and each is what it is without FP8."""
     seen = []
     for fp8 in ("off", "hopper"):
         layer, method = converted(

@@ -133,7 +133,7 @@ def test_presets_take_the_linears_of_the_blocks_and_no_others(models):
 
 
 def test_python_and_yaml_mean_the_same():
-    """What is no path or count of the run itself has one default."""
+    """Options have one default, in Python and yaml; only the length of a run has none in Python."""
     for name in methods.available():
         composed = load([f"method={name}"]).method_options
         default = importlib.import_module(f"methods.{name}").Config()
@@ -178,7 +178,8 @@ def step(model, method, loss):
 
 @pytest.mark.parametrize("name", ["s_ste", "slope", "t_sr_ste"])
 def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_path):
-    """... and leaves a checkpoint that plain transformers loads, bit for bit."""
+    """A converted Conv1D trains as the linear of its weight, and leaves a checkpoint that plain
+    transformers loads, bit for bit."""
     from transformers import GPT2LMHeadModel
 
     plain, twin = hf_model("gpt2"), CausalLM(hf_model("gpt2"))

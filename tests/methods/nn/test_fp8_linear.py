@@ -64,7 +64,7 @@ def step(layer, method, number=0):
 def test_simulated_products_are_those_of_the_quantised_sparse_weight(
     name, options, products, recipe, dgrad, wgrad
 ):
-    """`hopper` has W in e5m2 where dgrad runs sparse, e4m3 elsewhere."""
+    """Products are those of quantised operands; `hopper` has W in e5m2 where dgrad is sparse."""
     layer, method = converted(name, recipe, **options)
     (y, dx, dw), x, dy = step(layer, method)
     weight, seen = layer.effective_weight(), fake_fp8(dy, "e5m2")
@@ -82,7 +82,7 @@ def test_simulated_products_are_those_of_the_quantised_sparse_weight(
 
 @every_method
 def test_products_on_units_are_those_of_the_simulation(name, options, products):
-    """What FP8 units give of Y and dX is rounded to bf16."""
+    """FP8 units give the simulated Y and dX, rounded to bf16, and the simulated dW."""
     (simulated, plain), (real, method) = (converted(name, "hopper", **options) for _ in range(2))
     assert real.candidates() == products
     real.accelerate(products)
@@ -96,7 +96,7 @@ def test_products_on_units_are_those_of_the_simulation(name, options, products):
 
 @every_method
 def test_what_is_packed_are_the_codes_of_the_simulation(name, options, products):
-    """After training steps too, in which masks are chosen anew."""
+    """Packed operands hold the simulation's codes, also after steps that choose masks anew."""
     (simulated, _), (real, method) = (converted(name, "hopper", **options) for _ in range(2))
     real.accelerate(products)
     optimizer = torch.optim.SGD(real.parameters(), lr=0.1)
@@ -139,8 +139,8 @@ def test_a_dense_phase_has_no_fp8(fp8, accelerated):
 
 @pytest.mark.parametrize("name", ["ste", "t_sr_ste"])
 def test_dense_products_of_codes_where_these_are_faster(name):
-    """With matmul=dense FP8 stays on, for it is another arithmetic; e5m2 by e5m2 is no product of
-    cuBLAS and takes bf16 codes."""
+    """FP8 stays on with matmul=dense, for it is another arithmetic; cuBLAS has no product of e5m2
+    by e5m2, so that one takes bf16 codes."""
     options = {"dense_fraction": 0.0, "mvue": "off"} if name == "t_sr_ste" else {}
     (simulated, plain), (real, method) = (converted(name, "hopper", **options) for _ in range(2))
     real.accelerate(Products(fp8=True))
@@ -162,7 +162,8 @@ def test_options_that_do_not_go_together():
 
 @pytest.mark.parametrize("mvue", ["exact", "off"])
 def test_our_own_kernels_multiply_codes_as_cusparselt_does(mvue):
-    """But for one rounding to bf16 in the place of two, and inputs in multiples of 128."""
+    """Our kernels give cuSPARSELt's products, with one rounding to bf16 in the place of two; their
+    inputs come in multiples of 128."""
     if reason := unavailable("cuda", DEVICE, E4M3):
         pytest.skip(reason)
     generator, seen = torch.Generator().manual_seed(0), []

@@ -96,8 +96,8 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(("name", "options"), TAKEN, ids=str)
 def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeypatch):
-    """The kernels, over refreshes and a phase: masks and operands are exactly those of the weights
-    that there are; from equal states a step leaves the weights of torch's to rounding."""
+    """After a step of the kernels, masks and operands are exactly those of the new weights, over
+    refreshes and a change of phase; from equal states the weights are torch's to rounding."""
     run = Run(name, options, packed=packed, device=DEVICE)
     other = Run(name, options, fused, packed=packed, device=DEVICE)
     for step in (3, 4, 5):
@@ -140,7 +140,7 @@ def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeyp
     ],
 )
 def test_codes_in_fp8_are_derived_by_the_hooks(name, options, monkeypatch):
-    """Decay, masks and the largest magnitude are not: codes need it first."""
+    """The optimizer does decay, masks and the largest magnitude, which codes need first."""
     run, other = (
         Run(name, options | {"total_steps": 8}, make) for make in (methods.FusedAdamW, fused)
     )
@@ -204,8 +204,8 @@ def test_state_dicts_of_torchs_adamw_load_and_are_loaded(make):
 
 @pytest.mark.parametrize("hook", [True, False], ids=["", "hook-left-out"])
 def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due(hook):
-    """Of the weights as they were, as the hooks do. A loop need not wait for the device to learn
-    whether to call `on_gradients`."""
+    """The mask is that of the unchanged weights, as with the hooks. A loop need not wait for the
+    device to learn whether to call `on_gradients`."""
     runs = [Run("t_sr_ste", T_SR_STE, make) for make in (methods.FusedAdamW, fused)]
     for run in runs:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -230,7 +230,7 @@ def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due(hook):
 
 
 def test_a_scaler_that_unscales_in_the_step():
-    """Decay follows the division by the scale."""
+    """Decay is added after the division by the scale, so the scale changes nothing."""
     runs = [Run("sr_ste", {"alpha": 0.1}) for _ in range(2)]
     for run, scale in zip(runs, (1.0, 2.0**10), strict=True):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -246,7 +246,7 @@ def test_a_scaler_that_unscales_in_the_step():
 
 
 def test_clipping_by_a_scale_of_the_gradients():
-    """grad_scale = norm / largest norm, without a pass over the gradients: powers of two, exact."""
+    """`grad_scale` divides gradients in the step itself; by a power of two no bit differs."""
     runs = [Run("sr_ste", {"alpha": 0.1}) for _ in range(2)]
     for run, scaled in zip(runs, (True, False), strict=True):
         run.method.on_step_begin(0)
@@ -283,7 +283,7 @@ def test_defects_of_released_code_are_the_same_in_one_pass(name):
 
 
 def test_two_models_share_an_optimizer():
-    """Neither method's decay is lost."""
+    """One optimizer that steps two models keeps the decay of both methods."""
     pairs = []
     for make in (methods.FusedAdamW, fused):
         runs = [Run("sr_ste", {"alpha": 1.0}, make) for _ in range(2)]
@@ -311,7 +311,8 @@ def test_a_hook_of_the_optimizer_runs_once_a_step():
 
 
 def test_hooks_do_what_the_optimizer_did_not_come_to():
-    """A loop that leaves `optimizer.step` out, then one that does not pass it on; other weights."""
+    """Hooks do the work if a loop leaves `optimizer.step` out, gives `on_gradients` no optimizer,
+    or steps other weights."""
     run, other = Run("sr_ste", {"alpha": 0.1}), Run("sr_ste", {"alpha": 0.1}, fused)
     run.method.on_step_begin(0)
     run.gradients(0)
@@ -360,7 +361,7 @@ def test_weights_that_two_layers_share_are_left_to_the_hooks():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("name", "options"), TAKEN, ids=str)
 def test_replayed_from_a_cuda_graph_it_is_the_launched_step(name, options):
-    """Hooks and optimizer in one graph, with a mask that is due: the same kernels, to the bit."""
+    """Hooks and optimizer in one graph, with a mask that is due, give the launched step's bits."""
     launched, replayed = (
         Run(name, options, packed=True, device="cuda", capturable=True) for _ in range(2)
     )

@@ -1,4 +1,4 @@
-"""dgrad's operand packed in each backward pass: to the bit as a kept one, in less memory."""
+"""An operand of dgrad packed in each backward pass gives a kept one's bits in less memory."""
 
 import copy
 from itertools import pairwise
@@ -60,7 +60,7 @@ def equal(ours, theirs):
     [("cpu", "cusparselt", 128), ("cpu", "cuda", 128), ("triton", "cusparselt", 64)],
 )
 def test_training_is_that_with_kept_operands(backend, matmul, width, monkeypatch):
-    """Of two micro-batches a step; columns are pruned anew after every second one."""
+    """Steps of two micro-batches give the same bits; columns are pruned anew after every second."""
     if matmul == "cuda" and (reason := unavailable("cuda", DEVICE, BF16)):
         pytest.skip(reason)
     monkeypatch.setenv("SPARSE24_BACKEND", backend)
@@ -124,7 +124,7 @@ def test_nothing_packed_waits_for_the_backward_pass():
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
 def test_compiled_checkpointed_twice_in_a_pass_or_copied():
-    """Always what the plain model with kept operands gives."""
+    """In each of these cases the model gives what the plain one with kept operands gives."""
     (model, _), (reference, _) = build(True), build(False)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     recomputed = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
