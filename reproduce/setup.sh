@@ -121,7 +121,10 @@ use_environment() {
     echo "installing sparse24${extra:+[$extra]} into .venv; PyTorch alone is gigabytes, so the first" \
         "time takes minutes"
     "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip
-    "$python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" ||
+    # Python compiles a module when it is first imported; pip would compile the tens of thousands that
+    # never are, too.
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        -e ".${extra:+[$extra]}" ||
         fail "the installation failed; pip says why above. Start the same command again to go on"
     echo "$installed" >"$stamp"
 }

@@ -12,10 +12,18 @@ check() {
     "$@" || failed+=("$(basename "$1")")
 }
 bin=$root/.venv/bin
-check "$bin/ruff" check .
-check "$bin/mypy"
-check "$bin/lint-imports"
-[ ${#failed[@]} -eq 0 ] || echo "== failed so far: ${failed[*]}" >&2
+linters() {
+    check "$bin/ruff" check .
+    check "$bin/mypy"
+    check "$bin/lint-imports"
+    [ ${#failed[@]} -eq 0 ] || echo "== failed so far: ${failed[*]}"
+    [ ${#failed[@]} -eq 0 ]
+}
+# Beside the first tests, since mypy keeps one core busy for half a minute; told of after them.
+said=$(mktemp)
+trap 'rm -f "$said"' EXIT
+linters >"$said" 2>&1 &
+linting=$!
 # One thread per worker: two workers with two threads each fight for two cores.
 export OMP_NUM_THREADS=1
 tests() {
@@ -32,5 +40,7 @@ tests_under_avx2() {
         [ $? -eq 5 ]
 }
 check tests_under_avx2 "$@"
+wait "$linting" || failed+=(linters)
+cat "$said"
 check tests "$@"
 [ ${#failed[@]} -eq 0 ]

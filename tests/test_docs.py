@@ -581,7 +581,7 @@ def test_the_citation_and_the_hooks_are_valid():
     hooks = OmegaConf.to_container(OmegaConf.load(ROOT / ".pre-commit-config.yaml"))
     entries = [hook["entry"] for hook in hooks["repos"][0]["hooks"]]
     script = (ROOT / "tests" / "run.sh").read_text(encoding="utf-8")
-    checks = re.findall(r'^check "\$bin/(.*)$', script, re.M)
+    checks = re.findall(r'^ *check "\$bin/(.*)$', script, re.M)
     assert entries == [check.replace('"', "") for check in checks]
 
 
