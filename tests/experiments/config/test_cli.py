@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import pretrain
 from experiments.config.run import load
 from experiments.training.tracking import read_metrics
 
@@ -47,17 +48,21 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
     assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")
 
 
-@pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
-def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
-    """The process gets no chance to tidy up; the losses are equal to the last bit all the same."""
-    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=120"]
-    command = [sys.executable, *PRETRAIN, *steps, f"method={method}"]
-    whole = [*command, f"runs={tmp_path / 'whole'}"]
-    killed = [*command, f"runs={tmp_path / 'killed'}"]
-    directory = load([*steps, f"method={method}", f"runs={tmp_path / 'killed'}"]).directory()
-    reference = load([*steps, f"method={method}", f"runs={tmp_path / 'whole'}"]).directory()
+def test_sigkill_at_an_arbitrary_step(overrides, tmp_path):
+    """The process gets no chance to tidy up; the losses are equal to the last bit all the same.
 
-    process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    That a training of any method goes on bit for bit from any step is in training/test_trainer.py
+    and methods/test_contract.py."""
+    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=120"]
+    killed, whole = (
+        [*steps, "method=s_ste", f"runs={tmp_path / name}"] for name in ("killed", "whole")
+    )
+    directory, reference = (load(arguments).directory() for arguments in (killed, whole))
+    command = [sys.executable, *PRETRAIN]
+
+    process = subprocess.Popen(
+        [*command, *killed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while len(read_metrics(directory / "metrics.jsonl")) < 20:
         assert process.poll() is None and time.monotonic() < deadline
@@ -66,11 +71,10 @@ def test_sigkill_at_an_arbitrary_step(tiny, overrides, tmp_path, method):
     process.wait()
     assert not (directory / "result.json").exists()
 
-    for command in (killed, whole):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    for arguments in (killed, whole):
+        done = python(*PRETRAIN, *arguments)
         assert done.returncode == 0, done.stderr
-        if command is killed:
-            assert "resumed at step" in done.stdout
+        assert ("resumed at step" in done.stdout) is (arguments is killed)
     assert losses(directory) == losses(reference)
     assert len(losses(directory)) == 120
 
@@ -92,11 +96,13 @@ def test_sigterm_ends_with_one_line(tiny, overrides, tmp_path):
     assert "Traceback" not in errors
 
 
-def test_a_place_that_cannot_be_written_is_one_line(overrides, tmp_path):
+def test_a_place_that_cannot_be_written_is_one_line(overrides, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    done = python(*PRETRAIN, *overrides, f"runs={tmp_path / 'file'}")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: {tmp_path / 'file'}")
+    monkeypatch.setattr("sys.argv", ["pretrain", *overrides, f"runs={tmp_path / 'file'}"])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    assert stop.value.code.startswith(f"error: {tmp_path / 'file'}")
+    assert "\n" not in stop.value.code
 
 
 def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
@@ -124,20 +130,38 @@ BAD_INPUT = {
     "large vocabulary": (["model.vocab_size=200"], "set model.vocab_size to 320"),
     "part of others": (["method=_distillation"], "no method of its own"),
     "batch": (["impl.micro_batch=3"], "is no multiple of impl.micro_batch=3"),
-    "backend": (["impl.backend=triton", "impl.device=cpu"], "backend 'triton' cannot serve"),
     "no backend": (["impl.backend=cuda"], "choose one of auto, cpu, triton"),
 }
 
 
+def with_arguments(overrides, arguments):
+    return [o for o in overrides if o.split("=")[0] != arguments[0].split("=")[0]] + arguments
+
+
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_is_one_line_and_leaves_nothing(overrides, tmp_path, arguments, message):
-    kept = [o for o in overrides if o.split("=")[0] != arguments[0].split("=")[0]]
+def test_bad_input_is_one_line_and_leaves_nothing(
+    overrides, tmp_path, arguments, message, monkeypatch, capfd
+):
+    """The command ends with a text, which Python prints before it exits with status 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["pretrain", *with_arguments(overrides, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    text = stop.value.code
+    assert text.startswith("error: ") and "\n" not in text and message in text
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_of_a_process_of_its_own(overrides, tmp_path):
+    """A process prints the line on stderr and nothing else, and its status is 1."""
+    arguments = with_arguments(overrides, ["impl.backend=triton"])
     compiled = os.environ | {"TRITON_INTERPRET": "0"}  # which no CPU can
-    done = python(*PRETRAIN, *kept, *arguments, cwd=tmp_path, env=compiled)
+    done = python(*PRETRAIN, *arguments, cwd=tmp_path, env=compiled)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
+    assert "backend 'triton' cannot serve" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
