@@ -567,9 +567,10 @@ def test_how_much_two_runs_of_one_seed_differ():
     paired = [[losses[arm, s] - losses["dense", s] for s in seeds[arm]] for arm in arms]
     median = statistics.median(map(statistics.stdev, paired))
     told = " ".join(text(ROOT / "docs" / "evidence.md").split())
-    assert f"{len(of_methods)} runs of block a were made twice" in told
-    assert f"the two losses differ by {spread:.4f} nats" in told
-    assert f"the same deviation, {median:.4f} in the median over all arms" in told
+    assert f"{len(again)} runs of block a were made twice" in told
+    assert f"the {len(of_methods)} that are not \"as released\" the two losses differ by" in told
+    assert f"by {spread:.4f} nats (root mean square)" in told
+    assert f"the same standard deviation, a median of {median:.4f} over all arms" in told
 
 
 def test_the_citation_and_the_hooks_are_valid():
