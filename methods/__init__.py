@@ -3,8 +3,8 @@
     from methods import s_ste
     method = s_ste.Method(s_ste.Config(fp8="paper"))
 
-or by name: `methods.build("s_ste", fp8="paper")`. The protocol is described in
-`methods/nn/base.py`; what the methods share lies beside it.
+or by name: `methods.build("s_ste", fp8="paper")`. `methods/nn/base.py` describes how a training
+loop calls a method; the other modules of `methods/nn` hold code that methods share.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["FusedAdamW", "Method", "Report", "available", "build", "module", "re
 
 
 def available() -> list[str]:
-    """Names that `build` takes: the files of this folder."""
+    """The names that `build` takes: the files of this folder."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
 
 
 def module(name: str) -> ModuleType:
-    """The file of a method, `methods/<name>.py`, or one of `methods/released` by its dotted name.
+    """The module of a method: `methods/<name>.py`, or one of `methods/released` by dotted name.
 
     Raises:
         ValueError: there is no such method.
@@ -41,10 +41,10 @@ def module(name: str) -> ModuleType:
 
 
 def build(name: str, **options: Any) -> Method:
-    """The method of file `methods/<name>.py` with these options of its `Config`.
+    """The method `name`, built with these options of its `Config`.
 
     Raises:
-        ValueError: no such method, no such option, or a value outside its range.
+        ValueError: there is no such method or option, or a value is out of range.
     """
     file = module(name)
     fields = [f.name for f in dataclasses.fields(file.Config)]

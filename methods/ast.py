@@ -6,16 +6,16 @@
     wgrad  dY          X             none; flows to W unmasked
 
 AST (arXiv 2407.20584, AAAI 2025). M is chosen from the dense W every `refresh_every` optimizer
-steps. Pruned weights decay by lambda(t), which rises linearly and then stays ("annealing SR-STE"),
-and the loss is a mix of the task's and the divergence from the dense model (nn/distillation.py).
-SLoRB (nn/slorb.py) adds a low-rank term; its S and X are ordinary parameters, so the weight decay
-of the optimizer's groups acts on them unless the caller puts them in a group of their own. The
-model ends 2:4 sparse, with SLoRB as `slorb.BoostedLinear`.
+steps. Pruned weights decay by lambda(t), which rises linearly and then stays constant ("annealing
+SR-STE"). The loss is a mix of the task's loss and the KL divergence from the dense model
+(nn/distillation.py). SLoRB (nn/slorb.py) adds a low-rank term; its S and X are ordinary parameters,
+so the optimizer's weight decay acts on them unless they are in a parameter group without it. The
+model ends 2:4 sparse; layers with SLoRB end as `slorb.BoostedLinear`.
 
 Paper and released code differ. The released GPT-2 code complements an integer mask, so that its
-"decay" makes all weights grow, and its LLaMA code puts the decay on the gradient; here the masks
-are boolean and the paper's route is the default. The paper gives lambda(t) = alpha t up to T0:
-`alpha` here is its final value. In the released code the KL has temperature 2, in the paper 1.
+"decay" makes all weights grow, and its LLaMA code adds the decay to the gradient. Here masks are
+boolean and the paper's route is the default. The paper gives lambda(t) = alpha t up to T0; `alpha`
+here is lambda's final value. The KL has temperature 2 in the released code and 1 in the paper.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(distillation.Config):
-    """Options of AST, beside those of distillation.
+    """Options of AST, besides those of distillation.
 
-    metric: what a mask keeps most of, |W| (`magnitude`) or |W| times the norm of its input over
-        calibration tokens (`wanda`), measured once by `Method.calibrate`.
-    calibration_sequences: how many sequences a driver gives to `Method.calibrate`.
-    refresh_every: optimizer steps between two choices of the masks; 0 = never again.
+    metric: the score by which a mask keeps weights: |W| (`magnitude`), or |W| times the norm of its
+        input over calibration tokens (`wanda`), which `Method.calibrate` measures once.
+    calibration_sequences: number of sequences that a driver gives to `Method.calibrate`.
+    refresh_every: optimizer steps between two choices of the masks; 0 = never after the first.
     alpha: decay factor lambda at the end of its ramp.
     ramp_fraction: length of the ramp as a fraction of `total_steps`. ramp_steps: the length in
-        optimizer steps, instead; 0 = constant from the start.
-    decay_route: `decoupled_first_moment` (paper: u = m + lambda (1 - M) W, step along u over the
-        root of the mean of u^2; `Method.optimizer` implements it), `gradient` (added to the
-        gradient after clipping, so that both of Adam's moments hold it), or `decoupled`
+        optimizer steps instead; 0 = constant from the start.
+    decay_route: `decoupled_first_moment` (the paper's: u = m + lambda (1 - M) W, and the step is u
+        divided by the root of the mean of u^2; it needs `Method.optimizer`), `gradient` (added to
+        the gradient after clipping, so that both of Adam's moments include it), or `decoupled`
         (W -= lr lambda (1 - M) W). The last two work with any optimizer.
-    slorb_k: block of inputs per rank of SLoRB; 0 = off. slorb_init: `mean`, `sum` or `xavier`.
-        slorb_train_x: train X as a dense matrix, or keep it the fixed indicator of blocks.
+    slorb_k: number of inputs per rank of SLoRB; 0 = off. slorb_init: `mean`, `sum` or `xavier`.
+        slorb_train_x: train X as a dense matrix, instead of keeping the fixed indicator of blocks.
     """
 
     metric: str = "magnitude"
@@ -90,8 +90,11 @@ class Config(distillation.Config):
 
 
 class Linear(MaskedLinear):
-    """State beyond `MaskedLinear`, all saved: `input_norm` (fp32 [in], with the Wanda metric) and
-    the Parameters `slorb_s` [out, in / k] and `slorb_x` [in / k, in] (None when X is fixed)."""
+    """A masked linear, optionally with SLoRB.
+
+    State besides `MaskedLinear`'s, all saved: `input_norm` (fp32 [in], with the Wanda metric) and
+    the Parameters `slorb_s` [out, in / k] and `slorb_x` [in / k, in] (None if X is fixed).
+    """
 
     config: Config
     input_norm: Tensor
@@ -111,7 +114,7 @@ class Linear(MaskedLinear):
                 self.slorb_x = nn.Parameter(self.weight.new_empty(rank, self.in_features))
 
     def begin(self, name: str, input_norm: Tensor | None) -> None:
-        """Choose the first mask, and fill S and X for it."""
+        """Choose the first mask, and initialise S and X for it."""
         if input_norm is not None:
             self.input_norm.copy_(input_norm)
         self.choose_mask()
@@ -150,7 +153,7 @@ class Method(distillation.Method):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.mask_period = config.refresh_every or 1  # a static mask is asked and does not change
+        self.mask_period = config.refresh_every or 1  # with 0 the mask never changes
         self.input_norms: dict[str, Tensor] = {}
 
     @property
@@ -160,7 +163,7 @@ class Method(distillation.Method):
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
         """Measure the input norms of the linears to be converted, for the Wanda metric.
 
-        They are those of the dense model and are not measured again: call it before `convert`.
+        Call it before `convert`: the norms are those of the dense model and are measured only once.
 
         Args:
             batches: keyword arguments of the model; in a process group, equal on every rank.
@@ -214,11 +217,12 @@ class Method(distillation.Method):
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
         if not self.needs_adamw:
             return super().optimizer(groups, **options)
-        options.pop("fused", None)  # a matter of speed alone
+        options.pop("fused", None)  # it changes only the speed
         return AdamW(groups, **options)
 
     def finetuning(self, total_steps: int) -> base.Config | None:
-        """With SLoRB its low-rank terms train on beside the weights, under the last masks."""
+        """With SLoRB, the config that trains the low-rank terms along with the weights, under the
+        last masks; without it None."""
         if not self.config.slorb_k:
             return None
         return Config(
@@ -259,16 +263,15 @@ class Method(distillation.Method):
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose masked weights follow AST's rule; the others are updated as by torch's AdamW.
+    """AdamW that updates masked weights by AST's rule, and other parameters as torch's AdamW does.
 
         W <- (1 - lr wd) W;   m <- b1 m + (1 - b1) g;   u = m + lambda (1 - M) W
         v <- b2 v + (1 - b2) u^2;   W <- W - lr / (1 - b1^t) u / (sqrt(v / (1 - b2^t)) + eps)
 
-    The decay enters the second moment and not the first. As v follows u and not g, noise is
-    averaged in it, too: where the gradient is mostly noise a step is sqrt((1 + b1) / (1 - b1))
-    times that of AdamW (4.4 with b1 = 0.9) and the first one is 1 / (1 - b1) times, so compare the
-    two at matched learning rates. `masks` and `decay` are set for each step by
-    `Method.on_gradients`.
+    The decay enters the second moment but not the first. Since v averages u^2 and not g^2, its
+    noise is averaged, too: if the gradient is mostly noise, a step is sqrt((1 + b1) / (1 - b1))
+    times that of AdamW (4.4 for b1 = 0.9), and the first step 1 / (1 - b1) times. Compare the two
+    at matched learning rates. `Method.on_gradients` sets `masks` and `decay` for each step.
     """
 
     decay: float = 0.0
@@ -297,7 +300,7 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, (self.masks or {}).get(parameter), group)
-        self.masks = None  # those of the next step are not these
+        self.masks = None  # on_gradients must set them again for the next step
         return loss
 
     def _update(self, weight: Tensor, mask: Tensor | None, group: dict[str, Any]) -> None:
@@ -320,5 +323,5 @@ class AdamW(torch.optim.Optimizer):
         weight.addcdiv_(update, denominator, value=-lr / correction1)
 
     def decay_of(self, weight: Tensor, mask: Tensor) -> Tensor:
-        """lambda (1 - M) W."""
+        """The decay term lambda (1 - M) W."""
         return self.decay * torch.where(mask, 0.0, weight)

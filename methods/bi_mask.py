@@ -5,20 +5,21 @@
     dgrad  dY          W * M * B       weight, 2:4 along `out` in the order of the permutation
     wgrad  dY          X               none; flows to W, plus alpha * W * (1 - M)
 
-Bi-Mask (arXiv 2302.06058). M keeps the two largest magnitudes of four consecutive inputs, chosen
-in every step; B those of four outputs that are neighbours after the rows of W * M are permuted.
-The better the permutation, the less of W * M does dX lose: of `candidates` random ones, tried
-every `permute_every` optimizer steps, the one with the most weights in both masks is taken. A
-product with permuted rows is what hardware would run; dX does not depend on their order. The decay
-is that of SR-STE (arXiv 2102.04010). The model ends 2:4 sparse, as W * M.
+Bi-Mask (arXiv 2302.06058). M keeps the two largest magnitudes of four consecutive inputs and is
+chosen in every step. B keeps the two largest of four outputs that are neighbours after a
+permutation of the rows of W * M. With a better permutation dX loses less of W * M: every
+`permute_every` optimizer steps `candidates` random permutations are tried, and the one with the
+most weights in both masks is taken. Hardware would run the product with permuted rows; dX does not
+depend on their order. The decay is that of SR-STE (arXiv 2102.04010). The model ends 2:4 sparse, as
+W * M.
 
-The paper describes the choice as the permutation with the most blocks that are N:M already; the
-authors' code counts the weights that are left, and so does this. In that code the decay is part of
-the layer's backward pass, so it is divided by the loss scale, clipped, and added once per
-micro-batch; here it is added once, as in `methods.sr_ste`. Its "every 100 iterations" are forward
-passes, so micro-batches, here optimizer steps. Its random permutations are those of numpy's global
-generator, so ranks differ; and its convolutions never count their iterations and search in every
-forward pass.
+The paper says that the permutation with the most blocks that are already N:M is chosen; the
+authors' code counts the remaining weights, and so does this. Other differences from that code:
+there the decay is part of the layer's backward pass, so it is divided by the loss scale, clipped,
+and added once per micro-batch; here it is added once per step, as in `methods.sr_ste`. There "every
+100 iterations" means forward passes, that is micro-batches; here optimizer steps. There
+permutations come from numpy's global generator, so that ranks differ, and convolutions never count
+their iterations and so search in every forward pass.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from .nn.linear import MaskedLinear, SparseLinear
 from .nn.operands import Dense
 from .nn.optimizer import StepWork
 
-MOST = 10_000  # permutations, all held at once; the authors take 100
+MOST = 10_000  # permutations, which are all held at once; the authors use 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(sr_ste.Config):
-    """Options of Bi-Mask beside the decay (2e-4 on the gradients); the defaults are the authors'.
+    """Options of Bi-Mask besides the decay (2e-4 on the gradients); the defaults are the authors'.
 
     permute_every: optimizer steps between two searches. candidates: permutations per search.
     """
@@ -59,8 +60,11 @@ class Config(sr_ste.Config):
 
 
 class Linear(MaskedLinear):
-    """State beyond `MaskedLinear`: `permutation` (int64 [out], saved), the order of the rows in
-    which dgrad's weight is 2:4; `operand_dgrad` [out, in], that weight, derived and not saved."""
+    """A masked linear with a second, permuted mask for dgrad.
+
+    State besides `MaskedLinear`'s: `permutation` (int64 [out], saved), the order of rows in which
+    dgrad's weight is 2:4, and `operand_dgrad` [out, in], that weight, derived and not saved.
+    """
 
     config: Config
     permutation: Tensor
@@ -76,7 +80,7 @@ class Linear(MaskedLinear):
         self.register_buffer("operand_dgrad", own, persistent=False)
 
     def search_permutation(self, seed: int) -> None:
-        """Take the best of random permutations, which follow from `seed`."""
+        """Take the best of the random permutations drawn from `seed`."""
         mask = nm_mask(self.weight.detach())
         shape = (self.config.candidates, self.out_features)
         numbers = torch.arange(shape[0] * shape[1], device=mask.device)
@@ -95,8 +99,8 @@ class Linear(MaskedLinear):
 
 
 def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
-    """Count the weights that a 2:4 mask along the permuted rows leaves of `mask` [out, in]: of each
-    group of four, two at most."""
+    """The number of weights of `mask` [out, in] that a 2:4 mask along the permuted rows can keep:
+    at most two of each group of four."""
     groups = mask.view(torch.uint8)[permutation].unflatten(0, (-1, 4))
     return groups.sum(1, dtype=torch.uint8).clamp_(max=2).sum()
 
@@ -106,7 +110,7 @@ class Method(sr_ste.Method):
     Linear = Linear
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        """The operand of dgrad is another one."""
+        """None: the optimizer's pass cannot derive dgrad's permuted operand."""
         return None
 
     @torch.no_grad()

@@ -5,9 +5,9 @@
     dgrad  dY          W           none
     wgrad  dY          X           none; flows to W
 
-Nothing is changed. The matched linears are those that a sparse method with the same globs would
-convert; on them the *virtual* flip rate is measured, that of the 2:4 masks which the weights
-would have (FST section 4.1).
+The model is not changed. On the linears that a sparse method with the same globs would convert, the
+*virtual* flip rate is measured: that of the 2:4 masks which the weights would have (FST, section
+4.1).
 """
 
 from __future__ import annotations

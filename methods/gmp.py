@@ -5,15 +5,15 @@
     dgrad  dY          W           the same weight
     wgrad  dY          X           none; flows to W under the mask
 
-Zhu and Gupta, arXiv 1710.01878: the sparsity rises from 0 to its end value s as
-s - s (1 - tau)^3 while tau goes from 0 to 1, and every `prune_every` steps as many of the smallest
-weights of each layer are removed for good. Their pattern is unstructured. Here s is a half, and a
-group of four may lose only its two smallest: of the entries that a 2:4 mask would remove, a layer
-loses those of smallest magnitude first. At tau = 1 the mask is exactly 2:4; the model ends sparse.
+Zhu and Gupta, arXiv 1710.01878: the sparsity rises from 0 to its final value s as s - s (1 - tau)^3
+while tau goes from 0 to 1. Every `prune_every` steps each layer's smallest weights are removed for
+good, as many as the schedule asks for. Their pattern is unstructured. Here s is 1/2, and a group of
+four may lose only its two smallest: a layer removes, smallest magnitude first, the entries that a
+2:4 mask would remove. At tau = 1 the mask is exactly 2:4; the model ends sparse.
 
-A model that is trained from scratch should first train densely for a while (`begin_fraction`). As
-in the paper a removed weight gets no gradient; unlike there it is set to zero, so that it cannot
-return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation: `kl_weight`.
+A model trained from scratch should first train densely for a while (`begin_fraction`). As in the
+paper a removed weight gets no gradient; unlike there it is also set to zero, so that it cannot
+return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation: set `kl_weight`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .nn import base, distillation
 
 @dataclass(frozen=True, kw_only=True)
 class Config(distillation.Config):
-    """Options beside those of distillation, which is off by default.
+    """Options besides those of distillation, which is off by default.
 
-    begin_fraction, end_fraction: of `total_steps`, between which the sparsity rises.
+    begin_fraction, end_fraction: the fractions of `total_steps` between which the sparsity rises.
     prune_every: optimizer steps between two prunings.
     """
 
@@ -56,16 +56,16 @@ class Config(distillation.Config):
 
 
 def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
-    """`mask` without the first `share` of those entries that a 2:4 mask along `in` removes.
+    """`mask` without a `share` of the entries that a 2:4 mask along `in` removes.
 
-    Smallest magnitudes first, ties by position; what `mask` has lost already comes before all else
-    and counts in the share.
+    Smallest magnitudes are removed first, ties by position. Entries that `mask` has already lost
+    come first and count towards the share.
 
     Args:
-        weight, mask: [out, in]; the mask has lost at most two entries of a group.
-        share: 0 removes nothing, 1 gives a 2:4 mask.
+        weight, mask: [out, in]; the mask has lost at most two entries of each group.
+        share: from 0, which removes nothing, to 1, which gives a 2:4 mask.
     """
-    # A weight that is zero by chance must rank above one that was removed.
+    # A kept weight that happens to be zero must rank above a removed one.
     magnitude = torch.where(mask, weight.detach().float().abs().clamp_min(2.0**-149), 0.0)
     candidates = (~nm_mask(magnitude)).flatten().nonzero().squeeze(1)
     order = magnitude.flatten()[candidates].argsort(stable=True)
@@ -76,7 +76,8 @@ def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 class Method(distillation.Method):
-    """`pruned` is the share of the entries to be removed that are gone, 0 to 1."""
+    """Gradual pruning. `pruned`, from 0 to 1, is the share of the entries to remove that have been
+    removed."""
 
     Config = Config
     Linear = one_shot.Linear
@@ -87,14 +88,14 @@ class Method(distillation.Method):
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if not self.config.total_steps:
-            raise ValueError("the schedule is a fraction of total_steps; set total_steps")
+            raise ValueError("the pruning schedule is a fraction of total_steps; set total_steps")
         return super().convert(model, dtype)
 
     def share(self, step: int) -> float:
-        """The share to be pruned in optimizer step `step`."""
+        """The share that should be pruned at optimizer step `step`."""
         config = self.config
         begin = round(config.begin_fraction * config.total_steps)
-        # The last step at the latest: the model must end 2:4.
+        # End in the last step at the latest, because the model must end 2:4.
         end = min(round(config.end_fraction * config.total_steps), config.total_steps - 1)
         if step >= end:
             return 1.0
@@ -112,7 +113,7 @@ class Method(distillation.Method):
                 assert isinstance(layer, one_shot.Linear)
                 with layer.whole():
                     layer.prune(prune_towards24(layer.weight, layer.mask, share))
-            self._remember(step)  # those are no changes of an optimizer
+            self._remember(step)  # so that pruning is not taken for an optimizer step
 
     def phase(self) -> str:
         if self.pruned == 0.0:

@@ -6,11 +6,11 @@
     wgrad  dY          X           none; flows to W under the mask
 
 Han et al. (arXiv 1506.02626), Frankle and Carbin (arXiv 1803.03635): every round removes the same
-share of the weights that are left, smallest magnitudes first, and then trains on. After round k of
-K a layer keeps 2^(-k/K) of its weights. Which of them may go is as in `gmp`, so that the last round
-ends in a 2:4 mask; the model ends sparse. The weights are not rewound between the rounds, and the
-learning rate follows the run's own schedule. AST (arXiv 2407.20584, Table 1) retrains this baseline
-with distillation: `kl_weight`.
+share of the remaining weights, smallest magnitudes first, and then trains on. After round k of K a
+layer keeps 2^(-k/K) of its weights. As in `gmp` a group of four may lose only its two smallest, so
+the last round gives a 2:4 mask; the model ends sparse. Weights are not rewound between rounds, and
+the learning rate follows the run's own schedule. AST (arXiv 2407.20584, Table 1) retrains this
+baseline with distillation: set `kl_weight`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from .nn import distillation
 
 @dataclass(frozen=True, kw_only=True)
 class Config(distillation.Config):
-    """Options beside those of distillation, which is off by default.
+    """Options besides those of distillation, which is off by default.
 
-    begin_fraction: of `total_steps`, the first ones, dense; the others are cut into equal rounds.
-    rounds: of pruning and retraining.
+    begin_fraction: the fraction of `total_steps` that is dense, at the start; the rest is divided
+        into equal rounds.
+    rounds: number of rounds of pruning and retraining.
     """
 
     task_weight: float = 1.0
@@ -46,13 +47,13 @@ class Method(gmp.Method):
     Config = Config  # type: ignore[assignment]  # has no end_fraction
 
     def share(self, step: int) -> float:
-        """The share to be pruned in optimizer step `step`: that of the rounds begun so far."""
+        """The share that should be pruned at optimizer step `step`, by the rounds begun so far."""
         config = self.config
         begun = sum(step >= self.round_start(index) for index in range(config.rounds))
         return 2.0 * (1.0 - 0.5 ** (begun / config.rounds))
 
     def round_start(self, index: int) -> int:
-        """Optimizer step at which round `index`, from 0, prunes."""
+        """The optimizer step at which round `index` (from 0) prunes."""
         config = self.config
         dense = config.begin_fraction
         start = dense + (1.0 - dense) * index / config.rounds

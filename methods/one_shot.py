@@ -5,14 +5,15 @@
     dgrad  dY          W           the same weight (2:4 along `in`: a dense product on hardware)
     wgrad  dY          X           none; flows to W under the mask
 
-`convert` prunes; the mask never changes again. Removed entries are exact zeros of the Parameter and
-stay so, because their gradient is masked (it does not count in the clipped norm, either). Without a
-training step this is the training-free baseline of AST (arXiv 2407.20584, Table 1), with some it is
-"naive training" (Table 4), or with distillation "fixed mask". The model ends 2:4 sparse.
+`convert` prunes, and the mask never changes afterwards. Removed entries are exact zeros of the
+Parameter and stay zero, because their gradient is masked (so it does not count in the clipped norm,
+either). Without training this is the training-free baseline of AST (arXiv 2407.20584, Table 1);
+with training it is "naive training" (Table 4), and with distillation "fixed mask". The model ends
+2:4 sparse.
 
-Wanda and SparseGPT prune the layers in the model's order, each for the inputs that it gets from
-those already pruned, as both papers do. The released codes measure a whole transformer block at a
-time, before any of its layers is pruned; here every layer is measured on its own.
+Wanda and SparseGPT prune the layers in the model's order, each for the inputs that come from the
+layers already pruned, as both papers do. The released codes measure a whole transformer block
+before any of its layers is pruned; here every layer is measured separately.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ METRICS = ("magnitude", "wanda", "sparsegpt")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(distillation.Config):
-    """Options beside those of distillation, which is off by default.
+    """Options besides those of distillation, which is off by default.
 
-    metric: what a weight is worth: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695),
-    or `sparsegpt` (arXiv 2301.00774), which also updates the weights that stay. The latter two
-    need `Method.calibrate`.
-    calibration_sequences: how many sequences a driver gives to `Method.calibrate`.
-    damping: of SparseGPT's Hessian, as a fraction of the mean of its diagonal.
+    metric: the score of a weight: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695), or
+        `sparsegpt` (arXiv 2301.00774), which also updates the kept weights. The latter two need
+        `Method.calibrate`.
+    calibration_sequences: number of sequences that a driver gives to `Method.calibrate`.
+    damping: added to the diagonal of SparseGPT's Hessian, as a fraction of its mean.
     """
 
     task_weight: float = 1.0
@@ -63,7 +64,7 @@ class Config(distillation.Config):
 
 
 class _MaskedGradient(torch.autograd.Function):
-    """Forward: the operand. Backward: its gradient, under the mask, goes to the weight."""
+    """Returns the operand; its gradient, under the mask, goes to the weight."""
 
     @staticmethod
     def forward(ctx, weight, operand, mask):
@@ -78,8 +79,8 @@ class _MaskedGradient(torch.autograd.Function):
 
 
 class Linear(MaskedLinear):
-    """A linear whose `mask` (bool [out, in], saved) changes by `prune` alone. The entries outside
-    it are zeros of `weight` itself."""
+    """A linear whose `mask` (bool [out, in], saved) only `prune` changes. Entries outside the mask
+    are zeros of `weight` itself."""
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
@@ -87,7 +88,7 @@ class Linear(MaskedLinear):
 
     @property
     def phase(self) -> str:
-        kept = int(self.mask.count_nonzero())  # gradual methods take entries bit by bit
+        kept = int(self.mask.count_nonzero())  # gradual methods remove entries over many steps
         whole = self.mask.numel()
         return "dense" if kept == whole else "sparse" if 2 * kept <= whole else "pruning"
 
@@ -95,7 +96,7 @@ class Linear(MaskedLinear):
         return DENSE
 
     def refresh_mask(self) -> None:
-        """The mask does not follow the weights."""
+        """Do nothing: the mask does not follow the weights."""
 
     @torch.no_grad()
     def prune(self, mask: Tensor) -> None:
@@ -105,7 +106,7 @@ class Linear(MaskedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        # An optimizer's momentum can still move an entry that was pruned during training.
+        # The optimizer's momentum can still move an entry that was pruned during training.
         self.weight.masked_fill_(~self.mask, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class Method(distillation.Method):
         return 0 if self.config.metric == "magnitude" else self.config.calibration_sequences
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the batches for `convert`, which runs the model on them once for every layer.
+        """Keep the batches for `convert`, which runs the model on them once per layer.
 
         Args:
             batches: keyword arguments of the model; in a process group, equal on every rank.
@@ -154,7 +155,7 @@ class Method(distillation.Method):
         return report
 
     def _mask(self, model: nn.Module, name: str, layer: nn.Linear) -> Tensor:
-        """The mask of a layer by the metric; SparseGPT updates its weight, too."""
+        """The mask of a layer by the metric; SparseGPT also updates the weight."""
         metric, weight = self.config.metric, layer.weight
         if metric == "magnitude":
             return nm_mask(weight)

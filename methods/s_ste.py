@@ -4,12 +4,12 @@
     fprop  X                beta * S(W)           weight, 2:4 along `in`       e4m3 x e4m3
     dgrad  dY               beta * S(W)           the same weight              e5m2 x e5m2
     wgrad  MVUE(dY)         X                     dY, 2:4 along tokens         e5m2 x e5m2
-           flows to W as it is: not multiplied by beta, not masked
+           goes to W unchanged: neither multiplied by beta nor masked
 
-S subtracts from each group of four its second smallest magnitude and clips at zero (S-STE
-section 4.1), so a weight enters and leaves the support continuously. beta = <W, S(W)> /
-<S(W), S(W)> is measured once, at conversion, and frozen (section 4.2): measured again during
-training it grows and the flip rate with it. There is no decay and no dense phase; the model ends
+S subtracts from the magnitudes of each group of four the second smallest and clips at zero (S-STE,
+section 4.1), so that a weight becomes zero or non-zero continuously. beta = <W, S(W)> /
+<S(W), S(W)> is measured once, at conversion, and then frozen (section 4.2): measured again during
+training it grows, and the flip rate with it. There is no decay and no dense phase; the model ends
 2:4 sparse, as beta * S(W).
 
 The released code casts dY to fp16 before the backward products, whatever the precision of the
@@ -41,7 +41,7 @@ from .nn.optimizer import StepWork
 
 BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
 
-# Random numbers of the weight's sample, apart from those of dY, which count up from 0.
+# Offset of the random numbers for the weight's sample; those for dY count up from 0.
 _WEIGHT_STREAM = 1 << 60
 
 
@@ -52,15 +52,15 @@ class Config(base.Config):
     beta: scale of the projection (Table 2): `none` (1), `keep_l1` (|W|_1 / |S(W)|_1), `mse`
         (minimises |W - beta S(W)|^2, frozen at conversion), `mse_dynamic` (the same, measured in
         every step).
-    gamma: the threshold lies between the second and third smallest magnitude, at this fraction of
-        the way (Table 1).
+    gamma: position of the threshold between the second smallest magnitude (0) and the third (1)
+        (Table 1).
     mvue: sample dY for wgrad: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
-    mvue_weight: sample the weight along `out` for dgrad, which Table 3 warns of.
-    fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 for dY alone) or `hopper` (the
-        paper's with W in e4m3 for dgrad). The first two are always simulated; `hopper` runs on FP8
-        units where `Method.accelerate` finds them, and is simulated elsewhere: nn/fp8_gemms.py.
-        `hopper_delayed` is `hopper` with delayed scaling: nn/delayed.py.
+    mvue_weight: sample the weight along `out` for dgrad, which Table 3 shows to be harmful.
+    fp8: FP8 products: `off`, `paper` (formats above), `hybrid` (e5m2 only for dY) or `hopper` (the
+        paper's, but W in e4m3 for dgrad). `paper` and `hybrid` are always simulated; `hopper` runs
+        on FP8 units if `Method.accelerate` finds them, and is simulated elsewhere
+        (nn/fp8_gemms.py). `hopper_delayed` is `hopper` with delayed scaling (nn/delayed.py).
     """
 
     beta: str = "mse"
@@ -79,7 +79,7 @@ class Config(base.Config):
 
 
 def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
-    """beta for `weight` [out, in] and S(weight), a 0-dim fp32 tensor; 1 where S(weight) is 0."""
+    """beta for `weight` [out, in] and S(weight), a 0-dim fp32 tensor; 1 if S(weight) is all 0."""
     w, s = weight.float(), projected.float()
     if recipe == "none":
         return w.new_ones(())
@@ -91,13 +91,16 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
 
 
 class Linear(Fp8Linear):
-    """State beyond the base class: `scale` (beta, fp32, saved); with `mvue_weight` and without FP8
-    `operand_dgrad` [out, in], the weight of dgrad, derived and not saved."""
+    """A linear that computes with beta * S(W).
+
+    State besides the base class's: `scale` (beta, fp32, saved); with `mvue_weight` and without FP8
+    `operand_dgrad` [out, in], dgrad's weight, derived and not saved.
+    """
 
     config: Config
     scale: Tensor
     operand_dgrad: Tensor | None
-    rounds_first = False  # the threshold is taken from the weight
+    rounds_first = False  # the threshold must come from the unrounded weight
 
     @property
     def mvue(self) -> str | None:
@@ -179,7 +182,7 @@ class Linear(Fp8Linear):
 
     @torch.no_grad()
     def sample(self) -> None:
-        """Draw the weight of dgrad anew. Micro-batches share it: it belongs to the step."""
+        """Draw a new sample of the weight for dgrad, which all micro-batches of a step share."""
         if not self.config.mvue_weight:
             return
         sample = mvue24(self.effective_weight(), self.key[0], _WEIGHT_STREAM, dim=0)
@@ -201,14 +204,14 @@ class Method(Fp8Method):
         config = self.config
         if config.gamma or config.mvue_weight:
             return None
-        if config.beta == "mse_dynamic":  # the scale is a sum over the weight
+        if config.beta == "mse_dynamic":  # the scale needs a sum over the whole weight first
             return None
         assert isinstance(layer, Linear)
         rule, fp8 = Rule(source="soft"), layer.recipe is not None
         return StepWork(layer=layer, rule=rule, scale=layer.scale, scales=fp8, derives=not fp8)
 
     def finetuning(self, total_steps: int) -> base.Config:
-        """The weights are projected on, with the scale of training, in full precision and without
-        sampling (the paper's evaluation)."""
+        """The config that keeps projecting the weights with the scale of training, in full
+        precision and without sampling, as in the paper's evaluation."""
         plain: Any = {"fp8": "off", "mvue": "off", "mvue_weight": False}
         return replace(self.config, total_steps=total_steps, **plain)

@@ -1,4 +1,4 @@
-"""Semi-sparse training at run time: what torchao's accelerated sparse training did, by magnitude.
+"""Semi-sparse training: torchao's accelerated sparse training at run time, but by magnitude.
 
     mode=weight       operand 1   operand 2   sparse operand, along
     fprop             X           W * M       weight, 2:4 along `in`
@@ -10,25 +10,25 @@
     dgrad             dY          W           none; flows to X unmasked
     wgrad             dY          X * M       the same input, 2:4 along tokens as well
 
-M is transposable: at most two entries in every row and column of a 4x4 tile, of the weight or of
-[tokens, in]. It is plain STE: no decay, no sampling, no mask that freezes. The weight's mask is
-chosen once per optimizer step (`refresh_every`), the input's in every forward pass. Sparse steps
-come first, then dense ones: with `sparse_fraction=1` and mode=weight the model ends 2:4 sparse,
-else dense. In mode=activation the weights are dense all along; evaluation prunes the inputs as
-training does, `finalize` leaves plain linears, which do not.
+M is transposable: it keeps at most two entries in every row and column of a 4x4 tile, of the weight
+or of [tokens, in]. This is plain STE: no decay, no sampling, and the mask is never frozen. The
+weight's mask is chosen once per optimizer step (`refresh_every`), the input's in every forward
+pass. Sparse steps come first, then dense ones: with `sparse_fraction=1` and mode=weight the model
+ends 2:4 sparse, otherwise dense. In mode=activation the weights are always dense; evaluation prunes
+the inputs as training does, but the plain linears that `finalize` leaves do not.
 
-torchao (removed in 0.19) ranks by signed value, so that half of what it keeps of a weight is there
-for its sign: 54% of the sum of magnitudes of a Gaussian weight instead of 69%. Ranking by magnitude
-is what its options called `largest_abs_values_greedy`; behind a ReLU the two are the same. It
-chooses the mask in every forward pass, refuses biases and 3-D inputs with sparse activations,
-autocast, and fp32 weights, and its layers forget hooks and the training flag.
+torchao (removed in 0.19) ranks by signed value, so that it keeps only 54% of the sum of magnitudes
+of a Gaussian weight instead of 69%. Ranking by magnitude is its `largest_abs_values_greedy`; after
+a ReLU both are the same. torchao also chooses the mask in every forward pass, does not support
+biases and 3-D inputs with sparse activations, autocast, or fp32 weights, and its layers lose hooks
+and the training flag.
 
-A tile of [tokens, in] couples four tokens: what is kept of one depends on the next ones, in
-training and in evaluation. Where that must not be (a causal language model) `algorithm=rows` keeps
-two of four inputs of every token by themselves; wgrad is then a dense product on hardware.
+A tile of [tokens, in] couples four tokens: which inputs of a token are kept depends on later
+tokens, in training and in evaluation. For causal language models use `algorithm=rows`, which keeps
+two of four inputs of each token separately; wgrad is then a dense product on hardware.
 
-The second half of this file holds torchao's names, for code that was written for them: layers that
-prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`).
+The second half of this file provides torchao's names, for code that was written for them: layers
+that prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`).
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ MODES = ("weight", "activation")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(base.Config):
-    """mode: what is sparse, `weight` or `activation`.
-    algorithm: of the mask: `greedy` (torchao's, walks from the largest magnitude; now and then it
-        can place only seven of eight), `exact` (the largest sum of magnitudes), or `rows` (mode
-        activation only, see above).
+    """Options of semi-sparse training.
+
+    mode: the sparse operand, `weight` or `activation`.
+    algorithm: how the mask is chosen: `greedy` (torchao's, from the largest magnitude down; it
+        sometimes keeps only seven of eight), `exact` (the largest sum of magnitudes), or `rows`
+        (mode activation only, see above).
     refresh_every: optimizer steps between two choices of the weight's mask.
-    sparse_fraction: share of `total_steps`, the first ones, that is sparse.
-    fp8: FP8 products while weights are sparse, `off`, `paper`, `hybrid`, `hopper` or
-        `hopper_delayed`: as for `methods.t_sr_ste`.
+    sparse_fraction: fraction of `total_steps` that is sparse, at the start.
+    fp8: FP8 products while weights are sparse: `off`, `paper`, `hybrid`, `hopper` or
+        `hopper_delayed`, as in `methods.t_sr_ste`.
     """
 
     mode: str = "weight"
@@ -92,7 +94,7 @@ class Config(base.Config):
 
 
 class _Prune(torch.autograd.Function):
-    """Forward: x where the mask is. Backward: identity (straight-through)."""
+    """Returns x where the mask is True, else 0; the gradient passes straight through."""
 
     @staticmethod
     def forward(ctx, x, mask):
@@ -109,9 +111,10 @@ def prune_weight(weight: Tensor, algorithm: str) -> Tensor:
 
 
 def prune_input(x: Tensor, algorithm: str) -> Tensor:
-    """`x` [..., in] under the mask of its tokens, in the order of memory; straight-through.
+    """`x` [..., in] under the mask of its tokens; the gradient passes straight through.
 
-    Four consecutive tokens make the rows of a tile; the last tile is filled up with zeros.
+    Four tokens that are consecutive in memory are the rows of a tile; the last tile is padded with
+    zeros.
     """
     values = x.detach().reshape(-1, x.shape[-1])
     if algorithm == "rows":
@@ -124,7 +127,8 @@ def prune_input(x: Tensor, algorithm: str) -> Tensor:
 
 
 class ActivationLinear(SwitchedLinear):
-    """No mask of the weight; the flip rate is that of a virtual one."""
+    """A layer that prunes its input. Its weight has no mask; the flip rate is that of a virtual
+    one."""
 
     config: Config
 
@@ -139,7 +143,7 @@ class ActivationLinear(SwitchedLinear):
         return nm_mask(self.weight.detach())
 
     def refresh_mask(self) -> None:
-        """Inputs are masked as they come."""
+        """Do nothing: inputs are masked in the forward pass."""
 
     def effective_weight(self) -> Tensor:
         return self.weight.detach()
@@ -184,7 +188,7 @@ class Method(Fp8Method, SwitchedMethod):
 
     @property
     def ends_dense(self) -> bool:
-        """The weights are: pruned activations leave them so."""
+        """True if the trained weights are dense, as they always are with pruned activations."""
         return self.config.mode == "activation" or self.dense_start < self.config.total_steps
 
 
@@ -194,9 +198,9 @@ class Method(Fp8Method, SwitchedMethod):
 class SemiSparseLinear(nn.Linear):
     """A linear that prunes its weight in every forward pass.
 
-    It holds no state beyond that of `nn.Linear`, so it can follow any change of the weight, by
-    whatever means, compiled and sharded (FSDP2) included. The price is a mask search in every
-    micro-batch; `Method` pays it once per optimizer step.
+    It has only the state of `nn.Linear`, so the weight may change by any means, also in compiled
+    and sharded (FSDP2) models. The cost is a mask search in every micro-batch; `Method` needs one
+    per optimizer step.
     """
 
     algorithm: ClassVar[str] = "greedy"
@@ -221,22 +225,23 @@ def swap_linear_with_semi_sparse_linear(
 ) -> None:
     """Make linears of `model` semi-sparse, in place.
 
-    Modules, parameters, hooks and `state_dict()` stay what they are; only the class changes.
+    Modules, parameters, hooks and `state_dict()` stay the same; only the class changes.
 
     Args:
-        config: name of a linear, or glob on names, -> `SemiSparseLinear`,
-            `SemiSparseActivationLinear` or a class derived from them.
-        current: name of `model` itself, if the names of `config` start further up.
+        config: maps the name of a linear, or a glob on names, to `SemiSparseLinear`,
+            `SemiSparseActivationLinear` or a subclass.
+        current: name of `model` itself, if the names in `config` begin with it.
     Raises:
-        ValueError: an entry of `config` names no `nn.Linear`, or one that does not fit 2:4. The
-            model is then unchanged.
+        ValueError: an entry of `config` matches no `nn.Linear`, or one whose shape does not fit
+        2:4.
+            The model is then unchanged.
     """
-    # A Linear of another class has a behaviour of its own.
+    # Only nn.Linear itself: a subclass may behave differently.
     linears = {n: m for n, m in _named(model, current) if type(m) is nn.Linear}
     chosen: dict[str, type[nn.Linear]] = {}
     for glob, cls in config.items():
         if not issubclass(cls, SemiSparseLinear | SemiSparseActivationLinear):
-            raise ValueError(f"{glob}: {cls.__name__} is no semi-sparse linear")
+            raise ValueError(f"{glob}: {cls.__name__} is not a subclass of a semi-sparse linear")
         names = [name for name in linears if fnmatchcase(name, glob)]
         if not names:
             raise ValueError(
@@ -257,11 +262,11 @@ def swap_linear_with_semi_sparse_linear(
 def swap_semi_sparse_linear_with_linear(
     model: nn.Module, current: str = "", include: Iterable[str] = ("*",)
 ) -> None:
-    """Make semi-sparse linears of `model` plain again, in place, with their dense weights.
+    """Turn semi-sparse linears of `model` back into plain ones in place, with their dense weights.
 
     Args:
-        current: name of `model` itself, if the names of `include` start further up.
-        include: globs on the names of those to be swapped.
+        current: name of `model` itself, if the names in `include` begin with it.
+        include: globs on the names of the linears to swap.
     """
     for name, module in _named(model, current):
         if isinstance(module, SemiSparseLinear | SemiSparseActivationLinear) and any(

@@ -5,22 +5,22 @@
     dgrad  dY          W * A * B     the same weight pruned again, N:M along `out` as well
     wgrad  dY          X             none; the dense product is compressed to the entries under A
 
-SLoPe (arXiv 2405.16325, ICLR 2025). The row mask A is chosen once, at conversion. The column mask
-B keeps the N largest magnitudes of W * A in each M consecutive outputs, so dX is not the gradient
-of the forward pass; by default it is chosen anew in every step. The weight is stored as its kept
-entries alone, an ordinary Parameter `values` [out, in * N / M]: its gradient, the moments of any
-optimizer, clipping, DDP buckets and checkpoints are compressed with it. The dense operands are
-expanded where a product needs them and never kept. The model ends N:M sparse.
+SLoPe (arXiv 2405.16325, ICLR 2025). The row mask A is chosen once, at conversion. The column mask B
+keeps the N largest magnitudes of W * A in each M consecutive outputs, so dX is not the exact
+gradient of the forward pass; by default B is chosen again in every step. Only the kept weights are
+stored, in an ordinary Parameter `values` [out, in * N / M], so that its gradient, any optimizer's
+moments, clipping, DDP buckets and checkpoints are compressed as well. Dense operands are expanded
+for a product and not kept. The model ends N:M sparse.
 
-In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed.py): L random, R
-zero until then. Both are parameters from the start, but without a gradient until their phase: the
-optimizer begins their moments then, at its step 0. A model with trained adapters ends with
-`compressed.SparsePlusLowRank` layers. With `fp8` all three products are in FP8
+In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed.py), where L is
+random and R is zero until then. Both are parameters from the start, but get no gradient before
+their phase, so the optimizer creates their moments only then. A model with trained adapters ends
+with `compressed.SparsePlusLowRank` layers. With `fp8` all three products are in FP8
 (nn/compressed_fp8.py).
 
-In the released training code the mask's polarity is inverted, the copy of W^T is never updated,
-dense parameters never move, and the merged form leaves the scale out; its accuracy experiments
-(separate code) refresh B in every backward pass (`column_refresh=1`), its package every 100 steps.
+In the released training code the mask is inverted, the copy of W^T is never updated, dense
+parameters never move, and the merged form omits the scale. The accuracy experiments (separate code)
+refresh B in every backward pass (`column_refresh=1`), the released package every 100 steps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from .nn.conversion import check_low_rank, weight_of
 from .nn.fp8_gemms import FP8
 from .nn.fp8_linear import Fp8Method
 
-# What the paper leaves dense: the first linear after the input (queries, keys and values of the
-# first block) and the heads, by their names in GPT-2, BERT, ViT and OPT or LLaMA.
+# The paper leaves the heads and the first linear after the input dense. These are the first block's
+# linears for queries, keys and values in GPT-2, BERT, ViT, and OPT or LLaMA.
 FIRST_LINEARS = (
     "*h.0.attn.c_attn",
     "*layer.0.attention.self.*",
@@ -59,17 +59,18 @@ HEADS = ("*head", "*predictions.decoder", "*seq_relationship", "*classifier", "*
 class Config(base.Config):
     """Options of SLoPe; the defaults are the paper's without adapters, for all linears of a block.
 
-    mask: the row mask, `random` or by `magnitude` (of pretrained weights, say).
-    n, m: keep n of m consecutive weights. patterns: other N:M by name, as `GLOB=N:M`, of which the
-        last that matches wins: ["transformer.h.[0-5].*=2:8"].
+    mask: the row mask, `random` or by `magnitude` (for pretrained weights, for example).
+    n, m: keep n of m consecutive weights. patterns: other N:M for some layers, as `GLOB=N:M`, of
+        which the last match wins: ["transformer.h.[0-5].*=2:8"].
     column_refresh: optimizer steps between two choices of the column mask; 0 = never after the
         first.
-    adapter_rank: of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
-    adapter_fraction: share of `total_steps`, the last ones, that trains them; at least one step.
-    adapter_init: of L, `normal` (unit variance, the paper's) or `scaled` (variance 1 / in).
+    adapter_rank: rank of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
+    adapter_fraction: fraction of `total_steps`, at the end, that trains them; at least one step.
+    adapter_init: initialisation of L, `normal` (unit variance, the paper's) or `scaled` (variance
+        1 / in).
     adapter_left_sparse: keep L^T in the layer's N:M, so that X [W^T | L] is one sparse product.
-    fp8: FP8 products, `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`: as for
-        `methods.t_sr_ste`, but that wgrad is a dense product. Adapters have none.
+    fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
+        `methods.t_sr_ste`, except that wgrad is a dense product. Adapters are never in FP8.
     """
 
     include: Any = ("*",)
@@ -110,7 +111,7 @@ class Config(base.Config):
                 )
 
     def pattern(self, name: str) -> tuple[int, int]:
-        """(n, m) of the linear of this name."""
+        """The pattern (n, m) of the linear of this name."""
         n, m = self.n, self.m
         for entry in self.patterns:
             glob, *other = parse_pattern(entry)
@@ -133,7 +134,7 @@ def _check_pattern(n: int, m: int, where: str) -> None:
 
 
 def check_no_fp8(config: Config, name: str) -> None:
-    """Raise ValueError if a method of this name, whose backward pass is its own, is to have FP8."""
+    """Raise ValueError if FP8 is set for the method `name`, which has its own backward pass."""
     if config.fp8 != "off":
         raise ValueError(f"fp8={config.fp8}; {name} has no FP8 products, set it to off")
 
@@ -176,16 +177,16 @@ class Method(Fp8Method):
         self._begin(step)
         if self.config.adapter_rank and step >= self.adapter_start:
             for layer in self._layers():
-                layer.adapting = True  # for good: what they learnt is part of the function
+                layer.adapting = True  # never reset: trained adapters are part of the layer
         self._remember(step)
 
     def open_micro_batch(self) -> None:
-        """No random bits are drawn."""
+        """Do nothing: no random bits are drawn."""
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         if optimizer is not None:
             self._check_optimizer(optimizer)
-        # DDP hands out zeros where there was no gradient; optimizers would count steps and decay.
+        # DDP sets missing gradients to zero; optimizers would then count steps and apply decay.
         for layer in self._layers():
             for adapter in (layer.left, layer.right):
                 if adapter is None:
@@ -193,11 +194,12 @@ class Method(Fp8Method):
                 if not layer.adapting:
                     adapter.grad = None
                 if optimizer is not None and step <= self.adapter_start:
-                    # torch.distributed.checkpoint gives moments to all parameters as it loads.
+                    # torch.distributed.checkpoint creates moments for all parameters on loading.
                     optimizer.state.pop(adapter, None)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """One made before `convert` holds the old weights and would train none of these."""
+        """Raise ValueError for an optimizer made before `convert`: it holds the replaced weights
+        and would not train the new ones."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, layer in self.layers.items():
             assert isinstance(layer, CompressedLinear)
@@ -236,7 +238,7 @@ class Method(Fp8Method):
         return "adapters" if any(layer.adapting for layer in self._layers()) else "sparse"
 
     def finetuning(self, total_steps: int) -> base.Config:
-        """The masks stay, and the adapters, where there are any, train from the first step."""
+        """The config that keeps the masks and trains the adapters, if any, from the first step."""
         if not self.config.adapter_rank:
             return replace(self.config, total_steps=total_steps)
         return replace(self.config, total_steps=total_steps, adapter_fraction=1.0)

@@ -1,16 +1,17 @@
-"""SR-STE: hard 2:4 pruning, and a decay that pulls the pruned weights towards zero.
+"""SR-STE: hard 2:4 pruning with a decay of the pruned weights towards zero.
 
     GEMM   operand 1   operand 2     sparse operand, along
     fprop  X           W * M         weight, 2:4 along `in`
     dgrad  dY          W * M         the same weight (a dense product on hardware)
     wgrad  dY          X             none; flows to W, plus alpha * W * (1 - M)
 
-SR-STE (arXiv 2102.04010) adds the decay to the gradient, for SGD. So does this for any optimizer,
-after unscaling and clipping: it is neither clipped nor counted in the norm. AdamW divides it by
-sqrt(v) with the gradient: where alpha * |w| is far below the size of w's gradient, a step takes
-lr * alpha / sqrt(v) of w; far above, lr whatever alpha is: FST (section 4.2) wants that for weights
-with small gradients. `decay_on="weights"` goes beside the optimizer, as the weight decay of AdamW
-does: w <- w - lr * alpha * w on pruned entries. The model ends 2:4 sparse.
+SR-STE (arXiv 2102.04010) adds the decay to the gradient, for SGD. This does the same for any
+optimizer, after unscaling and clipping, so that the decay is neither clipped nor counted in the
+norm. AdamW divides it by sqrt(v) together with the gradient. If alpha * |w| is far below the size
+of w's gradient, a step removes the fraction lr * alpha / sqrt(v) of w; if it is far above, a step
+removes lr whatever alpha is, which FST (section 4.2) wants for weights with small gradients.
+`decay_on="weights"` bypasses the optimizer like AdamW's weight decay: w <- w - lr * alpha * w on
+pruned entries. The model ends 2:4 sparse.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from .nn import base
 from .nn.linear import MaskedLinear, SparseLinear
 from .nn.optimizer import StepWork
 
-# On the weights alpha is multiplied by the learning rate alone, and 2e-4 does nothing: of GPT-2's
-# pruned weights it takes 0.5 % in 300,000 steps at 1.5e-4. With 1 a pruned weight loses 1.5e-4 of
-# itself in a step there; by SR-STE's own SGD, of rate 0.1 and momentum 0.9, it is 2e-4.
+# On the weights alpha is multiplied only by the learning rate, and 2e-4 has no effect: it removes
+# 0.5 % of GPT-2's pruned weights in 300,000 steps at rate 1.5e-4. With 1 a pruned weight loses a
+# fraction of 1.5e-4 per step there; with SR-STE's own SGD (rate 0.1, momentum 0.9) it is 2e-4.
 ALPHA_ON_WEIGHTS = 1.0
-LARGEST = 1e6  # a factor; beyond, its product with a learning rate may overflow fp32
+LARGEST = 1e6  # a larger factor times a learning rate may overflow fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(base.Config):
-    """The decay: where it acts, and how strongly.
+    """Options of the decay.
 
-    alpha: the decay factor, lambda_W in the papers; None: of the gradients that of the method's
-        paper or code, here 2e-4, of the weights 1. The config then holds this number.
+    alpha: the decay factor, lambda_W in the papers. None takes the default and stores it: on the
+        gradients that of the method's paper or code (here 2e-4), on the weights 1.
     decay_on: `gradients` or `weights`.
     """
 
@@ -84,7 +85,7 @@ class Method(base.Method):
         return self.config.alpha
 
     def decay_of_gradient(self, step: int) -> float:
-        """The same, 0 where the decay acts on the weights."""
+        """The decay factor on the gradient: 0 if the decay acts on the weights."""
         return self.alpha(step) if self.config.decay_on == "gradients" else 0.0
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:

@@ -5,9 +5,9 @@
     dgrad  dY          W * M         the same weight (2:4 along `in`: a dense product on hardware)
     wgrad  dY          X             none; flows to W unmasked
 
-M keeps the two largest magnitudes of four consecutive inputs and is chosen again in every
-optimizer step. The model ends 2:4 sparse. The baseline "hard threshold" of S-STE. With `fp8` the
-products are in FP8 (nn/fp8_gemms.py): fprop is the sparse one.
+M keeps the two largest magnitudes of four consecutive inputs and is chosen again in every optimizer
+step. The model ends 2:4 sparse. It is the baseline "hard threshold" of S-STE. With `fp8` the
+products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .nn.optimizer import StepWork
 class Config(base.Config):
     """Options of STE.
 
-    fp8: FP8 products, `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`: as for
+    fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
         `methods.s_ste`.
     """
 

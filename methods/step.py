@@ -1,27 +1,27 @@
-"""STEP: dense AdamW until its second moment settles, then 2:4 training with that moment frozen.
+"""STEP: dense AdamW until its second moment has settled, then 2:4 training with it frozen.
 
     GEMM   operand 1   operand 2     sparse operand, along
     fprop  X           W * M         weight, 2:4 along `in` (phase 1: W, dense)
     dgrad  dY          W * M         the same weight (a dense product on hardware)
     wgrad  dY          X             none; flows to W unmasked
 
-STEP (arXiv 2302.01172): pruned weights spoil Adam's second moment v, so it is measured on the
-dense model first. Phase 1 is plain AdamW. It ends when z, the mean of |v_t - v_(t-1)| over the
-entries of the converted weights, averaged over the last 1 / (1 - beta2) steps, is below Adam's
-eps; not before `min_fraction` of the training and not after `max_fraction`. In phase 2 the masks
-are in use, chosen by magnitude in every step as in `methods.ste`; v of the converted weights stays
-what it was and
+STEP (arXiv 2302.01172): pruning distorts Adam's second moment v, so v is first estimated on the
+dense model. Phase 1 is plain AdamW. It ends when z, the mean of |v_t - v_(t-1)| over the entries of
+the converted weights, averaged over the last 1 / (1 - beta2) steps, is below Adam's eps, but not
+before `min_fraction` and not after `max_fraction` of the training. In phase 2 the masks are
+applied, chosen by magnitude in every step as in `methods.ste`; v of the converted weights is
+frozen, and
 
     w <- w - lr * weight_decay * w - lr / (1 - beta1^t) * m_t / (sqrt(v) + eps^(3/4))
 
 All other parameters keep AdamW's rule. The model ends 2:4 sparse.
 
-Phase 2 needs no optimizer of its own: `on_gradients` makes this update with the moments that
-AdamW keeps and removes the gradient, so that `optimizer.step()` leaves weight, moments and v alone.
+Phase 2 needs no special optimizer: `on_gradients` does this update with AdamW's moments and removes
+the gradient, so that `optimizer.step()` changes neither weight nor moments.
 
-The denominator, with v not corrected for its bias, and Adam's eps as the threshold are those of
-AdamW_STEP in the toolkit of FST's authors (arXiv 2404.01847), not checked against STEP's paper.
-There the window is rounded down (999 steps for beta2 = 0.999) and phase 1 may last a step longer.
+The denominator (without bias correction of v) and eps as the threshold follow AdamW_STEP in the
+toolkit of FST's authors (arXiv 2404.01847); they were not checked against STEP's paper. There the
+window is rounded down (999 steps for beta2 = 0.999), and phase 1 may last one step longer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .nn.sharding import summed
 class Config(base.Config):
     """Options of STEP; the defaults are the paper's.
 
-    criterion: the mean in z: `arithmetic` (its option 1) or `geometric` (option 2).
-    min_fraction, max_fraction: shares of `total_steps` between which phase 1 ends.
+    criterion: the mean in z, `arithmetic` (the paper's option 1) or `geometric` (option 2).
+    min_fraction, max_fraction: fractions of `total_steps` between which phase 1 ends.
     """
 
     criterion: str = "arithmetic"
@@ -61,10 +61,11 @@ class Config(base.Config):
 
 
 class Method(SwitchedMethod):
-    """State: `changes`, z of the last steps, and `start`, the first step of phase 2, once known.
+    """STEP. Its state is `changes`, the values of the last steps that z averages, and `start`, the
+    first step of phase 2, once it is known.
 
-    Under DDP every rank decides alike without asking the others: gradients, and so the moments,
-    are equal on all ranks to the last bit.
+    Under DDP all ranks decide the same without communication, because gradients, and therefore
+    moments, are bitwise equal on all ranks.
     """
 
     Config = Config
@@ -97,7 +98,7 @@ class Method(SwitchedMethod):
         pairs = [(weight, _adam_group(optimizer, weight)) for weight in weights]
         assert optimizer is not None
         if not base.all_finite(p for group in optimizer.param_groups for p in group["params"]):
-            return  # a GradScaler will skip this step; our update could not be undone
+            return  # a GradScaler will skip this step, and our update could not be undone
         if self.dense_at(step):
             if pairs:
                 self._watch(step + 1, optimizer, pairs)
@@ -112,17 +113,17 @@ class Method(SwitchedMethod):
         optimizer: torch.optim.Optimizer,
         pairs: list[tuple[Tensor, dict[str, Any]]],
     ) -> None:
-        """Decide whether phase 1 ends with this step, after which `steps` of it are done."""
+        """Decide whether phase 1 ends with this step, the last of `steps` steps done so far."""
         total, entries = torch.zeros((), dtype=torch.float64, device=pairs[0][0].device), 0
         for weight, group in pairs:
             assert weight.grad is not None
-            # v_t - v_(t-1) = (1 - beta2) (g^2 - v_(t-1)), before the optimizer makes v_t of it.
+            # v_t - v_(t-1) = (1 - beta2) (g^2 - v_(t-1)); the optimizer still holds v_(t-1).
             change = weight.grad.float().square()
             if weight in optimizer.state:
                 change -= optimizer.state[weight]["exp_avg_sq"]
             change = change.abs_().mul_(1 - group["betas"][1])
             if self.config.criterion == "geometric":
-                # An entry that did not change would make the whole mean zero.
+                # A single entry that did not change would make the geometric mean zero.
                 change = change.clamp_min_(torch.finfo(torch.float32).tiny).log_()
             total += summed(change)
             entries += change.numel()
@@ -144,10 +145,10 @@ class Method(SwitchedMethod):
 
 
 def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict[str, Any]:
-    """The group of AdamW that holds `weight`.
+    """The parameter group of AdamW that holds `weight`.
 
     Raises:
-        ValueError: there is none, or the optimizer has other moments or another weight decay.
+        ValueError: no group holds it, or the optimizer is not a plain AdamW.
     """
     if optimizer is None:
         raise ValueError("STEP needs the moments of AdamW: call on_gradients(step, optimizer)")
@@ -166,7 +167,7 @@ def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict
 def _update_with_frozen_moment(
     weight: Tensor, group: dict[str, Any], state: dict[str, Tensor]
 ) -> None:
-    """Phase 2's step of one weight (module docstring), with its gradient."""
+    """Update one weight by phase 2's rule (module docstring) from its gradient."""
     assert weight.grad is not None
     if "exp_avg_sq" not in state:
         raise ValueError("the optimizer has no second moment of the weights; load its state, too")

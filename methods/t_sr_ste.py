@@ -5,21 +5,22 @@
     dgrad  dY          W * M         the same weight, 2:4 along `out` as well: a sparse product
     wgrad  MVUE(dY)    X             dY, 2:4 along tokens; flows to W, plus alpha * W * (1 - M)
 
-FST (arXiv 2404.01847). M keeps, in each 4x4 tile, the pattern with two entries in every row and
-column that holds the largest sum of magnitudes (section 5). It is chosen before the first step and
-then every `refresh_every` optimizer steps; in between the values change and the mask stays.
-The decay is that of SR-STE (arXiv 2102.04010) on the gradient, after unscaling and clipping
-(section 4.2): neither clipped nor counted in the norm.
+FST (arXiv 2404.01847). In each 4x4 tile M keeps the pattern with two entries in every row and
+column that has the largest sum of magnitudes (section 5). It is chosen before the first step and
+then every `refresh_every` optimizer steps; in between the weights change and the mask stays. The
+decay is that of SR-STE (arXiv 2102.04010) on the gradient, added after unscaling and clipping
+(section 4.2), so it is neither clipped nor counted in the norm.
 
 The last `dense_fraction` of the steps trains all weights without pruning, MVUE or decay (section
-4): the model ends dense. With `dense_fraction=0` it ends 2:4 sparse, along both dims. In the
-dense phase the masks are virtual, as those of `methods.dense`: chosen and counted, not applied.
-With `fp8` the products of the sparse phase are in FP8 (nn/fp8_gemms.py), all three sparse.
+4), and the model ends dense. With `dense_fraction=0` it ends 2:4 sparse along both dims. In the
+dense phase the masks are virtual, as in `methods.dense`: chosen and counted, but not applied. With
+`fp8` the products of the sparse phase are in FP8 (nn/fp8_gemms.py), all three sparse.
 
-The released code keeps masks and counters as attributes of Parameters, which a checkpoint leaves
-out, and enters the dense phase at one step number: resumed after it, a run stays sparse. It
-advances its counters in the forward passes, so accumulation needs help from the training loop. Here
-both follow from the number of the optimizer step. It trains one step more before the dense phase.
+The released code keeps masks and counters as attributes of Parameters, which checkpoints do not
+contain, and enters the dense phase at exactly one step number, so a run resumed after it stays
+sparse. It advances its counters in forward passes, so that gradient accumulation needs help from
+the training loop. Here both depend only on the number of the optimizer step. The released code also
+trains one step more before the dense phase.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from .nn.transposable import TransposableLinear
 
 @dataclass(frozen=True, kw_only=True)
 class Config(sr_ste.Config):
-    """Options of FST beside the decay (6e-5 on the gradients); the defaults are the paper's for
+    """Options of FST besides the decay (6e-5 on the gradients); the defaults are the paper's for
     GPT-2 124M.
 
     refresh_every: optimizer steps between two choices of the masks.
-    algorithm: of the mask search: `exact`, or the baselines `greedy` and `two_approx`, which may
-        keep fewer than two entries in a row or column.
+    algorithm: the mask search: `exact`, or the baselines `greedy` and `two_approx`, which may keep
+        fewer than two entries in a row or column.
     mvue: sample dY for wgrad: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
-    dense_fraction: share of `total_steps` that is dense.
-    dense_phase: where these steps lie: at the `end`, or at the `start`, with which the paper
-        compares (section 4.3); then the model ends 2:4 sparse.
-    fp8: FP8 products in the sparse phase, `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`:
-        as for `methods.s_ste`, but that the last two have W in e5m2 for dgrad, which is a sparse
+    dense_fraction: fraction of `total_steps` that is dense.
+    dense_phase: position of the dense steps: at the `end`, or at the `start` as in the paper's
+        comparison (section 4.3), in which case the model ends 2:4 sparse.
+    fp8: FP8 products in the sparse phase: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`,
+        as in `methods.s_ste`, except that the last two have W in e5m2 for dgrad, which is a sparse
         product here.
     """
 
@@ -84,7 +85,7 @@ class Config(sr_ste.Config):
 
 
 class Linear(TransposableLinear):
-    """dY is sampled while the mask is in use."""
+    """A transposable layer that samples dY for wgrad while its mask is in use."""
 
     config: Config
 

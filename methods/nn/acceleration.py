@@ -1,4 +1,4 @@
-"""The record of what `Method.accelerate` chose, why, and what that saves."""
+"""The record of the products that `Method.accelerate` runs sparse, the reasons, and the savings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ NAMES = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Choice:
-    """One product of a layer: whether it runs sparse, by which kernels, and why.
+    """The decision whether one product of a layer runs sparse.
 
-    reason: why it is dense; empty where it is sparse.
-    kernels: whose multiply where it is sparse, `cusparselt` or `cuda`, our own.
-    ms, dense_ms: of the sparse product and of the dense one in a micro-batch, alone and measured
-        (one in FP8 beside FP8 where cuBLAS has it); None where nobody asked for the time.
+    reason: why it is dense; empty if it is sparse.
+    kernels: the kernels that run it if it is sparse: `cusparselt`, or `cuda` for our own.
+    ms, dense_ms: measured times of the sparse and of the dense product by themselves, in a
+        micro-batch; an FP8 product is compared with dense FP8 if cuBLAS has it. None if the times
+        were not needed.
     """
 
     sparse: bool
@@ -35,7 +36,7 @@ class Choice:
 
     @property
     def saved_ms(self) -> float:
-        """Milliseconds that the sparse product saves; 0 where it is dense or was not measured."""
+        """Milliseconds that the sparse product saves; 0 if it is dense or was not measured."""
         if not self.sparse or self.ms is None or self.dense_ms is None:
             return 0.0
         return self.dense_ms - self.ms
@@ -43,10 +44,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """The products of all layers, with a micro-batch of so many tokens.
+    """The decisions for the products of all layers, for a micro-batch of `tokens` tokens.
 
     layers: {layer: {"fprop": Choice, "dgrad": Choice, "wgrad": Choice}}
-    repack_in_vain: `repack_backward` was asked for, and no layer packs in its backward pass.
+    repack_in_vain: `repack_backward` was requested, but no layer packs in its backward pass.
     """
 
     tokens: int
@@ -55,17 +56,18 @@ class Acceleration:
 
     @property
     def saved_ms(self) -> float:
-        """Milliseconds that the sparse products alone save in a micro-batch: without the packing,
-        sampling and masks that a method adds, and without what runs at the same time."""
+        """Milliseconds that the sparse products by themselves save in a micro-batch. The packing,
+        sampling and masks that a method adds are not counted."""
         return sum(choice.saved_ms for _, choice in self._choices())
 
     def gain(self, step_ms: float, micro_batches: int = 1) -> float:
-        """The factor by which the sparse products alone make a step faster that took so long."""
+        """The speed-up that the sparse products alone give to a step that takes `step_ms`
+        milliseconds with them."""
         return 1 + self.saved_ms * micro_batches / step_ms
 
     def gains(self) -> dict[str, float | None]:
-        """The factor by which the measured products of each layer are faster than dense ones; None
-        where none was measured."""
+        """The speed-up of each layer's measured products over dense ones; None if none was
+        measured."""
         found: dict[str, float | None] = {}
         for name, choices in self.layers.items():
             dense = sum(choice.dense_ms or 0.0 for choice in choices.values())
@@ -74,7 +76,7 @@ class Acceleration:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """The record as plain values for a JSON file."""
         layers = {
             name: {product: asdict(choice) for product, choice in choices.items()}
             for name, choices in self.layers.items()
@@ -86,9 +88,9 @@ class Acceleration:
         return [(n, choice) for choices in self.layers.values() for n, choice in choices.items()]
 
     def __str__(self) -> str:
-        """A line: how many layers run each product sparse, why the others do not, what it
-        saves."""
-        alike: dict[str, list[str]] = {}  # products of which the same is said
+        """One line: how many layers run each product sparse, why the others do not, and the time
+        saved."""
+        alike: dict[str, list[str]] = {}  # products that share a description
         for product in NAMES:
             found = [choice for name, choice in self._choices() if name == product]
             sparse = sum(choice.sparse for choice in found)
@@ -112,7 +114,7 @@ class Acceleration:
 
 
 def _kind(reason: str) -> str:
-    """A reason without the figures of one layer."""
+    """A reason without the numbers of a single layer, so that equal reasons can be counted."""
     return reason.partition(": ")[0]
 
 
@@ -126,7 +128,8 @@ def explain(
     tokens: int,
     matmul: str | None,
 ) -> dict[str, Choice]:
-    """The choices that `gemms.choose_products` made for one layer; its arguments after `chosen`."""
+    """The choices and reasons for one layer, given the `chosen` products that
+    `gemms.choose_products` returned for the other arguments."""
     found = {}
     for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
         kernels, ms, dense_ms, reason = chosen.kernels(name), None, None, ""
@@ -153,7 +156,7 @@ def _why_dense(
     device: torch.device,
     matmul: str,
 ) -> str:
-    """Why a product is dense, unless it is that it was measured to be slower."""
+    """The reason why a product is dense; empty if it was measured to be slower."""
     if not getattr(sparse, name):
         return "its operand is not 2:4 along the summed dim"
     if matmul == "dense":

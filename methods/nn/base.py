@@ -18,8 +18,9 @@ A driver, ours or the user's, calls a method in this order and nothing else:
         print(method.metrics())
     method.finalize(model)
 
-Whatever depends on the weights alone (masks, thresholds, scales, quantised copies) is computed
-in `on_step_begin` or `on_step_end`, once per optimizer step; a forward pass only multiplies.
+Everything that depends only on the weights (masks, thresholds, scales, quantised copies) is
+computed once per optimizer step, in `on_step_begin` or `on_step_end`; a forward pass only
+multiplies.
 """
 
 from __future__ import annotations
@@ -53,11 +54,10 @@ class Config:
         word: `ffn`, the feed-forward networks, or `all`, all linears of the transformer blocks, by
         the names of conversion.py.
     total_steps: optimizer steps of the whole training; fractions are resolved against it.
-    seed: of the method's own randomness (MVUE), apart from the seed of model and data.
-    measure_every: optimizer steps between two measurements of the flip rate; 0 = never. What is
-        measured is a choice of masks: the first one at or after each step whose number is a
-        multiple.
-    flips_by_layer: `metrics` has the flip rate of every layer, too, as `flip_rate.<name>`.
+    seed: seed of the method's own randomness (MVUE), separate from that of model and data.
+    measure_every: optimizer steps between two measurements of the flip rate; 0 = never. Measured is
+        the first choice of masks at or after each multiple of this number.
+    flips_by_layer: `metrics` also reports the flip rate of each layer, as `flip_rate.<name>`.
     """
 
     include: Any = "ffn"  # str | tuple[str, ...]; omegaconf knows no such union
@@ -105,7 +105,7 @@ class Method:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
-        self._model: nn.Module | None = None  # the one that holds them
+        self._model: nn.Module | None = None  # the model that holds the layers
         self.report: Report | None = None
         self.acceleration: Acceleration | None = None
         self.micro_batch = 0
@@ -114,24 +114,25 @@ class Method:
         self.flips_of_layers: dict[str, float] = {}  # per step
         self._masks_before: list[tuple[nn.Module, Tensor]] | None = None
         self._order = CallOrder()
-        self._works: dict[str, StepWork] = {}  # that the optimizer has taken over, by layer
+        self._works: dict[str, StepWork] = {}  # work that the optimizer has taken over, by layer
 
     # ------------------------------------------------------------------ conversion
 
     @property
     def calibration_sequences(self) -> int:
-        """The number of sequences `calibrate` wants before `convert`; 0: it need not be called."""
+        """The number of sequences that `calibrate` needs before `convert`; 0 if it is not
+        needed."""
         return 0
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-        """Take what `convert` needs to know of the inputs of the layers: here nothing.
+        """Measure what `convert` needs to know about the layers' inputs; by default nothing.
 
         Args:
             batches: keyword arguments of the model; in a process group, equal on every rank.
         """
 
     def set_teacher(self, teacher: nn.Module) -> None:
-        """Distil from `teacher`; for methods built on distillation.py.
+        """Use `teacher` for distillation; only for methods based on distillation.py.
 
         Raises:
             ValueError: the method has no teacher.
@@ -140,19 +141,19 @@ class Method:
         raise ValueError(f"{name} does not distil; set_teacher is for methods that do, ast say")
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> Report:
-        """Make the matching linears of `model` sparse, in place.
+        """Make the matching linears of `model` sparse, in place, and return a report.
 
-        The modules keep their identity, parameters, hooks and training flag: only their class
-        changes. Call it after initialisation (S-STE's scale is measured here), on the final
-        device and in the final dtype. In a process group every rank must call it: they start
-        from the weights of rank 0.
+        The modules keep their identity, parameters, hooks and training flag; only their class
+        changes. Call it after initialisation (S-STE's scale is measured here), on the final device
+        and in the final dtype. In a process group every rank must call it; all start from the
+        weights of rank 0.
 
         Args:
-            dtype: of the operands of the matrix products, when autocast will run them in another
-                one than the weights'; casting once per step then replaces casting per use.
+            dtype: dtype of the operands of the matrix products, if autocast will run them in
+                another dtype than the weights'. They are then cast once per step, not per use.
         Raises:
-            ValueError: nothing can be converted, one that `include` names in full cannot, or the
-                model is converted already. The model is then unchanged.
+            ValueError: no linear can be converted, a linear that `include` names in full cannot be,
+                or the model is already converted. The model is then unchanged.
         """
         if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
             raise ValueError("the model is converted already; build a new method and model")
@@ -171,7 +172,7 @@ class Method:
             with torch.no_grad():
                 for name, module in chosen.items():
                     if ranks.are_together():
-                        # DDP would do so later; scales measured now must be equal, too.
+                        # DDP broadcasts weights later, but scales are measured from them now.
                         dist.broadcast(module.weight.detach(), src=0)
                     with ranks.visiting(module):
                         conversion.adopt(module)
@@ -184,7 +185,7 @@ class Method:
         return self.report
 
     def matching_linears(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """The linears that `convert` would take, by name."""
+        """The linears that `convert` would convert, by name."""
         return self._choose(model)[0]
 
     def _choose(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
@@ -192,10 +193,10 @@ class Method:
         return conversion.choose(model, config.include, config.exclude, self.check_layer)
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
-        """Raise ValueError if options do not fit the linears that were chosen."""
+        """Raise ValueError if the options do not fit the chosen linears."""
 
     def check_layer(self, name: str, module: nn.Module) -> None:
-        """Raise ValueError, which says why, if this linear does not fit the method's pattern."""
+        """Raise ValueError with the reason if this linear does not fit the method's pattern."""
         out_features, in_features = weight_of(module).shape
         if out_features % 4 or in_features % 4:
             raise ValueError(
@@ -205,24 +206,24 @@ class Method:
     def accelerate(
         self, tokens: int, matmul: str | None = None, repack_backward: bool = False
     ) -> dict[str, Products]:
-        """Run the products that have a 2:4 operand sparse; after `convert`. Says which do, and
-        `acceleration` afterwards why, and what they save.
+        """Run products with a 2:4 operand sparse, and return for each layer which ones do. Call it
+        after `convert`; `acceleration` then records the reasons and the time saved.
 
-        Without this call all products are dense ones with masked operands, and FP8 is simulated. In
-        a process group every rank must call it: what rank 0 chooses holds for all.
+        Without this call all products are dense with masked operands, and FP8 is simulated. In a
+        process group every rank must call it; rank 0's choice holds for all.
 
         Args:
-            tokens: in a micro-batch on this device, for which the products are measured.
-            matmul: `auto` takes what was measured to be faster, product by product;
-                `cusparselt` takes the sparse one wherever there is a 2:4 operand; `dense` none.
-                None: the environment variable SPARSE24_MATMUL, else auto. It is about speed: what
-                is in FP8 units' arithmetic (`Products.fp8`) follows from method and device alone.
-            repack_backward: the packed operand of dgrad is not held from step to step, but packed
-                in each backward pass: the same numbers in less memory, for some more time. For
-                `slope` with 2:4 weights, without FP8.
+            tokens: number of tokens in a micro-batch on this device; products are timed with it.
+            matmul: `auto` takes the sparse or the dense product, whichever was measured to be
+                faster; `cusparselt` takes the sparse one for every 2:4 operand; `dense` never does.
+                None: the environment variable SPARSE24_MATMUL, else `auto`. It changes only the
+                speed: FP8 units are used if method and device allow it (`Products.fp8`).
+            repack_backward: pack dgrad's operand in each backward pass instead of keeping it from
+                step to step. The result is the same, with less memory and more time. Only for
+                `slope` with 2:4 weights and without FP8.
         Raises:
-            ValueError: an unknown name, nothing is converted yet, or nothing can be packed so.
-            RuntimeError: cusparselt on a device, or for a shape or dtype, that it cannot serve.
+            ValueError: an unknown name, a model that is not converted, or no operand to repack.
+            RuntimeError: `cusparselt` cannot serve this device, shape or dtype.
         """
         if not self.layers:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
@@ -240,7 +241,7 @@ class Method:
         return chosen
 
     def check_repacks(self) -> None:
-        """Raise ValueError if no converted layer can take `repack_backward` of `accelerate`."""
+        """Raise ValueError if no converted layer supports `repack_backward` of `accelerate`."""
         if not self.repacks:
             raise ValueError(
                 "repack_backward=True: no layer here has an operand that can be packed in the "
@@ -272,8 +273,8 @@ class Method:
 
     @property
     def quantizes(self) -> bool:
-        """True if operands are quantised with a scale over a micro-batch: then its size changes the
-        result."""
+        """True if operands are quantised with one scale per micro-batch, so that the size of a
+        micro-batch changes the result."""
         return False
 
     def pattern(self, name: str) -> tuple[int, int]:
@@ -282,12 +283,12 @@ class Method:
 
     @property
     def needs_adamw(self) -> bool:
-        """True if it trains with AdamW alone: by an update rule of its own, or by AdamW's moments.
-        `optimizer` makes it."""
+        """True if the method works only with AdamW or its own variant of it, as `optimizer`
+        returns, because it has its own update rule or reads AdamW's moments."""
         return False
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        """The optimizer that drivers use: AdamW, unless the method has an update rule of its own.
+        """The optimizer that drivers use: AdamW, unless the method has its own update rule.
 
         Call it after `convert`, which may replace parameters.
 
@@ -304,7 +305,7 @@ class Method:
     # ------------------------------------------------------------------ one optimizer step
 
     def on_step_begin(self, step: int) -> None:
-        """Before the first micro-batch of optimizer step `step`."""
+        """Prepare optimizer step `step`; call it before the step's first micro-batch."""
         self._begin(step)
         self.micro_batch = 0
         layers = self.sparse_layers
@@ -324,14 +325,15 @@ class Method:
         self._order.check_begun(self._trained(), step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The loss of one micro-batch, with random bits of its own."""
+        """The loss of one micro-batch, whose backward pass draws new random bits."""
         self.open_micro_batch()
         return self.micro_batch_loss(model, batch)
 
     def micro_batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The model's own loss, after `open_micro_batch`: `model(**batch)` returns (logits, loss)
-        or an object with `.loss`. Methods with another loss override it. It is what a CUDA graph
-        replays, so it must neither wait for the GPU nor depend on the number of the step.
+        """The part of `loss` after `open_micro_batch`: by default the model's own loss, where
+        `model(**batch)` returns (logits, loss) or an object with `.loss`. Methods with another loss
+        override it. CUDA graphs replay it, so it must neither wait for the GPU nor depend on the
+        step number.
         """
         output = model(**batch)
         loss = output.loss if hasattr(output, "loss") else output[1]
@@ -343,23 +345,24 @@ class Method:
         return loss
 
     def open_micro_batch(self) -> None:
-        """Give the coming forward and backward pass random bits of their own."""
+        """Select new random bits for the next forward and backward pass."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._set_keys(1, [self.micro_batch * size + rank] * len(self.sparse_layers))
         self.micro_batch += 1
 
     def _set_keys(self, place: int, values: list[int]) -> None:
-        """Fill one place of all layers' keys, in two launches."""
+        """Set entry `place` of all layers' keys, in two launches."""
         numbers = [layer.key[place] for layer in self.sparse_layers.values()]
         if numbers:
             torch._foreach_zero_(numbers)
             torch._foreach_add_(numbers, values)
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """After unscaling and clipping, before `optimizer.step()`.
+        """Do the method's work on the gradients (masked decay, for example). Call it after
+        unscaling and clipping, and before `optimizer.step()`.
 
-        `optimizer` is needed by options that depend on the learning rate, and by one that does the
-        work of a step itself, `FusedAdamW`.
+        `optimizer` is needed by options that use the learning rate, and by `FusedAdamW`, which
+        takes over work of the method.
         """
         self._works.clear()
         if isinstance(optimizer, FusedAdamW):
@@ -367,17 +370,17 @@ class Method:
             self._works = optimizer.take({n: work for n, work in works.items() if work})
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        """All that `on_gradients` and `on_step_end` do with the weight of `layer` in this step, for
-        an optimizer that can do it in one pass; None: only they can.
+        """The work of `on_gradients` and `on_step_end` on the weight of `layer` in this step, for
+        an optimizer that can do it in its own pass; None if only those hooks can do it.
 
-        A method whose layer chooses masks or derives operands in a way of its own returns None, or
-        the work that says so.
+        A method whose layer chooses masks or derives operands in a special way returns None, or a
+        `StepWork` that describes it.
         """
         return None
 
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
-        """After `optimizer.step()`: masks that are due and all derived operands."""
+        """Choose masks that are due and derive all operands; call it after `optimizer.step()`."""
         self._end(step)
         due = self._chooses(step)
         for name, layer in self.sparse_layers.items():
@@ -395,13 +398,13 @@ class Method:
         self._remember(None)
 
     def _count_flips(self, before: list[tuple[nn.Module, Tensor]]) -> None:
-        """Compare the masks with those `before`."""
+        """Count the bits in which the masks differ from those `before`."""
         pairs = zip(before, self._masks(), strict=True)
         flips = [
             (layer, float(flip_rate(old, new)) * new.numel(), new.numel())
             for (_, old), (layer, new) in pairs
         ]
-        # A place of its own for each layer, so that one sum over the ranks serves all.
+        # One entry for each layer, so that one sum over the ranks serves all.
         count = len(flips)
         sums = sharding.total(
             (layer, [n if i == j else 0 for n in numbers for j in range(count)])
@@ -418,14 +421,14 @@ class Method:
             }
 
     def _remember(self, begun: int | None) -> None:
-        """From here on, a change of the weights is that of an optimizer step.
+        """Remember the weights' versions, so that later changes count as an optimizer step.
 
         begun: the step that has begun and not ended, if any.
         """
         self._order.remember(self._trained(), begun)
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        for layer in self.layers.values():  # which have no modules in them
+        for layer in self.layers.values():  # they have no submodules
             yield from (p for p in layer._parameters.values() if p is not None and p.requires_grad)
 
     def _chooses(self, step: int) -> bool:
@@ -434,11 +437,11 @@ class Method:
 
     def _measures(self, step: int) -> bool:
         every = self.config.measure_every
-        # Of the steps since the last choice one has a multiple of `every` as its number.
+        # True if a multiple of `every` lies among the steps since the last choice.
         return every > 0 and self._chooses(step) and step % every < self.mask_period
 
     def _masks(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Yield layer and mask of all that is trained; of sharded layers this rank's rows."""
+        """Yield each trained layer and its mask; for sharded layers this rank's rows."""
         for layer in self.layers.values():
             if not any(p.requires_grad for p in layer.parameters()):
                 continue
@@ -450,34 +453,35 @@ class Method:
             yield layer, mask
 
     def phase(self) -> str:
-        """Name of the current phase of training."""
+        """The name of the current training phase."""
         return "sparse"
 
     # ------------------------------------------------------------------ what comes after training
 
     @property
     def ends_dense(self) -> bool:
-        """True if the trained model is dense: then it is fine-tuned densely, too."""
+        """True if the trained model is dense; it is then also fine-tuned densely."""
         return False
 
     def finetuning(self, total_steps: int) -> Any | None:
-        """The config with which this method goes on in a fine-tuning of so many steps, on layers
-        in the state that training left them in. None: it has nothing to go on with; a model that
-        is 2:4 is then fine-tuned under its last mask.
+        """The config with which this method continues in a fine-tuning of `total_steps` steps, from
+        the layers as training left them. None if it has nothing to continue; a 2:4 model is then
+        fine-tuned under its last mask.
         """
         return None
 
     def metrics(self) -> dict[str, float | int | str]:
-        """Figures over all layers of the method, as of now.
+        """The current metrics over all layers of the method.
 
-        flip_rate_refresh: share of mask bits that changed at the last measured choice of masks.
-        flip_rate: the same per optimizer step, divided by the steps between two choices; with
-            `flips_by_layer` `flip_rate.<name>` is that of a layer.
-        density: share of non-zeros in the weights in use. illegal_groups: groups of m along the
-            input dim with more than n non-zeros, n:m being the layer's pattern.
+        flip_rate_refresh: fraction of mask bits that changed at the last measured choice of masks.
+        flip_rate: the same divided by the number of steps between two choices; with
+            `flips_by_layer`, `flip_rate.<name>` is that of one layer.
+        density: fraction of non-zeros in the weights in use.
+        illegal_groups: number of groups of m inputs with more than n non-zeros, where n:m is the
+            layer's pattern.
 
         Raises:
-            ValueError: nothing is converted, or no longer.
+            ValueError: the model is not converted, or already finalized.
         """
         if not self.layers:
             raise ValueError(
@@ -487,7 +491,7 @@ class Method:
         sharding.follow(self.layers.values(), self._model)
         counts = []
         for name, layer in self.layers.items():
-            with sharding.rows(layer):  # one at a time: it may be made on demand
+            with sharding.rows(layer):  # one at a time: the weight may be computed on demand
                 own = layer.sparse_weight if isinstance(layer, SparseLinear) else None
                 weight = weight_of(layer) if own is None else own
                 bad = int(check_nm(weight, *self.pattern(name)))
@@ -506,7 +510,7 @@ class Method:
 
     @torch.no_grad()
     def finalize(self, model: nn.Module) -> nn.Module:
-        """Turn the converted layers back into plain `nn.Linear`, in place, zeros written out."""
+        """Turn the converted layers back into plain `nn.Linear` in place, with explicit zeros."""
         sharding.follow(self.layers.values(), self._model)
         for layer in self.sparse_layers.values():
             layer.restore()
@@ -515,7 +519,7 @@ class Method:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is neither a parameter nor a buffer of the model; plain Python values."""
+        """The method's state that is not in the model's parameters or buffers, as plain values."""
         return {
             "flips_per_step": self.flips_per_step,
             "flips_per_refresh": self.flips_per_refresh,
@@ -530,6 +534,6 @@ class Method:
 
 
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """True if all gradients are finite: else a GradScaler will skip the step."""
+    """True if all gradients are finite; if not, a GradScaler will skip the step."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return bool(torch.nn.utils.get_total_norm(grads).isfinite())

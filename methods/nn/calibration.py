@@ -1,8 +1,8 @@
 """Statistics of the inputs of linear layers over a calibration set.
 
-Wanda (arXiv 2306.11695, section 3) scores a weight by |W_ij| * |X_j|, the norm of its input
-feature over the calibration tokens; SparseGPT (arXiv 2301.00774, section 3) needs X^T X. Both are
-sums over tokens, so they are taken batch by batch and nothing but the sums is kept.
+Wanda (arXiv 2306.11695, section 3) scores a weight by |W_ij| * |X_j|, where |X_j| is the norm of
+its input feature over the calibration tokens. SparseGPT (arXiv 2301.00774, section 3) needs X^T X.
+Both are sums over tokens, so only these sums are kept from batch to batch.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def collect(
     *,
     hessian: bool = False,
 ) -> dict[str, Statistics]:
-    """Statistics of the inputs of `layers` while `model` sees `batches`, by the layers' names.
+    """Run `model` on `batches` and return statistics of the inputs of `layers`, by layer name.
 
-    The model runs in eval mode, without gradients, and is left as it was. In a process group every
-    rank must call this; all get what rank 0 measured.
+    The model runs in eval mode without gradients and is left as it was. In a process group every
+    rank must call this; all get the statistics of rank 0.
 
     Args:
-        layers: modules of `model`; one that runs twice in a forward pass counts twice.
+        layers: modules of `model`; a layer that runs twice in a forward pass counts twice.
         batches: keyword arguments of the model, on its device.
-        hessian: sum x x^T, too: 4 in^2 bytes per layer.
+        hessian: also sum x x^T, which takes 4 in^2 bytes per layer.
     Raises:
         ValueError: a layer saw no token, or inputs that are not finite.
     """
@@ -90,7 +90,8 @@ def collect(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every module then gets its own training flag back."""
+    """A context with the model in eval mode; afterwards every module gets its training flag
+    back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -9,8 +9,8 @@ that the column mask drops.
     wgrad  dvalues  = the kept entries of dY^T X    a dense product, compressed
            dL^T, dR = dY2^T X, (X L)^T dY / r
 
-The scale 1 / r of the adapters is the same in training, in evaluation and in `SparsePlusLowRank`,
-the form in which a layer with trained adapters ends.
+The adapters have the scale 1 / r in training, in evaluation, and in `SparsePlusLowRank`, the module
+that a layer with trained adapters becomes at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def merged_linear(
 
 
 def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
-    """L^T [r, in] of an adapter that is stored compressed where it has a mask."""
+    """The dense L^T [r, in] of an adapter, which is stored compressed if it has a mask."""
     return left if left_mask is None else expand_nm(left, left_mask, *pattern)
 
 
@@ -70,11 +70,11 @@ def adapter_gradients(
     pattern: Pattern,
     grad_x: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `left` and `right`; the adapters' part of dX is added to `grad_x` in place.
+    """The gradients of `left` and `right`. The adapters' part of dX is added to `grad_x` in place.
 
     Args:
         dy, x: [T, out] and [T, in].
-        grad_x: [T, in], or None where x needs no gradient.
+        grad_x: [T, in], or None if x needs no gradient.
     """
     dense = dense_left(left.to(x.dtype), left_mask, pattern)
     dy2 = dy @ right.to(x.dtype).t() / len(right)
@@ -88,9 +88,8 @@ def adapter_gradients(
 
 
 class _Product(torch.autograd.Function):
-    """The products of the module docstring; what is saved for the backward pass is compressed.
-
-    Dense operands that waited for it would lie there for all layers at once.
+    """The products of the module docstring. Only compressed operands are saved for the backward
+    pass; dense ones would be held for all layers at once.
     """
 
     @staticmethod
@@ -129,8 +128,8 @@ class _Product(torch.autograd.Function):
             grad_x = dgrad.grad(dy)
         if ctx.needs_input_grad[1]:
             grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
-        # Adapters that do not take part are inputs all the same, without a gradient: DDP waits
-        # for every parameter that it knows.
+        # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
+        # every parameter that it knows.
         if ctx.adapting:
             grad_left, grad_right = adapter_gradients(
                 dy, x2d, left, right, left_mask, ctx.pattern, grad_x
@@ -143,15 +142,16 @@ class _Product(torch.autograd.Function):
 
 
 class CompressedLinear(SparseLinear):
-    """`nn.Linear` whose weight is `values`, under masks that are chosen apart from it.
+    """A linear layer that stores its weight as compressed `values` and bit masks.
 
     Parameters: `values` [out, in * n / m], `bias`, and with adapters `left` = L^T [r, in]
-    (compressed like `values` where it is sparse) and `right` = R [r, out].
+    (compressed like `values` if it is sparse) and `right` = R [r, out].
 
-    Buffers, all saved, bits packed in uint8: `row_mask` [out, in / 8], one bit a weight;
-    `column_mask` [out, in * n / m / 8], one bit a value; `left_mask` [r, in / 8] of a sparse L.
-    Not saved: `packed` and `packed_transposed`, the bytes of W_R and W_RC^T, packed, for products
-    that run sparse; with `Products.repack` W_RC^T is packed where dgrad takes it, and not held.
+    Saved buffers, bits packed in uint8: `row_mask` [out, in / 8], one bit per weight;
+    `column_mask` [out, in * n / m / 8], one bit per value; `left_mask` [r, in / 8] of a sparse L.
+    Buffers that are not saved: `packed` and `packed_transposed`, the packed bytes of W_R and W_RC^T
+    for products that run sparse. With `Products.repack` W_RC^T is packed in each backward pass and
+    not kept.
     """
 
     values: nn.Parameter
@@ -161,19 +161,19 @@ class CompressedLinear(SparseLinear):
     column_mask: Tensor
     left_mask: Tensor | None
     pattern: Pattern
-    adapting: bool  # whether the adapters take part; where they do not, R is zero
-    _stored: tuple[Any, Compressed24] | None = None  # the last one, and what it was made of
+    adapting: bool  # True if the adapters are in use; until then R is zero
+    _stored: tuple[Any, Compressed24] | None = None  # the last `stored`, with the tensors it holds
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
-        """Set the layer up as the base class does; `config` is that of SLoPe.
+        """Set the layer up as the base class does; `config` is SLoPe's.
 
-        dtype is that of packed operands; for dense products values are cast before they are
-        expanded, which is half the work.
+        dtype is the dtype of packed operands. For dense products values are cast before they are
+        expanded, which halves the work.
         """
         self.config, self.pattern = config, config.pattern(name)
         for operand in ("operand", "packed", "packed_transposed"):
             self.register_buffer(operand, None, persistent=False)
-        # Out, and in again: the parameters keep the order of nn.Linear.
+        # Remove both and register them again, to keep the parameter order of nn.Linear.
         weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
         assert weight is not None
         self.dtype, self.accelerated = dtype or weight.dtype, DENSE
@@ -200,8 +200,8 @@ class CompressedLinear(SparseLinear):
         self.register_buffer("left_mask", left_mask)
 
     def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
-        """Packed N:M mask of x along its last dim, by the rule of the option `mask`."""
-        # Zeros that are there already, those of a run that this one goes on from, stay.
+        """The packed N:M mask of x along its last dim, by the rule of the option `mask`."""
+        # If x is already N:M (from an earlier run), keep its zeros rather than draw a mask.
         random = self.config.mask == "random" and not x.is_meta
         if random and int(check_nm(x, *self.pattern)):
             generator = self._generator(name, purpose)
@@ -209,13 +209,13 @@ class CompressedLinear(SparseLinear):
         return pack_mask(nm_mask(x, *self.pattern))
 
     def _generator(self, name: str, purpose: str) -> torch.Generator:
-        """On the CPU: every device and every rank draws the same."""
+        """A CPU generator for this layer, so that every device and every rank draws the same."""
         seed = layer_seed(self.config.seed, f"{name} {purpose}", 0)
         return torch.Generator().manual_seed(seed)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A dense copy [out, in] of the sparse weight, without adapters."""
+        """A dense copy [out, in] of the sparse weight, without the adapters."""
         return self.effective_weight()
 
     @property
@@ -238,7 +238,7 @@ class CompressedLinear(SparseLinear):
         return self.pattern[1]
 
     def settle(self) -> None:
-        """Let the adapters take part if R, which came with weights from elsewhere, is not zero."""
+        """Use the adapters if R is not zero, as after loading trained weights."""
         right = self.right
         self.adapting = right is not None and not right.is_meta and bool(right.any())
 
@@ -252,22 +252,22 @@ class CompressedLinear(SparseLinear):
     @property
     def repacks(self) -> bool:
         sparse = self.candidates()
-        return sparse.dgrad and not sparse.fp8  # codes of both operands are made together
+        return sparse.dgrad and not sparse.fp8  # FP8 codes of both operands are made together
 
     @torch.no_grad()
     def allocate(self) -> None:
-        self._stored = None  # it would keep the memory of operands that are given up
+        self._stored = None  # it would keep the memory of operands that are freed
         self._hold_packed(self.accelerated)
         self.derive()
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Fill the packed operands that there are."""
+        """Write the packed operands that the layer holds."""
         if (stored := self.stored()) is not None:
             prune_and_pack24_([stored], choose=False)
 
     def stored(self) -> Compressed24 | None:
-        """The weight with its packed operands; None where it has none."""
+        """The weight with its packed operands; None if it has none."""
         buffers = self._buffers
         own = (
             self._parameters["values"], buffers["row_mask"], buffers["column_mask"],
@@ -275,7 +275,7 @@ class CompressedLinear(SparseLinear):
         )  # fmt: skip
         if own[3] is None and own[4] is None:
             return None
-        # Checked once, not in each step.
+        # `Compressed24` checks its tensors, so build it only when they have changed.
         if not self._stored or any(x is not y for x, y in zip(self._stored[0], own, strict=True)):
             fprop, dgrad = self.packed_operands()
             stored = Compressed24(
@@ -289,7 +289,7 @@ class CompressedLinear(SparseLinear):
         return self._stored[1]
 
     def operands(self, dtype: torch.dtype) -> tuple[Packed | None, Packed | Compressed | None]:
-        """The packed operands that serve inputs of `dtype`; dense ones are made in each pass."""
+        """The packed operands for inputs of `dtype`, or None; dense ones are made in each pass."""
         if dtype != self.dtype:
             return None, None
         (fprop, dgrad), products = self.packed_operands(), self.accelerated
@@ -303,7 +303,7 @@ class CompressedLinear(SparseLinear):
         return self.forward_with(x)
 
     def forward_with(self, x: Tensor, operands: tuple[None, None] | None = None) -> Tensor:
-        """`forward`, with dense operands of its own where `operands` says that there are none."""
+        """`forward` with these operands; dense ones are made for those that are None."""
         x = under_autocast(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
         taken = operands or self.operands(x.dtype)
@@ -316,8 +316,8 @@ class CompressedLinear(SparseLinear):
         return "adapters" if self.adapting else "sparse"
 
     def restore(self) -> None:
-        """Turn this module into a plain `nn.Linear`, or with trained adapters into a
-        `SparsePlusLowRank`, true zeros written out."""
+        """Turn this module into a plain `nn.Linear` with explicit zeros, or, with trained adapters,
+        into a `SparsePlusLowRank`."""
         self.refresh()
         adapted, weight, bias, right = self.adapting, self.weight, self.bias, self.right
         trained = self.values.requires_grad
@@ -336,33 +336,33 @@ class CompressedLinear(SparseLinear):
 
 
 class SparsePlusLowRank(nn.Linear):
-    """An N:M sparse linear with its low-rank adapters: plain tensors, no masks.
+    """An N:M sparse linear with low-rank adapters, as plain tensors without masks.
 
-    Parameters, and names in a state dict: `weight` [out, in] with true zeros, `bias`, `left` = L^T
-    [r, in] and `right` = R [r, out].
+    Parameters, under these names in a state dict: `weight` [out, in] with explicit zeros, `bias`,
+    `left` = L^T [r, in] and `right` = R [r, out].
     """
 
     left: nn.Parameter
     right: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]; W and L^T are joined at each call."""
+        """x [..., in] -> [..., out]; W and L^T are concatenated in each call."""
         x = under_autocast(x)
         weight, left, right = (t.to(x.dtype) for t in (self.weight, self.left, self.right))
         return merged_linear(x, weight, left, right, self.bias)
 
 
 def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Give the linears of a plain `model` the adapters that they have in `state`, in place.
+    """Add to the linears of a plain `model`, in place, the adapters that `state` has for them.
 
-    `state` was saved from a finished model with adapters; afterwards it fits `model`.
+    `state` is the state dict of a finalized model with adapters; afterwards `model` can load it.
     """
     modules = dict(model.named_modules())
     for key in state:
         name, _, last = key.rpartition(".")
         layer = modules.get(name)
         if last != "left" or type(layer) is not nn.Linear:
-            continue  # another architecture, as loading `state` will tell
+            continue  # another architecture: loading `state` will raise the error
         layer.__class__ = SparsePlusLowRank
         for factor in ("left", "right"):
             empty = torch.empty_like(state[f"{name}.{factor}"], device=layer.weight.device)
@@ -372,9 +372,9 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Turn every `SparsePlusLowRank` into a dense `nn.Linear` of the same function, in place.
+    """Turn every `SparsePlusLowRank` into a dense `nn.Linear` that computes the same, in place.
 
-    The N:M pattern is lost; it is for tools that know nothing but plain linears.
+    The N:M pattern is lost. This is for tools that support only plain linears.
     """
     for layer in model.modules():
         if isinstance(layer, SparsePlusLowRank):

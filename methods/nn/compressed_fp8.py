@@ -1,10 +1,11 @@
-"""`CompressedLinear` with its three products in FP8; what is trained stays the compressed values.
+"""`CompressedLinear` with its three products in FP8. The trained parameters stay the compressed
+values.
 
-    fprop    X, W_R      e4m3, e4m3; on FP8 units sparse, of packed codes
-    dgrad    dY, W_RC    e5m2, and of W_RC as the recipe has it (fp8_gemms.py), likewise
-    wgrad    dY, X       e5m2, and of X likewise; a dense product, compressed
+    fprop    X, W_R      e4m3, e4m3; on FP8 units a sparse product of packed codes
+    dgrad    dY, W_RC    e5m2, the recipe's format (fp8_gemms.py); on FP8 units sparse as well
+    wgrad    dY, X       e5m2, the recipe's format; a dense product, compressed afterwards
 
-Adapters stay in the dtype of the run; while they take part, X is kept for them as it is.
+Adapters compute in the dtype of the run; while they are in use, X is also kept unquantised.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Fp8Product(torch.autograd.Function):
         ctx.pattern, ctx.adapting, ctx.formats = pattern, adapting, formats
         ctx.shape, ctx.on_units = x.shape, fprop.on_units
         ctx.dtypes = values.dtype, None if bias is None else bias.dtype
-        ctx.seen = seen  # not saved: it changes before the backward pass
+        ctx.seen = seen  # not saved by autograd: it changes before the backward pass
         with torch.autocast(x.device.type, enabled=False):
             x2d = x.reshape(-1, x.shape[-1])
             codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
@@ -77,7 +78,7 @@ class _Fp8Product(torch.autograd.Function):
 
 
 class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
-    """State beyond `CompressedLinear`: that of `Fp8Linear`."""
+    """`CompressedLinear` in FP8; its state is that of both base classes."""
 
     both_ways = True
 
@@ -89,7 +90,7 @@ class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
         )  # fmt: skip
 
     def stored(self) -> Compressed24 | None:
-        return None if self.recipe else super().stored()  # packed operands are codes then
+        return None if self.recipe else super().stored()  # with FP8 packed operands are codes
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; in evaluation without FP8."""

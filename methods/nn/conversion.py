@@ -1,12 +1,12 @@
-"""Finds the linears of a model that can be converted, and says of the others why not.
+"""Choice of the linears of a model to convert, with the reasons why others cannot be.
 
-A layer that cannot be converted is left dense with its reason where a preset or a glob with a
-wildcard matched it, and is an error where the user wrote its whole name.
+If a layer cannot be converted, it stays dense and the report gives the reason, provided that a
+preset or a glob with a wildcard matched it. If the user gave its full name, it is an error.
 
 transformers' GPT-2 keeps its linears as `Conv1D`, with the weight as [in, out]. A converted one
-computes with [out, in], as every linear here; its state dict keeps the layout of transformers, and
-`finalize` makes a `Conv1D` of it again, so that `save_pretrained` writes what `from_pretrained`
-reads.
+computes with [out, in] like every other linear here, but its state dict keeps the layout of
+transformers, and `finalize` turns it back into a `Conv1D`, so that `save_pretrained` and
+`from_pretrained` work.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The feed-forward networks by the names of this project's models, of GPT-2, LLaMA and ViT of
-# transformers and timm; then of BERT and OPT. Every paper here but SLoPe's and AST's leaves the
-# rest dense.
+# Names of the linears of feed-forward networks: in this project's models and in GPT-2, LLaMA and
+# ViT of transformers and timm; then in BERT and OPT. All papers but SLoPe's and AST's leave the
+# other linears dense.
 _FFN = (
     "*mlp.*",
     "*layer.[0-9]*.intermediate.dense",
@@ -29,7 +29,7 @@ _FFN = (
     "*layer.[0-9][0-9].output.dense",
     "*layers.[0-9]*.fc[12]",
 )
-# What `include` takes as a word: the feed-forward networks, or all linears of the blocks.
+# The words that `include` accepts: the feed-forward networks, or all linears of the blocks.
 PRESETS = {"ffn": _FFN, "all": (*_FFN, "*attn.*", "*attention.*")}
 
 
@@ -37,10 +37,10 @@ PRESETS = {"ffn": _FFN, "all": (*_FFN, "*attn.*", "*attention.*")}
 class Report:
     """The result of `convert`.
 
-    names: the converted linears. dense: the other linears. reasons: of those among `dense` that
-        were matched, why they could not be converted. others: matched modules of other kinds that
-        hold a matrix, as `name (Type)`; they stay as they are.
-    sparse_parameters, total_parameters: numbers in the converted weights and in the model.
+    names: the converted linears. dense: the other linears. reasons: why those of `dense` that were
+    matched could not be converted. others: matched modules of other kinds that hold a matrix, as
+    `name (Type)`; they are unchanged. sparse_parameters, total_parameters: number of entries in the
+    converted weights and in the model.
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ def _counted(names: tuple[str, ...]) -> str:
 
 
 def listed(reasons: dict[str, str]) -> str:
-    """Names with their reasons in one line, those with the same reason together."""
+    """One line with names and reasons; names with the same reason are grouped."""
     groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault(reason, []).append(name)
@@ -82,7 +82,7 @@ def some_names(names: list[str]) -> str:
 
 
 def globs(include: str | tuple[str, ...]) -> tuple[str, ...]:
-    """`include` of a config, a preset spelt out."""
+    """The globs of a config's `include`, which may be the name of a preset."""
     return PRESETS[include] if isinstance(include, str) else include
 
 
@@ -102,12 +102,12 @@ def linears(model: nn.Module) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True if it is an `nn.Linear` of any kind, or transformers' `Conv1D`."""
+    """True for an `nn.Linear`, subclasses included, and for transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """True if it is transformers' `Conv1D`, by name and shape: nothing is imported."""
+    """True for transformers' `Conv1D`, recognised by name and shape without importing it."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         type(module).__name__ == "Conv1D"
@@ -118,7 +118,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def others(model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]) -> list[str]:
-    """Matched modules that are no linears and hold a matrix."""
+    """The matched modules that hold a matrix but are not linears, as `name (Type)`."""
     return [
         f"{name} ({type(module).__name__})"
         for name, module in named(model, include, exclude)
@@ -129,7 +129,7 @@ def others(model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str,
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Names of the modules that hold a parameter, by its id."""
+    """The names of the modules that hold a parameter, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for owner, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -138,7 +138,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def unfit(name: str, module: nn.Module, owners: dict[int, list[str]]) -> str | None:
-    """Why no method can convert this linear; None if one may."""
+    """The reason why no method can convert this linear; None if there is none."""
     own = module._parameters.get("weight")
     if own is None or not (type(module) is nn.Linear or is_conv1d(module)):
         return f"a {type(module).__name__}, no plain nn.Linear with a weight of its own"
@@ -153,12 +153,12 @@ def choose(
     exclude: tuple[str, ...],
     check_layer: Callable[[str, nn.Module], None],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The linears to convert, and of the others that match the reasons against it.
+    """The linears to convert by name, and the reasons why other matching linears cannot be.
 
     Args:
-        check_layer: raises ValueError, which says why, where a method cannot take a linear.
+        check_layer: raises ValueError with the reason if a method cannot convert a linear.
     Raises:
-        ValueError: nothing is left to convert, or not one that `include` names in full.
+        ValueError: no linear can be converted, or one that `include` names in full cannot be.
     """
     owners = owners_of_parameters(model)
     chosen: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def _nothing(
     exclude: tuple[str, ...],
     reasons: dict[str, str],
 ) -> str:
-    """Why there is nothing to convert."""
+    """The message that says why no linear can be converted."""
     asked = f"include={include if isinstance(include, str) else list(include)}"
     if reasons:
         return f"no linear that matches {asked} can be converted: {listed(reasons)}"
@@ -206,19 +206,19 @@ def _nothing(
 
 
 def check_fast_path(model: nn.Module, name: str) -> None:
-    """Raise ValueError if this linear of torch's encoder layer would not be called."""
+    """Raise ValueError if torch's encoder layer would bypass this linear in evaluation."""
     parent = model.get_submodule(name.rpartition(".")[0])
     fast = torch.backends.mha.get_fastpath_enabled()
     if fast and isinstance(parent, nn.TransformerEncoderLayer):
         raise ValueError(
-            f"{name} sits in an nn.TransformerEncoderLayer, which in evaluation takes its "
-            "weights to a kernel of its own and would show the dense model; call "
+            f"{name} is in an nn.TransformerEncoderLayer, whose fast path in evaluation reads the "
+            "weight directly and would compute the dense model; call "
             "torch.backends.mha.set_fastpath_enabled(False) first"
         )
 
 
 def check_low_rank(module: nn.Module) -> None:
-    """Raise ValueError if low-rank terms beside the weight would be lost at the end."""
+    """Raise ValueError if the module could not keep a low-rank term at the end of training."""
     if is_conv1d(module):
         raise ValueError(
             "a Conv1D, which cannot keep low-rank terms: load the model with "
@@ -227,14 +227,14 @@ def check_low_rank(module: nn.Module) -> None:
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """The weight as [out, in]."""
+    """The layer's weight as [out, in]."""
     weight: Any = layer.weight
     return weight.t() if is_conv1d(layer) else weight
 
 
 @torch.no_grad()
 def transpose_(layer: nn.Module) -> None:
-    """Turn the weight of `layer` into the other layout; it stays the same Parameter."""
+    """Transpose the weight of `layer` in place; it stays the same Parameter."""
     weight: Any = layer.weight
     grad, weight.grad = weight.grad, None
     weight.data = weight.data.t().contiguous()
@@ -242,7 +242,7 @@ def transpose_(layer: nn.Module) -> None:
 
 
 def adopt(layer: Any) -> None:
-    """Give a `Conv1D` the weight and the sizes of an `nn.Linear`, which it then can become."""
+    """Give a `Conv1D` the weight layout and sizes of an `nn.Linear`, so that it can become one."""
     if is_conv1d(layer):
         transpose_(layer)
         layer.out_features, layer.in_features = layer.weight.shape

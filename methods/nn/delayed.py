@@ -1,16 +1,16 @@
-"""Delayed scaling, after TransformerEngine: FP8 scales of inputs and gradients follow from the
-largest magnitudes of the last steps, so that a tensor is read once to be quantised.
+"""Delayed scaling as in TransformerEngine: the FP8 scales of inputs and gradients come from the
+largest magnitudes of earlier steps, so that a tensor is read only once to be quantised.
 
-A layer with it keeps, all fp32, first of X and then of dY:
+A layer keeps these fp32 buffers, with X first and dY second:
 
-    amax_history  [2, HISTORY], saved: the largest magnitudes of the last optimizer steps, the last
-                  one first, over all micro-batches and ranks
-    amax          [2], saved: the largest of these, which scales follow from
-    amax_seen     [2], saved: the largest in the micro-batches of this step so far
+    amax_history  [2, HISTORY], saved: the largest magnitudes of the last optimizer steps, the most
+                  recent first, over all micro-batches and ranks
+    amax          [2], saved: the largest of these, from which the scales are computed
+    amax_seen     [2], saved: the largest magnitudes in this step's micro-batches so far
 
-Until X and dY have both had a magnitude there is no history: a step takes the scales of its own
-tensors, the first one and those behind it that are skipped. What grows from one step to the next
-beyond all of its history becomes the largest code.
+The history begins when both X and dY have had a finite magnitude. Until then, in the first step and
+skipped steps after it, the scales come from the current tensors. An entry that exceeds the whole
+history saturates at the largest code.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SHAPES = {"amax_history": (2, HISTORY), "amax": (2,), "amax_seen": (2,)}
 
 
 class Amax(NamedTuple):
-    """The state that the products of a layer take, each [2]: the magnitudes that scales follow
-    from, None before there is a history, and where those that there are go, None for current
-    scaling."""
+    """The delayed-scaling state that a layer's products use, two tensors [2]: the magnitudes that
+    give the scales (None before there is a history), and the place where the current magnitudes are
+    recorded (None without delayed scaling)."""
 
     amax: Tensor | None
     seen: Tensor | None
@@ -41,8 +41,8 @@ NONE = Amax(None, None)
 
 
 def given(place: int, x: Tensor, amax: Tensor | None, seen: Tensor | None) -> tuple[Tensor, ...]:
-    """The arguments (amax, seen) of an operator that quantises x, none for a scale of its own; what
-    that one has seen is taken down here. place: 0 for X, 1 for dY."""
+    """The arguments (amax, seen) for an operator that quantises x. Empty if x is to be scaled by
+    its own magnitude, which is then recorded here. place: 0 for X, 1 for dY."""
     if seen is None:
         return ()
     if amax is None:
@@ -59,7 +59,7 @@ def setup(layer: Any, device: torch.device) -> None:
 
 
 def reload(layer: Any) -> None:
-    """Read from the buffers, which came from elsewhere or were cast, whether there is a history."""
+    """Find out from the buffers, after they were loaded or cast, whether there is a history."""
     for name in _SHAPES:
         held = getattr(layer, name).float()
         setattr(layer, name, held.masked_fill_(~held.isfinite(), 0.0))
@@ -67,19 +67,19 @@ def reload(layer: Any) -> None:
 
 
 def of(layer: Any) -> Amax:
-    """The state of `layer`."""
+    """The delayed-scaling state of `layer`."""
     return Amax(layer.amax if layer.has_history else None, layer.amax_seen)
 
 
 @torch.no_grad()
 def update(layers: Iterable[nn.Module]) -> None:
-    """At the end of an optimizer step: take what was seen into the history, on all ranks alike.
+    """Move the magnitudes seen in an optimizer step into the history, equally on all ranks.
 
-    A magnitude that is not finite, that of a step which is skipped, is left out; where there is
-    none the last scale stays. Once all layers have a history nothing waits for the device, in
-    launches for all layers together.
+    A magnitude that is not finite (the step is then skipped) is left out; if there is no other, the
+    last scale stays. Once all layers have a history, nothing waits for the device, and each launch
+    serves all layers.
     """
-    # Those in a dense phase have seen nothing.
+    # Layers in a dense phase have recorded nothing.
     delayed: list[Any] = [m for m in layers if hasattr(m, "has_history") and m.fp8]
     if not delayed:
         return

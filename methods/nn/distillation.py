@@ -2,9 +2,9 @@
 
     L = task_weight * L_task + kl_weight * L_KL + layer_weight * L_layer
 
-AST (arXiv 2407.20584, section 3.3) takes the dense model itself as teacher and finds that the
-divergence of the logits is what counts; the hidden-state losses are the arms of its Table 5. All
-losses are reduced in fp32 and are means over tokens; padding is not told from text.
+AST (arXiv 2407.20584, section 3.3) uses the dense model itself as teacher and finds that the KL
+divergence of the logits matters most; its Table 5 compares the hidden-state losses. All losses are
+computed in fp32 and averaged over tokens; padding tokens count as well.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torch import Tensor, nn
 from . import base, ranks, sharding
 from .conversion import some_names
 
-# Transformer blocks by their names in this project's GPT, and in transformers' GPT-2, OPT, LLaMA.
+# Names of the transformer blocks in this project's GPT and in transformers' GPT-2, OPT and LLaMA.
 BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]")
 
-# The labels of a batch: without them the teacher does not compute a loss that nobody asks for.
+# The labels of a batch. The teacher does not get them, so that it does not compute a loss.
 _LABELS = ("target", "labels")
 
 
 def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens; logits [..., V].
 
-    The gradient on the student's logits is T (softmax(s / T) - softmax(t / T)) / tokens: with T^2
-    its size does not depend on T.
+    The gradient with respect to the student's logits is T (softmax(s / T) - softmax(t / T)) /
+    tokens. The factor T^2 makes its size roughly independent of T.
     """
     log_student, log_teacher = _log_probabilities(student, teacher, temperature)
     divergence = F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
@@ -45,14 +45,14 @@ def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
 
 def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(softmax(student / T) || softmax(teacher / T)), mean over tokens (MiniLLM's order)."""
+    """T^2 KL(softmax(student / T) || softmax(teacher / T)), mean over tokens, as in MiniLLM."""
     log_student, log_teacher = _log_probabilities(student, teacher, temperature)
     divergence = F.kl_div(log_teacher, log_student, reduction="batchmean", log_target=True)
     return temperature**2 * divergence
 
 
 def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> list[Tensor]:
-    """Both as [tokens, V] in fp32."""
+    """The log-probabilities of both at this temperature, [tokens, V] in fp32."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the teacher gives logits {list(teacher.shape)}, the model {list(student.shape)}; "
@@ -73,7 +73,7 @@ def squarehead(student: Tensor, teacher: Tensor) -> Tensor:
 def tinybert(student: Tensor, teacher: Tensor) -> Tensor:
     """mean (s - t)^2, TinyBERT's loss of hidden states (arXiv 1909.10351).
 
-    Its loss of attention maps is not taken: fused attention never forms them.
+    TinyBERT's loss on attention maps is left out, because fused attention never computes them.
     """
     return (student.float() - teacher.float()).square().mean()
 
@@ -81,8 +81,8 @@ def tinybert(student: Tensor, teacher: Tensor) -> Tensor:
 def mobilebert(student: Tensor, teacher: Tensor) -> Tensor:
     """MobileBERT's feature map transfer in its decomposed form (arXiv 2004.02984).
 
-    The squared error of the states normalised over C, plus the squared error of their means and
-    the absolute error of their variances.
+    It is the squared error of the states normalised over C, plus the squared error of their means
+    and the absolute error of their variances.
     """
     s, t = student.float(), teacher.float()
     width = (s.shape[-1],)
@@ -100,12 +100,12 @@ LAYER_LOSSES = {"squarehead": squarehead, "tinybert": tinybert, "mobilebert": mo
 class Config(base.Config):
     """Options of distillation; the defaults are those of AST's recipe.
 
-    task_weight: of the model's own loss. kl_weight: of the divergence of the logits.
-    temperature: of the divergence. divergence: `forward` or `reverse` KL.
-    layer_weight: of the sum of the hidden-state losses. layer_loss: `squarehead`, `tinybert` or
-        `mobilebert`. layer_modules: globs on the modules whose outputs are compared.
+    task_weight: weight of the model's own loss. kl_weight: weight of the logits' KL divergence.
+    temperature: temperature of the divergence. divergence: `forward` or `reverse` KL.
+    layer_weight: weight of the sum of the hidden-state losses. layer_loss: `squarehead`, `tinybert`
+        or `mobilebert`. layer_modules: globs on the modules whose outputs are compared.
 
-    With kl_weight and layer_weight 0 there is no teacher.
+    If kl_weight and layer_weight are 0, there is no teacher.
     """
 
     task_weight: float = 0.33
@@ -126,7 +126,7 @@ class Config(base.Config):
             if not 0 <= weight < math.inf:
                 raise ValueError(f"{name}={weight}; it must not be negative")
         if not any(weights.values()):
-            raise ValueError(f"{', '.join(weights)} are all 0; there is nothing to train on")
+            raise ValueError(f"{', '.join(weights)} are all 0; the loss needs at least one of them")
         if not 1e-3 <= self.temperature <= 1e3:
             raise ValueError(f"temperature={self.temperature}; it must lie in [0.001, 1000]")
         base.check_choice("divergence", self.divergence, DIVERGENCES)
@@ -134,10 +134,11 @@ class Config(base.Config):
 
 
 class Method(base.Method):
-    """The teacher is no part of the model, so neither optimizer nor DDP sees it.
+    """A method that can distil from a dense teacher.
 
-    It is a copy of the model before pruning, kept in `state_dict()`, unless `set_teacher` gave
-    another one. It runs on training batches alone; a loss taken without gradients is the task's.
+    The teacher is not part of the model, so neither optimizer nor DDP sees it. It is a copy of the
+    model before pruning, saved in `state_dict()`, unless `set_teacher` gave another. It runs only
+    on training batches; without gradients the loss is the task's alone.
     """
 
     Config = Config
@@ -149,17 +150,17 @@ class Method(base.Method):
         self.compared: dict[str, nn.Module] = {}  # modules with a hidden-state loss, by name
 
     def set_teacher(self, teacher: nn.Module) -> None:
-        """Distil from `teacher` (frozen here, in place) and not from a copy of the model.
+        """Distil from `teacher`, which is frozen in place, instead of from a copy of the model.
 
-        It takes the batches of the model without their labels and returns (logits, ...) or an
-        object with `.logits`. Call it before the first step, and again before resuming: a teacher
-        that was given is not saved.
+        The teacher takes the model's batches without labels and returns (logits, ...) or an object
+        with `.logits`. Call this before the first step and again before resuming, because a given
+        teacher is not saved.
         """
         self.teacher, self.teacher_is_given = _frozen(teacher), True
 
     @torch.no_grad()
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        """Convert as the base class does, after a copy of the unpruned model is kept as teacher."""
+        """Keep a copy of the unpruned model as teacher, then convert as the base class does."""
         config = self.config
         sharding.check_whole(model)  # else it could not be copied
         if self.teacher is model:
@@ -194,9 +195,9 @@ class Method(base.Method):
             unlabelled = {k: v for k, v in batch.items() if k not in _LABELS}
             try:
                 teacher_logits = _logits(self.teacher(**unlabelled))
-            except IndexError as error:  # of its embedding
+            except IndexError as error:  # raised by the teacher's embedding
                 raise ValueError(
-                    "the teacher does not know all tokens of the batch; distillation needs a "
+                    "the teacher's vocabulary lacks tokens of the batch; distillation needs a "
                     "teacher with the same vocabulary"
                 ) from error
         with _outputs(self.compared) as found:
@@ -224,8 +225,8 @@ class Method(base.Method):
         for name in self.compared:
             if name not in found or not found[name].requires_grad:
                 raise ValueError(
-                    f"the hidden state of {name} carries no gradient here: a compiled or "
-                    "reentrantly checkpointed model hides it; set layer_weight=0 or run it plainly"
+                    f"the hidden state of {name} has no gradient, as in a compiled or reentrantly "
+                    "checkpointed model; set layer_weight=0 or turn these off"
                 )
             if found[name].shape != wanted[name].shape:
                 raise ValueError(
@@ -240,7 +241,7 @@ class Method(base.Method):
         return super().finalize(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """With the weights of the teacher, if it is the method's own copy."""
+        """The base class's state, and the teacher's weights if it is the method's own copy."""
         state = super().state_dict()
         if self.teacher is not None and not self.teacher_is_given:
             state["teacher"] = self.teacher.state_dict()
@@ -251,8 +252,8 @@ class Method(base.Method):
         own = self.teacher is not None and not self.teacher_is_given
         if own != ("teacher" in state):
             raise ValueError(
-                "this training was saved with another kind of teacher (its own copy, a given one, "
-                "or none); build the method as it was and give it the same"
+                "this checkpoint was saved with another kind of teacher (the method's own copy, a "
+                "given one, or none); resume with the same kind"
             )
         if self.teacher is not None and own:
             self.teacher.load_state_dict(state["teacher"])
@@ -281,7 +282,7 @@ def _logits(output: Any) -> Tensor:
 
 @contextmanager
 def _outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """The (first) outputs of these modules in a forward pass run inside, by name."""
+    """A context that collects the (first) outputs of these modules in a forward pass, by name."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:

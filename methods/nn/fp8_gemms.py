@@ -5,26 +5,26 @@
     dgrad  dY, Wb        e5m2, e5m2     e5m2, e4m3     e5m2, e4m3 (e5m2 where Wb is 2:4 along `out`)
     wgrad  S(dY), X      e5m2, e5m2     e5m2, e4m3     e5m2, e5m2 (e4m3 where dY is not sampled)
 
-Every operand is quantised once in each format that takes it, with one scale for the whole tensor of
-a micro-batch; a product of codes is divided by both scales in fp32 and rounded once. Of X the
-backward pass keeps codes, a byte each. The sample of dY comes first and is then quantised.
+Every operand is quantised once in each format that a product needs, with one scale for a
+micro-batch's whole tensor. A product of codes is divided by both scales in fp32 and rounded once.
+The backward pass keeps X as codes of one byte. dY is sampled first, and the sample is quantised.
 
-Simulated (all recipes, on any device): what codes hold is exact in bf16, so that on a GPU the
-products are those of bf16 operands, accumulated in fp32 and given in fp32. Nothing but the scale
-is computed from the values: numerics, and no time saved.
+Simulated FP8 (all recipes, any device): bf16 represents every code exactly, so on a GPU the codes
+are multiplied as bf16, with accumulation and result in fp32. This gives FP8's numerics but saves no
+time.
 
-On FP8 units (compute capability 9.0; for `hopper`, whose formats are what they multiply: dense
-products with e5m2 in one operand at most, sparse ones with both operands in one format):
+FP8 units (compute capability 9.0) serve `hopper`, whose formats they can multiply: in dense
+products at most one operand may be e5m2, and in sparse products both operands have the same format.
 
-    fprop  sparse (cuSPARSELt), or dense where faster               given in bf16
-    dgrad  dense (cuBLAS), or of e5m2 sparse or bf16 codes          given in bf16
-    wgrad  sparse along the tokens, or bf16 codes where faster      given in fp32
-           dense (cuBLAS) where dY is not sampled
+    fprop  sparse (cuSPARSELt), or dense if faster                  result in bf16
+    dgrad  dense (cuBLAS); with e5m2 sparse, or codes as bf16       result in bf16
+    wgrad  sparse along the tokens, or codes as bf16 if faster      result in fp32
+           dense (cuBLAS) if dY is not sampled
 
-They differ from the simulation of the same recipe by the accumulation of the FP8 units and by the
-rounding of Y and dX to bf16. For them `hopper` gives the sample of dY half of dY's scale instead of
-one of its own, so that dY is searched for its largest magnitude once. `hopper_delayed` is the same
-with delayed scaling: X and dY are not searched at all (delayed.py).
+The results differ from the simulation of the same recipe by the FP8 units' accumulation and by the
+rounding of Y and dX to bf16. To search dY for its largest magnitude only once, `hopper` gives the
+sample of dY half of dY's scale instead of its own. `hopper_delayed` is `hopper` with delayed
+scaling, which does not search X and dY at all (delayed.py).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Fp8Formats:
     gradient: str  # dY in dgrad and wgrad
     dgrad: str  # W in dgrad
     wgrad: str  # X in wgrad
-    on_units: bool = False  # what FP8 units multiply; the sample of dY has half of dY's scale
-    delayed: bool = False  # scales of X and dY follow from the steps before (delayed.py)
+    on_units: bool = False  # FP8 units can multiply them; the sample of dY has half of dY's scale
+    delayed: bool = False  # the scales of X and dY come from earlier steps (delayed.py)
 
 
 FP8: dict[str, Any] = {
@@ -75,13 +75,13 @@ FP8["hopper_delayed"] = replace(FP8["hopper"], delayed=True)
 
 
 def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
-    """The formats that `name` stands for in a layer.
+    """The formats of the recipe `name` in a layer; None for `off`.
 
     Args:
-        both_ways: its weight is 2:4 along `out` as well, and a sparse product takes both operands
-            in one format.
-        samples: wgrad takes a sample of dY, which is 2:4; else it is a dense product, which takes
-            e5m2 in one operand at most.
+        both_ways: the weight is 2:4 along `out` as well, so dgrad can be sparse, and a sparse
+            product needs both operands in one format.
+        samples: wgrad takes a 2:4 sample of dY. If not, it is a dense product, in which at most one
+            operand may be e5m2.
     """
     formats: Fp8Formats | None = FP8[name]
     if formats is None or not formats.on_units:
@@ -94,9 +94,9 @@ def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
 def quantized_input(
     x: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
 ) -> tuple[Fp8, Tensor, Tensor]:
-    """X [T, in] for fprop, and the codes that wgrad takes, of X^T on FP8 units, with their scale.
+    """X [T, in] quantised for fprop, and for wgrad its codes (of X^T on FP8 units) and their scale.
 
-    amax, seen: `delayed.Amax`.
+    amax, seen: the fields of `delayed.Amax`.
     """
     given = delayed.given(0, x, amax, seen)
     if on_units:
@@ -113,7 +113,8 @@ def quantized_input(
 def quantized_gradient(
     dy: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
 ) -> tuple[Fp8, Tensor | None]:
-    """dY [T, out] for dgrad, and for a dense wgrad on FP8 units the codes of its transpose."""
+    """dY [T, out] quantised for dgrad, and the codes of its transpose if wgrad is a dense product
+    on FP8 units (else None)."""
     given = delayed.given(1, dy, amax, seen)
     if on_units and formats.wgrad == "e4m3":
         codes, turned, scale, _ = quantize_both(dy, formats.gradient, formats.gradient, *given)
@@ -126,7 +127,8 @@ def quantized_gradient(
 def weight_gradient(
     dy: Fp8, turned: Tensor | None, x: Tensor, x_scale: Tensor, on_units: bool, dtype: torch.dtype
 ) -> Tensor:
-    """dY^T X [out, in] in `dtype`, of what the two functions above gave."""
+    """dY^T X [out, in] in `dtype`, from the results of `quantized_gradient` and
+    `quantized_input`."""
     if turned is not None:
         return scaled_linear(turned, x, dy.scale, x_scale, dtype=torch.float32).to(dtype)
     product = exact_product(dy.codes.t(), x.t()[: len(dy.codes)] if on_units else x)
@@ -142,7 +144,7 @@ class _Fp8Linear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x2d = x.reshape(-1, x.shape[-1])
             codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
-            ctx.seen = seen  # not saved: it changes before the backward pass
+            ctx.seen = seen  # not saved by autograd: it changes before the backward pass
             save(ctx, dgrad, kept, scale, key, amax)
             return with_leading_dims(fprop.linear(codes, bias, x.dtype), x)
 
@@ -185,7 +187,7 @@ class _Fp8Linear(torch.autograd.Function):
 def quantized_sample(
     dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats: Fp8Formats
 ) -> Fp8:
-    """The sample of dY [T, out]; `scale` is that of dY."""
+    """The quantised sample of dY [T, out]; `scale` is dY's scale."""
     if not formats.on_units or mvue != "exact":
         return Fp8(*fp8_numbers(sample_tokens(dy, key, mvue), formats.gradient))
     # An entry of the sample is at most twice the largest of dY.
@@ -210,9 +212,9 @@ def fp8_linear(
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
     Args:
-        weight: dense master weight [out, in]; it only receives dW.
-        fprop, dgrad: codes in these formats, both for FP8 units or both for the simulation.
+        weight: dense master weight [out, in], which only receives dW.
+        fprop, dgrad: codes in the given formats, both for FP8 units or both for the simulation.
         bias, key, mvue, packs_sample: as for `gemms.sparse_linear`.
-        amax: state of delayed scaling.
+        amax: the state of delayed scaling.
     """
     return _Fp8Linear.apply(x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, *amax)

@@ -1,4 +1,4 @@
-"""A layer whose products are in FP8 if its method's option `fp8` says so."""
+"""A layer and a method with the option `fp8`, which runs the products in FP8."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from .operands import Dense, Fp8
 
 
 class Fp8Linear(SparseLinear):
-    """State beyond the class that it is joined with, not saved, with FP8: the codes of the operands
-    of fprop and dgrad, `codes` and `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units
-    (`Products.fp8`) packed codes in `packed` and `packed_transposed` take their place where a
-    product runs sparse, and `operand` is not held.
+    """A mixin that adds FP8 products to a sparse linear.
+
+    Additional buffers with FP8, not saved: the codes of the operands of fprop and dgrad, `codes`
+    and `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units (`Products.fp8`) a product
+    that runs sparse uses packed codes in `packed` or `packed_transposed` instead, and there is no
+    `operand`.
     """
 
     codes: Tensor | None
@@ -32,12 +34,12 @@ class Fp8Linear(SparseLinear):
     code_scales: Tensor
     has_history: bool  # with delayed scaling (delayed.py)
 
-    recipe: Fp8Formats | None  # of phases that have FP8; None for the dtype of the run
-    both_ways: ClassVar[bool] = False  # whether the weight is 2:4 along `out` as well
+    recipe: Fp8Formats | None  # formats of the phases that have FP8; None without FP8
+    both_ways: ClassVar[bool] = False  # True if the weight is 2:4 along `out` as well
 
     @property
     def fp8(self) -> Fp8Formats | None:
-        """Formats of the products now."""
+        """The formats of the products in the current phase; None without FP8."""
         return self.recipe
 
     @property
@@ -46,8 +48,8 @@ class Fp8Linear(SparseLinear):
 
     @property
     def _dgrad_on_units(self) -> bool:
-        """True if dgrad's codes are [in, out]: packed, or dense in a format that cuBLAS multiplies
-        with dY's, which are e5m2."""
+        """True if dgrad's codes are kept as [in, out] for FP8 units: packed, or dense in a format
+        that cuBLAS can multiply with dY's e5m2."""
         if not self.products.fp8:
             return False
         return self.products.dgrad or (self.fp8 is not None and self.fp8.dgrad == "e4m3")
@@ -69,11 +71,11 @@ class Fp8Linear(SparseLinear):
             delayed.reload(self)
 
     def exact_weight(self) -> Tensor:
-        """`effective_weight` before it is rounded to the master's dtype."""
+        """`effective_weight` before it is rounded to the master weight's dtype."""
         return self.effective_weight()
 
     def quantized_weight(self) -> tuple[Tensor, Tensor | None]:
-        """The weight that the codes are of, and the mask that it is under; None: it is whole."""
+        """The weight that is quantised and its mask; None for no mask."""
         return self.weight.detach(), self.current_mask()
 
     def candidates(self) -> Products:
@@ -93,7 +95,8 @@ class Fp8Linear(SparseLinear):
 
     @torch.no_grad()
     def _hold_codes(self) -> None:
-        """Room for what the FP8 products take, in a phase without FP8 for the simulation's."""
+        """Allocate the codes that the FP8 products take; in a phase without FP8, those of the
+        simulation."""
         fp8, products = self.recipe, self.products
         assert fp8
         rows, columns, device = self.out_features, self.in_features, next(self.parameters()).device
@@ -117,7 +120,7 @@ class Fp8Linear(SparseLinear):
     def derive(self, amax: Tensor | None = None) -> None:
         if not self.products.fp8:
             super().derive(amax)
-        # A sharded layer holds none (sharding.py).
+        # A sharded layer holds no codes (sharding.py).
         if self.fp8 and self._buffers["code_scales"] is not None:
             self.quantize(amax)
 
@@ -126,7 +129,7 @@ class Fp8Linear(SparseLinear):
         quantize24_(*self._room_for_codes(), self.code_scales, *self.quantized_weight(), amax)
 
     def _room_for_codes(self) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
-        """The room for the codes of the weight [out, in], and for those of its transpose."""
+        """The tensors that receive the codes of the weight [out, in] and of its transpose."""
         assert self.fp8
         rows, columns, fp8 = self.out_features, self.in_features, self.fp8
         fprop: Any = self.codes
@@ -173,7 +176,7 @@ class Fp8Linear(SparseLinear):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)
-        if self.recipe:  # a cast would take codes and their scales for numbers
+        if self.recipe:  # a cast would treat codes and scales as ordinary numbers
             self.allocate()
         if self.recipe and self.recipe.delayed:
             delayed.reload(self)

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer, with a place for sparsity in each.
+"""The three GEMMs of a linear layer, each of which can be sparse.
 
 Shapes: T tokens, X [T, in], W [out, in], Y [T, out]; leading dims of X are flattened into T.
 
@@ -7,12 +7,12 @@ Shapes: T tokens, X [T, in], W [out, in], Y [T, out]; leading dims of X are flat
     wgrad    dW = S(dY)^T X       S: identity, or an unbiased 2:4 sample of groups of four
                                   consecutive tokens (MVUE, FST section 3.2)
 
-A method chooses the operands; they are prepared once per optimizer step, so that a micro-batch
-pays for nothing but its three products. dW flows unchanged to the dense master weight
-(straight-through: not masked, not scaled). The bias gradient is the plain sum of dY.
+A method chooses the operands. They are prepared once per optimizer step, so that a micro-batch only
+pays for its three products. dW goes unchanged to the dense master weight (straight-through: neither
+masked nor scaled). The bias gradient is the plain sum of dY.
 
-The operands are `Dense`, `Packed` where they are 2:4 along the summed dim and that is faster
-(`Products` says which), or `Fp8` (operands.py). fp8_gemms.py has the three products in FP8.
+An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse product is faster
+(see `Products`), or `Fp8` (operands.py). fp8_gemms.py has the three products in FP8.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 
 class _Brief:
-    """A dataclass that prints the fields which are not their defaults."""
+    """A dataclass that prints only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         plain = type(self)()
@@ -56,12 +56,12 @@ class Layouts(_Brief):
 
 @dataclass(frozen=True, repr=False)
 class Products(_Brief):
-    """The products, of three, that run on packed operands; all others are dense.
+    """Which of a layer's three products run on packed operands; the others are dense.
 
-    fprop: Wf is packed. dgrad: Wb^T is. wgrad: the sample of dY is, transposed. fp8: the operands
-    are codes, and FP8 units multiply them (fp8_gemms.py). layouts: of the packed operands, each of
-    which is for the kernels of cuSPARSELt or for our own. repack: dgrad's is not held from step to
-    step, but packed in each backward pass.
+    fprop: Wf is packed. dgrad: Wb^T is packed. wgrad: the transposed sample of dY is packed. fp8:
+    the operands are codes, and FP8 units multiply them (fp8_gemms.py). layouts: the layouts of the
+    packed operands, which decide between cuSPARSELt and our own kernels. repack: dgrad's operand is
+    packed in each backward pass instead of kept from step to step.
     """
 
     fprop: bool = False
@@ -72,7 +72,7 @@ class Products(_Brief):
     repack: bool = False
 
     def kernels(self, name: str) -> str:
-        """Whose kernels run a product: `cusparselt`, `cuda` for our own, empty if it is dense."""
+        """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""
         if not getattr(self, name):
             return ""
         return "cusparselt" if getattr(self.layouts, name) == BUFFERED else "cuda"
@@ -90,13 +90,14 @@ def choose_products(
     tokens: int,
     matmul: str | None,
 ) -> Products:
-    """The products that shall run sparse, of those that `sparse` says have a 2:4 operand.
+    """The products that will run sparse, out of those that have a 2:4 operand according to
+    `sparse`.
 
-    With `sparse.fp8` they run on FP8 units wherever these are, whatever `matmul` says, for that is
-    another arithmetic and no matter of speed.
+    With `sparse.fp8` they run on FP8 units if there are any, whatever `matmul` says, because the
+    arithmetic of FP8 units is not only a matter of speed.
 
-    Args and errors: as for `base.Method.accelerate`; shape (out, in), bias, dtype and device of one
-    layer.
+    Arguments and errors are those of `base.Method.accelerate`; shape (out, in), bias, dtype and
+    device describe one layer.
     """
     matmul = asked_for(matmul)
     if tokens < 1:
@@ -132,7 +133,8 @@ def choose_products(
 
 
 def asked_for(matmul: str | None) -> str:
-    """The name that an argument `matmul` or the environment gives; ValueError if it is unknown."""
+    """The value of the argument `matmul`, or else of the environment variable, or else `auto`.
+    Raises ValueError if it is unknown."""
     matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
     if matmul not in MATMULS:
         raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
@@ -146,7 +148,7 @@ def refused(
     device: torch.device,
     matmul: str,
 ) -> str | None:
-    """Why no product of such a layer can run sparse; None if they can."""
+    """The reason why no product of such a layer can run sparse; None if products can."""
     rows, columns = shape
     backend = "cuda" if matmul == "cuda" else "cusparselt"
     reason = unavailable(backend, device, torch.float8_e4m3fn if sparse.fp8 else dtype)
@@ -158,7 +160,7 @@ def refused(
 def problems(
     sparse: Products, shape: tuple[int, int], biased: bool, dtype: torch.dtype, tokens: int
 ) -> dict[str, Problem]:
-    """The three products of a layer by name, as they are measured."""
+    """The three products of a layer by name, as problems to be measured."""
     rows, columns = shape
     forward = backward = result = out_dtype = dtype
     if sparse.fp8:
@@ -207,29 +209,29 @@ class _SparseLinear(torch.autograd.Function):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that products have x in: autocast's, where it is on."""
+    """The dtype in which products take x: autocast's if it is enabled, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def under_autocast(x: Tensor) -> Tensor:
-    """x in the dtype that autocast, where it is on, gives to products."""
+    """x, cast to autocast's dtype if autocast is enabled."""
     return x.to(autocast_dtype(x))
 
 
 def groups_of(dy: Tensor) -> int:
-    """Groups of four tokens in dY [T, out], the last of them filled up."""
+    """The number of groups of four tokens in dY [T, out]; the last one may be partial."""
     return -(-dy.shape[0] // 4) * dy.shape[1]
 
 
 def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
-    """Unbiased 2:4 sample of dY [T, out] along its tokens, without a transposed copy.
+    """An unbiased 2:4 sample of dY [T, out] along its tokens, without a transposed copy.
 
-    The groups are numbered over the whole global batch, where micro-batch `key[1]` follows
-    `key[1]` others of its own size. So the bits depend neither on how a batch is cut into equal
-    micro-batches nor on the number of ranks that share it (if T is a multiple of 4). Unequal
-    micro-batches, and a layer that is used twice in one forward pass, can see the same bits
-    twice: each sample is unbiased all the same.
+    Groups are numbered over the whole global batch: micro-batch `key[1]` follows `key[1]` others of
+    the same size. If T is a multiple of 4, the random bits therefore depend neither on how a batch
+    is divided into equal micro-batches nor on the number of ranks. Micro-batches of unequal size,
+    or a layer used twice in a forward pass, may get the same bits twice; each sample is still
+    unbiased.
     """
     tokens = len(dy)
     if tokens % 4:
@@ -250,13 +252,13 @@ def sparse_linear(
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
     Args:
-        weight: dense master weight [out, in]; it only receives dW.
+        weight: dense master weight [out, in], which only receives dW.
         fprop, dgrad: operands in x's dtype.
         bias: [out] or None.
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
-            global batch); None where nothing is sampled.
+            global batch); None if nothing is sampled.
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        packs_sample: the layout in which wgrad takes the sample packed, whose mvue is `exact`
-            then; None: it is not packed.
+        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; None if the
+            sample is not packed.
     """
     return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

@@ -1,4 +1,4 @@
-"""Keys of the random choices that layers make: equal on every rank and after a resume."""
+"""Seeds for the random choices of layers, which are equal on every rank and after a resume."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def layer_seed(seed: int, name: str, step: int) -> int:
-    """63-bit Philox seed of one layer in one optimizer step."""
+    """The 63-bit Philox seed of one layer in one optimizer step."""
     digest = hashlib.blake2b(f"{seed}/{name}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

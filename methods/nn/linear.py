@@ -1,4 +1,4 @@
-"""A linear layer with a dense master weight, and operands of its three products derived from it."""
+"""The base class of sparse linear layers: a dense master weight, and operands derived from it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from .operands import Dense, Packed
 class SparseLinear(nn.Linear):
     """`nn.Linear` with a dense master weight and operands derived from it.
 
-    State: `weight` [out, in] is the Parameter that the optimizer sees. `sparse_weight` [out, in]
-    is what the layer computes with, in the dtype of the matrix products. It lies in buffers that
-    are not saved, because `refresh` derives them again from what is: `operand` [out, in], and for
-    products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the bytes
-    (uint8) of the packed operand of fprop [out, in] and of that of dgrad [in, out]. Where both are
-    there, `operand` is not. `key` (int64 [2]) selects the random bits of the backward pass.
+    State: `weight` [out, in] is the Parameter that the optimizer sees. The layer computes with
+    `sparse_weight` [out, in], in the dtype of the matrix products. It is held in buffers that are
+    not saved, because `refresh` derives them from saved state: `operand` [out, in], and for
+    products that run sparse (`Method.accelerate`) `packed` and `packed_transposed`, the packed
+    bytes (uint8) of fprop's operand [out, in] and of dgrad's [in, out]. If both packed operands are
+    held, `operand` is not. `key` (int64 [2]) selects the random bits of the backward pass.
 
-    After a change of `weight` that did not come through a method's hooks, call
-    `methods.refresh(model)`.
+    If `weight` is changed outside a method's hooks, call `methods.refresh(model)` afterwards.
     """
 
     config: Any
@@ -39,25 +38,24 @@ class SparseLinear(nn.Linear):
     packed_transposed: Tensor | None
     accelerated: Products
     key: Tensor
-    conv1d: type[nn.Module] | None = None  # the class of transformers that it had
+    conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
     pattern: tuple[int, int] = (2, 4)  # n non-zeros in m consecutive inputs
-    # So many rows one after the other are treated alone by `refresh_mask` and `settle`; 0: all are
-    # treated together.
+    # `refresh_mask` and `settle` treat each run of this many rows separately; 0: all rows together.
     rows_together: int = 1
-    # Operands are the same whether the weight is rounded to their dtype before they are derived or
-    # after: an entry is one of the weight, or 0, under masks that are kept.
+    # True if the weight may be rounded to the operands' dtype before they are derived: each entry
+    # is one of the weight or 0, under a mask that is kept.
     rounds_first: bool = True
-    # A mask may be bits (`pack_mask`) while operands are derived, where that of fprop is packed:
-    # `pack` alone reads it then.
+    # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
+    # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
 
         Args:
-            name: of the module in its model; with `config.seed` it keys the layer's own random
+            name: the module's name in its model; with `config.seed` it seeds the layer's random
                 choices, so that every rank makes the same.
-            dtype: of the operands of the matrix products; None for the weight's own.
+            dtype: the dtype of the products' operands; None for the weight's own.
         """
         self.config = config
         weight = self.weight.detach()
@@ -69,8 +67,8 @@ class SparseLinear(nn.Linear):
         self.register_buffer("key", key, persistent=False)
 
     def sparse_products(self) -> Products:
-        """The products that have a 2:4 operand: that of fprop along `in`, that of dgrad along
-        `out`, for wgrad a sample of dY along the tokens."""
+        """The products with a 2:4 operand: fprop's along `in`, dgrad's along `out`, and for wgrad
+        a sample of dY along the tokens."""
         return Products(wgrad=self.mvue == "exact")
 
     def candidates(self) -> Products:
@@ -79,7 +77,7 @@ class SparseLinear(nn.Linear):
 
     @property
     def repacks(self) -> bool:
-        """True if dgrad's packed operand can be made anew in each backward pass."""
+        """True if dgrad's operand can be packed in each backward pass."""
         return False
 
     @property
@@ -94,7 +92,7 @@ class SparseLinear(nn.Linear):
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Hold the operands that `products` takes, and no others."""
+        """Allocate the operands that `products` needs, and free all others."""
         products = self.products
         self._hold_packed(products)
         if products.fprop and products.dgrad:
@@ -119,7 +117,7 @@ class SparseLinear(nn.Linear):
         return Packed24.empty((rows, columns), self.dtype, device, layout)
 
     def packed_operands(self) -> tuple[Packed | None, Packed | None]:
-        """The packed operands of fprop and of dgrad, None where they are not held."""
+        """The packed operands of fprop and of dgrad; None for one that is not held."""
         rows, columns = self.out_features, self.in_features
         fprop, dgrad, layouts = self.packed, self.packed_transposed, self.accelerated.layouts
         return (
@@ -128,7 +126,8 @@ class SparseLinear(nn.Linear):
         )
 
     def room_for_both(self) -> tuple[Packed24, Packed24]:
-        """Both packed operands for a kernel that writes both; one that is not held is new."""
+        """Both packed operands, for a kernel that writes both; a temporary one if it is not
+        held."""
         rows, columns = self.out_features, self.in_features
         (fprop, dgrad), layouts = self.packed_operands(), self.accelerated.layouts
         return (
@@ -138,17 +137,17 @@ class SparseLinear(nn.Linear):
 
     @property
     def sparse_weight(self) -> Tensor:
-        """[out, in]: the weight in use, in the dtype of the products."""
+        """The weight in use [out, in], in the dtype of the products."""
         return self.effective_weight().to(self.dtype) if self.operand is None else self.operand
 
     @property
     def mvue(self) -> str | None:
-        """Design of the sample of dY in wgrad; None takes the whole of dY."""
+        """The design of the sample of dY in wgrad; None if dY is not sampled."""
         return None
 
     @property
     def phase(self) -> str:
-        """Name of the phase that the layer is in, for `print(model)`."""
+        """The name of the layer's phase, for `print(model)`."""
         return "sparse"
 
     def extra_repr(self) -> str:
@@ -156,51 +155,55 @@ class SparseLinear(nn.Linear):
         return f"{super().extra_repr()}, method={method}, pattern={n}:{m}, phase={self.phase}"
 
     def effective_weight(self) -> Tensor:
-        """The sparse weight [out, in] in the master's dtype: what evaluation and export use."""
+        """The sparse weight [out, in] in the master weight's dtype, which evaluation and export
+        use."""
         raise NotImplementedError(f"{type(self).__name__} does not say which weight it uses")
 
     def current_mask(self) -> Tensor:
-        """bool [out, in]: the 2:4 mask whose changes the flip rate counts."""
+        """The 2:4 mask, bool [out, in], whose changes the flip rate counts."""
         return nm_mask(self.weight.detach())
 
     def refresh_mask(self) -> None:
-        """Choose a new mask from the weights; for layers that keep one."""
+        """Choose a new mask from the weights; does nothing for layers without a mask."""
 
     def settle(self) -> None:
-        """Bring the weight and saved buffers other than a mask up to date with the weight."""
+        """Update the saved buffers other than the mask, and the weight itself if the method
+        constrains it, after the weight has changed."""
 
     def refresh(self, amax: Tensor | None = None) -> None:
-        """Derive the operands from weight, mask and scale. amax: as for `derive`."""
+        """Settle the layer and derive its operands from weight, mask and scale. amax: as for
+        `derive`."""
         self.settle()
         self.derive(amax)
 
     def derive(self, amax: Tensor | None = None) -> None:
-        """Fill the operands that there are. amax: the largest magnitude of the weight in use, where
-        a step has found it, for layers that scale by it."""
+        """Write the operands that the layer holds. amax: the largest magnitude of the weight in use
+        if the step has computed it, for layers that scale by it."""
         if self.packed is not None or self.packed_transposed is not None:
             self.pack()
         elif self.operand is not None:
             self.operand.copy_(self.effective_weight())
 
     def sample(self) -> None:
-        """Draw anew the operands that are samples, once `key` is that of a step."""
+        """Draw new samples for operands that are samples, after `key` was set for a step."""
 
     def reload(self) -> None:
-        """Derive everything from parameters and saved buffers, which came from elsewhere."""
+        """Derive all other state from parameters and saved buffers, after these were loaded."""
         self.refresh()
 
     def whole(self) -> AbstractContextManager[None]:
-        """In it weight and masks are whole, on layers that are sharded, too (sharding.py)."""
+        """A context in which weight and masks are whole, even if the layer is sharded
+        (sharding.py)."""
         return nullcontext()
 
     def pack(self) -> None:
-        """Fill the packed operands that there are, and `operand` if it is there."""
+        """Write the packed operands that the layer holds, and `operand` if it is held."""
         raise NotImplementedError(f"{type(self).__name__} has no packed operands")
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The operands that fprop and dgrad take for inputs of `dtype`.
+        """The operands of fprop and dgrad for inputs of `dtype`.
 
-        Packed ones are in one dtype and serve no other.
+        Packed operands have one dtype and serve only inputs of that dtype.
         """
         fprop = dgrad = None
         products = self.products
@@ -215,12 +218,12 @@ class SparseLinear(nn.Linear):
         """x [..., in] -> [..., out]."""
         x = under_autocast(x)
         fprop, dgrad = self.operands(x.dtype)
-        # Evaluation is both: some recipes pre-train in eval mode, and activation checkpointing
-        # runs the forward pass of training without gradients.
+        # Only both together mean evaluation: some recipes pre-train in eval mode, and activation
+        # checkpointing runs training's forward pass without gradients.
         if not self.training and not torch.is_grad_enabled():
             return fprop.linear(x, self.bias)
         products, mvue, key, packs_sample = self.products, self.mvue, None, None
-        if mvue:  # a copy: the next micro-batch changes it, this one's backward needs its own
+        if mvue:  # copy: the next micro-batch changes the key before this one's backward pass
             key = self.key.clone()
         if products.wgrad and x.dtype == self.dtype:
             packs_sample = products.layouts.wgrad
@@ -229,7 +232,7 @@ class SparseLinear(nn.Linear):
         )
 
     def restore(self) -> None:
-        """Turn this module back into a plain `nn.Linear` with the weights in use written out."""
+        """Turn this module back into a plain `nn.Linear` whose weight is the one in use."""
         self.weight.copy_(self.effective_weight())
         for name in [*self._buffers, "config", "dtype", "accelerated"]:
             delattr(self, name)
@@ -251,16 +254,17 @@ class SparseLinear(nn.Linear):
             self.reload()
 
     def _swap_layout(self, state_dict: Any, prefix: str) -> None:
-        """Between the layout of a `Conv1D`, which a state dict keeps, and this one's."""
+        """Transpose the weight and masks in a state dict between `Conv1D`'s layout and this
+        layer's."""
         key = f"{prefix}weight"
         if self.conv1d is not None and key in state_dict:
             state_dict[key] = state_dict[key].t().contiguous()
 
 
 class MaskedLinear(SparseLinear):
-    """The operand is the weight under a mask: of four inputs the two largest magnitudes.
+    """A layer whose operand is the weight under a mask that keeps the two largest of four inputs.
 
-    State beyond the base class: `mask` (bool [out, in]), saved.
+    State besides the base class's: `mask` (bool [out, in]), saved.
     """
 
     mask: Tensor
@@ -290,9 +294,9 @@ class MaskedLinear(SparseLinear):
 
 @torch.no_grad()
 def refresh(model: nn.Module) -> None:
-    """Choose masks and derive operands anew in all converted layers of `model`.
+    """Choose masks and derive operands again in all converted layers of `model`.
 
-    For weights that changed outside a method's hooks, those of an averaged copy (EMA), say.
+    Call it after weights changed outside a method's hooks, for example in an averaged copy (EMA).
     """
     sharding.follow(model.modules(), model)
     for module in model.modules():

@@ -1,13 +1,13 @@
-"""Operands of a linear layer's products, in the place of the weight: `Dense`, `Packed`, `Fp8`, and
-for dgrad alone `Compressed`.
+"""The operands that take the weight's place in a linear layer's products: `Dense`, `Packed`, `Fp8`,
+and, for dgrad only, `Compressed`.
 
-An operand stands for a matrix A [out, in] and knows its two products, T tokens at a time:
+An operand stands for a matrix A [out, in] and computes its products with T tokens:
 
     linear  X A^T + b   fprop
     grad    dY A        dgrad
 
-A packed matrix is 2:4 along the summed dim, so the operand of fprop holds A [out, in], that of
-dgrad A^T [in, out]. Operands are made for a call from what a layer holds: tensors in buffers.
+A packed matrix is 2:4 along the summed dim, so fprop's operand holds A [out, in] and dgrad's holds
+A^T [in, out]. Operands are created for each call from the tensors in a layer's buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common_kernels.pack import BUFFERED, Packed24
 
 
 class Dense(NamedTuple):
-    """A matrix [out, in] as it is, with or without zeros."""
+    """A dense matrix [out, in]."""
 
     matrix: Tensor
 
@@ -39,8 +39,8 @@ class Dense(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A 2:4 matrix in the bytes that are multiplied: `buffer` of a `Packed24`, whose layout says by
-    whose kernels, cuSPARSELt's or our own."""
+    """A packed 2:4 matrix, as the `buffer` of a `Packed24`. Its layout decides whether cuSPARSELt
+    or our own kernels multiply it."""
 
     buffer: Tensor
     shape: tuple[int, int]
@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 
 
 class Compressed(NamedTuple):
-    """A 2:4 matrix as its kept `values` and two masks, packed for each product anew, in `layout`
+    """A 2:4 matrix as its kept `values` and two masks, which each product packs in `layout`
     (common_kernels/matmul/compressed.py)."""
 
     values: Tensor
@@ -77,11 +77,12 @@ class Compressed(NamedTuple):
 
 
 class Fp8(NamedTuple):
-    """A matrix that is about codes / scale, for products with another such one.
+    """A matrix that is approximately codes / scale, for products with another one.
 
-    codes: [out, in], simulated, where they may be numbers (`fp8_numbers`); on FP8 units the same
-        for fprop, [in, out] for dgrad, or where `shape` is given the buffer of a packed matrix of
-        that shape and `layout`. scale: fp32 [].
+    codes: [out, in], simulated codes, which may be ordinary numbers (`fp8_numbers`). On FP8 units
+        codes are [out, in] for fprop and [in, out] for dgrad, or, if `shape` is given, the buffer
+        of a packed matrix of that shape and `layout`.
+    scale: fp32 [].
     """
 
     codes: Tensor
@@ -108,13 +109,13 @@ class Fp8(NamedTuple):
             packed = Packed24((self.codes,), self.shape, x.codes.dtype, self.layout)
             return linear24(packed, x.codes, bias, dtype, scales=(x.scale, self.scale))
         y = scaled_linear(x.codes, self.codes, x.scale, self.scale, bias)
-        # A `to` that changes nothing, as the output, makes torch.compile of torch 2.11 drop the
-        # backward pass of the Function that it is in without a word.
+        # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
+        # returns the result of a `to` that changes nothing.
         return y if y.dtype == dtype else y.to(dtype)
 
 
 Operand = Dense | Packed | Compressed | Fp8
-# How many fields, the first ones, are tensors.
+# The number of leading fields that are tensors.
 TENSORS = {Dense: 1, Packed: 1, Compressed: 3, Fp8: 2}
 
 
@@ -130,7 +131,7 @@ def save(ctx: Any, operand: Operand | None, *tensors: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
-    """The operand that `save` was given."""
+    """The operand and tensors that `save` saved."""
     tensors = ctx.saved_tensors
     if ctx.operand is None:
         return None, *tensors
@@ -139,7 +140,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] b [k, n] in fp32, a and b being codes or their numbers: bf16 holds them exactly."""
+    """a [m, k] b [k, n] in fp32, for FP8 codes or their numbers, which bf16 represents exactly."""
     if a.is_cuda:
         return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -148,6 +149,7 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
 def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
     """y [T, out] with the leading dims of x [..., in].
 
-    Not as a view: autograd refuses to change one in place where it comes out of a Function.
+    The result is not a view, since autograd forbids in-place changes of a view that an
+    autograd.Function returns.
     """
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])

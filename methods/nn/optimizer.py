@@ -1,4 +1,4 @@
-"""AdamW that does a method's work on the sparse weights in the pass that updates them."""
+"""AdamW that does a method's work on the sparse weights in the same pass as the update."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .sharding import chunk_of, is_sharded, rows_of, shard_dim
 
 @dataclass(eq=False, kw_only=True)
 class StepWork:
-    """The work of a step on the weight of `layer` beside AdamW's update.
+    """The work of a step on the weight of `layer` besides AdamW's update.
 
-    mask, scale: those of the layer that `rule` reads or writes. derives: whether it ends with the
-        operands; else, as for those in FP8, `on_step_end` derives them. scales: codes are scaled by
-        the operand's largest magnitude. amax: that one, fp32 [], if `scales`, once it is found.
-        done: the layer's weight, mask and, if derived, operands are those after the step.
+    mask, scale: the layer's tensors that `rule` reads or writes.
+    derives: the pass also writes the operands; if not (as in FP8), `on_step_end` derives them.
+    scales: FP8 codes need the operand's largest magnitude.
+    amax: that magnitude, fp32 [], once the pass has computed it.
+    done: the pass is finished: weight, mask and, if `derives`, operands are up to date.
     """
 
     layer: SparseLinear
@@ -38,21 +39,21 @@ class StepWork:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` that reads and writes each sparse weight once a step.
+    """`torch.optim.AdamW(fused=True)` that reads and writes each sparse weight once per step.
 
-    For a loop that calls a method's hooks it takes the place of `torch.optim.AdamW`:
-    `on_gradients(step, optimizer)` then leaves to it what it can do with the update, that is masked
-    decay, a mask that is due and the operands, and `on_step_end` does the rest. Weights that no
-    method speaks for, or that are not fp32 matrices, are updated as torch does it, and so are
-    sharded ones where a mask is due; else each rank does the work on its rows. Its state is that of
-    `torch.optim.AdamW`: a state dict of either loads into the other.
+    It replaces `torch.optim.AdamW` in a loop that calls a method's hooks. `on_gradients(step,
+    optimizer)` then hands over the work that fits into the update (masked decay, a mask that is
+    due, the operands), and `on_step_end` does the rest. Weights without such work, or that are not
+    fp32 matrices, are updated as torch does, and so are sharded weights if a mask is due; otherwise
+    each rank does the work on its own rows. State dicts are interchangeable with those of
+    `torch.optim.AdamW`.
 
-    A GradScaler is served as by torch's fused optimizers. `grad_scale`, if set, divides the
-    gradients, which stay as they are. Nothing in `step` waits for the device.
+    GradScaler works as with torch's fused optimizers. If `grad_scale` is set, gradients are divided
+    by it while they are read. Nothing in `step` waits for the device.
     """
 
-    _works: tuple[Mapping[str, StepWork], ...] = ()  # one a method, which may empty its own
-    _by_weight: Mapping[int, StepWork] = {}  # of the step that runs, by the weight's id
+    _works: tuple[Mapping[str, StepWork], ...] = ()  # one per method, which may empty its own
+    _by_weight: Mapping[int, StepWork] = {}  # the running step's work, by the weight's id
 
     def __init__(
         self,
@@ -67,9 +68,10 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, fused=True)
 
     def take(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
-        """The works, by name, that the next step will do: those still in this dict then.
+        """Accept work for the next step and return it by name, in a dict that the caller keeps.
 
-        Several methods may give their works; each empties its dict before it gives others.
+        The step does the work that is still in the dict. Several methods may hand over work; each
+        empties its dict before it hands over more.
         """
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         weights = {name: id(work.layer.weight) for name, work in works.items()}
@@ -83,10 +85,10 @@ class FusedAdamW(torch.optim.AdamW):
         return taken
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights, and do the work that was taken."""
+        """Update the weights and do the work that `take` accepted."""
         works = [work for taken in self._works for work in taken.values()]
         self._by_weight = {id(work.layer.weight): work for work in works}
-        # torch wraps the step of each class to call hooks, of which one call is enough.
+        # torch wraps each class's step to call hooks; unwrap one, so that hooks run once.
         step = inspect.unwrap(torch.optim.AdamW.step, stop=lambda f: not hasattr(f, "hooked"))
         try:
             return step(self, closure)
@@ -94,16 +96,16 @@ class FusedAdamW(torch.optim.AdamW):
             self._works, self._by_weight = (), {}
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """torch's, which makes the state and lists what `step` updates next; of that the weights
-        with work are updated here, and struck out."""
+        """Extend torch's, which creates the state and lists the tensors to update: weights with
+        work are updated here and removed from the lists."""
         has_complex = super()._init_group(group, *lists)
         params = list(lists[0])
-        for entries in lists:  # to update DTensors takes Python several times as long
+        for entries in lists:  # DTensors have several times the Python overhead of local tensors
             entries[:] = map(rows_of, entries)
         mine = [i for i, p in enumerate(params) if id(p) in self._by_weight]
         if mine:
             self._update(group, [self._by_weight[id(params[i])] for i in mine])
-            for entries in filter(None, lists):  # one is of amsgrad and stays empty
+            for entries in filter(None, lists):  # the list for amsgrad stays empty
                 for i in reversed(mine):
                     del entries[i]
         return has_complex
@@ -125,7 +127,7 @@ class FusedAdamW(torch.optim.AdamW):
                     weight_decay=group["weight_decay"],
                 ),
                 rule,
-                # A GradScaler sets them, as attributes, for one step.
+                # GradScaler sets these attributes for one step.
                 grad_scale=_on(device, vars(self).get("grad_scale")),
                 found_inf=_on(device, vars(self).get("found_inf")),
             )
@@ -133,7 +135,8 @@ class FusedAdamW(torch.optim.AdamW):
                 work.done = True
 
     def _room_for_amax(self, weight: Tensor) -> Tensor:
-        """fp32 [], the same in each step: the kernel's table of addresses then stays."""
+        """The weight's fp32 [] for amax, the same in each step, so that the kernel's table of
+        addresses stays valid."""
         rooms = vars(self).setdefault("_amax", {})  # a copied optimizer has none
         key = id(weight), weight.device
         if key not in rooms:
@@ -160,10 +163,10 @@ def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
 
 
 def _by_rows(work: StepWork, weight: Any) -> bool:
-    """True if every rank can do the work on its rows; all ranks find the same."""
+    """True if every rank can do the work on its own rows; the answer is equal on all ranks."""
     chunk, ranks = chunk_of(weight), weight.device_mesh.size(shard_dim(weight))
     in_fours = len(weight) % 4 == chunk % 4 == 0 and len(weight) > chunk * (ranks - 1)
-    # FSDP's gradients lie one behind the other; the kernel takes those at multiples of 16 bytes.
+    # FSDP keeps gradients in one buffer; the kernel needs them aligned to 16 bytes.
     aligned = weight.grad is not None and int(rows_of(weight.grad).storage_offset()) % 4 == 0
     local = work.rule.choose is None and work.derives and not work.scales
     return in_fours and aligned and local
@@ -192,7 +195,8 @@ def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A number as it is, also one in a tensor on the CPU; a tensor on `device`."""
+    """`value` as the kernel takes it: a number or a 0-dim CPU tensor unchanged, another tensor
+    moved to `device`."""
     if not isinstance(value, Tensor) or value.device == device:
         return value
     return float(value) if value.device.type == "cpu" else value.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The order of a training loop's calls, told from the weights."""
+"""A check that a training loop calls a method's hooks in order, based on the weights' versions."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from torch import Tensor
 
 
 class CallOrder:
-    """Notices weights that an optimizer changed outside of the steps that a method is told of.
+    """Detects weights that an optimizer changed outside the steps that the method was told of.
 
-    Each call is given the weights that are trained.
+    Each call takes the trained weights.
     """
 
     def __init__(self) -> None:
-        self._begun: int | None = None  # the step that has begun and not ended
+        self._begun: int | None = None  # the step that has begun but not ended
         self._versions: dict[int, int] = {}
 
     def remember(self, weights: Iterable[Tensor], begun: int | None) -> None:
-        """From here on, a change is that of an optimizer step."""
+        """Remember the weights' versions; later changes count as an optimizer step."""
         self._begun, self._versions = begun, {id(w): w._version for w in weights}
 
     def _moved(self, weights: Iterable[Tensor]) -> bool:
         return any(self._versions.get(id(w), w._version) != w._version for w in weights)
 
     def check_ended(self, weights: Iterable[Tensor], step: int) -> None:
-        """Raise RuntimeError if a step before this one was not ended.
+        """Raise RuntimeError if an earlier step changed weights and was not ended.
 
-        One that was left out, because its gradient was not finite, say, changed no weight and need
-        not be ended.
+        A step that was skipped (because of a gradient that is not finite, for example) changed no
+        weight and need not be ended.
         """
         if self._begun is not None and self._begun < step and self._moved(weights):
             raise RuntimeError(
@@ -37,7 +37,7 @@ class CallOrder:
             )
 
     def check_begun(self, weights: Iterable[Tensor], step: int) -> None:
-        """Raise RuntimeError if this step, which ends, was not begun."""
+        """Raise RuntimeError if the step that ends now was not begun."""
         if self._begun is None and self._moved(weights):
             raise RuntimeError(
                 f"on_step_end({step}) without on_step_begin({step}): phases and random bits stand "

@@ -1,4 +1,4 @@
-"""A layer and a method that are dense in some steps and sparse in the others."""
+"""A layer and a method that are dense in some steps and sparse in others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .linear import MaskedLinear
 
 
 class SwitchedLinear(MaskedLinear):
-    """`MaskedLinear` that computes with its whole weight while it is dense.
+    """A `MaskedLinear` that computes with the whole weight in its dense phase.
 
-    State beyond `MaskedLinear`: `dense` (bool [], saved), the phase. `is_dense` is the same for
-    Python to branch on, read from it by `reload` alone: a forward pass must not wait for a device.
+    State besides `MaskedLinear`'s: `dense` (bool [], saved), the phase. `is_dense` is a Python copy
+    of it to branch on, which only `reload` reads from the buffer, because a forward pass must not
+    wait for the device.
     """
 
     dense: Tensor
@@ -36,7 +37,7 @@ class SwitchedLinear(MaskedLinear):
         return DENSE if self.is_dense else self.accelerated
 
     def reload(self) -> None:
-        if not self.dense.is_meta:  # where nothing can be read
+        if not self.dense.is_meta:  # a meta tensor cannot be read
             self.is_dense = bool(self.dense)
         self.allocate()
 
@@ -54,8 +55,8 @@ class SwitchedLinear(MaskedLinear):
 
 
 class SwitchedMethod(base.Method):
-    """A method with a dense and a sparse phase; `dense_at` says which one a step belongs to. The
-    phase that it is in lies in the layers."""
+    """A method with a dense and a sparse phase. `dense_at` says to which phase a step belongs; the
+    layers hold the current phase."""
 
     @property
     def dense(self) -> bool:
@@ -79,7 +80,7 @@ class SwitchedMethod(base.Method):
 
     def on_step_begin(self, step: int) -> None:
         if self.dense_at(step) != self.dense:
-            self._begin(step)  # a model that is sharded, or was evaluated, since is followed first
+            self._begin(step)  # first, as the model may have been sharded or evaluated since
             self._switch(not self.dense)
         super().on_step_begin(step)
 

@@ -1,4 +1,4 @@
-"""Choices that all ranks of a process group must make alike, and layers that one rank has."""
+"""Choices that must be equal on all ranks of a process group, and conversion on a single rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _place: ContextVar[torch.device | None] = ContextVar("place", default=None)
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """In it `convert` neither sends nor waits, as other ranks have no numbers; one layer at a time
-    is on `device` for it."""
+    """A context in which `convert` does not communicate, because only this rank has the weights.
+    One layer at a time is moved to `device`."""
     token = _place.set(device)
     try:
         yield
@@ -26,13 +26,13 @@ def alone(device: torch.device) -> Iterator[None]:
 
 
 def are_together() -> bool:
-    """True if this is a rank of a process group whose ranks convert the same model now."""
+    """True if this is a rank of a process group in which all ranks convert the model together."""
     return dist.is_initialized() and _place.get() is None
 
 
 @contextmanager
 def visiting(layer: nn.Module) -> Iterator[None]:
-    """In it a layer with numbers is on the device of `alone`."""
+    """A context in which a layer, unless it is on `meta`, is on the device given to `alone`."""
     home, place = next(layer.parameters()).device, _place.get()
     if place is None or home.type in ("meta", place.type):
         yield
@@ -52,7 +52,7 @@ def of_rank_0(choose: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             found = [choose()]
-        except (ValueError, RuntimeError) as error:  # the others wait for it
+        except (ValueError, RuntimeError) as error:  # the other ranks wait for a result
             found = [error]
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], Exception):

@@ -1,22 +1,22 @@
 """Layers under FSDP2: `torch.distributed.fsdp.fully_shard`, applied after `Method.convert`.
 
 Every rank then holds some rows of each parameter, of its gradient and of the optimizer's moments,
-as a DTensor. What a converted layer keeps beside its weight goes the same way:
+as DTensors. The other state of a converted layer is handled as follows:
 
-    masks               sharded by rows as the weight is: DTensors, at rest and in a state dict;
-                        whole as bits beside them, gathered anew when a mask has changed
-    scale, permutation  whole on every rank, as all other buffers
-    operands            not kept: derived where they are used, from the weight that FSDP has
-                        gathered and the masks, packed for products that run sparse; in the
-                        backward pass again, so that they need not wait for it
+    masks               sharded by rows like the weight: DTensors in the layer and in state dicts;
+                        each rank also keeps the whole mask as bits, gathered when it has changed
+    scale, permutation  whole on every rank, like all other buffers
+    operands            not kept: derived when they are used, from the masks and the weight that
+                        FSDP has gathered, packed for products that run sparse; and derived again
+                        in the backward pass instead of being kept for it
 
-Masks are gathered at the end of a step, not in its passes: there a gather of its own would wait for
-the weights of the next block, which are gathered at the same time, and the products for both.
+Masks are gathered at the end of a step. If they were gathered in its passes, the gather would wait
+for that of the next block's weights, which runs at the same time, and the products for both.
 
-Hooks of a method see the DTensors and do with them what is done entry by entry (decay, update
-rules). What a layer chooses from its weight it chooses from the rows of its rank, where groups of
-`rows_together` rows lie on one rank, else from whole tensors, which are gathered for one layer at
-a time. Layers take this behaviour on when a hook first meets them sharded: `follow`.
+A method's hooks see the DTensors and work on them entry by entry (decay, update rules). A layer
+makes choices from its weight on the local rows if each group of `rows_together` rows is on one
+rank; otherwise from whole tensors, which are gathered for one layer at a time. A layer switches to
+this behaviour when a hook first finds it sharded (`follow`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .gemms import autocast_dtype
 
 def is_sharded(tensor: Any) -> bool:
     """True if `tensor` is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # else there are none, and it takes time
+    module = sys.modules.get("torch.distributed.tensor")  # if not imported, there are no DTensors
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -49,12 +49,12 @@ def rows_of(tensor: Any) -> Tensor:
 
 
 def full(tensor: Any) -> Tensor:
-    """All of `tensor`, gathered or summed where it is a DTensor: every rank must call it."""
+    """The whole of `tensor`, gathered or summed if it is a DTensor; every rank must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise ValueError if `model` is sharded already."""
+    """Raise ValueError if `model` is already sharded."""
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise ValueError(
@@ -63,13 +63,13 @@ def check_whole(model: nn.Module) -> None:
 
 
 def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
-    """Let converted layers whose weights are sharded by now hold their masks likewise.
+    """Shard the masks of converted layers whose weights have been sharded.
 
-    model: the one that holds them; parameters that FSDP left gathered after a forward pass without
-        a backward pass are given back first.
+    model: the model that holds the layers. Parameters that FSDP left gathered, after a forward pass
+        without a backward pass, are resharded first.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not dist.is_initialized():  # to walk through a model takes a while
+    if fsdp is None or not dist.is_initialized():  # walking through a model takes time
         return
     for module in () if model is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):
@@ -81,14 +81,14 @@ def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
 
 
 def _shard(layer: Any, like: Any) -> None:
-    """Turn a converted layer into a `ShardedLayer`; `like`: one of its parameters."""
+    """Turn a converted layer into a `ShardedLayer`. like: one of its sharded parameters."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     cut = [p for p in like.placements if not p.is_replicate()]
     if [type(p) for p in cut] != [Shard] or cut[0].dim != 0:
         raise ValueError(
-            f"a converted weight is placed as {like.placements}; shard it along dim 0, as "
-            "fully_shard does by itself, and along no other"
+            f"a converted weight is placed as {like.placements}; shard it along dim 0 only, which "
+            "is fully_shard's default"
         )
     if layer.conv1d is not None:
         raise ValueError(
@@ -100,12 +100,12 @@ def _shard(layer: Any, like: Any) -> None:
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
             rows = distribute_tensor(buffer, like.device_mesh, like.placements, src_data_rank=None)
-            layer._buffers[name] = rows.to(like.device)  # that of the host, with CPU offload
+            layer._buffers[name] = rows.to(like.device)  # the CPU, with CPU offload
     layer.__class__ = _sharded_class(layer.__class__)
 
 
 def _set_apart(layer: Any) -> dict[str, Tensor]:
-    """The operands' buffers of a layer, on the meta device; it holds them no more."""
+    """Remove the operands' buffers from a layer, and return their like on the meta device."""
     found = {}
     for name, buffer in layer._buffers.items():
         if buffer is not None and name in layer._non_persistent_buffers_set and name != "key":
@@ -115,7 +115,7 @@ def _set_apart(layer: Any) -> dict[str, Tensor]:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """The device on which a layer computes, wherever its shards lie."""
+    """The device on which a layer computes, even if its shards are offloaded."""
     parameter: Any = next(layer.parameters())
     if not is_sharded(parameter):
         return parameter.device
@@ -123,9 +123,9 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
-    """Shard the whole tensors of a state dict, in place, that are for sharded buffers of `layer`.
+    """Shard in place the whole tensors of a state dict that belong to sharded buffers of `layer`.
 
-    torch does so with those for parameters, and for buffers that were sharded when it looked.
+    torch does this for parameters, and for buffers that were sharded when it first looked.
     """
     for name, buffer in layer._buffers.items():
         key = f"{prefix}{name}"
@@ -141,13 +141,13 @@ def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
 def _check_products(products: Any) -> None:
     if products.fp8:
         raise ValueError(
-            "FP8 units serve whole weights alone; leave accelerate out under FSDP2, or set "
-            "fp8='paper', which is simulated"
+            "FP8 units need whole weights; under FSDP2 do not call accelerate, or set fp8='paper', "
+            "which is simulated"
         )
     if products.repack:
         raise ValueError(
-            "repack_backward=True under FSDP2: no operand of sharded weights is held between "
-            "passes; leave it out"
+            "repack_backward=True under FSDP2: no operand of sharded weights is held "
+            "between passes; leave it out"
         )
 
 
@@ -157,11 +157,11 @@ def _sharded_class(cls: Any) -> type:
 
 
 class ShardedLayer:
-    """The behaviour of a converted layer while its parameters are sharded; see the module.
+    """A mixin for converted layers whose parameters are sharded; see the module docstring.
 
-    derived: shapes and dtypes of the operands' buffers, on the meta device.
-    viewed: whether its tensors are shown as plain ones now, by `rows`, `whole` or the forward pass.
-    bits: whole masks by the names of their buffers, each with its state when it was gathered.
+    derived: meta tensors with the shapes and dtypes of the operands' buffers. viewed: True while
+    the layer shows plain tensors, in `rows`, `whole` or the forward pass. bits: the whole masks as
+    bits, by buffer name, each with the mask's version when it was gathered.
     """
 
     derived: dict[str, Tensor]
@@ -171,7 +171,7 @@ class ShardedLayer:
     _parameters: dict[str, Any]
 
     def whole(self) -> AbstractContextManager[None]:
-        """In it the layer's parameters and masks are whole, plain tensors."""
+        """A context in which the layer's parameters and masks are whole, plain tensors."""
         return whole(self)
 
     def refresh_mask(self) -> None:
@@ -184,20 +184,20 @@ class ShardedLayer:
         self.derive(amax)
 
     def derive(self, amax: Tensor | None = None) -> None:
-        """Gather masks that have changed; operands are derived where they are used."""
+        """Gather masks that have changed; operands are derived only when they are used."""
         for name, buffer in self._buffers.items():
             if is_sharded(buffer) and _is_mask(buffer):
                 self._bits_of(name)
 
     def sample(self) -> None:
-        """Does nothing: samples are drawn where they are used."""
+        """Do nothing: samples are drawn when they are used."""
 
     def reload(self) -> None:
         with whole(self):
             super().reload()  # type: ignore[misc]
 
     def allocate(self) -> None:
-        """Say which operands are derived, on a layer that is `whole`; none are kept."""
+        """Record which operands are needed, on a layer that is `whole`; none are kept."""
         if self.viewed:
             self._buffers.update(self.derived)
             super().allocate()  # type: ignore[misc]
@@ -210,7 +210,7 @@ class ShardedLayer:
                 super().accelerate(products)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        with rows(self):  # rank 0 alone may print a model: nothing is gathered
+        with rows(self):  # gather nothing, because rank 0 alone may print a model
             return super().extra_repr()  # type: ignore[misc]
 
     def _where_it_chooses(self) -> AbstractContextManager[None]:
@@ -220,26 +220,26 @@ class ShardedLayer:
             return whole(self)
         return whole(self) if chunk_of(weight) % together else rows(self)
 
-    @torch.compiler.disable  # the rest of a compiled model is compiled around it
+    @torch.compiler.disable  # the rest of a model is still compiled
     def forward(self, x: Tensor) -> Tensor:
         derive = partial(self._derived, autocast_dtype(x), x.device)
         derived = derive()
         with _showing(self, derived):
-            # Where others say what is kept for the backward pass (activation checkpointing), let
-            # them; the operands then live no longer than a block's recomputed pass.
+            # If other saved-tensor hooks are active (activation checkpointing), leave it to them;
+            # the operands then live only as long as a block's recomputed forward pass.
             others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             with nullcontext() if others else _not_saved(derived, derive):
                 return super().forward(x)  # type: ignore[misc]
 
     @torch.no_grad()
     def _derived(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Whole masks and operands for inputs of a dtype, by the names of their buffers, while the
-        weight is whole. A mask is as bits where these are enough."""
+        """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be whole.
+        Masks are bits if that is enough."""
         layer: Any = self
         serves = {
             name: own
             for name, own in self.derived.items()
-            if own.dtype != torch.uint8 or dtype == layer.dtype  # packed ones are in one dtype
+            if own.dtype != torch.uint8 or dtype == layer.dtype  # packed operands have one dtype
         }
         as_bits = layer.packs_bits and "packed" in serves
         found = {
@@ -249,20 +249,20 @@ class ShardedLayer:
         }
         dense = []
         for name, own in serves.items():
-            # Not empty_like, which torch has in Python for the meta device.
+            # torch's empty_like is slow for meta tensors: it is written in Python.
             found[name] = torch.empty(own.shape, dtype=own.dtype, device=device)
             if own.dtype == layer.dtype and own.ndim == 2:
                 dense.append(name)
         with _showing(self, found):
             super().derive()  # type: ignore[misc]
             super().sample()  # type: ignore[misc]
-        for name in dense:  # rounded to the layer's dtype first, as those that are kept
+        for name in dense:  # they were rounded to the layer's dtype first, as without sharding
             found[name] = found[name].to(dtype)
-        vars(self).pop("_stored", None)  # what a `CompressedLinear` would keep for its next packing
+        vars(self).pop("_stored", None)  # a `CompressedLinear`'s cache of these buffers
         return found
 
     def _gathered(self, name: str, buffer: Any, device: torch.device, as_bits: bool) -> Tensor:
-        """The whole of a sharded buffer; a mask also as its bits."""
+        """The whole of a sharded buffer; a mask as bits if `as_bits`."""
         if not _is_mask(buffer):
             return gathered(buffer.to_local().to(device), buffer)
         bits = self._bits_of(name)
@@ -270,12 +270,12 @@ class ShardedLayer:
         return unpack_mask(bits, buffer.shape[1]) if unpacked else bits
 
     def _bits_of(self, name: str) -> Tensor:
-        """The bits of a sharded mask, whole on the mesh's device; gathered if it has changed."""
+        """The whole of a sharded mask as bits on the mesh's device, gathered if it has changed."""
         buffer = self._buffers[name]
         local = buffer.to_local()
         kept = self.bits.get(name)
-        # Hooks change the rows, loading the DTensor, which have versions of their own. Every rank
-        # changes its rows when the others do, so that all gather or none.
+        # Hooks change the local rows and loading changes the DTensor; each has its own version.
+        # All ranks change their rows at the same time, so either all gather or none.
         versions = buffer._version, local._version
         if kept is None or kept[0][0] is not buffer or kept[0][1] != versions:
             state = buffer, versions
@@ -307,7 +307,7 @@ def chunk_of(tensor: Any) -> int:
 
 
 def gathered(local: Tensor, like: Any) -> Tensor:
-    """The rows of all ranks [rows, ...] from those of this one, which are cut as `like` is."""
+    """All rows [rows, ...] from this rank's `local` ones, which are sharded as `like` is."""
     local = F.pad(local, (0, 0, 0, chunk_of(like) - len(local)))
     mesh, dim = like.device_mesh, shard_dim(like)
     found = local.new_empty(len(local) * mesh.size(dim), local.shape[1])
@@ -322,7 +322,8 @@ def _is_mask(buffer: Any) -> bool:
 def _not_saved(
     derived: dict[str, Tensor], again: Callable[[], dict[str, Tensor]]
 ) -> AbstractContextManager[Any]:
-    """In it no tensor of `derived` is kept for a backward pass, which takes those of `again()`."""
+    """A context in which tensors of `derived` are not saved for the backward pass, which calls
+    `again()` to derive them again."""
     places = {(t.data_ptr(), t.shape): name for name, t in derived.items()}
     anew: dict[str, Tensor] = {}
 
@@ -344,7 +345,7 @@ def _not_saved(
 
 @contextmanager
 def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
-    """`layer` with these parameters and buffers in place of its own."""
+    """A context in which `layer` has these parameters and buffers in place of its own."""
     homes = {n: layer._parameters if n in layer._parameters else layer._buffers for n in tensors}
     own = {n: home[n] for n, home in homes.items()}
     attributes = vars(layer)  # nn.Module's own way to set one takes several times as long
@@ -359,7 +360,7 @@ def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
         if viewed is not None:
             attributes["viewed"] = viewed
         for name, home in homes.items():
-            if name in home:  # else `restore` has removed it
+            if name in home:  # if not, `restore` has removed it
                 home[name] = own[name]
 
 
@@ -383,8 +384,8 @@ def _plain(own: Any, tensor: Tensor) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def rows(layer: Any) -> Iterator[None]:
-    """In it the tensors of `layer` that are sharded are plain ones on the mesh's device: the rows
-    of this rank. What is changed in place is kept."""
+    """A context in which sharded tensors of `layer` are plain tensors on the mesh's device: this
+    rank's rows. In-place changes are kept."""
     own = _sharded_tensors(layer)
     shown = {n: _plain(t, t.to_local().to(t.device_mesh.device_type)) for n, t in own.items()}
     versions = {n: t._version for n, t in shown.items()}
@@ -398,9 +399,9 @@ def rows(layer: Any) -> Iterator[None]:
 @contextmanager
 @torch.no_grad()
 def whole(layer: Any) -> Iterator[None]:
-    """In it the tensors of `layer` that are sharded are plain ones, gathered from all ranks.
+    """A context in which sharded tensors of `layer` are plain tensors, gathered from all ranks.
 
-    All ranks must change them alike. What is changed in place is kept.
+    All ranks must make the same changes. In-place changes are kept.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -420,12 +421,13 @@ def whole(layer: Any) -> Iterator[None]:
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum of all entries in float64, of all shards where x is sharded."""
+    """The sum of all entries in float64, over all shards if x is sharded."""
     return full(x.sum(dtype=torch.float64))
 
 
 def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
-    """The sums over layers; those of a sharded layer, counted on its `rows`, over its ranks."""
+    """The sums of the counts over layers. A sharded layer's counts, taken on its `rows`, are also
+    summed over its ranks."""
     sums: dict[Any, Tensor] = {}
     for layer, numbers in counts:
         own = next((p for p in layer._parameters.values() if is_sharded(p)), None)

@@ -2,11 +2,11 @@
 
     y = x W~^T + b + (x X^T) S^T        S [out, in / k],  X [in / k, in]
 
-X starts as the indicator of blocks of k consecutive inputs, so that x X^T holds their sums. As a
-trained matrix it becomes dense; fixed, it is neither stored nor multiplied with. S X cannot be
-merged into W~ without losing its 2:4 pattern: a trained layer ends as a `BoostedLinear`.
+X starts as the indicator of blocks of k consecutive inputs, so that x X^T holds the block sums of
+x. If X is trained it becomes dense; a fixed X is neither stored nor multiplied. Merging S X into W~
+would lose the 2:4 pattern, so a trained layer ends as a `BoostedLinear`.
 
-Names in a state dict, beside `weight` and `bias`: `slorb_s`, and `slorb_x` where X was trained.
+A state dict has, besides `weight` and `bias`, `slorb_s`, and `slorb_x` if X was trained.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def initialize(
     init: str,
     generator: torch.Generator,
 ) -> None:
-    """Fill S and X for a dense weight [out, in] and its mask, in place.
+    """Initialise S and X in place for a dense weight [out, in] and its mask.
 
-    `mean`: S holds the pruned sum of each block over k, so that W~ + S X keeps the block sums of
-    W. `sum`: k times that. `xavier`: X random and S zero, the function of W~ alone.
+    `mean`: S holds the sum of each block's pruned weights divided by k, so that W~ + S X has the
+    block sums of W. `sum`: k times that. `xavier`: X is random and S zero, so that the layer
+    computes with W~ alone.
     """
     blocks = s.shape[1]
     k = weight.shape[1] // blocks
@@ -68,7 +69,7 @@ def initialize(
 
 
 class BoostedLinear(nn.Linear):
-    """A sparse linear with its low-rank term, as a trained SLoRB layer is left: plain PyTorch."""
+    """A sparse linear with a low-rank term, in plain PyTorch; a trained SLoRB layer becomes one."""
 
     slorb_s: nn.Parameter
     slorb_x: nn.Parameter | None
@@ -78,7 +79,7 @@ class BoostedLinear(nn.Linear):
         return super().forward(x) + boost(x, self.slorb_s, self.slorb_x)
 
     def merged_weight(self) -> Tensor:
-        """W~ + S X, [out, in]: one dense weight for the same function."""
+        """W~ + S X [out, in], the dense weight that computes the same function."""
         if self.slorb_x is not None:
             return self.weight + self.slorb_s @ self.slorb_x
         k = self.in_features // self.slorb_s.shape[1]
@@ -86,9 +87,10 @@ class BoostedLinear(nn.Linear):
 
 
 def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Give the linears of a plain `model` the low-rank terms that they have in `state`, in place.
+    """Add to the linears of a plain `model`, in place, the low-rank terms that `state` has for
+    them.
 
-    `state` was saved from a finished model with SLoRB; afterwards it fits `model`.
+    `state` is the state dict of a finalized model with SLoRB; afterwards `model` can load it.
     """
     modules = dict(model.named_modules())
     for key in state:
@@ -96,7 +98,7 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
             name = key.removesuffix(".slorb_s")
             layer = modules.get(name)
             if type(layer) is not nn.Linear:
-                continue  # another architecture, as loading `state` will tell
+                continue  # another architecture: loading `state` will raise the error
             layer.__class__ = BoostedLinear
             layer.slorb_s = nn.Parameter(torch.zeros_like(state[key]))
             projection = state.get(f"{name}.slorb_x")
@@ -107,9 +109,9 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Turn every `BoostedLinear` into a dense `nn.Linear` of the same function, in place.
+    """Turn every `BoostedLinear` into a dense `nn.Linear` that computes the same, in place.
 
-    The 2:4 pattern is lost; it is for tools that know nothing but plain linears.
+    The 2:4 pattern is lost. This is for tools that support only plain linears.
     """
     for layer in model.modules():
         if isinstance(layer, BoostedLinear):

@@ -1,9 +1,10 @@
-"""SparseGPT: 2:4 pruning that repairs what it breaks, from second-order statistics of the inputs.
+"""SparseGPT: 2:4 pruning that updates the kept weights to compensate, from second-order statistics
+of the inputs.
 
 Frantar and Alistarh, arXiv 2301.00774, sections 3.1 to 3.3. For each row w of a weight the layer's
-output error is (w - w')^T H (w - w') with H = X^T X. Columns are visited once, from left to right;
-an entry that is removed there passes its error on to the columns on its right by the optimal brain
-surgeon's update, whose coefficients are rows of one Cholesky factor of the inverse of H.
+output error is (w - w')^T H (w - w') with H = X^T X. Columns are visited once, from left to right.
+The error of a removed entry is compensated in the columns on its right by the optimal brain surgeon
+update, whose coefficients are rows of one Cholesky factor of the inverse of H.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from torch import Tensor
 
 from common_kernels import nm_mask
 
-# Columns between two updates of everything on the right; it changes the speed alone.
+# Columns between two updates of all columns on the right; it changes only the speed.
 BLOCK = 128
 
 
 @torch.no_grad()
 def prune24(weight: Tensor, hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, Tensor]:
-    """The 2:4 mask of a weight and the weight that it leaves.
+    """The 2:4 mask of a weight, and the pruned and updated weight.
 
-    When the sweep reaches a group of four, the two entries with the largest w_j^2 / U_jj^2 stay, U
-    being the upper Cholesky factor of the inverse Hessian and w the weight as updated so far.
+    In each group of four the two entries with the largest w_j^2 / U_jj^2 are kept, where U is the
+    upper Cholesky factor of the inverse Hessian and w the weight as updated so far.
 
     Args:
-        weight: [out, in], in a multiple of 4.
+        weight: [out, in], with `in` a multiple of 4.
         hessian: [in, in], sum of x x^T over the calibration tokens; its scale is irrelevant.
         damping: added to the diagonal, as a fraction of its mean; above 0 unless the Hessian is
             positive definite.
 
     Returns:
-        mask (bool [out, in]) and the updated weight, zero outside it, in the weight's dtype. The
-        sweep is done in fp32 (fp64 for a weight in fp64), the factorisation in fp64.
+        The mask (bool [out, in]) and the updated weight in the weight's dtype, zero outside the
+        mask. The sweep is in fp32 (fp64 for an fp64 weight), the factorisation in fp64.
     """
     w = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     h = hessian.to(torch.float64, copy=True)
-    # A feature that never fires: its weights are free, and go.
+    # An input feature that is always zero: its weights have no effect and are removed.
     dead = h.diagonal() == 0
     mean = h.diagonal().mean()
     h.diagonal()[dead] = torch.where(mean > 0, mean, 1.0)

@@ -16,8 +16,8 @@ from .phases import SwitchedLinear
 
 
 class TransposableLinear(Fp8Linear, SwitchedLinear):
-    """The mask is transposable, so that the operand of dgrad is 2:4 along `out` as well. FP8 is for
-    the sparse phase."""
+    """A layer with a transposable mask, so that dgrad's operand is 2:4 along `out` as well. FP8 is
+    used only in the sparse phase."""
 
     config: Any
     rows_together = 4
@@ -42,10 +42,11 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
             self.operand.copy_(self.effective_weight())
 
     def step_work(self, alpha: float, chooses: bool) -> StepWork | None:
-        """All that a step does with the weight, for `Method.step_work`.
+        """The work of a step on the weight, for `Method.step_work`.
 
         Args:
-            alpha: of the masked decay. chooses: whether a mask is due.
+            alpha: factor of the masked decay.
+            chooses: True if a mask is due.
         """
         if self.config.algorithm not in adamw.CHOICES:
             return None

@@ -1,8 +1,8 @@
-"""Methods as their authors' code runs them where that code has a defect: evidence, not advice.
+"""Methods with a defect of their authors' released code, to measure its effect; not for use.
 
-Each file changes its method by one defect and says where the defect stands; the tests show the
-defect and that all else is the method, bit for bit. `reproduce/claims.yaml` lists which arm of a
-block has one of them. By name they are `released.<file>`, `method=released/<file>` on a command
-line, and no list of methods to choose from has them. They are code that a run finds by the name in
-its config, so they cannot lie in `reproduce/`, which no layer below it may import.
+Each file adds one defect to a method and cites where it is in the released code. The tests show the
+defect, and that everything else equals the method bit for bit. `reproduce/claims.yaml` lists the
+experiments that use them. Their names are `released.<file>`, or `method=released/<file>` on a
+command line; they do not appear in lists of methods. They are here and not in `reproduce/` because
+a run finds its method by the name in its config, and no lower layer may import `reproduce/`.
 """

@@ -1,13 +1,13 @@
-"""AST with the decay's sign as an integer mask makes it: all weights of a sparse layer grow.
+"""AST whose decay has the wrong sign because of an integer mask, so that weights grow.
 
 The released GPT-2 code (github.com/thu-ml/Adaptive-Sparse-Trainer) holds masks as int32
-(`new_mask.int()`, sparse_modeling.py) and means the pruned weights by `~p.mask` (adamw.py). Of
-integers that is the bitwise complement: -1 where the mask is 0 and -2 where it is 1. So in place of
+(`new_mask.int()`, sparse_modeling.py) and selects pruned weights with `~p.mask` (adamw.py). For
+integers `~` is the bitwise complement: -1 where the mask is 0 and -2 where it is 1. So instead of
 
     u = m + lambda (1 - M) W    it computes    u = m - lambda (1 + M) W
 
 and the step along -u enlarges pruned weights by as much as it should shrink them, and kept ones by
-twice that. The second moment follows this u. All else is that of `methods.ast`.
+twice that. The second moment uses this u. Everything else is as in `methods.ast`.
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ class Method(ast.Method):
             )
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        options.pop("fused", None)  # a matter of speed alone
+        options.pop("fused", None)  # it changes only the speed
         return AdamW(groups, **options)

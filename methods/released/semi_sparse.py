@@ -1,11 +1,11 @@
-"""Semi-sparse training with torchao's ranking of weights: by value, not by magnitude.
+"""Semi-sparse training with torchao's ranking of weights: by signed value, not by magnitude.
 
 `SemiSparseLinear` of torchao (torchao/sparsity/training, removed in 0.19) calls the packing kernel
-without naming an algorithm. Its default, `largest_values_greedy`, walks through a 4x4 tile from the
-largest signed value on: right behind a ReLU, but of weights it keeps the positive ones, and prunes
--3 before 0. The layer takes no argument for it.
+without naming an algorithm, and has no argument for it. The default, `largest_values_greedy`,
+visits a 4x4 tile from the largest signed value down. After a ReLU that is correct, but of weights
+it keeps the positive ones and prunes -3 before 0.
 
-All but the choice of the mask is that of `methods.semi_sparse`.
+Everything except the choice of the mask is as in `methods.semi_sparse`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Config = semi_sparse.Config
 
 
 def ranks(weight: Tensor) -> Tensor:
-    """fp32 [out, in]: the place of each weight in its 4x4 tile when sorted by value, from 0 on; of
-    equal ones the first has the highest."""
+    """The rank of each weight in its 4x4 tile when sorted by value, fp32 [out, in], from 0 up;
+    among equal weights the first has the highest."""
     tiles = weight.unflatten(0, (-1, 4)).unflatten(2, (-1, 4)).transpose(1, 2).flatten(2)
     places = tiles.flip(-1).argsort(dim=-1, stable=True).argsort(dim=-1).flip(-1).float()
     return places.unflatten(2, (4, 4)).transpose(1, 2).reshape(weight.shape)

@@ -1,12 +1,13 @@
-"""SLoPe whose second copy of the weight, for dgrad, stays what it was before the first step.
+"""SLoPe whose second copy of the weight, for dgrad, is never updated.
 
-The released package keeps W^T, pruned twice, as a sparse tensor of its own, and its optimizer means
-to renew it after each step by `weight_t.values().data = ...` (github.com/Mohammad-Mozaffari/slope,
-optimizers/adamw_sparse.py). `values()` makes a new tensor object, whose `.data` that is: the stored
-numbers do not change, nor do the positions when the column mask is chosen again. The gradient that
-a layer passes on is that of the first weights all through the training, while its own weights move.
+The released package keeps the twice-pruned W^T as a separate sparse tensor, which its optimizer
+tries to update after each step by `weight_t.values().data = ...`
+(github.com/Mohammad-Mozaffari/slope, optimizers/adamw_sparse.py). But `values()` returns a new
+tensor object, and only its `.data` is replaced: the stored numbers do not change, and neither do
+the positions when the column mask is chosen again. So dX is computed with the initial weights
+throughout training, while the layer's own weights move.
 
-Y, dW and the bias are those of `methods.slope`, and so is dX in the first step.
+Y, dW and the bias gradient are those of `methods.slope`, and so is dX in the first step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Config = slope.Config
 
 
 class _InputGradient(torch.autograd.Function):
-    """y [..., out], with dX = dY W' for a W' that is no part of y."""
+    """Returns y [..., out], with dX = dY W' for a W' that y was not computed with."""
 
     @staticmethod
     def forward(ctx, x, y, values, row_mask, pattern):
@@ -44,8 +45,8 @@ class _InputGradient(torch.autograd.Function):
 
 
 class Linear(CompressedLinear):
-    """State beyond `CompressedLinear`, saved: `first` [out, in * n / m], the values of the first
-    weight that both masks keep."""
+    """State besides `CompressedLinear`'s, saved: `first` [out, in * n / m], the initial values
+    under both masks."""
 
     first: Tensor
 
@@ -56,7 +57,7 @@ class Linear(CompressedLinear):
         self.register_buffer("first", torch.where(kept, self.values.detach(), 0.0))
 
     def refresh_mask(self) -> None:
-        """The column mask stays, too."""
+        """Do nothing: the column mask is never updated, either."""
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=False)

@@ -1,11 +1,12 @@
-"""SLoPe whose dense parameters never train: embeddings, norms, biases and the linears left dense.
+"""SLoPe whose dense parameters never train: embeddings, norms, biases and dense linears.
 
-The training loop of the released package (github.com/Mohammad-Mozaffari/slope, train.py, where it
-does not use transformers' Trainer) calls `optimizer.zero_grad()` after the backward pass and before
-`optimizer.step()`, so this optimizer, of all that is not compressed, finds no gradients and does
-nothing, weight decay included. The compressed weights have an optimizer of their own.
+The training loop of the released package (github.com/Mohammad-Mozaffari/slope, train.py, without
+transformers' Trainer) calls `optimizer.zero_grad()` between the backward pass and
+`optimizer.step()`. This optimizer, which holds all parameters that are not compressed, therefore
+finds no gradients and does nothing, not even weight decay. The compressed weights have a separate
+optimizer.
 
-All that is sparse is that of `methods.slope`.
+Everything sparse is as in `methods.slope`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """SLoPe whose kept weights get the gradients of their pruned neighbours.
 
-In the released package (github.com/Mohammad-Mozaffari/slope) the masks of the pruning kernel are
-True where a weight is pruned; `prune_model` makes the mask of the layer from them (slope/slope.py),
-and the kernel that compresses dW keeps what lies under it (prune_and_compress, of pruning_kernels).
-So of each four entries of dW the two at pruned places are taken, in their order, for the two values
-that are kept. The weights move, and not along any gradient of theirs.
+In the released package (github.com/Mohammad-Mozaffari/slope) the pruning kernel's masks are True
+for pruned weights. `prune_model` (slope/slope.py) makes the layer's mask from them, and the kernel
+that compresses dW (prune_and_compress of pruning_kernels) keeps the entries where this mask is
+True. So in each group of four the gradients of the two pruned weights are applied, in order, to the
+two kept values: the weights do not move along their own gradient.
 
-Y, dX and the bias are those of `methods.slope`.
+Y, dX and the bias gradient are those of `methods.slope`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Config = slope.Config
 
 
 class _WeightGradient(torch.autograd.Function):
-    """y [..., out], with dvalues = the entries of dY^T X under a mask that is not y's."""
+    """Returns y [..., out]; dvalues are the entries of dY^T X under another mask than y's."""
 
     @staticmethod
     def forward(ctx, y, x, values, mask, pattern):
@@ -64,6 +64,6 @@ class Method(slope.Method):
         slope.check_no_fp8(config, "released.slope_mask")
         if config.adapter_rank or config.patterns or 2 * config.n != config.m:
             raise ValueError(
-                "released.slope_mask has no adapters, and as many weights pruned as kept: set "
-                "adapter_rank=0, patterns=[] and m twice n"
+                "released.slope_mask has no adapters and must prune as many weights as it keeps: "
+                "set adapter_rank=0, patterns=[] and m to twice n"
             )

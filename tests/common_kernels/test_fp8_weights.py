@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused():
         quantize24_(own, other, scales, w)
     with pytest.raises(ValueError, match=r"shape \(128, 64\), not \(64, 128\)"):
         quantize24_(other, other, scales, w, mask)
-    with pytest.raises(TypeError, match=r"not of torch\.float32"):
+    with pytest.raises(TypeError, match=r"not torch\.float32"):
         quantize24_(own, w.t(), scales, w, mask)
     with pytest.raises(ValueError, match="w must have two dims"):
         quantize24_(own, other, scales, w[0], mask)

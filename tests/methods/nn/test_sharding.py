@@ -205,13 +205,13 @@ def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, monkeypatch):
     model, method = converted()
     model.first.accelerated = Products(fp8=True)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="FP8 units serve whole weights alone"):
+    with pytest.raises(ValueError, match="FP8 units need whole weights"):
         method.on_step_begin(0)
 
     model, method = converted()
     fully_shard(model, mesh=mesh)
     method.on_step_begin(0)
-    with pytest.raises(ValueError, match="FP8 units serve whole weights alone"):
+    with pytest.raises(ValueError, match="FP8 units need whole weights"):
         model.first.accelerate(Products(fp8=True))
     with pytest.raises(ValueError, match="no operand of sharded weights is held"):
         model.first.accelerate(Products(dgrad=True, repack=True))
