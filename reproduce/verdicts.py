@@ -39,12 +39,13 @@ from reproduce.speed_claims import SHOWN, Measured, judge_speed
 Found = dict[str, Any]
 PRELIMINARY = 2  # seeds from which on g is shown beside an effect that is not tested
 LEGEND = (
-    "n: seeds that both arms have, or repeats of a measurement. [ ]: 95 % interval of the mean",
-    "difference (Student's t), each by itself. p: for what is expected or for the contrary,",
-    "adjusted over the contrasts of a claim (Holm), so that an interval can leave out 0 where",
-    "nothing is decided. More seeds are asked for where an interval is wider than half of the",
-    "effect (of the margin, if that is larger). Losses are in nats, flip rates in shares of the",
-    "mask a step, accuracies in points.",
+    "n is the number of seeds that both arms have, or of repeats of a measurement. [ ] is the",
+    "95 % interval of the mean paired difference (Student's t). p belongs to the expected result",
+    "or, where marked, to the contrary, and is adjusted for the number of contrasts in a claim",
+    "(Holm); so a single interval can exclude 0 although the verdict is inconclusive. More seeds",
+    "are asked for where an interval is wider than half of the effect (or of the margin, if that",
+    "is larger). Losses are in nats, flip rates are fractions of the mask per step, accuracies in",
+    "percentage points.",
 )
 
 
@@ -182,7 +183,7 @@ def lines(found: Found) -> list[str]:
             text.append(f"   would settle it: {claim['settles']}")
     if found["released"]:
         text.append(
-            "As released: what a defect of the authors' code changes, beside the same without."
+            "As released: what a defect of the authors' code changes (minus the arm without it)."
         )
     for released in found["released"]:
         text += _released_lines(released)
@@ -221,7 +222,9 @@ def _contrast_lines(c: Found) -> list[str]:
         told.append(f"      by seed: {seeds}{more}")
     closed = [f"{arm} {_part(g, c['n'])}" for arm, g in c["gap_closed"].items()]
     if closed:
-        told.append(f"      g (0 as dense, 1 as half the width): {'; '.join(closed)}")
+        told.append(
+            f"      g (0: as good as dense, 1: as bad as half the width): {'; '.join(closed)}"
+        )
     return told
 
 

@@ -50,8 +50,9 @@ def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | 
     heads = ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)]
     return text(
         tag("h3", "The same arms in several blocks"),
-        tag("p", "The share of the gap between dense and half the width that is left open, g: 0 as "
-                 "dense, 1 as half the width. It is what can be compared between scales."),
+        tag("p", "g is an arm's distance from dense as a fraction of the half-width model's: 0 is "
+                 "as good as dense, 1 as bad as half the width. Unlike losses, it can be compared "
+                 "between scales."),
         html.table("Gap left open, g [95 %], by block", heads, rows),
     )  # fmt: skip
 
@@ -72,17 +73,19 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
         ),
     ]
     if not done:
-        return text(parts, tag("p", "No runs yet. Make them:"), html.command(_run(name)))
+        return text(parts, tag("p", "No runs yet. To make them:"), html.command(_run(name)))
     parts += [tag("p", _gap(gap)) for gap in found["blocks"] if gap["block"] == name]
     parts.append(_table(shown, evidence, margin, found))
     if kind != "pilot":
         if shown.baseline in shown.arms:
-            caption = f"All arms of block {name}, the best above; arrows lead out of the figure."
+            caption = (
+                f"All arms of block {name}, best first; an arrow marks a value beyond the axis"
+            )
             drawn = difference_figure(shown, shown.rows, margin.share)
             parts.append(html.details(caption, tag("figure", drawn), open=True))
             parts.append(_curves(shown))
         parts.append(_notes(shown))
-    parts.append(tag("p", "Make what is missing:"))
+    parts.append(tag("p", "To make the missing runs:"))
     parts.append(html.command(_run(name)))
     parts.append(_again(shown))
     parts.append(_files(shown, links))
@@ -96,10 +99,11 @@ def _gap(gap: Found) -> str:
     return (
         f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])} "
         f"({NAMES.get(quantity, quantity)}), "
-        f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds; at least "
-        f"{scale.ENOUGH:g} times are asked for: {met}. "
+        f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds; to rank methods, "
+        f"a block should have at least {scale.ENOUGH:g}: {met}. "
     ) + (
-        f"It is {gap['other_ratio']:.1f} times that of the other arms' differences (median)."
+        f"It is {gap['other_ratio']:.1f} times the median standard deviation of the other arms' "
+        "differences."
         if gap["other_arms"]
         else ""
     )
@@ -167,7 +171,7 @@ def of_table(
         for label, arm in arms.items()
     ]
     heads = ["method", f"paper: {column}" if papers else "paper", *_heads(shown)]
-    told = "Small models: the order of the rows can be compared with the paper's, no number. "
+    told = "Small models: compare the order of the rows with the paper's, not the numbers. "
     link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
     return text(
         html.table(f"{table.title}, by block {name}", heads, rows, words=(0, 5, 6, 7, 8, 9)),
@@ -226,10 +230,10 @@ def _curves(shown: Shown) -> Markup:
         panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
     more = (
         f"Above: {NAMES[loss_name]}, minus that of {base} at the same seeds, from step "
-        f"{first:,.0f} on{f', {half} dashed' * (half in shown.arms)}; one scale for all arms, what "
-        "is beyond it is cut off. "
-        "Below, where masks change: share of the mask that flips in a step, on a logarithmic "
-        "scale. Lines are means over seeds, bands ± standard deviation."
+        f"{first:,.0f} on{f', {half} dashed' * (half in shown.arms)}; all arms share one scale, "
+        "and curves are cut off where they leave it. "
+        "Below, for arms whose masks change: the fraction of the mask that flips per step, on a "
+        "logarithmic scale. Lines are means over seeds, bands ± one standard deviation."
     )
     inside = tag("p", more), tag("div", panels, class_="panels")
     parts.append(html.details(f"Curves of every arm ({len(panels)})", inside, open=True))
@@ -248,15 +252,15 @@ def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
     if not inside:
         return text()
     drawn = curves(
-        f"{NAMES[quantity]}, of the leading arms",
+        f"{NAMES[quantity]} of the leading arms",
         lines,
         Scale(*span(inside), 250, 8),
         Scale(first, last, 44, 380),
         named=True,
     )
     caption = (
-        f"The leading arms' {NAMES[quantity]}, from step {first:,.0f} on, means over seeds. "
-        "Their differences have figures of their own below."
+        f"{NAMES[quantity].capitalize()} of the leading arms from step {first:,.0f} on, means over "
+        "seeds. The figures below show their differences from dense."
     )
     return tag("figure", drawn, tag("figcaption", caption))
 
@@ -281,9 +285,9 @@ def _again(shown: Shown) -> Markup:
         words = ["python", *command(run, runs)[1:]]
         line = shlex.join(word for word in words if not word.startswith("runs="))
         rows.append([run.arm, tag("code", line)])
-    told = f"With seed {shown.block.seeds[0]}; the other seeds likewise."
+    told = f"These are for seed {shown.block.seeds[0]}; change seed= for the others."
     if shown.block.source is not None:
-        told += " It starts from a finished run (init=), whose command is that of its own block."
+        told += " Each starts from a finished run (init=), which its own block makes."
     return html.details(
         "The command of every row",
         tag("p", told),
@@ -311,7 +315,7 @@ def _files(shown: Shown, links: Links) -> Markup:
         heads = ["file", "seed", shown.quantity, "revision", "device", "config"]
         drawn = html.table(f"Records of {arm}", heads, rows, words=(0, 3, 4, 5))
         parts.append(tag("div", drawn, id=html.slug("files", shown.block.name, arm)))
-    return html.details(f"The files that every number of {shown.block.name} comes from", parts)
+    return html.details(f"The files behind every number of {shown.block.name}", parts)
 
 
 def device(kept: Kept) -> str:

@@ -33,20 +33,22 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
         ),
         tag(
             "p",
-            "A verdict holds at the scale or on the device that stands beside it. Runs of one seed "
-            "share first weights and batches and are compared pair by pair: an effect is the mean "
-            "of their differences, of losses in nats, of flip rates in shares of the mask a step, "
-            "and [ ] its 95 % interval (Student's t), each by itself. p is that of what is "
-            "expected or of the contrary, by Holm's procedure within a claim: an interval can "
-            "leave out 0 where nothing is decided. Equality is tested within "
+            "A verdict holds only at the scale or on the device given with it. Runs with the same "
+            "seed have the same initial weights and batches and are compared in pairs. An effect "
+            "is the mean of the paired differences (losses in nats, flip rates as a fraction of "
+            "the mask per step), and [ ] is its 95 % interval (Student's t). p belongs to the "
+            "expected result or, where marked, to the contrary, and is adjusted for the number of "
+            "contrasts in a claim (Holm); so a single interval can exclude 0 although the verdict "
+            "is inconclusive. Two arms are equal if they differ by less than "
             f"{share['share']:g} of the gap between {share['lower']} and {share['upper']}.",
         ),
         tag(
             "p",
-            f"At least {rules['seeds']} seeds are needed: an effect so far, of fewer, is "
-            "preliminary. + says that more are asked for, because the interval is wider than half "
-            "of the effect (of the margin, if that is larger). Contrasts and rules, and which of "
-            "them are older than the runs, are in ",
+            f"A verdict needs at least {rules['seeds']} seeds; an effect from fewer is marked "
+            "'so far' and is preliminary. A + after the number of seeds means that more are asked "
+            "for, because the interval is wider than half of the effect (or of the margin, if that "
+            "is larger). The contrasts and rules, and which of them were fixed before the runs, "
+            "are in ",
             links.to(MEASURED.parent / "claims.yaml"),
             ".",
         ),
@@ -124,8 +126,9 @@ def _released(released: list[Found], arms: Arms) -> Markup:
         for r in released
     ]
     told = (
-        "Each beside the same training without it; effects are validation losses in nats. No paper "
-        "claims a defect, so none is judged."
+        "Each arm is trained with one defect of released code and compared with the same arm "
+        "without it. Effects are differences of validation loss in nats. No paper claims a defect, "
+        "so there is no verdict."
     )
     heads = ["contrast", "defect", "effect", "95 % interval", "seeds"]
     return text(

@@ -141,22 +141,22 @@ def main_figure(rules: Claims, evidence: Evidence) -> Markup:
 def _opening(rules: Claims, evidence: Evidence, found: dict[str, Any]) -> Markup:
     block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
     told = (
-        "Five papers train transformers with 2:4 sparsity: of every four weights two are zero, "
-        "which GPUs multiply faster. Here their methods stand side by side on one trainer, their "
-        "claims are tested with seeds, and every number leads to the file that it comes from."
+        "Five papers train transformers with 2:4 sparsity: two of every four weights are zero, "
+        "which lets GPUs multiply faster. This page compares their methods in one trainer, tests "
+        "their claims with several seeds, and links every number to the file it comes from."
     )
     parts = [tag("h1", "Which claims about 2:4 sparse training hold?"), tag("p", told)]
     if block.baseline not in block.arms:
-        return text(parts, tag("p", f"Block {MAIN}, whose figure stands here, has no runs yet."))
+        return text(parts, tag("p", f"Block {MAIN}, which the figure here shows, has no runs yet."))
     n = [block.rows[arm].pairs for arm in block.leading if block.rows[arm].pairs]
     seeds = f"{min(n)} to {max(n)}" if n and min(n) < max(n) else str(max(n, default=0))
     caption = (
-        f"{block.block.title}. How much more {block.quantity} than {block.baseline} each method "
-        f"has: mean and 95 % interval of the paired differences ({seeds} seeds, the small dots; a "
-        f"hollow mark is one seed, without an interval). The square is {block.yardstick}, a dense "
-        "model with half the FFN width: a method that is not left of it is no better than that "
-        "smaller model. The band, a quarter of that gap either way, is the margin of what counts "
-        "as good as dense."
+        f"{block.block.title}. Each row shows how far a method's {block.quantity} is above that of "
+        f"{block.baseline}: mean and 95 % interval of the paired differences over {seeds} seeds, "
+        "with each seed as a small dot (a hollow mark is a single seed without an interval). The "
+        f"square is {block.yardstick}, a dense model with half the FFN width: a method that is not "
+        "to the left of it is no better than that smaller model. Inside the shaded band, a quarter "
+        "of that distance on either side, a method counts as good as dense."
     )
     return text(
         parts,
@@ -204,7 +204,7 @@ def _own(own: Own, runs: Path, links: Links) -> Markup:
         heads = ["run", "val_loss", f"minus {arms[0][0].label}", "95 % interval", "results"]
         parts.append(html.table(str(folder), heads, cells, words=(0, 4)))
         parts.append(html.command(f"python -m experiments.compare {folder}"))
-    return text(parts or tag("p", f"There are no finished trainings in {runs}."))
+    return text(parts or tag("p", f"{runs} has no finished training runs."))
 
 
 def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, links: Links) -> Markup:
@@ -213,17 +213,18 @@ def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, link
         total = len(s.block.arms) * len(s.block.seeds)
         absent = [f"{arm} (seeds {', '.join(map(str, seeds))})" for arm, seeds in s.missing.items()]
         count = sum(map(len, s.missing.values()))
-        told = f"Block {s.block.name}: {total - count} of {total} runs are there."
+        told = f"Block {s.block.name}: {total - count} of {total} runs are done."
         gone = html.details(f"{count} are missing", tag("p", "; ".join(absent))) if absent else None
-        bad = [tag("p", "Without a finite number: ", links.to(k.path)) for k in s.diverged]
+        bad = [tag("p", "Runs whose result is not finite: ", links.to(k.path)) for k in s.diverged]
         parts.append(tag("li", told, gone, bad))
     lists: dict[str, list[Markup]] = {
-        "Outdated records: their arm is gone, or its config is another one now. They count "
-        "nowhere.": [text(links.to(k.path), f": {k.why}") for k in evidence.outdated],
-        "Begun and not finished here, with the last that they said.": [
+        "Outdated records, whose arm was removed or has another config now. They count nowhere.": [
+            text(links.to(k.path), f": {k.why}") for k in evidence.outdated
+        ],
+        "Runs that were started here but not finished, with their last message.": [
             text(links.to(path), f": {said}") for path, said in unfinished(runs, evidence)
         ],
-        "Of your own runs these cannot be shown.": [text(why) for why in own.trouble],
+        "Your own runs that cannot be shown.": [text(why) for why in own.trouble],
     }
     for reason, entries in lists.items():
         inside = tag("ul", [tag("li", entry) for entry in entries]) if entries else " None."
@@ -234,10 +235,10 @@ def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, link
 def _sources(evidence: Evidence, links: Links) -> Markup:
     root = HERE.parent
     files = {
-        "papers' values, with the source of each": root / "published.json",
-        "claims, contrasts and rules": root / "claims.yaml",
-        "which tables are covered, and why others are not": root / "coverage.yaml",
-        "pilot of the decay factors": EVIDENCE / "pilot_decay.json",
+        "the papers' values, each with its source": root / "published.json",
+        "the claims, contrasts and rules": root / "claims.yaml",
+        "which tables are covered, and why the others are not": root / "coverage.yaml",
+        "the pilot that chose the decay factors": EVIDENCE / "pilot_decay.json",
         "how blocks, tables and tiers work": root / "README.md",
     }
     listed = [tag("li", links.to(path), f": {words}") for words, path in files.items()]
@@ -251,10 +252,10 @@ def _sources(evidence: Evidence, links: Links) -> Markup:
     ]
     heads = ["revision", "device", "records", "blocks"]
     told = (
-        "Verdicts, means and intervals are computed from records (one file a run, listed below "
-        "each block) and from measured tables. + behind a revision says that the code had changes "
-        "that were not committed. A row is made again by the command below its block or table, at "
-        "its revision (git checkout REVISION)."
+        "Verdicts, means and intervals are computed from records (one file per run, listed below "
+        "each block) and from measured tables. A + after a revision means that the code had "
+        "uncommitted changes. To make a row again, check out its revision (git checkout REVISION) "
+        "and run the command below its block or table."
     )
     return text(
         tag("p", told),

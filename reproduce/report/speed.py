@@ -15,9 +15,9 @@ from reproduce.report.tables import MEASURED
 
 RECORDS = Path(bench.__file__).parents[1] / "bench_results"
 MEANS = {
-    "kernel": "one layer or linear by itself, forward and backward",
-    "step": "a whole model's step, with masks and packing",
-    "projected": "no whole model was timed: one layer stands for it, or bytes are counted",
+    "kernel": "one layer or linear on its own, forward and backward",
+    "step": "a training step of a whole model, with masks and packing",
+    "projected": "not a whole model: one timed layer represents it, or bytes are counted",
 }
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
 SHORT = 8  # rows of a figure that is open at first
@@ -34,9 +34,15 @@ def section(found: Found, links: Links) -> Markup:
         if measured["lines"] and not measured["than"]
     ]
     return text(
-        tag("p", "Factors of dense on the device that is named; the papers had others. Timed was:"),
+        tag(
+            "p",
+            "Speed relative to dense on the device named with each figure; the papers used others. "
+            "What was timed:",
+        ),
         tag("ul", kinds),
-        tag("p", "Full dots are ours, hollow diamonds the paper's, the line at 1 is dense."),
+        tag(
+            "p", "Filled dots are our values, hollow diamonds the paper's; the line at 1 is dense."
+        ),
         tag("h3", "Beside the papers"),
         drawn or tag("p", "Nothing was measured yet."),
         tag("h3", "Measured by experiments.bench"),

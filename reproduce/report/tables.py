@@ -94,7 +94,7 @@ def section(
             if not specs:
                 absent.append(tag("li", f"{item.name}: {item.caption}. {item.reason}."))
         if absent:
-            summary = f"Not covered: {len(absent)}, each with its reason"
+            summary = f"{len(absent)} not covered, with reasons"
             parts.append(html.details(summary, tag("ul", absent)))
     return html.text(parts)
 
@@ -127,7 +127,7 @@ def _where(made: Made) -> str:
 def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     device = made.fact("Device").partition(",")[0] or "-"
     revision = revisions(made.fact("Code"))
-    source: list[object] = [f"Tier {made.tier} was not run here; the paper's values stand above."]
+    source: list[object] = [f"Tier {made.tier} was not run here; the values above are the paper's."]
     if made.path is not None:
         beside = [made.path, made.path.with_suffix(".csv")]
         beside.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
@@ -138,8 +138,8 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     line = f"python -m reproduce {table.command}{paper} tier={made.tier}"
     return html.text(
         _grid(table, made, verdicts) if made.grid and made.grid.lines else None,
-        html.details("Settings and reservations", tag("ul", [tag("li", h) for h in made.header])),
-        tag("p", source, " Make it:"),
+        html.details("Settings and caveats", tag("ul", [tag("li", h) for h in made.header])),
+        tag("p", source, " To make it:"),
         html.command(line),
     )
 

@@ -113,7 +113,9 @@ def test_what_a_terminal_shows():
     assert shown[3].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
     assert shown[3].endswith(": confirmed")
     assert shown[4] == "      by seed: 0 -0.0200, 1 -0.0160, 2 -0.0230, 3 -0.0180, 4 -0.0230"
-    assert shown[5].startswith("      g (0 as dense, 1 as half the width): it -0.25 [-0.")
+    assert shown[5].startswith(
+        "      g (0: as good as dense, 1: as bad as half the width): it -0.25 [-0."
+    )
     assert not any("would settle it" in line for line in shown)
     for arm in ("so_so", "half"):  # inconclusive and refuted
         shown = verdicts.lines(verdicts.content(of((arm, "dense", "lower")), arms))
@@ -139,7 +141,9 @@ def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
     )
     assert shown[3].endswith("], n = 3")
     assert shown[4] == "      by seed: 0 -0.0200, 1 -0.0160, 2 -0.0230"
-    assert shown[5].startswith("      g (0 as dense, 1 as half the width): it -0.2")
+    assert shown[5].startswith(
+        "      g (0: as good as dense, 1: as bad as half the width): it -0.2"
+    )
     assert shown[6].endswith("not tested, 1 of 5 seeds of near and dense")
     first, second = verdicts.table(found)
     assert (first["verdict"], second["verdict"]) == ("not tested", "not tested")
