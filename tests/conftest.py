@@ -1,13 +1,35 @@
 """Triton's interpreter, and tiny random models of transformers for models and drivers."""
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 
 import pytest
 import torch
+import torch.multiprocessing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 os.environ.pop("COLUMNS", None)  # of the workers of pytest-xdist; what is printed would fit it
+
+
+# What takes ranks seconds to import.
+IMPORTED_ONCE = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "experiments.pretrain"]
+
+
+@pytest.fixture(scope="session")
+def start_ranks():
+    """start_ranks(function, *arguments, ranks=2): call function(rank, *arguments) in as many
+    processes and wait for them. All are forked from one that has imported torch."""
+    multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+    multiprocessing.forkserver.ensure_running()  # before a test changes the environment
+
+    def start(function, *arguments, ranks=2):
+        torch.multiprocessing.start_processes(
+            function, arguments, nprocs=ranks, start_method="forkserver"
+        )
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -341,9 +340,9 @@ def _two_ranks(rank, meeting_point, results):
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
 
-def test_two_ranks_equal_one(tmp_path, operators):
+def test_two_ranks_equal_one(start_ranks, tmp_path, operators):
     results = tmp_path / "gradients.pt"
-    mp.spawn(_two_ranks, ((tmp_path / "store").as_uri(), results), nprocs=2)
+    start_ranks(_two_ranks, (tmp_path / "store").as_uri(), results)
     found = torch.load(results, weights_only=True)
     assert len(found) == 6
     x = global_batch()

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -388,9 +387,9 @@ def _without_fp8(name, options):
 
 
 @pytest.fixture(scope="module")
-def steps_of_two_ranks(tmp_path_factory):
+def steps_of_two_ranks(start_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_two_ranks, ((folder / "store").as_uri(), folder / "steps.pt"), nprocs=2)
+    start_ranks(_two_ranks, (folder / "store").as_uri(), folder / "steps.pt")
     return torch.load(folder / "steps.pt", weights_only=True)
 
 

@@ -2,12 +2,12 @@
 
 import copy
 import io
+import multiprocessing
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -508,10 +508,10 @@ def swapped_pair():
     return model
 
 
-def test_two_ranks_equal_one(tmp_path):
+def test_two_ranks_equal_one(start_ranks, tmp_path):
     """DDP and FSDP2, whose layers see whole weights only inside the forward pass."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_two_ranks, ((tmp_path / "store").as_uri(), queue), nprocs=2)
+    queue = multiprocessing.get_context("forkserver").SimpleQueue()
+    start_ranks(_two_ranks, (tmp_path / "store").as_uri(), queue)
     found = queue.get()
     model, x = swapped_pair(), global_batch()
     (model(x) - x).square().mean().backward()

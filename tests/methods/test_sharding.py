@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -144,20 +143,20 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sharded")
 
 
-def trained(ranks, folder):
+def trained(start_ranks, ranks, folder):
     store, results = (folder / f"store{ranks}").as_uri(), folder / f"steps{ranks}of"
-    mp.spawn(_train, (ranks, store, folder, results), nprocs=ranks)
+    start_ranks(_train, ranks, store, folder, results, ranks=ranks)
     return whole([torch.load(f"{results}{rank}", weights_only=True) for rank in range(ranks)])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder):
-    return trained(2, folder)
+def two_ranks(start_ranks, folder):
+    return trained(start_ranks, 2, folder)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(folder, two_ranks):
-    return trained(4, folder)
+def four_ranks(start_ranks, folder, two_ranks):
+    return trained(start_ranks, 4, folder)
 
 
 @every_method

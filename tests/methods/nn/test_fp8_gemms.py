@@ -1,12 +1,12 @@
 """The three GEMMs in FP8: which values they multiply, in which precision, what they keep, and who
 runs them."""
 
+import multiprocessing
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import methods
@@ -182,9 +182,9 @@ def _choose_differently(rank, meeting_point, queue):
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
 
-def test_ranks_run_what_rank_0_chose(tmp_path):
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_choose_differently, ((tmp_path / "store").as_uri(), queue), nprocs=2)
+def test_ranks_run_what_rank_0_chose(start_ranks, tmp_path):
+    queue = multiprocessing.get_context("forkserver").SimpleQueue()
+    start_ranks(_choose_differently, (tmp_path / "store").as_uri(), queue)
     products = Products(fprop=True)
     assert queue.get() == [({"": products}, products, "rank 0 cannot")] * 2
 

@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -86,9 +85,9 @@ def _train(rank, store, results):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(start_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
-    mp.spawn(_train, ((folder / "store").as_uri(), folder / "rank"), nprocs=PARTS)
+    start_ranks(_train, (folder / "store").as_uri(), folder / "rank", ranks=PARTS)
     return [torch.load(f"{folder}/rank{rank}", weights_only=True) for rank in range(PARTS)]
 
 
