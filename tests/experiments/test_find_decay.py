@@ -1,7 +1,6 @@
 """The search for a decay factor: what is compared, with what, and what comes out."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -202,19 +201,10 @@ def test_the_command_ends_with_one_line_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_share_the_runs(overrides, search, tmp_path):
+def test_two_ranks_share_the_runs(overrides, search, run_on_two_ranks, tmp_path):
     """Several runs in one process group."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [sys.executable, *torchrun, "-m", "experiments.find_decay", *overrides]
-    command += ["train.warmup_steps=12", "candidates=[1.0]", f"runs={tmp_path / 'two'}"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    own = ["train.warmup_steps=12", "candidates=[1.0]", f"runs={tmp_path / 'two'}"]
+    run_on_two_ranks("experiments.find_decay", *overrides, *own)
     (path,) = (tmp_path / "two").glob("*/find_decay/*/decay.json")
     found, single = json.loads(path.read_text()), search(1.0)
     runs = single.dense_run(), single.sparse_run(1.0)

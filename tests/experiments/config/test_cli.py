@@ -110,8 +110,7 @@ def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
     arguments = [*overrides, "method=s_ste", "train.learning_rate=0", "train.min_learning_rate=0"]
     one = [*arguments, "impl.micro_batch=4", f"runs={tmp_path / 'one'}"]
     two = [*arguments, "impl.micro_batch=1", f"runs={tmp_path / 'two'}"]
-    done = python(*PRETRAIN, *one)
-    assert done.returncode == 0, done.stderr
+    pretrain.run(load(one), lambda _: None)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = python(*torchrun, *PRETRAIN, *two, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -192,7 +191,7 @@ def children(pid):
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
-def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path, shard):
+def test_a_rank_that_is_killed_is_started_anew(overrides, run_on_two_ranks, tmp_path, shard):
     """torchrun ends the others, starts all again, and they go on: the same losses to the last bit,
     across a refresh of the masks and the change to dense."""
     steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=150"]
@@ -213,8 +212,7 @@ def test_a_rank_that_is_killed_is_started_anew(tiny, overrides, tmp_path, shard)
         assert process.wait(timeout=300) == 0
         said.seek(0)
         assert "resumed at step" in said.read()
-    done = python(*torchrun, *PRETRAIN, *whole, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_on_two_ranks("experiments.pretrain", *whole)
     for key in ("loss", "grad_norm", "flip_rate", "phase"):
         found = losses(load(killed).directory(), key)
         assert found == losses(load(whole).directory(), key) and len(found) == 150

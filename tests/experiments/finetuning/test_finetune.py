@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -955,19 +954,7 @@ def test_adapters_on_a_sparse_model_are_kept_and_merged_under_its_mask(gpt2, mon
     assert sparse["lora"]["trained_parameters"] == ranks + 2 * 32
 
 
-def torchrun(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.run(
-        [*command, "-m", "experiments.finetune", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=HERE.parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2):
+def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2, run_on_two_ranks):
     """One step of all 48 sequences, in micro-batches of 20: the second rank's last one is empty."""
     more = ["mode=masked", "recipe.epochs=1", "recipe.batch_size=48", "recipe.warmup_fraction=0"]
     own = config(gpt2, "rte", *more, "impl.micro_batch=20")
@@ -978,8 +965,8 @@ def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2):
             finetune.run(own, quiet)
         else:
             given = [f"run={gpt2}", "task=rte", f"data.source={GLUE}", *QUICK, *CPU, *more]
-            done = torchrun(*given, "impl.micro_batch=20", f"impl.shard={shard}")
-            assert done.returncode == 0, done.stderr
+            given += ["impl.micro_batch=20", f"impl.shard={shard}"]
+            run_on_two_ranks("experiments.finetune", *given)
         texts = {name: (own.directory() / name).read_bytes() for name in kept}
         weights = load_file(own.directory() / "model.safetensors")
         shutil.rmtree(gpt2 / "finetune")

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,53 +312,51 @@ def test_distillation_is_that_of_training_alone(tmp_path):
     assert torch.equal(model.train()(**batch).loss, LlamaForCausalLM.forward(model, **batch).loss)
 
 
-RANK = """
-import sys
-import torch
-from transformers import TrainingArguments
-sys.path.insert(0, sys.argv[2])
-from test_hf_trainer import MICRO, STEPS, MethodCallback, Ordered, build, records, sequences
+def main():
+    """Train on the ranks that there are, into the folder that is the first argument."""
+    torch.set_num_threads(1)
+    model, method = build("ast distilling")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = TrainingArguments(
+        output_dir=sys.argv[1],
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO // ranks,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_steps=STEPS,
+        logging_steps=1,
+        learning_rate=1e-3,
+        ddp_broadcast_buffers=False,
+        dataloader_drop_last=True,
+    )
+    callback = MethodCallback(method, model, arguments)
+    trainer = Ordered(
+        model,
+        arguments,
+        train_dataset=sequences(),
+        callbacks=[callback],
+        optimizers=callback.optimizers,
+    )
+    trainer.train()
+    masks = [layer.mask for layer in method.sparse_layers.values()]
+    path = f"{sys.argv[1]}/rank{arguments.process_index}.pt"
+    torch.save({"records": records(trainer), "masks": masks}, path)
+    if ranks > 1:
+        os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
-torch.set_num_threads(1)
-model, method = build("ast distilling")
-ranks = int(sys.argv[3])
-arguments = TrainingArguments(
-    output_dir=sys.argv[1], max_steps=STEPS, per_device_train_batch_size=MICRO // ranks,
-    report_to=[], use_cpu=True, disable_tqdm=True, save_steps=STEPS, logging_steps=1,
-    learning_rate=1e-3, ddp_broadcast_buffers=False, dataloader_drop_last=True,
-)
-callback = MethodCallback(method, model, arguments)
-trainer = Ordered(
-    model, arguments, train_dataset=sequences(), callbacks=[callback],
-    optimizers=callback.optimizers,
-)
-trainer.train()
-torch.save(
-    {"records": records(trainer), "masks": [layer.mask for layer in method.sparse_layers.values()]},
-    f"{sys.argv[1]}/rank{arguments.process_index}.pt",
-)
-"""
 
-
-def test_two_ranks_distil_as_one(tmp_path):
+def test_two_ranks_distil_as_one(run_on_two_ranks, monkeypatch, tmp_path):
     """The first step is that of one process, and both ranks end with the same masks."""
-    (tmp_path / "rank.py").write_text(RANK)
-    found = {}
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
         folder.mkdir()
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        arguments = [tmp_path / "rank.py", folder, Path(__file__).parent, str(ranks)]
-        done = subprocess.run(
-            [sys.executable, *(torchrun if ranks == 2 else []), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr
-        found[ranks] = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
-    ((one,), (two, other)) = found.values()
+    monkeypatch.setattr("sys.argv", ["", str(folders[0])])
+    main()
+    run_on_two_ranks(__name__, folders[1])
+    (one,), (two, other) = (
+        [torch.load(path) for path in sorted(folder.glob("rank*.pt"))] for folder in folders
+    )
     assert all(map(torch.equal, two["masks"], other["masks"]))
     first, shared = one["records"][0], two["records"][0]
     assert first["loss"] == pytest.approx(shared["loss"], abs=1e-4)  # it is logged rounded
