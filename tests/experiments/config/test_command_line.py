@@ -56,12 +56,12 @@ def test_help_describes_the_driver(capsys, monkeypatch, driver, groups):
 def test_help_shows_the_choice_that_is_named(capsys, monkeypatch):
     _, out = shown(capsys, monkeypatch, "pretrain", "method=sr_ste", "train.steps=7", "-h")
     assert re.search(r"^method=sr_ste, one of: ast bi_mask dense ", out, re.M)
-    assert "\n  method.decay_on=gradients   gradients | weights\n" in out
-    assert "\n  train.steps=7               optimizer steps\n" in out
+    assert "\n  method.decay_on=gradients   the decay acts on: gradients | weights\n" in out
+    assert "\n  train.steps=7               number of optimizer steps\n" in out
     # A file in a folder, made from one that is not in one.
     _, out = shown(capsys, monkeypatch, "pretrain", "method=released/slope", "-h")
     assert re.search(r"^method=released/slope, one of: ast bi_mask dense ", out, re.M)
-    assert "\n  method.mask=random          random | magnitude, chosen once\n" in out
+    assert "\n  method.mask=random          random | magnitude; the mask is chosen once\n" in out
 
 
 def test_help_of_a_choice_that_does_not_exist_is_one_line(capsys, monkeypatch):
