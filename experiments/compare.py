@@ -1,15 +1,14 @@
 """Compare finished runs: `python -m experiments.compare runs/gpt2-stdlib`.
 
-Takes the directories of runs, folders that hold some, or patterns of such.
-Runs that differ in nothing but the seed are averaged; each of the others is
-compared with the baseline seed by seed, since runs of one seed share first
-weights and batches.
+Takes run directories, folders that contain runs, or patterns. Runs that differ
+only in the seed are averaged. Each group is compared with the baseline seed by
+seed, because runs with the same seed share initial weights and batches.
 
-    baseline=NAME  what the others are compared with, by its name in the table,
-                   the folder of its runs (ste-steps_60-8cdc4f70) or its method
-                   (default: dense, or else the first)
+    baseline=NAME  group to compare with: its name in the table, the folder of
+                   its runs (ste-steps_60-8cdc4f70) or its method (default:
+                   dense, or else the first)
     metric=PATH    number in result.json (default: metrics.val_loss)
-    out=FOLDER     for compare.md, .csv, -runs.csv, -curves.csv and .png
+    out=FOLDER     folder for compare.md, .csv, -runs.csv, -curves.csv and .png
                    (default: runs/compare)
 """
 

@@ -1,9 +1,9 @@
 """Train a ViT without labels: `python -m experiments.dino model=vit_nano method=semi_sparse`.
 
-Self-distillation (DINO, models/dino.py) on the images of `data`; the training itself is that of
-`experiments.pretrain`, with the same files in the same place. What it delivers is the teacher's
-ViT. Then its frozen features are probed (experiments/evaluation/probes.py): `knn_top1` and
-`linear_top1` stand among the metrics of `result.json`.
+Trains by self-distillation (DINO, models/dino.py) on the images of `data`. Training and files are
+those of `experiments.pretrain`. The resulting model is the teacher's ViT. Its frozen features are
+then evaluated (experiments/evaluation/probes.py); `knn_top1` and `linear_top1` are among the
+metrics of `result.json`.
 """
 
 from __future__ import annotations

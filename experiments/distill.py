@@ -1,13 +1,12 @@
 """Retrain a trained model with a method: `python -m experiments.distill model.path=FOLDER`.
 
-The model is a causal language model of transformers, with `method=ast` (a 2:4 mask that adapts, and
-distillation from the dense model) unless another method is named. Or it is one of our own: then
-`model=gpt2_nano init=RUN` starts from the weights of a finished run.
+The model is a causal language model of transformers, or with `model=gpt2_nano init=RUN` the model
+of a finished run. The default is `method=ast`: an adaptive 2:4 mask and distillation from the dense
+model.
 
-The run itself is that of `experiments.pretrain`, with the same files in the same place; in addition
-`export/` is what plain transformers loads with `from_pretrained` (`experiments.export`), tokenizer
-included unless the model came without one. Low-rank terms (SLoRB) are merged there into dense
-weights.
+Training and files are those of `experiments.pretrain`. In addition, `export/` contains the model
+and its tokenizer, if it has one, for `from_pretrained` of transformers (`experiments.export`).
+Low-rank terms (SLoRB) are merged there into dense weights.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Measure a trained model: `python -m experiments.evaluate run=DIR ppl=wikitext2`.
 
     run=DIR              a finished run, or model.path=FOLDER, a causal model of transformers
-    weights=sparse       as the method ended; dense: the dense master weights, where it keeps them
-    ppl=wikitext2        perplexity on the test split of WikiText-2, of a FILE, or of standard input
+    weights=sparse       the method's final weights; dense: the dense weights under the masks
+    ppl=wikitext2        perplexity on the test split of WikiText-2, on a FILE, or on standard input
                          (-), by the protocol of experiments/evaluation/perplexity.py
     tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/evaluation/zero_shot.py);
-                         ast, slope and slope_glue stand for the tasks of these papers
+                         ast, slope and slope_glue select the tasks of these papers
     images=val           top-1 and top-5 on the validation images of the run, or of data.source
-    images=features      k-NN and logistic regression of frozen features
+    images=features      k-NN and logistic regression on frozen features
                          (experiments/evaluation/probes.py)
 
-The density and the legality of every converted linear are measured with any of them, or alone.
-Numbers are those of fp32 unless `dtype` says otherwise. `result.json` goes into
-`<run>/evaluate/<hash of what is evaluated>`, for a folder of transformers into
-`<runs>/evaluate/<folder>-<hash>`; what is there is not computed again.
+Density and illegal groups of every converted linear are always measured. Computation is in fp32
+unless `dtype` says otherwise. `result.json` is written to `<run>/evaluate/<hash>`, or for a folder
+of transformers to `<runs>/evaluate/<folder>-<hash>`. Existing results are not computed again.
 """
 
 from __future__ import annotations

@@ -1,27 +1,28 @@
 """Export a finished run for plain transformers: `python -m experiments.export run=DIR`.
 
-The folder (`to=FOLDER`; by default `export` in the run directory, with the form behind it where it
-is another: `export-bf16-compressed`) holds
+The folder (`to=FOLDER`; by default `export` in the run directory, or for other forms a name such as
+`export-bf16-compressed`) contains
 
-    config.json, model.safetensors   the model; pruned weights are real zeros, all of them +0
-    tokenizer.json, ...              the tokenizer of the run, where it has one
-    preprocessor_config.json         of a ViT: size, mean and standard deviation of its images
+    config.json, model.safetensors   the model; pruned weights are true zeros, all of them +0
+    tokenizer.json, ...              the tokenizer of the run, if it has one
+    preprocessor_config.json         for a ViT: size, mean and standard deviation of its images
     README.md                        the model card: data, loss, method, licence, how to load it
-    .eval_results/                   what `experiments.evaluate` measured of these weights on data
-                                     of the hub, in its form
-    sparse24.json                    of each sparse tensor pattern, axis, density, illegal groups
-                                     and SHA-256; the SHA-256 of every file
+    .eval_results/                   measurements of these weights by `experiments.evaluate` on data
+                                     of the hub, in the hub's format
+    sparse24.json                    pattern, axis, density, illegal groups and SHA-256 of each
+                                     sparse tensor; the SHA-256 of every file
     sparse24/masks.safetensors       the masks as bits
 
-No config of sparsity or quantisation is written, which loaders refuse. The groups of a pattern run
-along a linear's inputs. `nn.Linear` stores [out, in]; GPT-2 of transformers keeps its linears as
-`Conv1D`, stored [in, out], so there they run along axis 0.
+No sparsity or quantisation config is written, because loaders refuse these. The groups of a pattern
+run along a linear's inputs. `nn.Linear` stores [out, in]; transformers' GPT-2 stores its `Conv1D`
+layers as [in, out], so there they run along axis 0.
 
-With `compressed=true` the weights are in sparse24.safetensors instead: 2:4 ones as values and 2-bit
-positions, 9/16 of the bytes of bf16 (`dtype=bf16`). `models.sparse.load(FOLDER)` reads both.
+With `compressed=true` the weights are in sparse24.safetensors instead. 2:4 weights are stored as
+values and 2-bit positions, 9/16 of the bytes of bf16 (`dtype=bf16`). `models.sparse.load(FOLDER)`
+reads both forms.
 
-What transformers has no place for becomes dense: low-rank terms are merged into the weights. The
-Cramming form of BERT (`glu`, no biases, ...) has no architecture there and is refused.
+Low-rank terms have no place in transformers and are merged into the weights, which become dense.
+The Cramming form of BERT (`glu`, no biases, ...) does not exist there and is refused.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Find feasible decay factors: `python -m experiments.find_decay 'candidates=[6e-5,2e-4]'`.
 
-The procedure of FST (arXiv 2404.01847, section 4). With too small a decay factor the masks go on
-oscillating, with too large a one they freeze; flip rates tell so long before the loss does. The
-warm-up of the configured training is run once densely and once per candidate, from the same
-weights on the same batches, and
+Follows FST (arXiv 2404.01847, section 4). If the decay factor is too small, the masks keep
+oscillating; if it is too large, they freeze. Flip rates show this long before the loss does. The
+warm-up of the configured training is run once densely and once per candidate, from the same weights
+on the same batches. Then
 
     mu = flip rate with the candidate / flip rate of the dense run
 
-with both as means over the last quarter of the warm-up. Here a candidate counts as feasible if
+where both are means over the last quarter of the warm-up. A candidate counts as feasible if
 0.60 <= mu <= 0.95. In these runs masks are chosen in every step, whatever the method's own period,
-for mu compares flips per step. The masks of the dense run are virtual and of the method's own kind:
-under the same updates transposable masks flip more often than row-wise ones.
+because mu compares flips per step. The masks of the dense run are not applied; they are of the
+method's own kind, because transposable masks flip more often than row-wise ones under the same
+updates.
 
-The runs are those of `experiments.pretrain`, in the same places: what is finished is not repeated,
-what was stopped goes on. The comparison, `decay.json`, `decay.md` and `decay.png`, is written to
+The runs and their files are those of `experiments.pretrain`: finished ones are not repeated,
+interrupted ones continue. The comparison, `decay.json`, `decay.md` and `decay.png`, is written to
 `runs/<model>-<data>/find_decay/<method>-<hash>`.
 """
 

@@ -1,16 +1,15 @@
 """Fine-tune a pre-trained GPT-2 or BERT: `python -m experiments.finetune run=DIR task=cola`.
 
-`task` is one of the nine of GLUE, `squad`, `own` (texts and labels of your own), or `glue`: those
-that the recipe lists, one after the other, in one table.
-`model.path=FOLDER` takes a checkpoint of transformers (a causal model or BERT) instead of a run; it
-is fine-tuned densely, with mode=masked under the zeros of its 2:4 linears, or by LoRA.
+`task` is one of GLUE's nine tasks, `squad`, `own` (your own texts and labels), or `glue` (the tasks
+that the recipe lists, one after the other, in one table). `model.path=FOLDER` uses a checkpoint of
+transformers (a causal model or BERT) instead of a run. It is fine-tuned densely, with mode=masked
+under the zeros of its 2:4 linears, or with LoRA.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
 dev split after each epoch, and at the end `model.safetensors`, `predictions/` and `result.json`;
-for `glue` also `glue.csv` and, where the data have test splits, `submission.zip`. The result is
-that of the last epoch, never the best one, as in the papers. A finished run is recognised and not
-repeated; one that was stopped goes on from its last checkpoint. Under torchrun the ranks share each
-batch.
+for `glue` also `glue.csv` and, if the data have test splits, `submission.zip`. As in the papers,
+the result is that of the last epoch, not of the best. A finished run is not repeated; an
+interrupted one continues from its last checkpoint. Under torchrun the ranks share each batch.
 """
 
 from __future__ import annotations

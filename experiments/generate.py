@@ -1,26 +1,27 @@
 """Generate text with a finished run: `python -m experiments.generate run=DIR prompt="import os"`.
 
-The prompt is taken as it is typed, line breaks, quotation marks and equals signs included:
+The prompt is used exactly as typed, including line breaks, quotation marks and
+equals signs:
 
     prompt="Hello, my name is"   or --prompt "def f(x):"
-    prompt=-                     standard input, which is also read where no
-                                 prompt is given and something is piped in
+    prompt=-                     standard input, which is also read if there is
+                                 no prompt and input is piped in
     prompt_file=PATH             a text file
 
-Of standard input and of a file one last line break is left out. The text ends
-after `tokens` tokens or at the model's end-of-text token; a terminal shows it
-as it comes. It is the most likely one, or with a temperature a random one:
+One final line break of standard input or of a file is removed. Generation ends
+after `tokens` tokens or at the model's end-of-text token; a terminal shows the
+text as it is generated. By default each token is the most likely one; with a
+temperature it is random:
 
     temperature=0.8 top_k=50 top_p=0.95 seed=1
 
-With `sparse=true` (the default) the 2:4 linears then run packed, where the
-device can multiply so, from as many tokens on as that is faster
+With `sparse=true` (the default), if the device supports it, the 2:4 linears
+then run packed wherever that is faster for the number of tokens
 (models/packed.py), and the tokens per second of both are compared: the median
-of `repeats` generations of `tokens` tokens, prompt included, after one that is
-not counted. Where it cannot, the reason is printed. These lines go to standard
-error. A token at a time gives products of as few rows as `batch` says, which
-are rarely enough; `python -m experiments.bench serve` shows from where on they
-are.
+of `repeats` generations of `tokens` tokens, including the prompt, after one
+that is not counted. Otherwise the reason is printed. These lines go to standard
+error. Generating token by token gives products with only `batch` rows, which
+are rarely enough; `python -m experiments.bench serve` shows how many are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Say what a training needs before it is begun: `python -m experiments.plan experiment=...`.
+"""Predict what a training needs: `python -m experiments.plan experiment=...`.
 
-Prints the memory of a GPU by what it is for, the number of GPUs that have enough, steps, tokens,
-and days at the measured speed of the model that is most like it. Takes the settings of
-`experiments.pretrain`, and by their experiment files those of `distill` and `dino`; needs neither
-a GPU nor data nor weights.
+Prints the memory of a GPU by purpose, the number of GPUs that have enough, steps, tokens, and days
+at the measured speed of the most similar model. Takes the settings of `experiments.pretrain` and,
+through their experiment files, those of `distill` and `dino`. Needs no GPU, data or weights.
 """
 
 from __future__ import annotations

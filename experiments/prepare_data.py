@@ -1,7 +1,7 @@
-"""Text to token files: `python -m experiments.prepare_data data=openwebtext data.source=FOLDER`.
+"""Convert text to token files: `python -m experiments.prepare_data data=openwebtext`.
 
-One path for every corpus (experiments/data/prepare.py). A folder appears under its name only when
-it is complete; one that is there is kept.
+Works for every corpus (experiments/data/prepare.py); `data.source=FOLDER` takes local files. The
+folder gets its final name only when it is complete; an existing one is kept.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Pre-train a model from scratch with a method: `python -m experiments.pretrain method=s_ste`.
 
-With `init=RUN` it starts from the weights of that finished run; with `init=FOLDER` from those of a
-GPT-2, BERT or ViT of transformers, read into a model of ours of the same shape. `model=hf
-model.path=FOLDER` trains a causal model of transformers as it is.
+`init=RUN` starts from the weights of a finished run, `init=FOLDER` from those of a GPT-2, BERT or
+ViT of transformers, loaded into our model of the same shape. `model=hf model.path=FOLDER` trains a
+causal model of transformers as it is.
 
 Writes into the run directory (`runs/<model>-<data>/<method>-<tag>-<hash>/seed<n>`): `config.json`,
-`metrics.jsonl`, `checkpoints/` while it runs, and at the end `model.safetensors` (plain weights,
-pruned entries zero) and `result.json`. A finished run is recognised and not repeated; one that was
-stopped goes on from its last checkpoint. Under torchrun the ranks share each batch.
+`metrics.jsonl`, `checkpoints/` during the run, and at the end `model.safetensors` (plain weights
+with zeros for pruned entries) and `result.json`. A finished run is not repeated; an interrupted one
+continues from its last checkpoint. Under torchrun the ranks share each batch.
 """
 
 from __future__ import annotations

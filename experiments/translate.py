@@ -1,18 +1,17 @@
 """Train a Transformer to translate: `python -m experiments.translate method=s_ste`.
 
-The default task needs no network: German numbers into English ones. WMT14 from English to German is
-`model=transformer_base`, with `data.source=FOLDER` for local files. The training itself is that of
-`experiments.pretrain`, with the same files in the same place. Then the sentences of the test split
-are translated by beam search, with the averaged weights where there are some
-(`train.average_last`):
+The default task needs no network: German number words to English ones. For WMT14 English to German
+use `model=transformer_base`, with `data.source=FOLDER` for local files. Training and files are
+those of `experiments.pretrain`. Then the test split is translated by beam search, with averaged
+weights if there are any (`train.average_last`):
 
-    search.beam=4            hypotheses that are kept
+    search.beam=4            number of hypotheses
     search.length_penalty=0.6
-    search.longer=50         tokens that a translation may have more than its source
+    search.longer=50         maximum number of tokens beyond the length of the source
 
-The translations go into `translations.txt` of the run, a line each; `bleu`, `bleu_tokenized` and
-`exact_match`, all in percent (experiments/evaluation/bleu.py), into the metrics of `result.json`,
-with the first two of the validation split as `val_bleu` and `val_bleu_tokenized`.
+The translations are written to `translations.txt` in the run directory, one per line. The metrics
+in `result.json` include `bleu`, `bleu_tokenized` and `exact_match`, all in percent
+(experiments/evaluation/bleu.py), and `val_bleu` and `val_bleu_tokenized` for the validation split.
 """
 
 from __future__ import annotations

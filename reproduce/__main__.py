@@ -1,7 +1,7 @@
 """The command line of tables, blocks, claims and the report: `python -m reproduce --help`.
 
 Trains what is missing and writes `runs/tables/<name>-<tier>` as .md, .csv, -runs.csv and .png.
-Exit status: 0 if every cell of the tier exists, 1 if not, 2 for arguments that mean nothing.
+Exit status: 0 if every cell of the tier exists, 1 if not, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ RUNS = Path("runs")
 ALL = "all"
 USAGE = """\
 python -m reproduce quickstart
-    every method against dense training, on a CPU
+    compare seven methods with dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
-    Table 2 of every paper that has one, or of one; likewise table1, figure7 and
-    the others of --list; mini shows what the blocks have measured
+    make Table 2 of every paper that has one, or of one paper; likewise table1,
+    figure7 and the others of --list; mini shows committed results of blocks
 python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
-    every table and figure, one after the other, a summary in runs/tables and
-    the page of results; what is finished is not run again
+    make every table and figure, a summary in runs/tables, and the page of
+    results; finished runs are not repeated
 python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
-    the many small runs that claims are judged by, on all GPUs; the blocks are
-    in reproduce/blocks
+    run the many small trainings that test the claims, on all GPUs; the blocks
+    are in reproduce/blocks
 python -m reproduce claims
-    the papers' claims with their verdicts, from the runs of the blocks and the
-    measured speeds; also written to runs/report
+    judge the papers' claims by the runs of the blocks and the measured speeds,
+    and write the verdicts to runs/report
 python -m reproduce report [figure=FILE]
-    one page of all results, runs/report/index.html; or the main figure of the
-    committed ones alone, as SVG
+    write one page with all results, runs/report/index.html, or only the main
+    figure of the committed results, as SVG
 python -m reproduce --list
-    every table of every paper: tiers, what they need, what has been run, and
-    which are not covered"""
+    list every table of every paper: tiers, what they need, what has been run,
+    and which are not covered"""
 
 
 class UsageError(UserError):

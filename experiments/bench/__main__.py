@@ -1,7 +1,7 @@
 """Benchmarks: `python -m experiments.bench linear --only ste`.
 
-No time is printed before everything that is to be timed has agreed with a plain
-formulation of it on the same shapes. All benchmarks of a device go into one
+Every result is first checked against a plain formulation on the same shapes; no
+time is printed unless they agree. All benchmarks of a device go into one
 record, from which `report` makes a table and a figure.
 """
 
@@ -30,13 +30,13 @@ from experiments.support.errors import Terminated, UserError, raise_on_sigterm
 from experiments.support.results import environment
 
 BENCHMARKS = {
-    "ops": "every operator beside a copy",
-    "linear": "forward and backward of one linear by each method, beside dense ones",
-    "block": "the same of a feed-forward block of GPT-2",
+    "ops": "every operator, compared with a copy",
+    "linear": "forward and backward of one linear with each method and dense",
+    "block": "the same for a feed-forward block of GPT-2",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
-    "memory": "what a training step and a linear hold at their peak, and its parts",
-    "driver": "the real command, with data, logging and evaluation, beside a bare loop",
-    "serve": "prefill and generation of a LLaMA with packed 2:4 weights, beside dense ones",
+    "memory": "peak memory of a training step and of a linear, and its parts",
+    "driver": "a real training with data, logging and evaluation, compared with a bare loop",
+    "serve": "prefill and generation of a LLaMA with packed 2:4 weights and dense ones",
     "profile": "kernel time of a step by kind: products, sampling, packing, attention, ...",
 }
 OF_STEPS = ("train", "memory", "profile")
@@ -65,24 +65,24 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text in BENCHMARKS.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there")
+        command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
         command.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
         command.add_argument("--repeats", type=int, default=7)
         command.add_argument("--only", nargs="+", default=["*"], help="globs on the names of rows")
         command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
-        command.add_argument("--table", type=Path, help="markdown of the whole record")
-        command.add_argument("--revision", help="of the code, where this is no git checkout")
-        command.add_argument("--quick", action="store_true", help="tiny shapes: does it run?")
+        command.add_argument("--table", type=Path, help="Markdown file for the whole record")
+        command.add_argument("--revision", help="revision of the code, if this is no git checkout")
+        command.add_argument("--quick", action="store_true", help="tiny shapes, as a quick check")
         if name in OF_STEPS:
             globs = "globs on the shapes of rows"
             command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
-            fused = "with methods.FusedAdamW in the place of torch's fused AdamW"
+            fused = "use methods.FusedAdamW instead of torch's fused AdamW"
             command.add_argument("--fused", action="store_true", help=fused)
         if name == "driver":
-            overrides = "of `experiments.pretrain`; default: GPT-2 124M on a GPU"
+            overrides = "settings of `experiments.pretrain`; default: GPT-2 124M on a GPU"
             command.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
         elif name == "serve":
-            sizes = "of the models, on a GPU"
+            sizes = "sizes of the models, on a GPU"
             command.add_argument(
                 "--size", nargs="+", choices=("1.1B", "7B"), default=["1.1B"], help=sizes
             )
@@ -90,20 +90,20 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--matmul",
                 choices=("dense", "cusparselt", "cuda", "auto"),
-                help="of the methods; default: auto on a GPU, dense elsewhere",
+                help="products of the methods; default: auto on a GPU, dense elsewhere",
             )
         command.set_defaults(command=run, benchmark=name)
-    probe = commands.add_parser("probe", help="what this GPU and cuSPARSELt do with 2:4")
+    probe = commands.add_parser("probe", help="show what this GPU and cuSPARSELt do with 2:4")
     probe.add_argument("--out", type=Path, default=Path("runs/bench/probe.json"))
     probe.set_defaults(command=run_probe)
     report = commands.add_parser(
         "report",
-        help="RECORD.md and the figures of a record, or one record beside a newer one",
+        help="write RECORD.md and the figures of a record, or compare two records",
     )
     report.add_argument("record", type=Path)
-    newer = "compare with this one; exit status 1 if a row became slower by more than 3 %%"
+    newer = "newer record to compare with; exit status 1 if a row became over 3 %% slower"
     report.add_argument("newer", type=Path, nargs="?", help=newer)
-    report.add_argument("--table", type=Path, help="markdown of the comparison")
+    report.add_argument("--table", type=Path, help="Markdown file for the comparison")
     report.set_defaults(command=run_report)
     return parser
 
