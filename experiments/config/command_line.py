@@ -19,11 +19,11 @@ sweeps over `key=1,2`, --cfg job prints the config, --hydra-help lists more."""
 
 
 def take_texts(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(the arguments that are left for hydra, flags first, and by name those that are plain text).
+    """Split the arguments into those for hydra, flags first, and a dict of the plain-text ones.
 
-    `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give everything that follows, as it is: quotation
-    marks, brackets, equals signs and line breaks are no grammar there. Of `a=1 -m b=2`, hydra's
-    parser would not take what follows the flag.
+    `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give the text as it is typed, with quotation marks,
+    brackets, equals signs and line breaks. Flags come first because hydra's parser ignores what
+    follows the flag in `a=1 -m b=2`.
 
     Raises:
         UserError: a text that is missing, given twice, or not UTF-8.
@@ -63,8 +63,8 @@ def help_text(
     the comments on them in conf/, at most 79 characters a line.
 
     Args:
-        docstring: its first line is "What it does: `example`.".
-        groups: those that the driver reads, and nothing else of its config; () = all of it.
+        docstring: the driver's; its first line has the form "What it does: `example`.".
+        groups: the config groups that the driver reads; () = its whole config.
     """
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf, open_dict
@@ -110,7 +110,7 @@ _WHOLE_WORDS: Any = {
 
 
 def comments(path: Path) -> dict[str, str]:
-    """The comments behind the options of a yaml file and of the files in its defaults list, by
+    """The comments after the options of a yaml file and of the files in its defaults list, by
     dotted key."""
     if not path.is_file():
         return {}
@@ -138,7 +138,7 @@ def comments(path: Path) -> dict[str, str]:
 
 
 def named(default: str, path: Path) -> Path:
-    """The path of a file that the defaults list of the file `path` names."""
+    """The path of the file that the entry `default` in the defaults list of `path` refers to."""
     folder = CONF if default.startswith("/") else path.parent
     return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
 
@@ -163,7 +163,7 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
 
 
 def as_typed(value: Any) -> str:
-    """A value as it is typed on the command line: `null`, `true`, `[1,2]`."""
+    """A value as one types it on the command line: `null`, `true`, `[1,2]`."""
     if isinstance(value, list):
         return f"[{','.join(map(as_typed, value))}]"
     return (
@@ -172,7 +172,7 @@ def as_typed(value: Any) -> str:
 
 
 def _wrapped(block: str) -> str:
-    """A paragraph of a docstring, wrapped. In an indented one each line is an entry of its own,
+    """A paragraph of a docstring, wrapped. In an indented paragraph each line is a separate entry,
     deeper lines continue it, and two spaces separate its key from its text."""
     if not block.startswith(" "):
         return textwrap.fill(" ".join(block.split()), WIDTH, break_on_hyphens=False)

@@ -66,7 +66,7 @@ def typed(schema: type, group: str, values: Any) -> Any:
 def one_line_errors(config_name: str | None = None) -> Iterator[None]:
     """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`.
 
-    config_name: of the primary config, in which a key that does not exist is looked for.
+    config_name: the primary config, from which similar keys are suggested for one that is unknown.
     """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -125,7 +125,7 @@ def _similar(key: str, config_name: str | None) -> str:
     return f"; {' or '.join(found)} may be meant" if found else ""
 
 
-# Lines of hydra's messages that tell a user nothing.
+# Lines of hydra's messages that do not help a user.
 _NOISE = (
     *("To append to your config", "Key '", "full_key", "object_type", "Config search path"),
     *("provider=", "_common", "_distillation"),

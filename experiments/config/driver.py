@@ -28,13 +28,12 @@ def driver(
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
     Args:
-        typed: makes the config of `main` out of the composed one, and of `texts` by their names.
-        after_stop: what the same command does after an interrupt.
-        texts: arguments that are taken as they are typed and never read by hydra.
-        groups: those of the config that `main` reads and `--help` shows; () = all, and what is in
-            none.
-        after_sweep: called with what `main` returned for each run of a sweep that ended well,
-            on rank 0.
+        typed: makes the config of `main` from the composed one; it also gets the `texts` by name.
+        after_stop: what the same command will do after an interrupt, for the message.
+        texts: arguments that are taken as typed and never parsed by hydra.
+        groups: the config groups that `main` reads and `--help` shows; () = the whole config.
+        after_sweep: called on rank 0 with the results of `main` for the runs of a sweep that
+            succeeded.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -50,7 +49,7 @@ def driver(
                         config = typed(composed, **given)
                     try:
                         returned.append(main(config))
-                    except ValueError as error:  # our own, not one of the arguments
+                    except ValueError as error:  # a defect of ours, not a wrong argument
                         raise RuntimeError(str(error)) from error
 
             # Hydra then raises its errors instead of printing them over several lines.
@@ -79,15 +78,16 @@ def driver(
 
 
 def _is_main() -> bool:
-    """True on rank 0 of those that torchrun started, and in a process alone."""
+    """True on torchrun's rank 0, and in a process that torchrun did not start."""
     return not int(os.environ.get("RANK", "0"))
 
 
 def end_rank() -> NoReturn:
-    """End this process with status 0 and without finalising the interpreter.
+    """End this process with status 0 without finalising the interpreter.
 
-    A thread of gloo that still waits for the interpreter's lock then would abort the process, and
-    torchrun would call a finished run failed (github.com/pytorch/pytorch/pull/179291).
+    During finalisation a gloo thread that still waits for the interpreter's lock would abort the
+    process, and torchrun would report a finished run as failed
+    (github.com/pytorch/pytorch/pull/179291).
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -97,9 +97,9 @@ def end_rank() -> NoReturn:
 
 @contextmanager
 def exit_with_one_line(after_stop: str) -> Iterator[None]:
-    """End the process with one line on a `UserError`, a file that cannot be written or want of
-    memory (status 1), on an interrupt (130) or when it is told to terminate (143). A signal reaches
-    every rank, and rank 0 tells of it.
+    """End the process with one line of message: on a `UserError`, a file that cannot be written or
+    lack of memory with status 1, on an interrupt with 130, on SIGTERM with 143. A signal reaches
+    every rank, and rank 0 reports it.
     """
     raise_on_sigterm()
     try:
@@ -111,7 +111,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        # A full disk, say, comes without a name.
+        # Some errors, such as a full disk, have no file name.
         sys.exit(f"error: {error.filename or 'a file'}: {error.strerror}")
     except (MemoryError, RuntimeError) as error:
         if not memory.is_exhausted(error):

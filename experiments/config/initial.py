@@ -1,8 +1,8 @@
-"""Loads the weights that a run starts from: a transformers checkpoint, or a finished run.
+"""Loads the weights that a run starts from: a transformers checkpoint or a finished run.
 
-A checkpoint is trained as the model of transformers that it is (`model=hf`), or read into a model
-of ours of the same shape (`init=FOLDER`). Neither it nor a run enters an identity by its path: a
-checkpoint does so by the hash of its files, a run by the hash of its config.
+A checkpoint is trained as a transformers model (`model=hf`), or read into a model of this project
+of the same shape (`init=FOLDER`). In a run's identity a checkpoint stands with the hash of its
+files and a finished run with the hash of its config; paths do not count.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.vit import ViT
 
-# In the directory of a finished run: plain weights as the method ends, those of the averaged copy,
-# and what the method's layers held before they became plain.
+# Files of a finished run: the final plain weights, those of the averaged copy, and the state of the
+# method's layers before they became plain.
 WEIGHTS, AVERAGED, LATENT = "model.safetensors", "ema.safetensors", "latent.safetensors"
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A checkpoint of transformers; `build` takes it as a causal language model.
+    """A transformers checkpoint; `build` loads it as a causal language model.
 
-    path: a local folder, or an id on the hub, owner/name@revision to pin it. block_size: tokens per
-    training sequence; null = as many as the model takes.
+    path: a local folder, or an id on the hub, which owner/name@revision pins.
+    block_size: tokens per training sequence; null = as many as the model takes.
     """
 
     path: str
@@ -60,14 +60,14 @@ class HFConfig:
         """The local folder of the checkpoint; one on the hub is downloaded into the hub's cache.
 
         Raises:
-            UserError: it is neither here nor there, or holds no weights in safetensors.
+            UserError: it is neither a local folder nor on the hub, or has no safetensors weights.
         """
         folder = Path(self.path)
         if not folder.is_dir():
             folder = hub.download(self.path, _CHECKPOINT_FILES, "model.path")
         if [path.name for path in folder.glob("*.safetensors")] == [sparse.WEIGHTS]:
             raise UserError(
-                f"model.path={self.path} is a compressed export, which models.sparse.load alone "
+                f"model.path={self.path} is a compressed export, which only models.sparse.load "
                 "reads; export the run without compressed=true"
             )
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
@@ -79,7 +79,7 @@ class HFConfig:
 
     @property
     def pinned(self) -> str:
-        """`path`; an id on the hub gets the commit that was downloaded. Results name it."""
+        """`path`, for results; an id on the hub is pinned to the commit that was downloaded."""
         commit = None if Path(self.path).is_dir() else hub.commit(self.folder)
         return self.path if commit is None else f"{self.path.partition('@')[0]}@{commit}"
 
@@ -129,8 +129,8 @@ class HFConfig:
         """This project's model with the same outputs, on the CPU in fp32.
 
         Raises:
-            UserError: it is none of GPT-2, BERT (with its head for masked words) and ViT, or has
-                settings that ours do not have.
+            UserError: it is not GPT-2, BERT (with its head for masked words) or ViT, or has
+                settings that our models do not support.
         """
         import transformers
         from transformers.utils import logging
@@ -141,7 +141,7 @@ class HFConfig:
         def has(part: str) -> bool:
             return any(part in name for name in names)
 
-        # The heads among a checkpoint's tensors tell which class of transformers it belongs to.
+        # The heads in a checkpoint show which transformers class it belongs to.
         choices: dict[str | None, tuple[str, Callable[[Any], GPT | BertLM | ViT]]] = {
             "gpt2": ("GPT2LMHeadModel", gpt2.from_hf),
             "bert": (
@@ -160,7 +160,7 @@ class HFConfig:
             loaded, info = getattr(transformers, kind).from_pretrained(
                 self.folder, use_safetensors=True, output_loading_info=True
             )
-            # The pooler of a ViTModel is no part of its features.
+            # The pooler of a ViTModel does not contribute to its features.
             if missing := [n for n in sorted(info["missing_keys"]) if "pooler" not in n]:
                 raise ValueError(f"{missing[0]} and {len(missing) - 1} more weights are missing")
             return convert(loaded.float())
@@ -186,23 +186,23 @@ def _model_type(folder: Path) -> str | None:
 
 
 def _checkpoint(directory: Path) -> HFConfig | None:
-    """`directory` as a transformers checkpoint; None if it holds (or will hold) a run."""
+    """`directory` as a transformers checkpoint; None if it holds, or will hold, a run."""
     return None if _model_type(directory) is None else HFConfig(str(directory))
 
 
 def source_hash(directory: Path) -> str:
-    """Hash of what `init=directory` stands for: the config of a finished run, or the weights of a
-    checkpoint of transformers."""
+    """The hash that identifies `init=directory`: of a finished run's config, or of a transformers
+    checkpoint's weights."""
     hf = _checkpoint(directory)
     return read_training(directory)["config_hash"] if hf is None else hf.fingerprint
 
 
 def weight_files(directory: Path, weights: str) -> dict[str, str]:
-    """SHA-256 of the files that the `weights` (`sparse`, `dense`) of a finished run, or of a
-    checkpoint of transformers, come from.
+    """The SHA-256 of the files that hold the `weights` (`sparse` or `dense`) of a finished run, or
+    the weights of a transformers checkpoint, by file name.
 
     Raises:
-        UserError: there is no finished run, or they are missing or damaged.
+        UserError: there is no finished run, or a file is missing or damaged.
     """
     names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
     if _checkpoint(directory) is None:
@@ -212,9 +212,9 @@ def weight_files(directory: Path, weights: str) -> dict[str, str]:
 
 
 def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
-    """A sentence on the first file of a finished run that is missing or changed, or None. `names`:
-    what to check, by the names under which it was saved, where the run has it; without names, all.
-    A run that stored no hashes must have its weights."""
+    """A sentence about the first file of a finished run that is missing or changed; None if all are
+    intact. names: the files to check, by the names they were saved under, as far as the run has
+    them; without names all. A run without stored hashes must at least have its weights."""
     vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
     if not isinstance(vouched, dict) or {*map(type, vouched.values())} - {str, type(None)}:
         return f"{directory / RESULT} is damaged (files in it are no hashes by their names)"
@@ -232,20 +232,20 @@ def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
 
 
 def check_run_files(directory: Path, result: dict[str, Any], *names: str) -> None:
-    """Raise a `UserError` that names the command to make the run again, where there is `damage`."""
+    """Raise a `UserError` with the command that makes the run again if there is `damage`."""
     if wrong := damage(directory, result, *names):
         how = result.get("command") or f"the settings are in {directory / 'config.json'}"
         raise UserError(f"{wrong}; make the run again: {how}")
 
 
 def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None:
-    """Copy the weights of the finished run or transformers checkpoint in `directory` into the plain
-    `model`, in place. One on the meta device gets the parameters that it would have.
+    """Load the weights of the finished run or transformers checkpoint in `directory` into the plain
+    `model`, in place. A model on the meta device only gets the parameters that loading would add.
 
-    file: its name, in a run.
+    file: the name of the weights' file in a run.
 
     Raises:
-        UserError: they are missing, damaged or of another architecture.
+        UserError: the weights are missing, damaged or of another architecture.
     """
     hf = _checkpoint(directory)
     if hf is not None and next(model.parameters()).is_meta:
@@ -260,7 +260,7 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
     if wrong:
         raise UserError(
             f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
-            "more differ; set model.* as there"
+            "more differ; set model.* as in that run"
         )
     with torch.no_grad():
         for name, parameter in own.items():

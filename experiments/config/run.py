@@ -4,9 +4,9 @@ The config is composed and resolved once; every group becomes a frozen dataclass
 does not exist or a value of the wrong kind stops the run before any work. No code beyond
 this folder sees a `DictConfig`.
 
-`train` and the other groups say what is computed; `impl` may change nothing but the speed.
-So the identity of a run is a hash of everything except `impl` and paths, and its directory is
-found by that alone: never by the clock, never by the machine.
+`train` and the other groups say what is computed; `impl` may change only the speed. The identity of
+a run is therefore a hash of everything except `impl` and paths. Its directory depends on this hash
+alone, not on the time or the machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from models.vit import ViT, ViTConfig
 
 ModelConfig = GPTConfig | BertConfig | TransformerConfig | ViTConfig | HFConfig
 
-# By the first part of a model's `name`: its config class, that of its data, and which data fit.
+# For the first part of a model's `name`: the config classes of model and data, and the data that
+# fit.
 FAMILIES: dict[str, tuple[type, type, str]] = {
     "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
     "bert": (BertConfig, MLMConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
@@ -66,10 +67,11 @@ FAMILIES: dict[str, tuple[type, type, str]] = {
 class RunConfig:
     """A run's whole configuration. `method_options`: the method's own `Config`.
 
-    init: directory of a finished run whose weights this one starts from, or of a checkpoint of
-        transformers. dino: set where the model teaches itself (`experiments.dino`).
-    notes: sentences on what was changed so that the parts fit together.
-    command: the line that makes this run, if it was composed from one.
+    init: the directory of a finished run, or of a transformers checkpoint, whose weights this run
+        starts from.
+    dino: settings of self-distillation (`experiments.dino`), else None.
+    notes: sentences about settings that were changed to fit together.
+    command: the command line that makes this run, if it was composed from one.
     """
 
     seed: int
@@ -107,13 +109,13 @@ class RunConfig:
         return identity
 
     def init_weights(self) -> dict[str, str] | None:
-        """SHA-256 of the weight files that it starts from, by name; None with random weights. A run
-        of the same config may have been made again with other weights."""
+        """SHA-256 of the weight files that the run starts from, by name; None for random weights.
+        They are recorded because a run of the same config may be made again with other weights."""
         return None if self.init is None else weight_files(self.init, "sparse")
 
     def with_seed(self, seed: int) -> RunConfig:
-        """The config that the same overrides with another `seed` compose, without its command. The
-        method's seed follows, unless it was set to another value than the run's."""
+        """The config that the same overrides compose with another `seed`, without a command. The
+        method's seed follows the run's, unless it was set to a different value."""
         options = self.method_options
         if options.seed == self.seed:
             options = dataclasses.replace(options, seed=seed)
@@ -152,7 +154,7 @@ class RunConfig:
         }
 
     def build_model(self) -> Model:
-        """The model with its first weights, on the CPU; random ones from torch's generator.
+        """The model with its initial weights, on the CPU; random ones come from torch's generator.
 
         Raises:
             UserError: the checkpoint or run that it starts from does not fit.
@@ -166,8 +168,7 @@ class RunConfig:
         return DINO(model, self.dino)
 
     def build_shape(self) -> Model:
-        """The model of `build_model` on the meta device: its tensors have no numbers, and take no
-        memory."""
+        """The model of `build_model` on the meta device, where its tensors take no memory."""
         with torch.device("meta"):
             if isinstance(self.model, HFConfig):
                 return self.model.build_shape()
@@ -178,11 +179,12 @@ class RunConfig:
         return methods.module(self.method).Method(self.method_options)
 
     def open_source(self, model: nn.Module, device: torch.device | None = None) -> Source:
-        """The data set as batches of the shape that `model` takes, which runs on `device`, or else
-        where it is.
+        """The data set as batches of the shape that `model` takes.
+
+        device: where the model will run; by default where it is now.
 
         Raises:
-            UserError: they are missing, damaged or do not fit the model.
+            UserError: the data are missing, damaged or do not fit the model.
         """
         if isinstance(self.data, ImageConfig):
             assert isinstance(self.model, ViTConfig)
@@ -202,10 +204,10 @@ class RunConfig:
 
 
 def build_model(shape: ModelConfig) -> Model:
-    """A plain model of this shape: random weights, or those of the checkpoint that it names.
+    """A plain model of this shape, with random weights or those of its checkpoint.
 
     Raises:
-        UserError: its weights are larger than the memory.
+        UserError: the weights do not fit into memory.
     """
     if isinstance(shape, HFConfig):
         return shape.build()
@@ -226,8 +228,8 @@ def build_model(shape: ModelConfig) -> Model:
 
 
 def _parameters(kind: type[nn.Module], shape: Any) -> float:
-    """Number of parameters of a model of this shape, extrapolated from its one- and two-layer
-    forms."""
+    """The number of parameters of a model of this shape, extrapolated from models with one and two
+    layers."""
     depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
     counts = []
     for layers in (1, 2):
@@ -276,7 +278,7 @@ def freeze(given: Any) -> RunConfig:
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
         if "name" not in values:
-            raise UserError(f"{group}: this file is a part of others and no {group} of its own")
+            raise UserError(f"{group}: this file is only a part of others, not a complete {group}")
     method_name, model_name = str(method.pop("name")), str(model.pop("name"))
     schema = methods.module(method_name).Config
     if "dino" in groups and not model_name.startswith("vit"):
@@ -298,7 +300,7 @@ def freeze(given: Any) -> RunConfig:
             f"data={data.get('name')} does not fit model={model_name}, which takes {takes}"
         )
     if isinstance(shape, HFConfig) and shape.has_tokenizer:
-        data["tokenizer"] = str(shape.folder)  # no other tokens mean anything to its weights
+        data["tokenizer"] = str(shape.folder)  # its weights work only with its own tokenizer
     config = RunConfig(
         seed=run.seed,
         tier=run.tier,
@@ -356,8 +358,8 @@ def _check_together(config: RunConfig) -> None:
         for what, there in unfit.items():
             if there:
                 raise UserError(
-                    f"train.descent_every={config.train.descent_every} measures by passes of its "
-                    f"own, which it cannot with {what}; set train.descent_every=0"
+                    f"train.descent_every={config.train.descent_every} needs extra passes, which "
+                    f"do not work with {what}; set train.descent_every=0"
                 )
     if isinstance(config.data, PairsConfig) and config.train.ramp_batch is not None:
         raise UserError("train.ramp_batch is not for pairs of sentences; set it to null")

@@ -1,7 +1,7 @@
 """Names run directories: the hash of the config identifies a run, a readable tag describes it.
 
-The tag is a function of the config like the hash, but no part of what a run is known by: it may be
-told otherwise tomorrow, and a run that is there under another one, or under none, is still found.
+The tag is a function of the config, but does not identify a run: its wording may change between
+versions, and a run is still found under an older tag or without one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SHORT = {"learning_rate": "lr", "batch_size": "batch"}
 
 
 def find(parent: Path, digest: str, seed: int, name: Callable[[], str]) -> Path:
-    """`<parent>/<name>-<digest>/seed<seed>`, or the existing directory with this digest, whatever
-    its name; of several, one that has this seed."""
+    """`<parent>/<name>-<digest>/seed<seed>`, or the existing directory with this digest under any
+    name; if there are several, one that has this seed."""
     there = sorted(parent.glob(f"*-{digest}"), key=lambda p: (not (p / f"seed{seed}").exists(), p))
     folder = there[0] if there else parent / f"{name()}-{digest}"
     return folder / f"seed{seed}"
 
 
 def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], more: str) -> str:
-    """The readable tag: the method with its non-default options, then the files of `model` and
-    `train` closest to these values and what differs from them, then `more`. It holds letters,
-    digits and `._+-` alone, so that it needs no quotes in a shell or as `run=DIR`."""
+    """The readable tag: the method with its non-default options, then the config files of `model`
+    and `train` closest to these values with the differences from them, then `more`. It consists of
+    letters, digits and `._+-`, so that it needs no quotes in a shell or as `run=DIR`."""
     words = []
     for group, values in (("method", method), ("model", model), ("train", train)):
         values = json.loads(json.dumps(values))  # tuples as lists, as in a file

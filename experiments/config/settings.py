@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-# Larger values are typing errors: the list of batch sizes alone would fill the memory.
+# Larger values are typing errors, and the list of batch sizes would fill the memory.
 _LARGEST = {"steps": 10**8, "batch_size": 10**8, "ramp_micro_steps": 10**8}
 _THREADS = 1024
-_HIGHEST = 1e6  # of a learning rate: above it, the product with a decay factor may overflow fp32
+_HIGHEST = 1e6  # a higher learning rate times a decay factor may overflow fp32
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
 DTYPES = ("fp32", "bf16", "fp16")
 AUTO = "auto"
 SCHEDULES = ("cosine", "linear", "sqrt", "inverse_sqrt", "triangle")
-# Settings that a schedule does not have.
+# Settings that a schedule does not use.
 UNUSED = {
     "sqrt": ("min_learning_rate", "cooldown_steps"),
     "inverse_sqrt": ("min_learning_rate", "cooldown_steps"),
@@ -28,28 +28,29 @@ UNUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training that change its result. Batches are counted in samples (sequences,
+    """Settings of a training that change its result. Batches are counted in samples (sequences or
     images), periods in optimizer steps.
 
     batch_size: samples per optimizer step, over all ranks and micro-batches.
     optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
-    learning_rate: peak. schedule: how it falls, see `experiments.training.schedules`;
-        `warmup_steps` before that it rises from `warmup_learning_rate`, and over the last
-        `cooldown_steps` it goes on from `min_learning_rate` to 0. `sqrt` and `inverse_sqrt` have no
-        minimum and no cooldown, `triangle` no warm-up either: these settings must be 0 there.
-    weight_decay_end: the decay goes from `weight_decay` to it along a cosine; null = constant.
-    grad_clip: global norm; 0 = off. eval_samples: held-out samples per evaluation.
-    ema: factor by which an averaged copy of the weights keeps its value in a step; 0 = no copy.
-    average_last, average_every: the averaged copy is instead the mean of this many states of the
-        weights, or as many as a short run has, so many steps apart, the last one being that of the
-        end; 0 = no copy.
+    learning_rate: the peak. schedule: how it falls from there (`experiments.training.schedules`).
+        Before, it rises for `warmup_steps` from `warmup_learning_rate`; in the last
+        `cooldown_steps` it falls from `min_learning_rate` to 0. `sqrt` and `inverse_sqrt` have no
+        minimum and no cooldown, and `triangle` has no warm-up either: these settings must be 0.
+    weight_decay_end: the decay follows a cosine from `weight_decay` to this; null = constant.
+    grad_clip: largest global norm; 0 = off. eval_samples: held-out samples per evaluation.
+    ema: decay factor per step of an averaged copy of the weights; 0 = no copy.
+    average_last, average_every: the averaged copy is instead the mean of the last `average_last`
+        states of the weights, taken every `average_every` steps and ending with the final one;
+        0 = no copy.
     ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
         this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
-    descent_every: every so many steps the change of the loss on a step's own batch is predicted and
-        measured (experiments/training/descent.py), at the price of more than a step; 0 = never.
-    dtype: of autocast, `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
-    fp8_samples: samples over which a method takes its FP8 scales: they are a micro-batch of a rank;
-        null = the batch of a step, in one piece.
+    descent_every: steps between two comparisons of the predicted with the measured change of the
+        loss on a step's own batch (experiments/training/descent.py), each of which costs more than
+        a step; 0 = never.
+    dtype: dtype of autocast: `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
+    fp8_samples: number of samples over which FP8 scales are taken, which is also the micro-batch of
+        a rank; null = the whole batch of a step.
     """
 
     steps: int
@@ -165,7 +166,7 @@ class TrainConfig:
 
     @cached_property
     def batch_sizes(self) -> np.ndarray:
-        """[steps] int64: samples of each optimizer step. With a ramp, only whole steps count."""
+        """Samples of each optimizer step, int64 [steps]. With a ramp, only whole steps count."""
         if self.ramp_batch is None or self.ramp_micro_steps is None:
             return np.full(self.steps, self.batch_size, dtype=np.int64)
         most, done = self.batch_size // self.ramp_batch, 0
@@ -179,19 +180,18 @@ class TrainConfig:
 
     @cached_property
     def samples_before(self) -> np.ndarray:
-        """[steps + 1] int64: samples seen before each step, the last entry those of the
-        whole run."""
+        """Samples seen before each step, int64 [steps + 1]; the last entry is the run's total."""
         return np.concatenate([[0], np.cumsum(self.batch_sizes)])
 
     @property
     def epoch_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None where a run does not go by epochs."""
+        """Optimizer steps per epoch; None if the run is not divided into epochs."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochConfig(TrainConfig):
-    """A training in whole epochs over `samples` samples, whose last batch is what is left."""
+    """A training in whole epochs over `samples` samples; an epoch's last batch may be smaller."""
 
     samples: int
 
@@ -209,10 +209,10 @@ class EpochConfig(TrainConfig):
 
 
 def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of `train` with a warm-up that fits into its steps, and a sentence if that
-    shortened it.
+    """The settings of `train` with a warm-up that fits into its steps, and a note if it had to be
+    shortened.
 
-    The recipe's own length of a run is not known here; a tenth of the steps is usual.
+    The run length that the recipe was made for is not known here; a tenth of the steps is usual.
     """
     steps, warmup, cooldown = (train.get(f"{k}steps", 0) for k in ("", "warmup_", "cooldown_"))
     if not all(type(value) is int and value >= 0 for value in (steps, warmup, cooldown)):
@@ -229,23 +229,27 @@ def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 class ImplConfig:
     """Settings of a training that change only how fast and where it runs.
 
-    device: `auto`, `cpu` or `cuda`. matmul: backend of products with a 2:4 operand
-    (`Method.accelerate`). repack_backward: the packed operand of dgrad is made in each backward
-    pass and not held in between, for less memory and a little more time; for `slope`.
-    micro_batch: samples per rank and forward pass; null = all of a step, or with FP8
-    `train.fp8_samples`. optimizer: AdamW's update, the decay under the mask, new masks and packed
-    weights `fused` in one pass over the weights (`methods.FusedAdamW`), for methods that it serves,
-    or `separate`. cuda_graphs: forward and backward passes are replayed from CUDA graphs instead of
-    launched kernel by kernel: on one GPU, with batches of one shape; `auto`: where nothing speaks
-    against it (`experiments.training.graphs.choose`). shard: what several ranks share: the batch
-    alone (`ddp`), or weights, gradients and moments as well (`fsdp2`).
-    offload: what `fsdp2` shares lies in the memory of the host, where the optimizer steps, and a
-    block's weights come to the GPU for its passes.
-    activation_checkpointing: a transformer block keeps its input alone for the backward pass, in
-    which it is computed again: a third more work, for less memory.
-    checkpoint_every: optimizer steps; 0 = never. threads: of the CPU; 0 = torch's choice, less the
-    workers. workers: processes per rank that read images; 0 = this one. loggers: of `tensorboard`,
-    `wandb`, beside the JSONL file.
+    device: `auto`, `cpu` or `cuda`.
+    matmul: backend of products with a 2:4 operand (`Method.accelerate`).
+    repack_backward: pack dgrad's operand in each backward pass instead of keeping it, which takes
+        less memory and a little more time; for `slope`.
+    micro_batch: samples per rank and forward pass; null = the whole batch of a step, or with FP8
+        `train.fp8_samples`.
+    optimizer: `fused` does AdamW's update, masked decay, new masks and packing in one pass over the
+        weights (`methods.FusedAdamW`), for methods that support it; `separate` does not.
+    cuda_graphs: replay forward and backward passes from CUDA graphs instead of launching each
+        kernel. It needs one GPU and batches of one shape; `auto` decides
+        (`experiments.training.graphs.choose`).
+    shard: what several ranks share: only the batch (`ddp`), or also weights, gradients and moments
+        (`fsdp2`).
+    offload: with `fsdp2`, keep the shards in the host's memory, where the optimizer runs; a block's
+        weights are moved to the GPU for its passes.
+    activation_checkpointing: keep only the input of each transformer block and recompute the block
+        in the backward pass: a third more work, for less memory.
+    checkpoint_every: optimizer steps between checkpoints; 0 = never.
+    threads: CPU threads; 0 = torch's choice minus the workers.
+    workers: processes per rank that read images; 0 = none besides this one.
+    loggers: `tensorboard` and `wandb`, in addition to the JSONL file.
     """
 
     device: str = "auto"
@@ -279,8 +283,8 @@ class ImplConfig:
                 )
         if self.offload and self.shard != "fsdp2":
             raise ValueError(
-                f"impl.offload=true with impl.shard={self.shard}: only weights that ranks share "
-                "are offloaded; set impl.shard=fsdp2"
+                f"impl.offload=true with impl.shard={self.shard}: only sharded weights can be "
+                "offloaded; set impl.shard=fsdp2"
             )
         if self.cuda_graphs not in (True, False, AUTO):
             raise ValueError(
@@ -288,12 +292,12 @@ class ImplConfig:
             )
         if self.cuda_graphs is True and self.activation_checkpointing:
             raise ValueError(
-                "impl.cuda_graphs=true with impl.activation_checkpointing=true: what is computed "
-                "again is not captured; set one of them to false"
+                "impl.cuda_graphs=true with impl.activation_checkpointing=true: recomputation "
+                "cannot be captured in a CUDA graph; set one of them to false"
             )
         unknown = set(self.loggers) - {"tensorboard", "wandb"}
         if unknown:
-            raise ValueError(f"impl.loggers={sorted(unknown)}; choose of tensorboard, wandb")
+            raise ValueError(f"impl.loggers={sorted(unknown)}; choose from tensorboard, wandb")
         if self.checkpoint_every < 0:
             raise ValueError(
                 f"impl.checkpoint_every={self.checkpoint_every}; it must not be negative"

@@ -1,1 +1,1 @@
-"""Text data: its sources, their tokens, and the batches that are cut from these."""
+"""Text data: sources, tokenizers, token files, and batches for the trainer."""

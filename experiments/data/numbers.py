@@ -1,10 +1,10 @@
-"""German numbers and the same in English: a translation task that needs no files.
+"""German numbers and their English translations: a translation task that needs no files.
 
     zweihundertvierunddreißigtausendfünf    two hundred thirty-four thousand five
 
-A German number is one word, with the ones before the tens; so a model has to split it and to change
-the order. The numbers lie below a million and are chosen by a hash; those of the three splits are
-different.
+A German number is one word with the ones before the tens, so a model must learn to split it and to
+change the order. The numbers are below a million and chosen by a hash; the three splits are
+disjoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 LIMIT = 10**6
-SIZES = {"test": 500, "val": 500, "train": 20_000}  # in the order in which they are chosen
+SIZES = {"test": 500, "val": 500, "train": 20_000}  # the splits are filled in this order
 
 _GERMAN = (
     *("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn"),

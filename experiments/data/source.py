@@ -1,8 +1,9 @@
-"""The data source that the trainer takes its batches from: text, masked text, images or crops.
+"""The interface of data sources, from which the trainer takes batches: text, masked text, images or
+crops.
 
-A batch is a dict of tensors, the keyword arguments of the model, whose first dim is the sample, on
-the CPU or where the model is: `model(**batch)` returns (output, loss), the loss a mean over the
-batch's targets.
+A batch is a dict of tensors, the model's keyword arguments, on the CPU or on the model's device;
+the first dim is the sample. `model(**batch)` returns (output, loss), where the loss is a mean over
+the batch's targets.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ Request = tuple[int, range]
 class TrainingSource(Protocol):
     """Training batches of one data set, for one shape of sample.
 
-    A source that may leave out samples has one attribute more, `skipped`: a set of int, the indices
-    in the training split of those that `batches` has met so far and left out. A trainer keeps them
-    in its checkpoints, and joins those of all ranks, with `update`.
+    A source that may leave out samples also has the attribute `skipped`: a set of int, the indices
+    in the training split of samples that `batches` has left out so far. A trainer keeps them in its
+    checkpoints and merges those of all ranks.
     """
 
     @property
     def tokens_per_sample(self) -> int:
-        """Rows that a sample gives to a linear layer of the model; a mean where they differ."""
+        """The number of rows that a sample contributes to the input of a linear layer of the model;
+        the mean if it varies."""
 
     @property
     def directory(self) -> Path:
@@ -36,7 +38,7 @@ class TrainingSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the data. Checkpoints and results of other data are not used."""
+        """A hash of the data. Checkpoints and results with another hash are not used."""
 
     @property
     def unit(self) -> str:
@@ -44,14 +46,13 @@ class TrainingSource(Protocol):
 
     @property
     def one_shape(self) -> bool:
-        """True if all batches of as many samples have the same shapes."""
+        """True if all batches with equally many samples have the same shapes."""
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.
 
-        A batch is a pure function of the seed and its request, so ranks, micro-batches and a
-        resumed run that ask for their share see exactly what one process would see. Requests may be
-        read ahead.
+        A batch depends only on the seed and its request, so ranks, micro-batches and a resumed run
+        get exactly what one process would get. Requests may be read ahead.
         """
 
 
@@ -66,11 +67,11 @@ class Source(TrainingSource, Protocol):
         """The fixed `count` evaluation samples, at most `eval_size`, whatever `batch_size` is."""
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """(sums over the counted targets by metric, their number) of one evaluation batch.
+        """(sums over the counted targets by metric, number of targets) of one evaluation batch.
 
-        `loss` is always among the metrics; a sum of it is `loss * number`.
+        One metric is always `loss`, whose sum is `loss * number`.
         """
 
     def describe(self) -> dict[str, Any]:
-        """The data's entry in `result.json`, under `corpus`: `name`, `splits`, hashes, and how many
-        samples were left out."""
+        """The data's entry `corpus` in `result.json`: `name`, `splits`, hashes, and the number of
+        samples left out."""

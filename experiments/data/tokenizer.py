@@ -1,9 +1,9 @@
 """Tokenizers as tiktoken's `Encoding`, or with its interface; an end-of-text token separates
 documents.
 
-GPT-2's own vocabulary where it can be had; otherwise a byte-level BPE, or BERT's WordPiece, trained
-on the corpus by the `tokenizers` library and kept in its `tokenizer.json` format, which
-transformers reads too; or the tokenizer of a transformers checkpoint.
+There are GPT-2's own vocabulary, if it is cached or can be downloaded; a byte-level BPE or BERT's
+WordPiece, trained on the corpus by the `tokenizers` library and kept in its `tokenizer.json`
+format, which transformers can read; and the tokenizer of a transformers checkpoint.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
         counts.update(text)
     common = sorted((-count, c) for c, count in counts.items() if not c.isspace())
     alphabet = sorted(c for _, c in common[: min(1000, vocab_size // 8)])
-    # The trainer breaks ties by ids, and gives out those of the pieces of one character within a
-    # word in an order of its own, another one in each process, unless it is told them.
+    # The trainer breaks ties by ids. It assigns those of one-character pieces inside a word in an
+    # order that differs between processes, unless the pieces are given.
     inner = [f"##{c}" for c in alphabet if len(split.pre_tokenize_str("a" + c)) == 1]
     trained = Tokenizer(models.WordPiece(unk_token=UNK))
     trained.pre_tokenizer = split
@@ -130,7 +130,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
         show_progress=False,
     )
     trained.train_from_iterator(texts, trainer)
-    # Anew, because the pieces above are special tokens only to the trainer.
+    # Build the tokenizer again, because these pieces must be special tokens only for the trainer.
     tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=UNK))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, split
     tokenizer.decoder = decoders.WordPiece()
@@ -144,7 +144,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
 class HFTokenizer:
     """A `tokenizer.json` with the part of tiktoken's interface that this project uses.
 
-    revision: the commit that it has on the hub, if it is from there.
+    revision: its commit, if it is from the hub.
     """
 
     def __init__(self, text: str, end_of_text: int, revision: str | None = None) -> None:
@@ -154,7 +154,7 @@ class HFTokenizer:
         self._tokenizer = Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # the name of one in a text is text
+        self._tokenizer.encode_special_tokens = True  # "[CLS]" in a text is encoded as text
 
     @property
     def n_vocab(self) -> int:
@@ -187,8 +187,8 @@ def check_vocabulary(highest: int, size: int) -> None:
     `highest`."""
     if highest >= size:
         raise UserError(
-            f"the tokenizer gives the id {highest}, but the model has {size} tokens: it is that of "
-            "another model"
+            f"the tokenizer gives the id {highest}, but the model has {size} tokens: use the "
+            "model's own tokenizer"
         )
 
 
@@ -202,8 +202,8 @@ def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     path = _local(folder)
     if not any((path / name).is_file() for name in FILES):
         raise UserError(
-            f"{folder} holds no tokenizer ({', '.join(FILES)}): put the one into it that its model "
-            "was trained with"
+            f"{folder} holds no tokenizer ({', '.join(FILES)}): add the one that its model was "
+            "trained with"
         )
     from transformers import AutoTokenizer
 
@@ -231,10 +231,10 @@ def _local(folder: str) -> Path:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """`pretrained_tokenizer` as an `HFTokenizer`, or the one trained on the prepared corpus in this
-    folder.
+    """The `pretrained_tokenizer` of a checkpoint as an `HFTokenizer`, or the tokenizer of the
+    prepared corpus in this folder.
 
-    What ends a document is its end-of-text token, or [SEP] where there is none.
+    Documents end with its end-of-text token, or with [SEP] if it has none.
     """
     prepared, file = Path(folder, "manifest.json"), Path(folder, "tokenizer.json")
     if prepared.is_file() and file.is_file():

@@ -1,2 +1,2 @@
-"""Measures trained models: perplexity, zero-shot tasks, translations, and probes of image
+"""Evaluation of trained models: perplexity, zero-shot tasks, translations, and probes of image
 features."""

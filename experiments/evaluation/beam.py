@@ -17,9 +17,10 @@ from models.transformer import Transformer
 class Search:
     """Settings of a beam search. The defaults are those of Vaswani et al. (2017, section 6.1).
 
-    beam: hypotheses that are kept. length_penalty: the log probability of a translation of n
-    tokens, its end among them, is divided by ((5 + n) / 6) to this power (Wu et al., 2016, arXiv
-    1609.08144). longer: tokens that a translation may have more than its source.
+    beam: number of hypotheses kept.
+    length_penalty: the log probability of a translation of n tokens, including its end, is divided
+        by ((5 + n) / 6) to this power (Wu et al., 2016, arXiv 1609.08144).
+    longer: how many tokens longer than its source a translation may be.
     """
 
     beam: int = 4
@@ -43,20 +44,21 @@ def translate(
 ) -> list[list[int]]:
     """The best translation of each source, as tokens without end-of-text.
 
-    In each step those of the K best continuations that end are finished, and the K best that do not
-    end go on. A sentence is done with K finished translations, or at its greatest length, where all
-    must end.
+    In each step, those among the K best continuations that end become finished translations, and
+    the K best that do not end are continued. A sentence is done with K finished translations, or at
+    the greatest length, where all must end.
 
     Args:
         model: in evaluation mode.
-        source, source_mask: [B, S] as the model takes them. end: the end-of-text token, with which
-            translations begin, too. vocab_size: tokens from here on are no words.
+        source, source_mask: [B, S], the model's inputs.
+        end: the end-of-text token, with which translations also begin.
+        vocab_size: number of tokens of the tokenizer; the model may have more.
     """
     sentences, beam, device = len(source), how.beam, source.device
-    limit = model.config.block_size - 1  # of tokens without the end
+    limit = model.config.block_size - 1  # largest number of tokens without the end
     most = (source_mask.sum(1) + how.longer).clamp(max=limit)
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(sentences)]
-    here = torch.arange(sentences, device=device)  # the sentences that are not done
+    here = torch.arange(sentences, device=device)  # indices of sentences that are not done
     state = model.start(model.encode(source, source_mask))
     rows = here.repeat_interleave(beam)
     for layer in state:
@@ -64,7 +66,7 @@ def translate(
     mask = source_mask[rows]
     tokens = torch.full((sentences, beam, 1), end, device=device)
     scores = torch.full((sentences, beam), -torch.inf, device=device)
-    scores[:, 0] = 0.0  # the beams are alike at first: one of them is enough
+    scores[:, 0] = 0.0  # all beams are equal at first, so only one of them counts
     while True:
         written = tokens.shape[2] - 1
         logits = model.decode_next(tokens[:, :, -1].reshape(-1, 1), state, mask)

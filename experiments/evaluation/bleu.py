@@ -14,10 +14,10 @@ class Scores:
     """Scores of a translated text. bleu: SacreBLEU (Post, 2018, arXiv 1804.08771), whose
     `signature` says how it was computed.
 
-    bleu_tokenized: what older papers report, BLEU without smoothing of text that is tokenised more
-    finely, with compounds split at their hyphens. Here by the international rules of mteval-v14;
-    the papers used Moses, so their tenths may differ. exact_match: share of the translations that
-    are their reference to the letter.
+    bleu_tokenized: BLEU as older papers report it, without smoothing and on more finely tokenised
+        text, with compounds split at hyphens. It uses the international rules of mteval-v14, while
+        the papers used Moses, so tenths of a point may differ.
+    exact_match: share of the translations that equal their reference.
     """
 
     bleu: float
@@ -27,7 +27,7 @@ class Scores:
 
 
 def score(translations: Sequence[str], references: Sequence[str]) -> Scores:
-    """The scores of a whole text with one reference for each translation."""
+    """The scores of all translations together, with one reference for each."""
     bleu = require()
     found, expected = list(translations), [list(references)]
     whole, fine = bleu.BLEU(), bleu.BLEU(tokenize="intl", smooth_method="none")

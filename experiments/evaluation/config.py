@@ -25,8 +25,8 @@ from experiments.support.names import check_seed
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """A model to evaluate in the place of a run. path: folder of a causal model of transformers.
-    block_size: tokens that it takes at once; null = as many as it can."""
+    """A model to evaluate instead of a run. path: folder of a transformers causal model.
+    block_size: tokens per sequence; null = as many as the model takes."""
 
     path: str | None = None
     block_size: int | None = None
@@ -34,7 +34,7 @@ class ModelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DataChoice:
-    """Images to evaluate on in the place of the run's own. source: folder or hub id."""
+    """Images to evaluate on instead of the run's own. source: folder or hub id."""
 
     source: str | None = None
 
@@ -43,9 +43,12 @@ class DataChoice:
 class EvaluationSettings:
     """Settings of an evaluation: the model's weights and what they are measured on.
 
-    runs: root of the results for folders of transformers. block_size: of perplexity's windows;
-    null = the model's. dtype: of autocast, `fp32` for none. revision: of WikiText-2 on the hub.
-    num_fewshot, limit: see `zero_shot.evaluate`. seed: of the choice of few-shot examples.
+    runs: root folder of the results for transformers models.
+    block_size: tokens of perplexity's windows; null = the model's block size.
+    dtype: dtype of autocast, `fp32` for none.
+    revision: revision of WikiText-2 on the hub.
+    num_fewshot, limit: see `zero_shot.evaluate`.
+    seed: seed for choosing few-shot examples.
     """
 
     run: str | None
@@ -81,14 +84,14 @@ class EvaluateConfig(EvaluationSettings):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
         if self.model.path is not None and self.weights != "sparse":
-            raise ValueError("a folder of transformers has no weights but those stored in it")
+            raise ValueError("weights= is for runs: a transformers folder has only its own weights")
         if self.images not in (None, "val", "features"):
             raise ValueError(f"images={self.images}; choose one of val, features")
         if self.images is not None and self.run is None:
             raise ValueError("images need a ViT, which only a run holds: give run=DIR")
         if self.data.source is not None and self.images is None:
-            raise ValueError("data.source is the place of images; add images=val")
-        check_seed(self.seed, 32)  # numpy's own generator takes no larger one
+            raise ValueError("data.source is only for images; add images=val")
+        check_seed(self.seed, 32)  # the limit of numpy's generator
         if self.block_size is not None and self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}; a window needs at least 2 tokens")
         if self.num_fewshot is not None and self.num_fewshot < 0:
@@ -142,8 +145,8 @@ class EvaluateConfig(EvaluationSettings):
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """SHA-256 of the run's weight files by name; {} for a folder of transformers, whose hashes
-        are in `identity`. Weights that were replaced are evaluated anew."""
+        """SHA-256 of the run's weight files by name, so that replaced weights are evaluated again;
+        {} for a transformers folder, whose hashes are in `identity`."""
         run = self.finished_run
         return {} if run is None else weight_files(run.directory, self.weights)
 
@@ -157,8 +160,8 @@ class EvaluateConfig(EvaluationSettings):
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values.
 
-        A run enters by the hash of its config, a folder by that of its files, text and images by
-        their content.
+        It contains the hash of a run's config or of a folder's files, and of the content of text
+        and images.
         """
         identity: dict[str, Any] = {"weights": self.weights, "dtype": self.dtype}
         if self.finished_run is not None:

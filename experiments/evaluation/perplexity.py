@@ -1,16 +1,16 @@
 """Perplexity of a causal language model on a text, by the protocol that the papers use.
 
-The text is one stream of tokens, cut into windows of `block` tokens that do not overlap; what is
-left at the end is dropped. No token is put before a window or before the text, whatever the
-tokenizer's own default is (LLaMA's begins every text with <s>). Within a window each token but the
-first is predicted from those before it, and
+The text is one stream of tokens, cut into non-overlapping windows of `block` tokens; the remainder
+is dropped. No token is prepended to a window or the text, even if the tokenizer does so by default
+(LLaMA's begins every text with <s>). Within a window each token but the first is predicted from
+those before it, and
 
     perplexity = exp(mean over windows of the mean cross entropy of its block - 1 predictions)
 
 Sums are kept per window in fp64, so the result does not depend on how windows are batched. The text
-of WikiText-2 is its raw test split as the hub's rows, joined by two newlines: with GPT-2's
-tokenizer 287,644 tokens, 280 windows of 1024. The tests count these where they are given the file:
-`SPARSE24_WIKITEXT2=PATH python -m pytest tests/experiments/test_perplexity.py`, with the path of
+of WikiText-2 is the raw test split, the hub's rows joined by two newlines: with GPT-2's tokenizer
+287,644 tokens, 280 windows of 1024. To check these counts, run
+`SPARSE24_WIKITEXT2=PATH python -m pytest tests/experiments/test_perplexity.py` with the path of
 wiki.test.raw or of the hub's .parquet.
 """
 
@@ -36,13 +36,13 @@ from experiments.support.errors import UserError
 
 WIKITEXT2 = "wikitext2"
 STDIN = "-"
-_LARGEST = math.log(sys.float_info.max)  # nats; the exponential of more is no float
+_LARGEST = math.log(sys.float_info.max)  # nats; a larger loss's perplexity overflows
 _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text to measure perplexity on, read when it is needed.
+    """A text to measure perplexity on, read on demand.
 
     source: `wikitext2` (from the hub, at `revision`), `-` (standard input) or a file: WikiText as
         .parquet with a column `text`, or as .raw, both row by row; any other file is UTF-8 text
@@ -78,17 +78,17 @@ class Text:
 
 
 def raw_rows(text: str) -> list[str]:
-    """The lines of a WikiText .raw file in the form of the hub's rows: with their newline, blank
-    ones empty."""
+    """The lines of a WikiText .raw file in the form of the hub's rows: with their newline, and
+    blank lines as empty strings."""
     return [line if line.strip() else "" for line in io.StringIO(text, newline="\n")]
 
 
 def windows(tokens: Sequence[int], block: int) -> Tensor:
-    """The stream `tokens` as non-overlapping windows, [n, block] int64; an incomplete one at the
+    """The stream `tokens` as non-overlapping windows, int64 [n, block]; an incomplete window at the
     end is dropped.
 
     Raises:
-        UserError: there is not even one, or a window has nothing to predict.
+        UserError: there is no whole window, or a window has nothing to predict.
     """
     if block < 2:
         raise UserError(f"block_size={block}; a window needs at least 2 tokens")
@@ -158,8 +158,8 @@ def _download(revision: str) -> Path:
         path = hf_hub_download(repository, file, repo_type="dataset", revision=revision)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"{repository} at {revision} could not be had ({type(error).__name__}); give the test "
-            "split as a file: ppl=FILE with wiki.test.raw or the hub's .parquet"
+            f"{repository} at {revision} could not be downloaded ({type(error).__name__}); give "
+            "the test split as a file: ppl=FILE with wiki.test.raw or the hub's .parquet"
         ) from error
     return Path(path)
 

@@ -1,8 +1,8 @@
 """Probes frozen image features by k nearest neighbours and logistic regression.
 
-Both are fitted on the features of the training images, in their validation transform, and tested on
-those of the validation images. The regression sees every feature standardised, with mean 0 and
-deviation 1 over the training images; neighbours see them as the model gives them. Shapes: N
+Both are fitted on the features of the training images (with the validation transform) and tested on
+those of the validation images. For the regression, features are standardised to mean 0 and standard
+deviation 1 over the training images; for the neighbours they are used as they are. Shapes: N
 training and M test images, C features, K classes.
 """
 
@@ -27,20 +27,20 @@ from models.vit import ViT
 if TYPE_CHECKING:
     from experiments.images.source import Transform
 
-# Weight decays of the logistic regression; a held-out tenth of the training images chooses.
+# Weight decays of the logistic regression, chosen on a held-out tenth of the training images.
 DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-NEIGHBOURS, TEMPERATURE = 20, 0.07  # DINO's
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # as in DINO
 _BATCH = 256  # images per forward pass
 _ROWS = 2**16  # images per product with all classes
-_COSINES = 2**26  # between test and training images at a time
+_COSINES = 2**26  # similarities of test and training images that are computed at a time
 _ITERATIONS = 500
 
 
 def probe(
     model: ViT, config: ImageConfig, device: torch.device | str = "cpu", workers: int = 0
 ) -> dict[str, float]:
-    """Percent of the validation images that are classified right, `knn_top1` and `linear_top1`, and
-    the weight decay that was chosen, `linear_decay`. Moves the model to `device`."""
+    """Percent of the validation images that are classified correctly, `knn_top1` and `linear_top1`,
+    and the chosen weight decay, `linear_decay`. Moves the model to `device`."""
     images = load_images(config)
     model = model.to(device).eval()
     x, y = features(model, images, "train", config, device, workers)
@@ -64,7 +64,7 @@ def features(
 ) -> tuple[Tensor, Tensor]:
     """(features [N, C] fp32, classes int64 [N]) of all images of a split, in a fixed random order.
 
-    With `config.on_corrupt=skip` the next image stands for a corrupt one of the training split.
+    With `config.on_corrupt=skip` the next image replaces a corrupt one of the training split.
     """
     skip = split == "train" and config.on_corrupt == "skip"
     stream = Stream(getattr(images, split), 0, skip)
@@ -82,7 +82,7 @@ def features(
 
 
 def _take(stream: Stream, held: GreyImages, numbers: range) -> Batch:
-    """The batch of images number `numbers`, from those that lie on the device."""
+    """The batch of the images with these numbers, from those in the device's memory."""
     input, target = held.plain(stream.indices(np.arange(numbers.start, numbers.stop)))
     return {"input": input, "target": target}
 
@@ -105,8 +105,8 @@ def knn(
 
     Args:
         x, y: features [N, C] and classes [N] of the training images. test_x: features [M, C].
-        temperature: a neighbour of cosine c has exp(c / temperature) votes; None: one.
-    Returns: int64 [M]. Equal votes go to the lower class.
+        temperature: a neighbour with cosine c has exp(c / temperature) votes; None: one vote.
+    Returns: int64 [M]. A tie goes to the lower class.
     """
     train = F.normalize(x, dim=1)
     found = []
@@ -121,12 +121,12 @@ def knn(
 def linear(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> tuple[Tensor, float]:
     """(predicted classes int64 [M] of the test images by logistic regression, its weight decay).
 
-    Features are standardised by the training images. The decay is that of `DECAYS` which is right
-    most often on every tenth training image after a fit on the others (the largest, of equal ones);
-    the last fit takes all.
+    Features are standardised by the training images. The decay is the one of `DECAYS` with the
+    highest accuracy on every tenth training image after a fit on the others (the largest in a tie);
+    the final fit uses all training images.
     """
     deviation, mean = torch.std_mean(x, dim=0)
-    deviation = deviation.clamp_min(1e-6 * float(deviation.max()))  # features that never change
+    deviation = deviation.clamp_min(1e-6 * float(deviation.max()))  # for constant features
     x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
     best = _best_decay(x, y, n_classes)
     weight, bias = logistic_regression(x, y, n_classes, best)

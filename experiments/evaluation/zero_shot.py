@@ -1,8 +1,8 @@
 """Runs zero-shot tasks through EleutherAI's lm-eval, as a library.
 
-Tasks are lm-eval's own by name (their data come from the hub), or those of a local folder of task
-files, with which nothing is downloaded. A name of `TASK_SETS` stands for the tasks of that paper.
-Code from data sets is never run.
+Tasks are named. They are lm-eval's own, whose data come from the hub, or those of a local folder of
+task files, for which nothing is downloaded. A name of `TASK_SETS` stands for a paper's tasks. Code
+from data sets is never run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from experiments.support.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The tasks of AST's Table 2 and of SLoPe's Table 3, which give their plain `acc`, and of SLoPe's
-# Table B.5.
+# The tasks of AST's Table 2 and SLoPe's Table 3, which report plain `acc`, and of SLoPe's Table
+# B.5.
 TASK_SETS = {
     "ast": (
         *("boolq", "rte", "hellaswag", "winogrande"),
@@ -39,14 +39,14 @@ TASK_SETS = {
 
 
 def expand(tasks: Sequence[str]) -> tuple[str, ...]:
-    """The names of tasks, each once; names of `TASK_SETS` are replaced by the tasks of
-    that paper."""
+    """The names of tasks without duplicates, with names of `TASK_SETS` replaced by that paper's
+    tasks."""
     return tuple(dict.fromkeys(name for task in tasks for name in TASK_SETS.get(task, (task,))))
 
 
 def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
-    """Plain values that, beside the model, determine the scores: tasks, lm-eval's version, hashes
-    of local task files and of the local data that they name.
+    """Plain values that, besides the model, determine the scores: tasks, lm-eval's version, and the
+    hashes of local task files and of the local data that they name.
 
     Raises:
         UserError: lm-eval is not installed, or there is no such folder.
@@ -73,7 +73,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (name as written, path) of the local data that the task files of a folder name: files,
+    """Yield (name as written, path) of the local data that a folder's task files name: files,
     patterns and folders, relative to the working directory."""
     import yaml
 
@@ -123,14 +123,14 @@ def evaluate(
 
     Args:
         model: on its device. max_length: tokens that it takes at once.
-        dtype: of autocast; None computes in the dtype of the weights.
-        task_folder: of lm-eval's task files, which come before its own; paths in them are taken
-            from the working directory.
+        dtype: dtype of autocast; None computes in the dtype of the weights.
+        task_folder: folder with task files, which take precedence over lm-eval's own; paths in them
+            are relative to the working directory.
         num_fewshot: examples before each question; None leaves it to the task.
-        limit: questions per task, the first ones; None takes all.
-        seed: of the choice of examples.
+        limit: take only the first questions of each task; None takes all.
+        seed: seed for the choice of examples.
     Raises:
-        UserError: an unknown task, or data that cannot be had.
+        UserError: an unknown task, or data that cannot be loaded.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -138,7 +138,7 @@ def evaluate(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=task_folder, include_defaults=False)
-    if not set(tasks) <= set(manager.all_tasks):  # its own are thousands: some seconds
+    if not set(tasks) <= set(manager.all_tasks):  # loading lm-eval's own takes some seconds
         manager = TaskManager(include_path=task_folder)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
@@ -169,7 +169,7 @@ def evaluate(
         )
     except (ConnectionError, FileNotFoundError) as error:  # raised by datasets and the hub's client
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"the data of {', '.join(tasks)} could not be had: {reason}") from error
+        raise UserError(f"the data of {', '.join(tasks)} could not be loaded: {reason}") from error
     assert found is not None  # None only on ranks other than 0
     return {name: _summary(found, name) for name in found["results"]}
 

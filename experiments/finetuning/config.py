@@ -31,13 +31,16 @@ LORA = "lora"  # a mode
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings by which a task is fine-tuned. Batches are counted in sequences (SQuAD: windows).
+    """Settings for fine-tuning on a task. Batches are counted in sequences (SQuAD: windows).
 
-    learning_rate: peak; it rises from 0 over `warmup_fraction` of the steps and falls to 0.
-    grad_clip: global norm; 0 = off. dropout: rate before the classifier; the trunk keeps its own.
-    max_length: most tokens of a sequence. stride: tokens by which two windows of a SQuAD context
-    overlap, or with stride_is=step those from the start of one to the start of the next.
-    padding: to the `longest` sequence of a batch, or always to `max_length`. dtype: of autocast.
+    learning_rate: the peak; it rises from 0 over `warmup_fraction` of the steps and falls to 0.
+    grad_clip: largest global norm; 0 = off.
+    dropout: rate before the classifier; the trunk keeps its own.
+    max_length: largest number of tokens of a sequence.
+    stride: tokens by which two windows of a SQuAD context overlap; with stride_is=step the tokens
+        from the start of one window to the start of the next.
+    padding: to the `longest` sequence of a batch, or always to `max_length`.
+    dtype: dtype of autocast.
     """
 
     epochs: int
@@ -85,10 +88,10 @@ class Recipe:
         self.train(1)  # checks the rest
 
     def train(self, samples: int) -> EpochConfig:
-        """The settings of the training on so many sequences.
+        """The settings of a training on `samples` sequences.
 
         Raises:
-            UserError: a setting that no training can have.
+            UserError: a setting is out of range.
         """
         steps = self.epochs * math.ceil(samples / self.batch_size)
         try:
@@ -112,7 +115,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of transformers, with the part of `FinishedRun` that fine-tuning uses."""
+    """A transformers checkpoint with the part of `FinishedRun`'s interface that fine-tuning
+    uses."""
 
     config: HFConfig
     method: str = "dense"
@@ -124,7 +128,7 @@ class Checkpoint:
         return f"{self.config.fingerprint} {self.config.tokenizer_fingerprint}"
 
     def model(self, weights: str = "sparse") -> nn.Module:
-        # There is one kind of weights.
+        # A checkpoint has only one kind of weights.
         bert = self.config.model_type == "bert"
         return self.config.build_ours() if bert else self.config.build()
 
@@ -141,11 +145,11 @@ class Checkpoint:
     ) -> Method:
         if mode == "sparse":
             raise UserError(
-                f"model.path={self.config.path} knows no sparse method: set mode=dense, or masked "
+                f"model.path={self.config.path} has no sparse method: set mode=dense, or masked "
                 "if its weights are 2:4, or train it with a method (`python -m "
                 "experiments.distill`) and give that run"
             )
-        include = ("*.h.*", "*.layers.*", "*.layer.*")  # the blocks, whatever they are called
+        include = ("*.h.*", "*.layers.*", "*.layer.*")  # the blocks of different models
         options: Any = {"include": include, "total_steps": total_steps, "seed": seed}
         method: Method = dense.Method(dense.Config(**options))
         if mode == "masked":
@@ -163,7 +167,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Names of the columns in files of one's own: one or two with texts, one with the label."""
+    """The column names in the user's own files: one or two with texts, one with the label."""
 
     text: tuple[str, ...]
     label: str
@@ -176,11 +180,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """One fine-tuning, or with `task="glue"` all that the recipe lists.
+    """A fine-tuning on one task, or with `task="glue"` on all tasks that the recipe lists.
 
-    source: directory of a finished run, or a checkpoint of transformers. weights: which of its
-    weights are fine-tuned, `sparse` or `dense`. recipes: by task. data: a folder, or an id on the
-    hub. columns: of `task="own"`. lora: of `mode="lora"`.
+    source: directory of a finished run, or a transformers checkpoint.
+    weights: the weights to fine-tune, `sparse` or `dense`.
+    recipes: the recipe of each task. data: a folder, or an id on the hub.
+    columns: for `task="own"`. lora: for `mode="lora"`.
     """
 
     seed: int
@@ -248,7 +253,7 @@ class FinetuneConfig:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on; a run enters by its config, not by its weights."""
+        """Everything that the result depends on; for a run its config, but not its weights."""
         return {"seed": self.seed, "source": self.open().config_hash, **self._settings()}
 
     def digest(self) -> str:
@@ -256,8 +261,8 @@ class FinetuneConfig:
         return digest(self.identity())
 
     def directory(self) -> Path:
-        """`<directory of the run>/finetune/<task>-<mode>-<hash without the seed>/seed<seed>`; of a
-        checkpoint, `<runs>/<its name>` stands for the run."""
+        """`<run>/finetune/<task>-<mode>-<hash without the seed>/seed<seed>`, where `<run>` is the
+        run's directory, or `<runs>/<name>` for a checkpoint."""
         settings = self._settings()
         if isinstance(self.source, HFConfig):
             home = self.runs / Path(self.source.path).resolve().name
@@ -368,7 +373,7 @@ def _listed(tasks: Any) -> tuple[str, ...]:
 
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:
-    """The recipe with the values of one task in the place of those that differ by task."""
+    """The recipe for one task: settings that differ by task are replaced by that task's values."""
     for key, value in recipe.items():
         unknown = set(value) - {*TASKS, "default"} if isinstance(value, dict) else set()
         if unknown or (isinstance(value, dict) and not value.keys() & {task, "default"}):

@@ -5,11 +5,11 @@ from the hub (`nyu-mll/glue`). The files have no quoting: a quotation mark is a 
 tab always separates. Test splits have no public labels; results are those of the dev splits, and
 predictions of the test splits that are there go into the files that GLUE's server takes.
 
-Each task has one number by which papers compare, `score`, after Devlin et al. (arXiv 1810.04805,
-table 1): F1 for MRPC and QQP, Spearman's correlation for STS-B, Matthews' for CoLA, accuracy for
-the others, of MNLI on the matched split. SLoPe's table of GLUE (arXiv 2405.16325) means F1 too: its
-dense MRPC, 81.2, is the F1 on the dev split (279 of 408 pairs positive) of always saying yes, whose
-accuracy is 68.4. FST's code gives accuracy and F1, Pearson and Spearman: all of them are kept.
+Each task has one main metric, `score`, as in Devlin et al. (arXiv 1810.04805, table 1): F1 for MRPC
+and QQP, Spearman's correlation for STS-B, Matthews' for CoLA, and accuracy for the others, for MNLI
+on the matched split. SLoPe's GLUE table (arXiv 2405.16325) also uses F1: its dense MRPC, 81.2, is
+the F1 of always answering yes on the dev split (279 of 408 pairs are positive), whose accuracy is
+68.4. FST's code reports accuracy and F1, Pearson and Spearman; all of them are recorded.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from experiments.support.hub import load_dataset
 
 HUB = "nyu-mll/glue"
 REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
-MAX_BROKEN = 0.01  # of the lines of a file, where short ones are left out
+MAX_BROKEN = 0.01  # largest share of short lines in a file where these are left out
 
 
 @dataclass(frozen=True)
 class Task:
     """A task: where its examples are, and what its labels are.
 
-    texts, label: names of the columns in the files. labels: possible values of the label column,
-    in the order of the classes; none for STS-B, whose label is a number from 0 to 5. header: names
-    of the columns, where the files have no header. dev: the name of each dev split and of its file.
-    hub_texts: names of the columns on the hub, where they differ. broken_lines: short lines of the
-    training file are left out and counted, at most 1 % of it, because the published one has some.
+    texts, label: names of the columns in the files.
+    labels: possible values of the label column, in the order of the classes; none for STS-B, whose
+        label is a number from 0 to 5.
+    header: names of the columns, if the files have no header.
+    dev: the name of each dev split and of its file.
+    hub_texts: names of the columns on the hub, if they differ.
+    broken_lines: leave out and count short lines of the training file, at most 1 % of it, because
+        the published file has some.
     """
 
     folder: str
@@ -55,12 +58,12 @@ class Task:
 
     @property
     def n_labels(self) -> int:
-        """Number of classes; 1 where the label is a number."""
+        """The number of classes; 1 if the label is a number."""
         return len(self.labels) or 1
 
     @property
     def tests(self) -> dict[str, str]:
-        """The files of the test splits, by the names that their predictions have at GLUE."""
+        """The files of the test splits, by the names that GLUE's server gives their predictions."""
         if self.folder != "MNLI":
             return {self.folder: "test.tsv"}
         files = {"MNLI-m": "test_matched.tsv", "MNLI-mm": "test_mismatched.tsv"}
@@ -132,7 +135,7 @@ def load(task: str, data: str) -> dict[str, Examples]:
 
 
 def load_tests(task: str, data: str) -> dict[str, list[tuple[str, ...]]]:
-    """The texts of the test splits that are there, by the names of `Task.tests`.
+    """The texts of the available test splits, by the names of `Task.tests`.
 
     Raises:
         UserError: a column is missing, or a line is short.
@@ -151,10 +154,10 @@ def load_tests(task: str, data: str) -> dict[str, list[tuple[str, ...]]]:
 
 
 def is_folder(data: str) -> bool:
-    """True if `data` is a folder here; else it is an id on the hub.
+    """True if `data` is a local folder, False if it is an id on the hub.
 
     Raises:
-        UserError: it can be neither.
+        UserError: it is neither.
     """
     if Path(data).is_dir():
         return True
@@ -164,7 +167,7 @@ def is_folder(data: str) -> bool:
 
 
 def files(task: str, data: str) -> list[Path]:
-    """The files that `load` and `load_tests` read from a folder, those of them that are there.
+    """The existing files that `load` and `load_tests` read from a folder.
 
     Raises:
         UserError: the task's own folder is missing.
@@ -208,7 +211,7 @@ def _folder(task: str, data: str) -> Path:
     return folder
 
 
-# Microsoft's own file of MRPC, and GLUE's list of the pairs in it that make the dev split.
+# Microsoft's original file of MRPC, and GLUE's list of its pairs that form the dev split.
 _MRPC_FILES = ("msr_paraphrase_train.txt", "dev_ids.tsv")
 
 
@@ -356,7 +359,7 @@ def predictions(task: str, logits: np.ndarray) -> np.ndarray:
 
 
 def written(task: str, predicted: np.ndarray) -> list[str]:
-    """Predictions as GLUE's server takes them."""
+    """Predictions in the form that GLUE's server accepts."""
     labels = TASKS[task].labels
     if not labels:
         return [f"{value:.3f}" for value in predicted.clip(0.0, 5.0)]
@@ -366,9 +369,9 @@ def written(task: str, predicted: np.ndarray) -> list[str]:
 def metrics(
     task: str, predicted: dict[str, np.ndarray], examples: dict[str, Examples]
 ) -> dict[str, float]:
-    """All metrics of a task in percent, by dev split, and `score`, the one that papers print.
+    """All metrics of a task in percent, by dev split, and `score`, the task's main metric.
 
-    A correlation with predictions or labels that are all equal, which is undefined, counts as 0.
+    A correlation is undefined if predictions or labels are all equal; it then counts as 0.
     """
     labels = examples["dev"].labels
     if task == "cola":

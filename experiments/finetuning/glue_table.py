@@ -19,7 +19,7 @@ SUBMISSION = "submission.zip"  # for GLUE's server
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The result of all tasks of this config, if it is made of the results that they have now.
+    """The result of all tasks of this config, if it still agrees with the results of the tasks.
 
     Raises:
         UserError: there are no such data, or a result cannot be read.
@@ -30,11 +30,11 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
         return None
     parts = {task: tuning.finished(config.single(task)) for task in config.recipes}
     found = {task: None if part is None else part["metrics"] for task, part in parts.items()}
-    return result if found == result["tasks"] else None  # one may have been done again
+    return result if found == result["tasks"] else None  # a task may have been repeated
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Fine-tune each task that is not done; returns the content of the table's `result.json`.
+    """Fine-tune on each task that is not done; return the content of the table's `result.json`.
 
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
@@ -45,7 +45,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
             report(f"done already: {config.directory()}")
             return done
         tuning.open_model(config, config.open())
-        for task in config.recipes:  # a file that is bad is found before hours of training
+        for task in config.recipes:  # to find bad files before hours of training
             for load in (glue.load, glue.load_tests):
                 here.main_first(partial(load, task, config.data))
         parts = {task: tuning.run(config.single(task), report) for task in config.recipes}
@@ -69,7 +69,7 @@ def _result(config: FinetuneConfig, parts: dict[str, dict[str, Any]]) -> dict[st
         "metrics": {**scores, "score": sum(scores.values()) / len(scores)},
         "tasks": {task: part["metrics"] for task, part in parts.items()},
         "directories": {task: str(config.single(task).directory()) for task in parts},
-        # The same linears in each task; the worst of each figure.
+        # All tasks have the same linears; take the worst of each number.
         "sparsity": {
             key: max(part["sparsity"][key] for part in parts.values())
             for key in ("density", "illegal_groups", "groups")

@@ -1,4 +1,4 @@
-"""Texts as the sequences of tokens that a model takes."""
+"""Texts as sequences of tokens with a model's special tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Frame:
     """The special tokens with which texts become one sequence.
 
-    BERT: [CLS] a [SEP] b [SEP], the second text and its [SEP] of type 1. Causal models: a b, with
-    nothing between them, as transformers joins them for GPT-2 and FST's and S-STE's runs had them.
-    `pad` fills the end of shorter sequences, where no model looks.
+    BERT: [CLS] a [SEP] b [SEP], where the second text and its [SEP] have type 1. Causal models: a b
+    with nothing between them, as in transformers for GPT-2 and in FST's and S-STE's runs. `pad`
+    fills the end of shorter sequences, which no model attends to.
     """
 
     start: tuple[int, ...]
@@ -45,7 +45,7 @@ class Frame:
         return cls((), (), (), encoding.eot_token)
 
     def special(self, texts: int) -> int:
-        """Number of tokens that belong to no text."""
+        """The number of special tokens in a sequence of so many texts."""
         return len(self.start) + (texts - 1) * len(self.between) + len(self.end)
 
     def join(self, texts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
@@ -61,8 +61,8 @@ class Frame:
 def encode(
     encoding: Encoding, frame: Frame, texts: Sequence[tuple[str, ...]], max_length: int
 ) -> list[tuple[list[int], int]]:
-    """`Frame.join` of each example, at most `max_length` tokens; of two texts the longer one gives
-    way first."""
+    """`Frame.join` of each example, with at most `max_length` tokens; of two texts the longer one
+    is cut first."""
     columns = [encoding.encode_ordinary_batch(list(column)) for column in zip(*texts, strict=True)]
     encoded = []
     for parts in zip(*columns, strict=True):

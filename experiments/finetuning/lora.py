@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft, on weights that are frozen.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft on frozen weights.
 
-A linear with weight W computes W x + alpha / rank * B A x, where A [rank, in] and B [out, rank]
-train and W does not: the zeros of a 2:4 base stay. At the end the adapters are merged into W, and
-with merge=sparse the sum is put under the mask of W again. That is no longer the function that was
-trained, so its loss is measured beside that of the adapters.
+A linear with weight W computes W x + alpha / rank * B A x, where A [rank, in] and B [out, rank] are
+trained and W is not, so the zeros of a 2:4 base stay. At the end the adapters are merged into W;
+with merge=sparse the sum is masked with W's mask. That changes the trained function, so the loss is
+measured both before and after the merge.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MERGES = ("sparse", "dense")
 class LoraConfig:
     """Settings of mode=lora.
 
-    include: linears that get adapters, as methods name them: `all`, `ffn` or globs. merge: into
-    weights under the mask of the base (`sparse`) or into `dense` ones.
+    include: the linears that get adapters: `all`, `ffn` or globs, as for methods.
+    merge: merge into weights under the base's mask (`sparse`), or into `dense` ones.
     """
 
     rank: int
@@ -68,14 +68,14 @@ def require_peft() -> None:
 
 
 class Adapters:
-    """Adapters on linears of `model`, in place; they and the head train, the trunk does not.
+    """Adds adapters to linears of `model` in place; only the adapters and the head are trained.
 
-    patterns: (n, m) of linears that may be sparse, by name; 2:4 of all others. `masks` are those of
-    the linears that are, for merging; `notice` is a line on those of `patterns` that are not, which
-    cannot be merged under a mask.
+    patterns: the pattern (n, m) of linears that may be sparse, by name; 2:4 for all others. `masks`
+    has the masks of the linears that are sparse, for merging. `notice` is a line about those of
+    `patterns` that are not, which cannot be merged under a mask.
 
     Raises:
-        UserError: no linear has a name that `config.include` takes.
+        UserError: no linear matches `config.include`.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Adapters:
         if dense and config.merge == "sparse":
             self.notice = (
                 f"lora.merge=sparse: {len(dense)} of {len(linears)} linears have no mask, "
-                f"{dense[0]} for one, and end dense: their training ended so, or low-rank terms "
-                "were added to them"
+                f"for example {dense[0]}, and end dense: their training ended dense, or low-rank "
+                "terms were added to them"
             )
         heads = [name for name, child in model.named_children() if [*child.parameters()]]
         self.wrapped: Any = peft.get_peft_model(
@@ -120,7 +120,7 @@ class Adapters:
 
     @property
     def parameters(self) -> int:
-        """Number of numbers that train: of the adapters and of the head."""
+        """The number of trained parameters, those of the adapters and the head."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def save(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class Adapters:
         try:
             with writing(folder):
                 self.wrapped.save_pretrained(building, save_embedding_layers=False)
-            (building / "README.md").unlink(missing_ok=True)  # a form to fill in
+            (building / "README.md").unlink(missing_ok=True)  # peft's empty template
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
         finally:
@@ -141,7 +141,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapters to the weights and take them off; the model is a plain one again."""
+        """Add the adapters to the weights and remove them, so that the model is plain again."""
         self.wrapped.merge_and_unload()
         if self.config.merge == "sparse":
             for name, mask in self.masks.items():

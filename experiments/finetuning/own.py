@@ -1,8 +1,8 @@
-"""Texts and labels of the user's own: files of CSV or JSON in a folder.
+"""The user's own texts and labels: CSV or JSON files in a folder.
 
-`train.csv` and `dev.csv`, and `test.csv` without labels where there is one; or with the endings
-`.jsonl` (an object a line) and `.json` (a list of objects). One or two columns hold texts, another
-the label, a class by any name: a text, a number, true or false.
+The files are `train.csv`, `dev.csv` and optionally `test.csv` without labels, or the same with the
+endings `.jsonl` (one object per line) and `.json` (a list of objects). One or two columns hold
+texts and another the label, which names a class: a text, a number, true or false.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from experiments.finetuning.glue import Examples
 from experiments.support.errors import UserError
 
 ENDINGS = (".csv", ".jsonl", ".json")
-LONGEST = 2**31 - 1  # characters of a field; Python's own limit is 131,072
+LONGEST = 2**31 - 1  # characters per field; Python's default limit is 131,072
 
 
 def files(data: str | None) -> dict[str, Path]:
     """The files of the splits `train`, `dev` and, where it is there, `test`.
 
     Raises:
-        UserError: no folder is given, a split is missing, or there are two files for it.
+        UserError: no folder is given, or a split has no file or two.
     """
     if data is None or not Path(data).is_dir():
         raise UserError(
@@ -55,8 +55,8 @@ def load(
     The classes are those of the training file, in the order of their names.
 
     Raises:
-        UserError: a file cannot be read, a row lacks a column or has more than there are, a label
-            is empty, or one of the dev file is none of the training's; it names the file and row.
+        UserError: a file cannot be read, a row has too few or too many columns, or a label is empty
+            or occurs only in the dev file. The message names the file and the row.
     """
     paths, read, names = files(data), {}, {}
     for split in ("train", "dev"):
@@ -93,7 +93,7 @@ def load(
 
 
 def metrics(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy, which is `score`, and the mean of the classes' F1, in percent."""
+    """Accuracy, which is also `score`, and the macro-averaged F1, in percent."""
     from sklearn.metrics import f1_score
 
     accuracy = 100.0 * float((predicted == labels).mean())
@@ -118,7 +118,8 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file; a row of JSON that is no object is an error."""
+    """Yield (file and number of the row, the row's values by column) of a file. A JSON row that is
+    not an object is an error."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":

@@ -1,9 +1,9 @@
 """SQuAD v1.1 (Rajpurkar et al., arXiv 1606.05250): windows of contexts, answers as spans, scores.
 
-A context that does not fit into a sequence beside its question is cut into overlapping windows, of
-which each is a training example; where the answer is not in the window, its span is token 0, [CLS]
-of BERT. Windows overlap by `stride` tokens, as in transformers and FST's runs; or one begins every
-`stride` tokens, as in the original BERT's and SLoPe's runs, which mostly gives more of them.
+A context that does not fit into a sequence with its question is cut into overlapping windows, each
+of which is a training example. If the answer is not in the window, its span is token 0, BERT's
+[CLS]. Windows overlap by `stride` tokens, as in transformers and FST's runs, or begin every
+`stride` tokens, as in the original BERT's and SLoPe's runs, which mostly gives more windows.
 Questions are cut after 64 tokens.
 """
 
@@ -54,9 +54,11 @@ class Question:
 class Window:
     """A question and a part of its context as one sequence.
 
-    question: index of the question. second: where in the sequence the context begins. spans: the
-    characters of the context that each token covers, None for tokens of the question and special
-    ones. answer: first and last token of the answer; (0, 0) if it is not whole in this window.
+    question: index of the question.
+    second: index of the first token of the context.
+    spans: the characters of the context that each token covers; None for tokens of the question and
+        special tokens.
+    answer: first and last token of the answer; (0, 0) if this window does not hold all of it.
     """
 
     question: int
@@ -75,9 +77,9 @@ def load(data: str) -> dict[str, list[Question]]:
     Args:
         data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub.
     Raises:
-        UserError: a missing file or split, one of another format, an id that two questions have,
-            text with half of a surrogate pair, or an answer that is not in its context; it names
-            the file and the question.
+        UserError: a file or split is missing or in another format, two questions have the same id,
+            a text has half of a surrogate pair, or an answer is not in its context. The message
+            names the file and the question.
     """
     if is_folder(data):
         return {split: read(Path(data) / name) for split, name in FILES.items()}
@@ -106,7 +108,7 @@ def read(path: Path) -> list[Question]:
 
 
 def files(data: str) -> list[Path]:
-    """The files that `load` reads from a folder, those of them that are there."""
+    """The existing files that `load` reads from a folder."""
     return [path for name in FILES.values() if (path := Path(data) / name).is_file()]
 
 
@@ -176,9 +178,9 @@ def _checked(questions: Iterable[Question], source: str) -> list[Question]:
 
 
 def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of a text, and the characters [start, end) that each of them covers.
+    """The token ids of a text, and the characters [start, end) that each token covers.
 
-    A token that holds only a part of the bytes of a character covers that character.
+    A token with only some of a character's bytes covers that character.
     """
     if isinstance(encoding, HFTokenizer):
         encoded = _library_tokenizer(encoding.text).encode(text, add_special_tokens=False)
@@ -199,7 +201,7 @@ def _library_tokenizer(text: str) -> Any:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # the name of one in a text is text
+    tokenizer.encode_special_tokens = True  # "[CLS]" in a text is encoded as text
     return tokenizer
 
 
@@ -216,11 +218,12 @@ def windows(
     stride: int,
     stride_is: str = "overlap",
 ) -> list[Window]:
-    """All windows of all questions, in their order; an answer's span is that of the first answer.
+    """All windows of all questions, in order; the span is that of a question's first answer.
 
     Args:
-        stride: tokens that two windows share, or with stride_is="step" those from the start of one
-            to that of the next, at most a window's.
+        stride: tokens that two windows share; with stride_is="step" the tokens from the start of
+        one
+            window to the start of the next, at most a window's length.
     Raises:
         UserError: a question leaves too little room for windows that overlap by `stride` tokens.
     """
@@ -228,7 +231,7 @@ def windows(
     contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
     for index, asked in enumerate(questions):
         if asked.context not in contexts:
-            contexts = {asked.context: tokenize(encoding, asked.context)}  # the next ask the same
+            contexts = {asked.context: tokenize(encoding, asked.context)}  # the next share it
         ids, spans = contexts[asked.context]
         question = tokenize(encoding, asked.question.lstrip())[0][:MAX_QUESTION]
         room = max_length - frame.special(2) - len(question)
@@ -253,7 +256,8 @@ def windows(
 
 
 def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) -> tuple[int, int]:
-    """First and last token that touch the answer; (0, 0) if a part of it lies outside."""
+    """The first and last token that overlap with the answer; (0, 0) if a part of it lies
+    outside."""
     text, start = answer
     end = start + len(text)
     inside = [(i, span) for i, span in enumerate(spans) if span is not None]
@@ -269,10 +273,11 @@ def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) ->
 def best_answers(
     questions: Sequence[Question], made: Sequence[Window], logits: Iterable[np.ndarray]
 ) -> dict[str, str]:
-    """The text that the model takes for the answer, by question id; none where no span is legal.
+    """The predicted answer by question id; questions without a valid span are missing.
 
-    It is the span of the largest sum of start and end logit over all windows of its question, of
-    at most 30 tokens, both ends among the 20 best of the window and in the context.
+    An answer is the span with the largest sum of start and end logit over all windows of its
+    question. A valid span has at most 30 tokens, lies in the context, and has start and end among
+    the 20 best of the window.
 
     Args:
         logits: [T, 2] of start and end for each window; further rows are padding.
@@ -301,8 +306,8 @@ def best_answers(
 
 
 def normalize(text: str) -> str:
-    """An answer in the form that SQuAD's official evaluation compares: lower case, no ASCII
-    punctuation, no articles, single spaces."""
+    """An answer normalised as in SQuAD's official evaluation: lower case, no ASCII punctuation, no
+    articles, single spaces."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
@@ -319,9 +324,9 @@ def f1(prediction: str, reference: str) -> float:
 
 
 def metrics(questions: Sequence[Question], predicted: dict[str, str]) -> dict[str, float]:
-    """EM and F1 in percent, for each question the best over its answers; `score` is F1.
+    """Exact match and F1 in percent, for each question the best over its answers; `score` is F1.
 
-    A question without a prediction counts as wrong, even if its answer is an article alone.
+    A question without a prediction counts as wrong, even if its answer is only an article.
     """
     result = {}
     for name, measure in (("f1", f1), ("exact_match", exact_match)):

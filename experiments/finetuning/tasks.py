@@ -1,4 +1,5 @@
-"""GLUE and SQuAD as sequences with targets, heads and metrics, in the form that a trainer takes."""
+"""GLUE, SQuAD and the user's own tasks as sequences with targets, heads and metrics for a
+trainer."""
 
 from __future__ import annotations
 
@@ -40,19 +41,21 @@ def _encoded(ids: list[int], second: int, target: Any) -> Encoded:
     return Encoded(np.array(ids, dtype=np.int32), second, target)
 
 
-Logits = dict[str, list[np.ndarray]]  # of each sequence, by split
+Logits = dict[str, list[np.ndarray]]  # the logits of each sequence, by split
 
 
 @dataclass(frozen=True)
 class Problem:
     """A task: its sequences, its metrics and its head.
 
-    tests: test splits, whose targets are not known and 0 here. examples: number of examples by
-    split (of SQuAD there are more sequences, the windows), for QQP also that of the `broken_lines`
-    left out. pad: token id that fills shorter sequences. metrics: function of the logits
-    [..., outputs] of each sequence, by dev split. files: the texts of files of predictions by their
-    names, of the logits of dev and test splits. head: function that puts the task's head on a
-    pretrained model. labels: what the outputs of the head stand for, where they are classes.
+    tests: test splits, whose unknown targets are 0.
+    examples: number of examples by split (SQuAD has more sequences, its windows), for QQP also the
+        number of `broken_lines` left out.
+    pad: token id that fills shorter sequences.
+    metrics: function from the logits of the dev splits, [..., outputs] per sequence, to metrics.
+    files: function from the logits of dev and test splits to the texts of prediction files by name.
+    head: function that adds the task's head to a pretrained model.
+    labels: the names of the head's outputs, if they are classes.
     """
 
     train: list[Encoded]
@@ -178,14 +181,14 @@ def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Fram
 
 
 def _tsv(columns: dict[str, list[str]]) -> str:
-    """Columns after a running number, as GLUE's server takes them."""
+    """Columns preceded by a running number, in the form that GLUE's server accepts."""
     rows = enumerate(zip(*columns.values(), strict=True))
     lines = [("index", *columns), *((str(number), *row) for number, row in rows)]
     return "".join("\t".join(line) + "\n" for line in lines)
 
 
 def collate(sequences: list[Encoded], pad: int, length: int | None) -> dict[str, Tensor]:
-    """A batch of the longest sequence's length, or of `length`, padded on the right."""
+    """A batch padded on the right to its longest sequence, or to `length`."""
     length = length or max(len(s.ids) for s in sequences)
     ids = np.full((len(sequences), length), pad)
     for row, sequence in zip(ids, sequences, strict=True):
@@ -202,10 +205,10 @@ def collate(sequences: list[Encoded], pad: int, length: int | None) -> dict[str,
 
 
 class TaskSource:
-    """The training sequences of a task, in an order by the seed and the epoch.
+    """The training sequences of a task, in an order that depends on the seed and the epoch.
 
-    data: the folder or the hub's id, and the hash of the files in a folder. length: that all
-    batches are padded to; None: each to its longest sequence.
+    data, data_hash: the folder or the hub's id, and the hash of the files in a folder.
+    length: the length to which batches are padded; None: each to its longest sequence.
     """
 
     unit = "tokens"
@@ -225,7 +228,7 @@ class TaskSource:
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens of a sequence without padding, on average."""
+        """The mean number of tokens of a sequence without padding."""
         return round(sum(len(s.ids) for s in self.problem.train) / len(self.problem.train))
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
@@ -248,7 +251,7 @@ class TaskMetrics:
     """The metrics of a task on its dev splits, as a trainer's `evaluation`. Ranks share the work.
 
     batch: sequences per forward pass; None: `EVAL_BATCH`. length: as for `TaskSource`. `logits` and
-    `losses` are those of the last evaluation, by split.
+    `losses` hold those of the last evaluation, by split.
     """
 
     def __init__(self, problem: Problem, batch: int | None, length: int | None) -> None:
@@ -268,8 +271,8 @@ class TaskMetrics:
 
     @torch.no_grad()
     def files(self, trainer: Trainer) -> dict[str, str]:
-        """The files of predictions: of dev splits those of the last evaluation, of test splits made
-        now, of the same model."""
+        """The texts of the prediction files: for dev splits from the last evaluation, for test
+        splits computed now with the same model."""
         trainer.model.eval()
         tests = {
             name: self._run(trainer, name, sequences)[0]
@@ -284,7 +287,7 @@ class TaskMetrics:
         parts = [sequences[i : i + self.batch] for i in range(0, len(sequences), self.batch)]
         here = trainer.world
         turns = -(-len(parts) // here.size)
-        # Every rank runs the model as often; what is done twice counts once.
+        # Every rank runs the model equally often; batches that are run twice count once.
         mine = [min(turn * here.size + here.rank, len(parts) - 1) for turn in range(turns)]
         found: dict[int, tuple[list[np.ndarray], float]] = {}
         for index in mine:

@@ -1,4 +1,4 @@
-"""The fine-tuning of one task, from its config to its result."""
+"""Fine-tuning on one task, from its config to its result."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     result = results.read_finished(config.directory(), config.digest(), _SHAPE)
     if result is None or result["pretrained"]["weights_hash"] != config.weights_hash():
         return None
-    # Those of an older version kept no files.
+    # Results of older versions did not record their files.
     return None if "files" in result and damage(config.directory(), result) else result
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Fine-tune, or do nothing if it is done; returns the content of `result.json`.
+    """Fine-tune, or do nothing if it is done; return the content of `result.json`.
 
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
@@ -65,7 +65,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     directory = config.directory()
     with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
-        # Rank 0 alone decides: another process may finish it while they look.
+        # Only rank 0 decides: another process may finish it while the ranks look.
         if (done := here.of_main(lambda: finished(config))) is not None:
             report(f"done already: {directory}")
             return done
@@ -78,8 +78,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
             raise UserError(f"{config.source} or {config.data} was changed while it was read")
         if config.mode == LORA and shares_weights(config.impl, here):
             raise UserError(
-                "impl.shard=fsdp2 with mode=lora: adapters are for whole weights; set "
-                "impl.shard=ddp"
+                "impl.shard=fsdp2 with mode=lora: adapters need whole weights; set impl.shard=ddp"
             )
         model, method, train = prepare_model(config, source, pretrained, problem, here)
         adapters = make_adapters(config, source, model) if config.mode == LORA else None
@@ -89,7 +88,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         choose_products(config, method, here)
         with ExitStack() as stack:
             here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
-            # By another process, since it was asked.
+            # Another process may have finished it in the meantime.
             if (done := here.of_main(lambda: finished(config))) is not None:
                 report(f"done already: {directory}")
                 return done
@@ -98,7 +97,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
             if adapters is not None and adapters.notice:
                 report(adapters.notice)
             trainer = make_trainer(config, hashes, problem, model, method, train, here, report)
-            if here.size > 1:  # the head used the seed itself; dropout differs by rank
+            if here.size > 1:  # the head used the seed itself; dropout must differ by rank
                 seeds = np.random.SeedSequence([config.seed, here.rank])
                 torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
@@ -108,7 +107,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
-    """The metrics of a task in a line, without `score`, which is one of them."""
+    """The metrics of a task in one line, without `score`, which repeats one of them."""
     return ", ".join(f"{name} {value:.1f}" for name, value in metrics.items() if name != "score")
 
 
@@ -121,15 +120,15 @@ class Hashes:
 
     @classmethod
     def of(cls, config: FinetuneConfig) -> Hashes:
-        """The hashes of what is there now."""
+        """The hashes of the present files."""
         return cls(config.weights_hash(), config.data_hash())
 
 
 def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT | BertLM | CausalLM:
-    """The model that is fine-tuned, on the CPU.
+    """The model to fine-tune, on the CPU.
 
     Raises:
-        UserError: it is no model of text, or is made for shorter sequences.
+        UserError: it is not a text model, or was made for shorter sequences.
     """
     pretrained = source.model(config.weights)
     if not isinstance(pretrained, GPT | BertLM | CausalLM):
@@ -178,15 +177,15 @@ def prepare_model(
 
 
 def choose_products(config: FinetuneConfig, method: Method, here: World) -> None:
-    """Choose which products run sparse, once ranks share the weights, if they do."""
-    # Shorter batches run sparse, too; the products are measured for the longest.
+    """Choose the products that run sparse; if weights are sharded, call it after that."""
+    # The products are measured for the longest batches; shorter ones run sparse, too.
     accelerate(method, _micro_batch(config, here) * config.recipe.max_length, config.impl)
 
 
 def make_adapters(
     config: FinetuneConfig, source: FinishedRun | Checkpoint, model: Head
 ) -> Adapters:
-    """Adapters on the model; call it after `prepare_model`, which knows linears by their names."""
+    """Add adapters to the model; call it after `prepare_model`, because adapters rename linears."""
     patterns = {}
     if isinstance(source, FinishedRun):
         patterns = {name: source.pattern(name) for name in source.converted}
@@ -200,17 +199,17 @@ def _kind(config: FinetuneConfig, method: Method) -> str:
 
 
 def _micro_batch(config: FinetuneConfig, here: World) -> int:
-    """Sequences per rank and forward pass, where a step has its full batch."""
+    """The number of sequences per rank and forward pass, for a step with a full batch."""
     share = -(-config.recipe.batch_size // here.size)
     return min(config.impl.micro_batch or share, share)
 
 
 class _Tuner(Trainer):
-    """A trainer that looks at the zeros before each checkpoint, and at the end."""
+    """A trainer that checks the zeros before each checkpoint and at the end."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        # Those of the end of training. S-STE, which goes on choosing, keeps none.
+        # The masks from the end of training. S-STE has none, as it keeps choosing.
         self.masks = {
             name: buffer.clone()
             for name, buffer in self.model.named_buffers()
@@ -222,8 +221,8 @@ class _Tuner(Trainer):
         super().save(own)
 
     def check_zeros(self) -> None:
-        """Raise a RuntimeError if a group of a sparse layer has too many non-zeros, or a mask that
-        stays has changed."""
+        """Raise RuntimeError if a group of a sparse layer has too many non-zeros, or if a fixed
+        mask has changed."""
         if not self.method.sparse_layers:
             return
         illegal = self.method.metrics()["illegal_groups"]
@@ -349,13 +348,13 @@ def _train(
         shutil.rmtree(trainer.checkpoints, ignore_errors=True)
         return done
 
-    return trainer.world.of_main(deliver)  # a full disk, too, is said to all
+    return trainer.world.of_main(deliver)  # so that all ranks learn of an error such as a full disk
 
 
 def _merged(
     config: FinetuneConfig, trainer: _Tuner, evaluation: TaskMetrics, adapters: Adapters
 ) -> dict[str, Any]:
-    """Keep the adapters, merge them into the weights, and tell what they were before."""
+    """Save the adapters, merge them into the weights, and return their metrics before the merge."""
     found = {
         "trained_parameters": adapters.parameters,
         "linears": adapters.names,

@@ -1,1 +1,1 @@
-"""Image data sets: reading them, augmenting them, and batches of them."""
+"""Image data sets: reading, augmentation, and batches for the trainer."""

@@ -1,8 +1,8 @@
-"""Crops for self-distillation from grey images in memory, a whole batch at once on the device.
+"""Crops for self-distillation from grey images in memory, made on the device for a whole batch.
 
-Chances, ranges and order are those of the transforms in `experiments.images.multicrop`, but a crop
-has its place at fractions of pixels, brightness changes before contrast, and nothing is rounded to
-8 bits on the way. In a grey image no colour is left to change.
+Probabilities, ranges and order are those of the transforms in `experiments.images.multicrop`,
+except that crops lie at fractions of pixels, brightness always changes before contrast, and
+intermediate values are not rounded to 8 bits. Grey images need no colour changes.
 
 Shapes: B images, V crops of each, H and W pixels of an image, S pixels a side of a crop.
 """
@@ -26,8 +26,8 @@ _SIGMAS = (0.1, 2.0)  # least and largest sigma of the blur, in pixels
 
 
 def uniform(count: int, views: int, *key: int) -> Tensor:
-    """Uniform random numbers in [0, 1) for `count` images, fp32 [count, views, 11] on the CPU; they
-    depend on `key` alone."""
+    """Uniform random numbers in [0, 1) for `count` images, fp32 [count, views, 11] on the CPU,
+    which depend only on `key`."""
     word = int(np.random.SeedSequence(key).generate_state(1)[0])
     return torch.rand(count, views, _DRAWS, generator=torch.Generator().manual_seed(word))
 
@@ -48,7 +48,7 @@ class GreyCrops:
     def of(self, images: Tensor, draws: Tensor) -> Tensor:
         """Crops [B, V, S, S] of images [B, H, W] with values in [0, 1]; `draws` [B, V, 11] are from
         `uniform`."""
-        if not draws.shape[1]:  # affine_grid takes nothing empty
+        if not draws.shape[1]:  # affine_grid does not accept empty tensors
             return images.new_empty(len(images), 0, self.size, self.size)
         draw = draws.unbind(-1)
         x = self._cut(images, self.places(draws))

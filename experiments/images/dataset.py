@@ -1,12 +1,12 @@
 """Labelled image data sets, from a folder, idx files, the hub, or scikit-learn's digits.
 
-A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a folder of the
-four idx files of MNIST or Fashion-MNIST (their test images are for validation), a data set of the
+A data set is a folder in ImageNet's layout (`train/<class>/*`, `val/<class>/*`), a folder with the
+four idx files of MNIST or Fashion-MNIST (their test images serve for validation), a data set of the
 hub, or the embedded one: the 1797 handwritten digits that ship with scikit-learn, of which 400 are
-held out (stratified, by the fixed seed 0). Images are RGB.
+held out (stratified, with the fixed seed 0). Images are RGB.
 
-A data set of the hub is taken as it is there today, ImageNet's as well; `owner/name@revision` pins
-a commit, a branch or a tag of it.
+A data set of the hub is read in its current version, unless `owner/name@revision` pins a commit,
+branch or tag.
 """
 
 from __future__ import annotations
@@ -38,31 +38,32 @@ if TYPE_CHECKING:
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
 HELD_OUT = 400  # digits for validation
 SPLITS = ("train", "val")
-# Pillow's readers that are used, whatever a file's name; some others start programs (EPS:
-# Ghostscript).
+# The only Pillow readers that are used, whatever a file's name; some others start external programs
+# (EPS starts Ghostscript).
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-MAX_NAMES = 1000  # classes that are told by name
+MAX_NAMES = 1000  # largest number of classes that results list by name
 
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Settings of an image data set: the images, and how training augments them (by default as
-    DeiT).
+    """Settings of an image data set and its augmentation in training (by default as DeiT).
 
-    source: "digits", a local folder in ImageNet's layout or of idx files, or an id on the hub,
-    owner/name or owner/name@revision.
-    image_size: pixels a side that the model sees. mean, std: of the channels, pixels in [0, 1].
-    crop_pct: of the centre crop for evaluation, as timm has it.
-    crop_scale: share of the area that the random resized crop keeps; null = the whole image.
-    flip: rate of horizontal mirroring. rotate, shift: range of a random rotation in degrees and of
-    a random shift as a share of the side. rand_augment: timm's description; null = off.
-    color_jitter: strength; timm leaves it out where rand_augment is on. random_erasing: rate.
-    mixup, cutmix: their alpha; 0 = off. With both on, each is taken half of the time. Neighbours in
-    the batch (0 and 1, 2 and 3, ...) are mixed with each other, every pair with its own share, so
-    the result does not depend on how a batch is split. Batches and micro-batches must be even.
-    repeats: times that an image is seen in the batch, augmented anew (repeated augmentation).
-    on_corrupt: `error`, or `skip` to train on the next image instead and count; a run that an error
-    ended goes on with `skip`.
+    source: "digits", a local folder in ImageNet's layout or with idx files, or an id on the hub,
+        owner/name or owner/name@revision.
+    image_size: side length in pixels that the model sees. mean, std: of the channels, for pixels in
+        [0, 1]. crop_pct: timm's setting of the centre crop for evaluation.
+    crop_scale: range of the area that the random resized crop keeps; null = the whole image.
+    flip: probability of horizontal mirroring. rotate, shift: range of a random rotation in degrees,
+        and of a random shift as a fraction of the side.
+    rand_augment: timm's description; null = off. color_jitter: strength; timm ignores it if
+        rand_augment is on. random_erasing: probability.
+    mixup, cutmix: their alpha; 0 = off. With both on, each is used half of the time. Neighbours in
+        the batch (0 and 1, 2 and 3, ...) are mixed, every pair with its own weight, so that the
+        result does not depend on how a batch is split. Batches and micro-batches must be even.
+    repeats: how often an image appears in a batch, each time augmented anew (repeated
+    augmentation). on_corrupt: `error`, or `skip` to train on the next image instead and count it; a
+    run that ended
+        with the error can be resumed with `skip`.
     """
 
     name: str
@@ -141,7 +142,8 @@ class ImageConfig:
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """True if the finished run in `directory` was made on these images.
 
-        Those of its own source are trusted where they are gone from here, or the hub's.
+        If the images of the run's own source are no longer here, or are on the hub, this is
+        assumed.
 
         Raises:
             UserError: there are no such images.
@@ -174,9 +176,9 @@ class Split(Protocol):
 class Images:
     """A data set. splits: `train` and `val`, or one of them. classes: their names, by label.
 
-    fingerprint: hash of the splits that were read. Labels and sizes of all images count, of a
-    folder their names as well, and of small data sets every byte; of larger ones (above 256 MiB)
-    the content of 512 images of a split at equal distances.
+    fingerprint: hash of the splits that were read. It covers the labels and sizes of all images, in
+        a folder also their names, and every byte of a small data set. Of a larger one (above
+        256 MiB) it covers the content of 512 evenly spaced images per split.
     """
 
     directory: Path
@@ -195,8 +197,8 @@ class Images:
         return self.splits["val"]
 
     def describe(self) -> dict[str, Any]:
-        """The entry on these images in `result.json`. `classes` holds the names, or of more than
-        1000 their number and hash; equal values mean the same classes in the same order."""
+        """The images' entry in `result.json`. `classes` holds their names, or for more than 1000
+        their number and hash; equal values mean the same classes in the same order."""
         classes: Any = list(self.classes)
         if len(classes) > MAX_NAMES:
             names = "\n".join(classes).encode(errors="surrogateescape")
@@ -229,7 +231,7 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
     return _hub(config.source, splits)
 
 
-# ---- The four kinds of data sets.
+# ---- the four kinds of data sets
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ class Files:
     """Images in files, `<directory>/<class>/<name>`."""
 
     directory: Path
-    names: np.ndarray  # with the class; bytes [N], an array, which forked workers share, not a list
+    names: np.ndarray  # with the class; bytes [N], an array because forked workers can share it
     labels: np.ndarray
 
     def open(self, index: int) -> Image:

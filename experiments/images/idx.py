@@ -1,7 +1,7 @@
 """Reads images and labels in MNIST's idx format, each file gzipped or not.
 
-A file begins with two zero bytes, 8 for the type uint8, the number of dims and the dims themselves,
-as big-endian 32-bit numbers; the values follow.
+A file begins with two zero bytes, a byte 8 for the type uint8, the number of dims, and the dims
+themselves as big-endian 32-bit numbers; the values follow.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read(root: Path, split: str) -> Idx:
     """The images and labels of a split.
 
     Raises:
-        UserError: a file is missing or damaged, or they are not of one number.
+        UserError: a file is missing or damaged, or the numbers of images and labels differ.
     """
     image_path, label_path = (_need(root, name) for name in FILES[split])
     pixels, labels = _values(image_path, 3), _values(label_path, 1)

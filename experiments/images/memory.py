@@ -1,8 +1,8 @@
-"""Grey images in memory: a whole batch is shifted, mirrored and mixed at once on the model's
+"""Grey images in memory, of which a whole batch is shifted, mirrored and mixed on the model's
 device.
 
-Values and chances are those of the transforms in `experiments.images.source` and of timm's mixing;
-only the draws are others. Shapes: B images, S pixels a side, K classes.
+Values and probabilities are those of the transforms in `experiments.images.source` and of timm's
+mixing, but the random draws differ. Shapes: B images, S pixels a side, K classes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from experiments.images.dataset import Arrays, ImageConfig, Images
 
 _DRAWS = 3  # random numbers of a training image: shift down, shift right, mirroring
-_PAIR_DRAWS = 4  # of a mixed pair: mixup or cutmix, share, row and column of the cut's centre
-_IMAGES, _PAIRS = 1, 2  # a part of a random key: the purpose; 0 is the order of the images
+_PAIR_DRAWS = 4  # of a mixed pair: mixup or cutmix, weight, row and column of the cut's centre
+_IMAGES, _PAIRS = 1, 2  # the part of a random key that says its purpose; 0 is the images' order
 
 
 def hold(images: Images, config: ImageConfig, device: torch.device | str) -> dict[str, GreyImages]:
-    """Each split as `GreyImages` on `device`; {} if a split does not lie in memory at the size that
-    the model sees, or augmentation needs more than shifts, mirroring and mixing."""
+    """Each split as `GreyImages` on `device`; {} if a split is not in memory in the model's image
+    size, or if augmentation needs more than shifts, mirroring and mixing."""
     held = {
         name: GreyImages(split, config, device)
         for name, split in images.splits.items()
@@ -73,9 +73,9 @@ class GreyImages:
 def mixed(
     x: Tensor, labels: Tensor, classes: int, config: ImageConfig, seed: int, step: int, first: int
 ) -> tuple[Tensor, Tensor]:
-    """A batch x [B, 3, S, S] whose neighbours are mixed with each other (mixup or cutmix), and its
-    targets [B, K]. The choices of a pair depend on seed, step and its position in the step's batch,
-    in which the first image has position `first`."""
+    """The batch x [B, 3, S, S] with neighbours mixed (mixup or cutmix), and its targets [B, K]. The
+    random choices of a pair depend on seed, step and its position in the step's batch, where the
+    first image of x has position `first`."""
     from scipy.special import betaincinv
 
     size = x.shape[-1]
@@ -110,8 +110,8 @@ def _blend(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def _uniform(kind: int, seed: int, step: int, places: range, count: int) -> np.ndarray:
-    """Uniform random numbers [places, count] in [0, 1); each row depends on (seed, step, kind,
-    place) alone."""
+    """Uniform random numbers [places, count] in [0, 1); each row depends only on (seed, step, kind,
+    place)."""
     key = np.array([seed, 0], dtype=np.uint64)
     counter = np.array([0, step, kind, 0], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(count * places.stop)

@@ -1,9 +1,9 @@
-"""Crops of images for self-distillation (DINO, arXiv 2104.14294): two global, n local ones each.
+"""Crops for self-distillation (DINO, arXiv 2104.14294): two global and n local crops of each image.
 
-The images, their order and their corrupt files are those of `experiments.images.dataset`; labels
-are not used. `flip`, `rotate` and `shift` are those of the data (mirrored digits would be no
-digits), the rest of the augmentation that of `DinoConfig`. Shapes: B images, S = image_size and
-s = local_size pixels a side.
+The images, their order and the treatment of corrupt files are those of
+`experiments.images.dataset`; labels are not used. `flip`, `rotate` and `shift` come from the data's
+settings (mirrored digits are no digits), the rest of the augmentation from `DinoConfig`. Shapes: B
+images, S = image_size and s = local_size pixels a side.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SOLARIZE = {"first": 0.0, "second": 1.0, "local": 0.0}
 
 
 def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
-    """The augmentation of a `first` or `second` global crop or of a `local` one: RGB image of any
-    size -> [3, S, S] or [3, s, s]. Draws from the global random generators."""
+    """The augmentation of a `first` or `second` global crop or of a `local` crop, from an RGB image
+    of any size to [3, S, S] or [3, s, s]. It draws from the global random generators."""
     from torchvision import transforms as T
 
     local = kind == "local"
@@ -87,15 +87,15 @@ class MultiCrops:
     `local_crops` [B, n, 3, s, s].
 
     The random choices of a training sample are keyed by (seed, step, index in the batch), those of
-    a validation image by its index alone.
+    a validation image only by its index.
 
-    Images that lie in memory and are neither turned nor shifted are cropped there, on the device
-    (experiments/images/crop_memory.py), and there are no workers.
+    Images in memory that are neither rotated nor shifted are cropped on the device, without workers
+    (experiments/images/crop_memory.py).
 
     Args:
         shape: of the model.
         batch_size: images per optimizer step.
-        workers: processes that decode and crop; 0 = this one. They do not change the batches.
+        workers: processes that decode and crop; 0 = this process. They do not change the batches.
         device: that of the model.
 
     Raises:
@@ -129,7 +129,7 @@ class MultiCrops:
         self.local = crop_transform(data, dino, "local")
         self.large = grey_crops(data, dino, "first", "second")
         self.small = grey_crops(data, dino, *["local"] * dino.local_crops)
-        # Rows of the student, which sees all crops.
+        # The student sees all crops.
         local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
         self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
 

@@ -1,4 +1,4 @@
-"""Batches of images and classes, augmented by timm, or in memory on the device where that suffices.
+"""Batches of images and classes, augmented by timm, or on the device for images in memory.
 
 Shapes: B images, S = image_size pixels a side, K classes; images are RGB, normalised.
 """
@@ -31,8 +31,8 @@ _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must b
 
 
 def train_transform(config: ImageConfig) -> Transform:
-    """The training augmentation: RGB image of any size -> [3, S, S]. Draws from the global random
-    generators."""
+    """The training augmentation, from an RGB image of any size to [3, S, S]. It draws from the
+    global random generators."""
     from timm.data import auto_augment, create_transform
     from torchvision.transforms import Compose
 
@@ -59,8 +59,8 @@ def train_transform(config: ImageConfig) -> Transform:
 
 
 def turn_and_shift(config: ImageConfig) -> list[Any]:
-    """The transforms that rotate and shift an RGB image, first in every augmentation; [] if neither
-    is on."""
+    """The transforms that rotate and shift an RGB image, which come first in every augmentation; []
+    if neither is on."""
     from torchvision import transforms as T
 
     bilinear = T.InterpolationMode.BILINEAR
@@ -71,8 +71,8 @@ def turn_and_shift(config: ImageConfig) -> list[Any]:
 
 
 def _posterize(image: Image, bits: int, **_: Any) -> Image:
-    """The image with the `bits` highest bits of each value. With 0 bits, which RandAugment asks for
-    at full strength, it is black; Pillow refuses 0 from release 13 on."""
+    """The image with only the `bits` highest bits of each value; black for 0 bits, which
+    RandAugment uses at full strength and Pillow 13 and later reject."""
     from PIL import Image, ImageOps
 
     if bits >= 8:
@@ -101,19 +101,17 @@ class ImageSource:
     In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
     distribution, fp32 [B, K]; in evaluation always the class.
 
-    With `repeats` r, a batch of b samples holds b/r images, r times each (the last one goes on in
-    the next batch where r does not divide b); neighbours in the batch are different images. The
-    random choices of a sample are keyed by (seed, step, index in the batch).
+    With `repeats` r, a batch of b samples has b/r images, r times each (if r does not divide b, the
+    last one continues in the next batch); neighbours in the batch are different images. The random
+    choices of a sample are keyed by (seed, step, index in the batch).
 
-    Images that lie in memory and need no more than `experiments.images.memory` are augmented there,
-    on the device, and there are no workers.
+    Images in memory for which `experiments.images.memory` suffices are augmented on the device,
+    without workers.
 
     Args:
-        shape: of the model.
-        batch_size: samples per optimizer step.
-        workers: processes that decode and augment; 0 = this one. They do not change the batches.
-        device: that of the model.
-        splits: those that are read; for evaluation alone, ("val",).
+        shape: of the model. batch_size: samples per optimizer step. workers: processes that decode
+        and augment; 0 = this process. They do not change the batches. device: that of the model.
+        splits: the splits to read; ("val",) for evaluation only.
 
     Raises:
         UserError: the data set cannot be used, or does not fit the model.
@@ -234,7 +232,7 @@ class ImageSource:
         return torch.stack(inputs), torch.tensor(labels)
 
     def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
-        """Mix neighbours in place, each pair by its own draw; returns the targets [B, K]."""
+        """Mix neighbours in place, each pair with its own draw, and return the targets [B, K]."""
         targets = []
         with own_draws() as seed:
             for row in range(0, len(samples), 2):

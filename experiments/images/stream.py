@@ -1,4 +1,4 @@
-"""The random order of training images, their random augmentation, and processes that read ahead."""
+"""The random order of training images, seeds for their augmentation, and worker processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _MOST_NAMED = 100  # corrupt images that are listed by name
 
 @lru_cache(maxsize=4)
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `count` images in one epoch, a permutation that depends on seed and
-    epoch alone."""
+    """The order of `count` images in one epoch: a permutation that depends only on seed and
+    epoch."""
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 @contextmanager
 def own_draws() -> Iterator[Callable[..., None]]:
-    """Reseed Python's, NumPy's and torch's CPU generators within the context, and restore them
-    after it.
+    """A context in which Python's, NumPy's and torch's CPU generators may be reseeded; afterwards
+    they are restored.
 
-    timm and torchvision draw from these three. Yields `seed(*key)`, which starts all three anew.
-    It is one context for a batch, since NumPy's state takes longer to keep than an image to turn.
+    timm and torchvision draw from these three. Yields a function `seed(*key)` that reseeds all of
+    them. Use one context per batch: saving NumPy's state takes longer than augmenting an image.
     """
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
@@ -59,8 +59,8 @@ def _seed(*key: int) -> None:
 class Stream:
     """The training images as an endless sequence, epoch after epoch, each in its own random order.
 
-    advice: what the message of a corrupt image adds. skipped: indices in the split of the corrupt
-    images that were met and replaced by the next one of the epoch's order.
+    advice: text to add to the message about a corrupt image. skipped: indices in the split of
+    corrupt images, which were replaced by the next image in the epoch's order.
     """
 
     split: Split
@@ -92,8 +92,8 @@ class Stream:
         raise UserError(f"none of the {count} training images can be decoded")
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """Indices in the split of the images with these numbers, int64 [B]. For splits in memory,
-        which have no corrupt images."""
+        """The indices in the split of the images with these numbers, int64 [B]; only for splits in
+        memory, which have no corrupt images."""
         epochs, positions = np.divmod(numbers, len(self.split.labels))
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -113,7 +113,7 @@ def spaced(images: Images, count: int, batch_size: int) -> list[np.ndarray]:
     """Indices of `count` validation images, evenly spaced over the split, in batches.
 
     Raises:
-        UserError: there are not so many.
+        UserError: the split has fewer images.
     """
     available = len(images.val.labels)
     if not 1 <= count <= available:
@@ -131,10 +131,9 @@ R = TypeVar("R")
 def read_ahead(
     make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[int]
 ) -> Iterator[Batch]:
-    """Yields `make(request)` for each request, in order; `workers` processes compute them ahead of
-    time.
+    """Yield `make(request)` for each request in order; `workers` processes compute them ahead.
 
-    skipped: that of the `Stream` that `make` reads from; it takes up what the processes skipped.
+    skipped: the attribute of the `Stream` that `make` reads from; what the processes skip is added.
     """
     if not workers:
         yield from map(make, requests)
@@ -146,7 +145,7 @@ def read_ahead(
         num_workers=workers,
         collate_fn=_as_it_is,
         worker_init_fn=_ignore_signals,
-        generator=torch.Generator(),  # the global one must not feel the number of workers
+        generator=torch.Generator(),  # so that workers do not draw from the global generator
     )
     for made, seen in loader:
         if isinstance(made, UserError):
@@ -162,13 +161,13 @@ class _Made(torch.utils.data.Dataset):
     def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[int]]:
         try:
             return self.make(request), set(self.skipped)
-        except UserError as error:  # raised here, the loader would wrap it into a traceback
+        except UserError as error:  # if raised here, the loader would wrap it in a traceback
             return error, set(self.skipped)
 
 
 def _ignore_signals(_: int) -> None:
-    """Make a reading process ignore Ctrl-C and SIGTERM, which reach the whole process group: the
-    driver ends its readers itself."""
+    """Make a worker process ignore Ctrl-C and SIGTERM, which reach the whole process group; the
+    driver ends its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

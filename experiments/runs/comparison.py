@@ -1,4 +1,4 @@
-"""Compares finished trainings. Runs that differ in nothing but their seed are an arm; arms are
+"""Compares finished trainings. Runs that differ only in their seed form an arm, and arms are
 compared seed by seed with a baseline arm."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from experiments.support.results import FILE, NoResult, check_shape, number, rea
 from experiments.training.tracking import read_metrics
 
 METRIC = "metrics.val_loss"
-LONGEST = 80  # characters of a label; those of a folder are at most about as many
+LONGEST = 80  # largest number of characters in a label; folder names are about as long at most
 QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
 _SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}
-# Keys that do not make an arm: they change no result, or differ from seed to seed.
+# Keys that do not distinguish arms: they do not change the result, or differ between seeds.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
 
 
@@ -48,7 +48,7 @@ class Arm:
 @dataclass(frozen=True)
 class Summary:
     """A row of the comparison. difference: mean difference to the baseline over the `pairs` seeds
-    that both have on the same data and as much of them, with its 95 % interval from `low` to
+    that both have on equal data and for equally many samples, with its 95 % interval from `low` to
     `high`; nan for the baseline itself and without pairs."""
 
     label: str
@@ -62,7 +62,7 @@ class Summary:
 
 
 def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
-    """(finished runs at or below these paths, each once; directories of unfinished ones).
+    """(finished runs at or below these paths, without duplicates; directories of unfinished ones).
 
     Raises:
         UserError: there is none, or a result is damaged.
@@ -86,7 +86,7 @@ def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
 
 def _runs_at(path: Path) -> list[Path]:
     """The run directories at a path: the path itself, or the nearest level of folders below it that
-    holds runs. What was made of a run (an evaluation, say) lies inside it and does not count."""
+    has runs. Results inside a run, such as evaluations, do not count."""
     for below in (".", "*", "*/*", "*/*/*"):
         places = (f"{below}/{name}" for name in ("config.json", FILE))
         if found := {file.parent for place in places for file in path.glob(place)}:
@@ -121,7 +121,7 @@ def arms(runs: Iterable[FinishedRun]) -> list[Arm]:
 def flat(result: dict[str, Any]) -> dict[str, str]:
     """A run's config without seed and paths, flattened to dotted keys with values as typed on the
     command line, plus the hash of its data as `corpus`."""
-    config = json.loads(json.dumps(result["config"]))  # in memory it has tuples, in a file lists
+    config = json.loads(json.dumps(result["config"]))  # turns tuples into lists, as in a file
     values: dict[str, str] = {}
 
     def add(prefix: str, value: Any) -> None:
@@ -139,8 +139,8 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _labelled(found: list[Arm]) -> list[Arm]:
-    """The arms with labels: the method, and what sets an arm apart from others of its method, or
-    where that is long, the folder of its runs."""
+    """The arms with labels: the method and what distinguishes an arm from others of its method, or
+    if that is long, the folder of its runs."""
     labelled, folders = [], [arm.folder for arm in found]
     for arm in found:
         method = arm.config["method.name"]
@@ -154,8 +154,8 @@ def _labelled(found: list[Arm]) -> list[Arm]:
 
 
 def differing(found: list[Arm]) -> list[str]:
-    """The config keys in which arms differ, the method's name aside. Between methods, an option
-    that only some of them have counts only if its values differ among those."""
+    """The config keys, apart from the method's name, in which arms differ. An option that only some
+    methods have counts only if its values differ among these."""
     methods = {arm.config["method.name"] for arm in found}
     keys = sorted({key for arm in found for key in arm.config} - {"method.name"})
     several = []
@@ -169,11 +169,11 @@ def differing(found: list[Arm]) -> list[str]:
 
 
 def choose(found: list[Arm], baseline: str | None) -> Arm:
-    """The baseline arm: the one with this label or in this folder, or the only one of this method.
-    Without a name it is the dense arm, or the first if there is none.
+    """The baseline arm: the one with this label or folder, or the only one of this method. Without
+    a name it is the dense arm, or the first if there is none.
 
     Raises:
-        UserError: there is none of this name, or there are several.
+        UserError: no arm has this name, or several have.
     """
     wanted = baseline or "dense"
     exact = [arm for arm in found if wanted in (arm.label, arm.folder)]
@@ -217,14 +217,14 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary
 
 
 def _has(record: Any, path: str) -> bool:
-    """True if a record has an entry at a dotted path, null included (a training that diverged)."""
+    """True if a record has an entry at a dotted path, even null (as after a diverged training)."""
     key, _, rest = path.partition(".")
     return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
 
 
 def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str:
-    """The rows as a Markdown table with a column for each config key that differs, after a warning
-    if the runs are hardly comparable."""
+    """The rows as a Markdown table with a column for each config key that differs, preceded by a
+    warning if runs differ in length or data."""
     baseline, keys = rows[0].label, differing(found)
     configs = {arm.label: arm.config for arm in found}
     lines = [f"| run | {metric.rpartition('.')[2]} | seeds |", "|---|--:|--:|"]
@@ -259,7 +259,7 @@ def caution(found: list[Arm]) -> str:
 
 
 def _alike(run: FinishedRun, other: FinishedRun) -> bool:
-    """True if two runs are of the same length, data and tokenizer."""
+    """True if two runs have the same length, data and tokenizer."""
     return (_length(run), _data(run)) == (_length(other), _data(other))
 
 
@@ -297,7 +297,7 @@ def curves(found: list[Arm], baseline: Arm) -> list[Point]:
 
 
 def of_sweep(runs: list[FinishedRun], metric: str = METRIC) -> str:
-    """The table printed at the end of a sweep, and the command that makes it again with curves."""
+    """The table printed at the end of a sweep, with the command that prints it with curves."""
     found = arms(runs)
     rows = table(found, choose(found, None), metric)
     folders = dict.fromkeys(str(run.directory.parent) for run in runs)

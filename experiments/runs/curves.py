@@ -19,15 +19,15 @@ NAMES = {
     "loss": "training loss, nats",
     "perplexity": "validation perplexity",
 }
-EVALUATED = ("val_loss", "perplexity")  # now and then, so each point is marked
+EVALUATED = ("val_loss", "perplexity")  # measured rarely, so each point has a marker
 SPREAD = "mean over seeds, band: ± standard deviation"
 
-# Okabe and Ito's colours, told apart by colour-blind readers; the baseline, first, is black.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the baseline is black.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
 MARKERS = ("o", "s", "^", "v", "D", "P", "X")
 STYLES = ("-", "--", ":", "-.")
-WIDEST = 16.0  # of a row of panels, in inches
-LABEL = 28  # characters of a y axis's label that stand beside a panel
+WIDEST = 16.0  # width of a row of panels, in inches
+LABEL = 28  # characters of a y axis's label that fit beside a panel
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def points(
         last = {"step": result["steps"], "val_loss": result["metrics"].get("val_loss")}
         own = {
             (quantity, label, record["step"]): record[quantity]
-            for record in [*log, last]  # newer runs have the last one in their log, too
+            for record in [*log, last]  # newer runs also have the last one in their log
             for quantity in order
             if record["step"] > 0 and record.get(quantity) is not None
         }
@@ -81,8 +81,8 @@ def points(
 
 
 def look(number: int) -> tuple[str, str]:
-    """(colour, line style) of the method at a place in the order; the baseline's, at 0, is no
-    other's."""
+    """The (colour, line style) of the method at a place in the order; only the baseline, at 0, has
+    the first colour."""
     if number == 0:
         return COLOURS[0], "--"
     again, place = divmod(number - 1, len(COLOURS) - 1)
@@ -90,7 +90,7 @@ def look(number: int) -> tuple[str, str]:
 
 
 def draw(axes: Any, quantity: str, data: list[Point]) -> None:
-    """Draw the curves of one quantity, one line for each label. A label has the same look in every
+    """Draw the curves of one quantity, one line for each label. A label looks the same in every
     quantity, even if some quantities lack it."""
     for number, label in enumerate(dict.fromkeys(point.method for point in data)):
         shown = [p for p in data if (p.quantity, p.method) == (quantity, label)]
@@ -104,7 +104,7 @@ def draw(axes: Any, quantity: str, data: list[Point]) -> None:
             label=label,
             color=colour,
             linestyle=style,
-            # Thinner from row to row, so that a curve under another one still shows.
+            # Later lines are thinner, so that a curve below another one remains visible.
             linewidth=max(1.0, 2.6 - 0.4 * number),
             marker=MARKERS[number % len(MARKERS)] if quantity in EVALUATED else None,
             markersize=4,
@@ -124,9 +124,9 @@ def figure(
     width: float = 3.6,
     height: float = 3.4,
 ) -> None:
-    """Write a figure with one panel for each entry of `panels`, its key the y axis's label and
-    its value a function that draws on given axes, and one legend for all. Where many panels would
-    make it too wide to read, they stand in several rows. width, height: of a panel, in inches."""
+    """Write a figure with a panel for each entry of `panels` and one legend. A key is the y axis's
+    label, its value a function that draws on given axes. Many panels are put in several rows.
+    width, height: of a panel, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -144,7 +144,7 @@ def figure(
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
         for handle, labelled in zip(*axes.get_legend_handles_labels(), strict=True):
-            # Of a line that only some panels mark, the one with its marker.
+            # If only some panels draw markers, use a handle with a marker.
             if labelled not in legend or getattr(handle, "get_marker", str)() in MARKERS:
                 legend[labelled] = handle
     for axes in several[len(panels) :]:
@@ -164,10 +164,10 @@ def figure(
 def _columns(labels: Sequence[str], width: float) -> int:
     """The number of columns in which a legend at font size 8 is no wider than the figure."""
     for n in (3, 2):
-        # Columns are filled one after the other, the first ones with one more.
+        # Legend columns are filled in order; the first ones may have one more entry.
         each, more = divmod(len(labels), n)
         starts = [column * each + min(column, more) for column in range(n + 1)]
         longest = [max(map(len, labels[a:b]), default=0) for a, b in pairwise(starts)]
-        if 0.06 * sum(longest) + 0.55 * n <= width:  # inches of a character, and of a line's sample
+        if 0.06 * sum(longest) + 0.55 * n <= width:  # inches per character and per line sample
             return n
     return 1

@@ -1,4 +1,4 @@
-"""Opens a finished run for what starts from its weights: fine-tuning, evaluation, export."""
+"""A finished run, as fine-tuning, evaluation and export use it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ MODES = ("auto", "sparse", "masked", "dense")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished training: its directory and `result.json`, by whose hashes files are checked
-    before they are read."""
+    """A finished training: its directory and `result.json`. Files are checked against the hashes in
+    `result.json` before they are read."""
 
     directory: Path
     result: dict[str, Any]
@@ -63,7 +63,7 @@ class FinishedRun:
 
     @property
     def model_name(self) -> str:
-        """Name of its model, `gpt2_nano` for example."""
+        """The name of its model, for example `gpt2_nano`."""
         return self.config["model"]["name"]
 
     @property
@@ -115,8 +115,7 @@ class FinishedRun:
 
     @property
     def longest(self) -> int | None:
-        """Length in tokens of the training sequences; None if the model takes any length equally
-        well."""
+        """The length of the training sequences in tokens; None if the model has no fixed length."""
         if not isinstance(self.shape, BertConfig) or self.shape.positions != "learned":
             return None
         assert isinstance(self.data, MLMConfig)
@@ -127,10 +126,10 @@ class FinishedRun:
         return self.trained_with.pattern(name)
 
     def tokenizer(self) -> tiktoken.Encoding | HFTokenizer:
-        """The tokenizer that it was trained with; the run keeps a copy of its file.
+        """The tokenizer that it was trained with, from the run's copy of its file.
 
         Raises:
-            UserError: it was trained on images, or the copy is gone.
+            UserError: the run was trained on images, or the copy is missing.
         """
         if isinstance(self.data, ImageConfig):
             raise UserError(f"{self.directory} was trained on images and has no tokenizer")
@@ -146,11 +145,11 @@ class FinishedRun:
         return load_encoding(self.directory, record)
 
     def model(self, weights: str = "sparse") -> nn.Module:
-        """The plain model on the CPU with the weights at the end of training; with `dense`, the
-        dense weights under the method's masks, where it keeps them.
+        """The plain model on the CPU with the final weights; with `dense`, the dense weights behind
+        the method's masks, if it keeps them.
 
         Raises:
-            UserError: weights that do not exist, or files that do not fit.
+            UserError: the run has no such weights, or files do not fit.
         """
         if weights not in WEIGHTS_OF:
             raise UserError(f"weights={weights}; choose one of {', '.join(WEIGHTS_OF)}")
@@ -165,13 +164,13 @@ class FinishedRun:
                 )
             with torch.no_grad():
                 for name in masters:
-                    # A low-rank term replaces what the mask removes; dense weights still have that.
+                    # A low-rank term replaces the pruned weights, which dense weights still have.
                     _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
                     model.get_parameter(name).copy_(self.latent[name])
         return model
 
     def averaged(self) -> nn.Module | None:
-        """The plain model on the CPU with the averaged weights, if the run kept some.
+        """The plain model on the CPU with the averaged weights; None if the run kept none.
 
         Raises:
             UserError: their file is missing or damaged.
@@ -184,7 +183,7 @@ class FinishedRun:
 
     @cached_property
     def latent(self) -> dict[str, torch.Tensor]:
-        """State of the method's layers before they became plain linears, by name in the model.
+        """The state of the method's layers before they became plain linears, by name in the model.
 
         Raises:
             UserError: its file is missing or damaged.
@@ -205,12 +204,13 @@ class FinishedRun:
         seed: int,
         dtype: torch.dtype | None = None,
     ) -> methods.Method:
-        """Convert `model`, which holds `self.model()` under the same names, for fine-tuning.
+        """Convert `model`, which contains `self.model()` under the same names, for fine-tuning, and
+        return the method.
 
-        mode: `auto` is the method's own rule: dense after a dense last phase; else what the method
-        has to go on with (S-STE projects, SLoPe keeps its masks and adapters), or the last mask.
-        `dense` and `sparse` ask for one or the other, `masked` for the last mask, whatever the
-        method would choose. Low-rank terms that are not trained as such are added to the weights.
+        mode: `auto` follows the method: dense after a dense last phase; otherwise the method's own
+            way to continue (S-STE projects, SLoPe keeps masks and adapters), or the last mask.
+            `dense` and `sparse` require one or the other; `masked` always takes the last mask.
+            Low-rank terms that are not trained further are added to the weights.
         dtype: as for `Method.convert`.
 
         Raises:
@@ -223,7 +223,7 @@ class FinishedRun:
             raise UserError(
                 f"mode={mode}, but {self.directory} ends with dense weights; use mode=auto or dense"
             )
-        # Names instead of the training's globs, which may match linears of a new head.
+        # Use names, because the training's globs might also match linears of a new head.
         common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
         if mode == "dense" or trained.ends_dense:
             method: methods.Method = dense.Method(dense.Config(**common))
@@ -232,10 +232,10 @@ class FinishedRun:
             return method
         own = trained.finetuning(total_steps)
         modules = dict(model.named_modules())
-        # A head of training may be gone.
+        # The training's head may have been removed.
         there = [modules[name] for name in self.converted if name in modules]
         patterns = {*map(self.pattern, self.converted)}
-        # Methods with low-rank terms, or other patterns, hold their masks themselves.
+        # Methods with low-rank terms or other patterns keep their masks themselves.
         plain = patterns == {(2, 4)} and not any(map(_low_rank_terms, there))
         if own is None or (mode == "masked" and plain):
             method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
@@ -250,7 +250,7 @@ class FinishedRun:
             if absent := [stored for stored in wanted.values() if stored not in self.latent]:
                 path = self.directory / LATENT
                 raise UserError(
-                    f"{path} is missing or lacks {absent[0]}, with which {self.method} goes on; "
+                    f"{path} is missing or lacks {absent[0]}, which {self.method} continues from; "
                     "run it again, or set mode=dense"
                 )
             layer.load_state_dict({key: self.latent[stored] for key, stored in wanted.items()})

@@ -21,8 +21,8 @@ def std(values: Sequence[float]) -> float:
 def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Confidence interval of the mean of paired differences: Student's t, n - 1 degrees of freedom.
 
-    Pairs that share initial weights and data make this far narrower than an interval of two
-    independent means. From one pair nothing follows: (nan, nan).
+    If pairs share initial weights and data, it is far narrower than an interval for two independent
+    means. A single pair gives (nan, nan).
     """
     n = len(differences)
     if n < 2:
@@ -56,8 +56,9 @@ def ratio_interval(
 ) -> tuple[float, float]:
     """Confidence interval of the quotient of two means over the same pairs, by Fieller's theorem.
 
-    It holds the quotients g for which a t test does not tell the mean of numerator - g denominator
-    from zero. (nan, nan) from fewer than two, or if the denominator is not told from zero.
+    It contains the quotients g for which a t test does not reject that numerator - g * denominator
+    has mean zero. It is (nan, nan) for fewer than two pairs, or if the denominator's mean does not
+    differ significantly from zero.
     """
     n = len(numerators)
     if n < 2:
@@ -71,16 +72,16 @@ def ratio_interval(
     constant = above**2 - t2 * std(numerators) ** 2
     if not squared > 0 or not math.isfinite(mixed):
         return math.nan, math.nan
-    root = math.sqrt(max(0.0, mixed**2 - squared * constant))  # below 0 by rounding alone
+    root = math.sqrt(max(0.0, mixed**2 - squared * constant))  # only rounding makes it negative
     return (mixed - root) / squared, (mixed + root) / squared
 
 
 def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both") -> float:
     """p-value of Student's t test that the mean of paired differences is `center`.
 
-    side: `both`; `above` against the alternative that the mean is above it, `below` likewise.
-    Differences that are all equal have no spread: they are as far from any other center as can be.
-    nan from fewer than two.
+    side: the alternative: `both`, or that the mean is `above` or `below` the center. If all
+    differences are equal, there is no spread, and t is infinite unless they equal the center. The
+    p-value is nan for fewer than two.
     """
     from scipy.special import stdtr
 
@@ -90,15 +91,15 @@ def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both
     distance, spread = mean(differences) - center, std(differences) / math.sqrt(n)
     without_spread = math.copysign(math.inf, distance) if distance else 0.0
     t = distance / spread if spread else without_spread
-    # Each tail is computed by itself: 1 - below would round p-values under 1e-16 to 0.
+    # Compute each tail separately: 1 - below would round p-values under 1e-16 to 0.
     below, above = float(stdtr(n - 1, t)), float(stdtr(n - 1, -t))
     return {"below": below, "above": above, "both": 2 * min(below, above)}[side]
 
 
 def equivalence_p_value(differences: Sequence[float], margins: Sequence[float]) -> float:
     """p-value of two one-sided tests (TOST): small if the mean of `differences` lies between minus
-    and plus the mean of `margins`. There is a margin for each difference: one that was estimated
-    from the same pairs has an error, too."""
+    and plus the mean of `margins`. There is one margin per difference, because a margin estimated
+    from the same pairs also has an error."""
     above = p_value([d + m for d, m in zip(differences, margins, strict=True)], side="above")
     below = p_value([d - m for d, m in zip(differences, margins, strict=True)], side="below")
     return max(above, below)

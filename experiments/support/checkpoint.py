@@ -1,9 +1,9 @@
-"""Atomic, checksummed checkpoints: a killed process leaves the previous one whole.
+"""Atomic checkpoints with checksums: if the process is killed, the previous one stays intact.
 
-A checkpoint is one `torch.save` file of tensors and plain values, read back with
-`weights_only=True` (nothing is unpickled), and a sidecar with its size and SHA-256. The file is
-written beside its place, synced, and renamed; the sidecar follows. The two newest are kept. One
-that several ranks write is a folder of the same name (training/sharded_checkpoint.py).
+A checkpoint is one `torch.save` file of tensors and plain values, read with `weights_only=True`
+(nothing is unpickled), and a sidecar file with its size and SHA-256. The file is written under a
+temporary name, synced and renamed; the sidecar follows. The two newest are kept. A checkpoint that
+several ranks write is a folder instead (training/sharded_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
             temporary.touch()
             usual = temporary.stat().st_mode
             write(temporary)
-            temporary.chmod(usual)  # safetensors makes files for their owner alone
+            temporary.chmod(usual)  # safetensors creates files that only their owner can read
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -82,8 +82,8 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def lacks(value: Any, shape: Any, key: str = "") -> str | None:
-    """The first dotted key at which a value from JSON is not of the type that `shape` (a type, or a
-    dict of shapes) asks for; None if all fit, "" if the value itself does not."""
+    """The first dotted key at which a value from JSON does not have the type in `shape` (a type, or
+    a dict of shapes); "" if the value itself does not, None if everything fits."""
     if not isinstance(shape, dict):
         return None if isinstance(value, shape) else key
     if not isinstance(value, dict):
@@ -112,18 +112,18 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     try:
         write_json(_sidecar(path), record_of(path))
     except UserError:
-        path.unlink()  # nothing vouches for it, and it takes room
+        path.unlink()  # without its sidecar it is useless and takes space
         raise
     remove_others(path)
     return path
 
 
 def remove_others(path: Path) -> None:
-    """Remove the checkpoints beside `path` but for the newest before it."""
+    """Remove the checkpoints beside `path`, except the newest ones before it."""
     there = found(path.parent)
     before = [p for p in there if p.stem < path.stem]
     for other in there:
-        # Later ones were damaged, or this run would have begun there.
+        # Later checkpoints must be damaged, or this run would have resumed from them.
         if other in (path, *before[1 - KEPT :]):
             continue
         if other.is_dir():
@@ -146,8 +146,9 @@ def load_latest(
     """The newest intact checkpoint, on the CPU, or None.
 
     Args:
-        paths: as `found` gives them. warn: gets a line on each damaged one. load: reads one, or
-            raises `Damaged`.
+        paths: the result of `found`.
+        warn: called with a line about each damaged checkpoint.
+        load: reads a checkpoint, or raises `Damaged`.
     """
     damaged: dict[Path, str] = {}
     state, instead = None, "none is whole, so the run begins anew"
@@ -165,7 +166,7 @@ def load_latest(
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Lock `directory` against other processes and remove half-written files of a killed one.
+    """Lock `directory` against other processes, and remove half-written files of a killed process.
 
     Raises:
         UserError: another process holds it.
@@ -203,24 +204,24 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, by which `check` knows it again."""
+    """The size and SHA-256 of a file, for `check`."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def read_record(path: Path) -> Any:
-    """The content of a JSON file that vouches for others. Raises `Damaged` without one."""
+    """The content of a JSON file with records of other files. Raises `Damaged` if it is missing or
+    cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        # The process ended between the two writes: the file itself was renamed when complete,
-        # but nothing vouches for it.
+        # The process ended between the two writes: the file is complete, but unverified.
         raise Damaged("its checksum file is missing") from error
     except ValueError as error:
         raise Damaged("its checksum file is damaged") from error
 
 
 def check(path: Path, record: Any) -> None:
-    """Raise `Damaged` if the file is not the one of which `record_of` was taken."""
+    """Raise `Damaged` if the file differs from `record`, an earlier result of `record_of`."""
     try:
         length, digest = record["bytes"], record["sha256"]
     except (KeyError, TypeError) as error:
@@ -236,13 +237,14 @@ def check(path: Path, record: Any) -> None:
 
 def write(state: dict[str, Any], path: Path) -> None:
     """Write a tree of tensors and plain values."""
-    # torch's own writing to a path does not tell why it failed.
+    # Given a path, torch.save does not say why it failed.
     with path.open("wb") as file:
         torch.save(state, file)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The tree in `path`, on the CPU. Raises `Damaged` if there is anything else in it."""
+    """The tree of tensors and plain values in `path`, on the CPU. Raises `Damaged` for anything
+    else."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:

@@ -15,10 +15,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """An error that the user can mend: what is wrong, with which value and what to do, in one line.
+    """An error that the user can fix; its one-line message says what is wrong, with which value,
+    and what to do.
 
-    choices: what there is to choose from, a line each, where that is more than a line holds.
-    elsewhere: another rank has the same error and says it.
+    choices: what to choose from, one line each, if that does not fit into one line.
+    elsewhere: True if another rank has the same error and prints it.
     """
 
     elsewhere = False
@@ -41,8 +42,8 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def told(error: BaseException) -> str:
-    """The class of an error and the first line that it says, if it says any. Of one that only says
-    that there was another, as datasets has it, that one."""
+    """The class of an error and the first line of its message, if any. For an error that only
+    reports another one, as those of datasets do, the other one."""
     while type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -51,10 +52,10 @@ def told(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a disk that is full into a `UserError` that names `path`, and another error of the
-    system that is only quoted into an `OSError` that does.
+    """A context for writing `path`: a full disk raises a `UserError`, and other errors of the
+    operating system an `OSError`, both naming `path`.
 
-    torch raises an error of its own over that of the system, safetensors only quotes its number.
+    torch hides the system's error behind its own, and safetensors only quotes its number.
     """
     try:
         yield
@@ -77,14 +78,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Terminated(BaseException):
-    """Raised on SIGTERM, which cluster managers send, and where a terminal is closed; no `except
-    Exception` swallows it."""
+    """Raised on SIGTERM, which cluster managers send, and when the terminal is closed. It is no
+    `Exception`, so that no `except Exception` catches it."""
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM, and a terminal that is closed, unwind the program as Ctrl-C does, so that locks
-    and progress bars are closed and processes that it started end. A second one, as `timeout` may
-    send, does not interrupt that."""
+    """Make SIGTERM and a closed terminal unwind the program as Ctrl-C does, so that locks and
+    progress bars are closed and child processes end. A second signal, as `timeout` may send, does
+    not interrupt that."""
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup lets it be ignored
         numbers.append(signal.SIGHUP)
@@ -106,9 +107,9 @@ class Stop:
 
 @contextmanager
 def deferred_stop() -> Iterator[Stop]:
-    """Record the first Ctrl-C or SIGTERM instead of raising it, so that a loop can ask after each
-    step and save what it has; a second one is raised at once. Does nothing outside the main thread,
-    which alone receives signals."""
+    """Record the first Ctrl-C or SIGTERM instead of raising it, so that a loop can check for it
+    after each step and save its state; a second one is raised at once. Outside the main thread,
+    which alone receives signals, this does nothing."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -12,12 +12,12 @@ from pathlib import Path
 from experiments.support.checkpoint import sha256
 
 LIMIT = 256 * 2**20  # bytes; a data set up to this size is hashed whole
-SAMPLED, END = 512, 2**16  # of a larger one: number of files, bytes at either end of each
-_SETTLED = 2 * 10**9  # nanoseconds; a later write within a clock's tick would not show
+SAMPLED, END = 512, 2**16  # of a larger data set: number of files, and bytes at each end of a file
+_SETTLED = 2 * 10**9  # nanoseconds; a younger file may change without a new modification time
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits; kept for the process as long as the file is unchanged."""
+    """SHA-256 of a file, 64 hex digits; cached in the process while the file is unchanged."""
     status = path.stat()
     if time.time_ns() - status.st_ctime_ns < _SETTLED:
         return sha256(path)
@@ -30,12 +30,12 @@ def _remembered(path: Path, inode: int, size: int, changed: int) -> str:
 
 
 def fingerprint(root: Path, files: Sequence[tuple[str, int]]) -> str:
-    """Hash of files below `root`, 64 hex digits. `files`: (relative path, bytes) of each, in order;
-    the name of `root` itself does not count.
+    """A hash of files below `root`, 64 hex digits. files: (relative path, bytes) of each, in order;
+    the name of `root` does not count.
 
-    Names and sizes of all count, and up to 256 MiB in all, every byte. Of more, the first and the
-    last 64 KiB do, of up to 512 files at equal distances: an exchange of a few other files by ones
-    of the same names and sizes goes unseen.
+    It covers the names and sizes of all files and, up to 256 MiB in total, every byte. Beyond that
+    it covers the first and last 64 KiB of up to 512 evenly spaced files, so a few files replaced by
+    others of the same name and size may go unnoticed.
     """
     digest = hashlib.sha256()
     for name, size in files:

@@ -1,5 +1,5 @@
-"""Downloads checkpoints and data sets from the Hugging Face hub. A checkpoint is `owner/name`, or
-`owner/name@revision` for a commit, a branch or a tag of it."""
+"""Downloads checkpoints and data sets from the Hugging Face hub. Both are named `owner/name`, or
+`owner/name@revision` with a commit, branch or tag."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from experiments.support.errors import UserError
 
 
 def download(source: str, patterns: Iterable[str], key: str) -> Path:
-    """The folder of a snapshot in the hub's cache, with the files that match `patterns`.
+    """Download the files of `source` that match `patterns`, and return the snapshot's folder in the
+    hub's cache.
 
-    key: what sets `source`, as messages name it.
+    key: the name of the setting that holds `source`, for messages.
 
     Raises:
-        UserError: the hub does not give it.
+        UserError: the hub does not have it or cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -26,8 +27,8 @@ def download(source: str, patterns: Iterable[str], key: str) -> Path:
         folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise UserError(
-            f"{key}={source} is neither a local folder nor a checkpoint that the hub gives "
-            f"({type(error).__name__})"
+            f"{key}={source} is neither a local folder nor a checkpoint that can be had from "
+            f"the hub ({type(error).__name__})"
         ) from error
     return Path(folder)
 
@@ -38,10 +39,10 @@ def commit(folder: Path) -> str | None:
 
 
 def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
-    """A data set of the hub with all its splits; without a revision, the newest one.
+    """A data set of the hub with all its splits, in its newest revision unless one is given.
 
     Raises:
-        UserError: the hub does not give it.
+        UserError: the hub does not have it or cannot be reached.
     """
     import datasets
 
@@ -50,6 +51,6 @@ def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
     except (OSError, ValueError) as error:  # bases of its errors, offline or not
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"data.source={hub_id} is neither a local folder nor a data set that the hub gives: "
-            f"{reason}"
+            f"data.source={hub_id} is neither a local folder nor a data set that can be downloaded "
+            f"from the hub: {reason}"
         ) from error

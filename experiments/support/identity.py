@@ -9,8 +9,8 @@ from typing import Any
 def identity_of(config: Any) -> dict[str, Any]:
     """The fields of a config dataclass that a run's hash covers, as plain values.
 
-    A field that was added when runs had already been made carries `metadata={"added": True}`. It
-    counts only where it differs from its default, so those runs keep their hashes.
+    A field that was added after runs had been made carries `metadata={"added": True}`. It counts
+    only if it differs from its default, so that those runs keep their hashes.
     """
     values = dataclasses.asdict(config)
     for field in dataclasses.fields(config):

@@ -1,4 +1,4 @@
-"""Reads how much memory a device has, and refuses in one line what cannot fit."""
+"""Reads how much memory a device has, and raises one-line errors for what cannot fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def total(device: torch.device) -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(machine, int(_CONTAINER.read_text()))
-    except (OSError, ValueError):  # not in a container, or in one without a limit
+    except (OSError, ValueError):  # no container, or one without a limit
         return machine
 
 

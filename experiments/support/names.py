@@ -1,4 +1,4 @@
-"""Checks names of folders and seeds, which several groups of the config hold."""
+"""Checks of folder names and seeds, which several config groups contain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def check_name(key: str, name: str) -> None:
     component."""
     if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
         raise ValueError(
-            f"{key}={name!r} names a folder: begin it with a letter or a digit, then take letters, "
-            "digits and . _ + - alone, at most 100"
+            f"{key}={name!r} names a folder: begin with a letter or digit, then use only letters, "
+            "digits and . _ + -, at most 100 characters"
         )
 
 

@@ -1,4 +1,4 @@
-"""Prints messages and the progress of a training: a live bar on a terminal, elsewhere a line every
+"""Prints messages and the progress of a training: a live bar on a terminal, otherwise a line every
 ten seconds."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _SECONDS_PER_LINE = 10.0
 
 
 def say(message: str, file: TextIO | None = None) -> None:
-    """Print a message; on a terminal long lines are broken at spaces. Piped output is left as it
-    is, unless COLUMNS is set. file: standard output by default."""
+    """Print a message to `file` (default: standard output). On a terminal, or if COLUMNS is set,
+    long lines are broken at spaces."""
     width = shutil.get_terminal_size((0, 0)).columns
     for line in message.split("\n"):
         fits = not width or len(line) <= width
@@ -24,10 +24,10 @@ def say(message: str, file: TextIO | None = None) -> None:
 
 
 def silent(message: str) -> None:
-    """Print nothing; ranks other than 0 use it in the place of `say`."""
+    """Print nothing; ranks other than 0 use it instead of `say`."""
 
 
-# Paths stay whole, to be copied.
+# Lines are not broken inside paths, so that these can be copied.
 _AT_SPACES: Any = {
     "subsequent_indent": "  ",
     "break_long_words": False,
@@ -38,7 +38,7 @@ _AT_SPACES: Any = {
 class Progress:
     """Progress of a training: step, loss, speed and time left. Prints nothing unless `enabled`.
 
-    unit: what the speed is told in, `tokens` or `images` per second.
+    unit: the unit of the speed, `tokens` or `images` per second.
     """
 
     def __init__(self, steps: int, first: int, unit: str, enabled: bool) -> None:

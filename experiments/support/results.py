@@ -23,7 +23,7 @@ SCHEMA = 1
 FILE = "result.json"
 
 MOST_LISTED = 50  # finished runs
-# Entries of a training's result that fine-tuning, evaluation and export need (checkpoint.lacks).
+# Entries of a training's result that fine-tuning, evaluation and export need, for checkpoint.lacks.
 TRAINING: dict[str, Any] = {
     "config_hash": str,
     "config": {"model": {"name": str}, "data": {"source": str}, "method": {"name": str}},
@@ -39,10 +39,10 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 class NoResult(UserError):
-    """There is no result to use; says why in one line.
+    """There is no usable result; the message says why in one line.
 
-    why: `missing`, `unfinished` (begun, not ended), `other` (of another config, schema or kind of
-    run) or `damaged`.
+    why: `missing`, `unfinished` (begun but not ended), `other` (of another config, schema or kind
+    of run) or `damaged`.
     """
 
     def __init__(self, why: str, message: str, choices: Sequence[str] = ()) -> None:
@@ -51,12 +51,13 @@ class NoResult(UserError):
 
 
 def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None) -> dict[str, Any]:
-    """The `result.json` in `directory`, of the config with this hash if one is given.
+    """The content of `result.json` in `directory`.
 
-    shape: what it must hold (`checkpoint.lacks`).
+    shape: the entries that it must have (`checkpoint.lacks`).
+    config_hash: the hash of the config that it must belong to, if given.
 
     Raises:
-        NoResult: there is none, or it is of something else or damaged.
+        NoResult: there is none, or it is damaged or belongs to another config.
     """
     path = directory / FILE
     try:
@@ -82,7 +83,7 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
 
 
 def check_shape(directory: Path, result: Any, shape: dict[str, Any]) -> None:
-    """A `NoResult` if the content of the `result.json` in `directory` lacks something of `shape`
+    """Raise `NoResult` if the content of the `result.json` in `directory` lacks an entry of `shape`
     (`checkpoint.lacks`)."""
     if (found := lacks(result, shape)) is not None:
         raise _damaged(directory, f"no {found or 'result'} in it")
@@ -95,7 +96,7 @@ def _damaged(directory: Path, how: str) -> NoResult:
 def read_finished(
     directory: Path, config_hash: str, shape: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """`read` for a run that is to be made: None if it is still to do.
+    """`read` for a run that may not have been made yet: None if it has no result.
 
     Raises:
         NoResult: the result is damaged.
@@ -109,11 +110,11 @@ def read_finished(
 
 
 def read_training(directory: Path) -> dict[str, Any]:
-    """`read` for what goes on from a training, or lies beside one.
+    """`read` for the result of a training.
 
     Raises:
-        NoResult: there is none (finished ones below are listed), it is of something else than a
-            training, or damaged.
+        NoResult: there is none (finished trainings below the folder are listed), it is not the
+            result of a training, or it is damaged.
     """
     try:
         result = read(directory, {"config": dict})
@@ -152,8 +153,8 @@ def runs_below(directory: Path) -> list[str]:
 
 
 def number(record: Any, path: str) -> float:
-    """The number at a dotted path of a record; nan if there is none, as where a training
-    diverged."""
+    """The number at a dotted path of a record; nan if there is none, as after a diverged
+    training."""
     for key in path.split("."):
         record = record.get(key) if isinstance(record, dict) else None
     return float(record) if isinstance(record, int | float) else math.nan
@@ -206,7 +207,7 @@ def _version(name: str) -> str | None:
 
 
 def device_name() -> str:
-    """Name of the GPU that runs are on, or of the processor without one."""
+    """The name of the GPU, or of the processor if there is no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 

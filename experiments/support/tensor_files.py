@@ -1,6 +1,6 @@
-"""Files of tensors by name: one safetensors file, or several with an index as transformers writes.
+"""Files of named tensors: one safetensors file, or several with an index, as transformers writes.
 
-What is saved as `model.safetensors` lies there, or, where it is larger than `LARGEST`, in
+Tensors saved as `model.safetensors` are in that file or, if they take more than `LARGEST` bytes, in
 
     model-00001-of-00002.safetensors, ...    some of the tensors each
     model.safetensors.index.json             the file of each tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
 
-LARGEST = 5 * 10**9  # bytes of a file, as transformers had it up to version 4
+LARGEST = 5 * 10**9  # bytes per file, the limit of transformers up to version 4
 _INDEX = ".index.json"
 
 
@@ -49,7 +49,7 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     with ExitStack() as undo:
         for name, part in zip(names, parts, strict=True):
             own = {key: tensors[key].detach().cpu().contiguous() for key in part}
-            # Of a shard transformers asks for the format.
+            # transformers requires this metadata in a shard.
             write = partial(save_file, own, metadata={"format": "pt"} if several else None)
             checkpoint.write_atomic(path.with_name(name), write)
             undo.callback(path.with_name(name).unlink)
@@ -61,13 +61,13 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
             checkpoint.write_json(path.with_name(names[0]), index)
         undo.pop_all()
     for old in among(path.name, [other.name for other in path.parent.iterdir()]):
-        if old not in names:  # of a run that was trained anew
+        if old not in names:  # left from an earlier training of this run
             path.with_name(old).unlink()
     return names
 
 
 def files(path: Path) -> list[Path]:
-    """The files of what was saved as `path`; `path` itself where there are none.
+    """The files of the tensors saved as `path`; `path` itself if there are none.
 
     Raises:
         UserError: the index is damaged.
@@ -84,14 +84,14 @@ def files(path: Path) -> list[Path]:
 
 
 def among(name: str, names: Iterable[str]) -> list[str]:
-    """The file names among `names` in which lies what was saved as `name`."""
+    """The file names among `names` that hold the tensors saved as `name`."""
     path = Path(name)
     shard = re.compile(rf"{re.escape(path.stem)}-\d+-of-\d+{re.escape(path.suffix)}")
     return [n for n in names if n in (name, name + _INDEX) or shard.fullmatch(n)]
 
 
 def load(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of what was saved as `path`; for the meta device one at a time is read.
+    """The tensors saved as `path`, by name; for the meta device they are read one at a time.
 
     Raises:
         SafetensorError: a file is damaged.

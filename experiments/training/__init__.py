@@ -1,1 +1,1 @@
-"""The training loop, and what a run needs around it: optimizer steps, ranks, log."""
+"""The training loop and its parts: optimizer steps, ranks, sharding, checkpoints and logs."""

@@ -1,4 +1,4 @@
-"""The averaged copy of a training's weights, by one of two rules."""
+"""The averaged copy of a training's weights, which follows one of two rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def is_kept(train: TrainConfig) -> bool:
 def update(
     averages: dict[str, Tensor], own: dict[str, Tensor], train: TrainConfig, step: int
 ) -> None:
-    """Take the weights `own`, as they are after step `step`, into the averages, in place.
+    """Add the weights `own`, as they are after step `step`, to the averages in place.
 
-    `ema`: every step's, with a fixed share. `average_last`: those of the last steps that are
-    `average_every` apart and end with the last one, all with the same share in the end.
+    With `ema` every step's weights enter with a fixed share. With `average_last` the final average
+    is the mean of that many states, `average_every` steps apart and ending with the last.
     """
     share = 1 - train.ema
     if train.average_last:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The transformer blocks by name: what stands in lists of modules of one class that hold
+    """The transformer blocks by name: the members of module lists of one class that contain
     linears."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -27,20 +27,20 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def trained_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that are trained: not those of a teacher in the model."""
+    """The blocks that are trained, without those of a teacher inside the model."""
     return [b for b in blocks(model).values() if any(p.requires_grad for p in b.parameters())]
 
 
 def recompute(model: nn.Module) -> None:
-    """Let each block that is trained keep its input alone for the backward pass, in which it runs
-    again. The modules keep their identity, names and hooks: only their class changes."""
+    """Make each trained block keep only its input for the backward pass, where it is recomputed.
+    The modules keep their identity, names and hooks; only their class changes."""
     for block in trained_blocks(model):
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
 
 
 def recomputes(model: nn.Module) -> bool:
-    """True if a block of the model runs again in the backward pass (`recompute`)."""
+    """True if blocks of the model are recomputed in the backward pass (`recompute`)."""
     return any(isinstance(module, _Recomputed) for module in model.modules())
 
 

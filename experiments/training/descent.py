@@ -1,16 +1,15 @@
-"""Measures what an optimizer step was to change of the loss on its own batch, and what it changed.
+"""Measures the predicted and the actual change of the loss on an optimizer step's own batch.
 
-A step takes the weights from w to w', and where a method keeps masks, these from m to m'. Of the
-loss F of the step's batch, in training mode and with equal dropout, are measured (S-STE, arXiv
+A step changes the weights from w to w', and the masks, if the method keeps any, from m to m'. Let F
+be the loss of the step's batch, in training mode and with equal dropout. Measured are (S-STE, arXiv
 2409.09099, section 3; a reduction of the loss is negative):
 
     predicted_change    <g, w' - w>             the first order, g the gradient at (w, m)
     actual_change       F(w', m') - F(w, m)
-    old_masks_change    F(w', m) - F(w, m)      only where there are masks
+    old_masks_change    F(w', m) - F(w, m)      only with masks
 
-g is a gradient of its own: where the method samples, another sample than the one that makes the
-step, so that the prediction does not count the noise of the step as descent. It changes nothing of
-the training.
+g is computed separately. If the method samples, it is another sample than the step's, so that the
+step's own noise does not count as predicted descent. The measurement does not affect the training.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from methods.nn.linear import MaskedLinear
 
 
 class Descent:
-    """The measurement of one step; it is made before the step and asked after it.
+    """The measurement of one step: create it before the step and call `after` after the step.
 
     batches, shares: the micro-batches of the step, as `Optimization.step` takes them.
     """
@@ -41,7 +40,7 @@ class Descent:
         layers = optimization.method.layers.values()
         masked = [layer for layer in layers if isinstance(layer, MaskedLinear)]
         self.masks = [(layer, layer.mask.clone()) for layer in masked]
-        # What delayed scaling has seen of the step; passes of one's own are no part of it.
+        # Magnitudes that delayed scaling has recorded; the extra passes must not add to them.
         given: list[Any] = [layer for layer in layers if hasattr(layer, "amax_seen")]
         self.seen: list[Tensor] = [layer.amax_seen for layer in given]
         self.loss, self.scale = self._loss(), optimization.scaler.get_scale()
@@ -52,7 +51,7 @@ class Descent:
 
     @torch.no_grad()
     def after(self) -> dict[str, Tensor]:
-        """The changes, on this rank: their mean over the ranks is that of the whole batch."""
+        """The changes on this rank; their mean over the ranks is that of the whole batch."""
         device = self.optimization.device
         state = generators(device)
         predicted = torch.zeros((), dtype=torch.float64, device=device)
@@ -74,8 +73,8 @@ class Descent:
             layer.derive()
 
     def _loss(self) -> Tensor:
-        """The loss of the batch, always with the same dropout; where gradients are on, theirs are
-        added to the parameters', scaled as in a step."""
+        """The loss of the batch, always with the same dropout. If gradients are enabled, they are
+        added to the parameters' gradients, scaled as in a step."""
         optimization = self.optimization
         set_generators(self.generators, optimization.device)
         seen = [amax.clone() for amax in self.seen]

@@ -1,4 +1,4 @@
-"""The processes that torchrun started together, or this one alone."""
+"""The group of processes that torchrun started, or a single process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from experiments.support.errors import UserError
 
-# Tells torchrun to make a store for the ranks of every attempt, and not to share its own.
+# Makes torchrun create a store for every attempt instead of sharing its own.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. `device` is where it computes."""
+    """This process's rank among `size` processes, and the `device` on which it computes."""
 
     rank: int
     size: int
@@ -34,8 +34,8 @@ class World:
         return self.rank == 0
 
     def of_main(self, work: Callable[[], T]) -> T:
-        """Return on every rank what `work()` is on rank 0, whose UserError, or error of the system,
-        is everybody's."""
+        """Run `work()` on rank 0 and return its result on every rank. Its UserError, or an error of
+        the operating system, is raised on every rank."""
         if self.size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -44,7 +44,7 @@ class World:
                 answer[0] = work()
             except UserError as reason:
                 answer[1] = UserError(str(reason), reason.choices)
-            except OSError as reason:  # a folder that may not be written, say
+            except OSError as reason:  # for example a folder without write permission
                 if reason.errno is None:
                     raise
                 answer[1] = OSError(reason.errno, reason.strerror, reason.filename)
@@ -56,12 +56,11 @@ class World:
         return answer[0]
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """Return `work()`, done on rank 0 before the other ranks, which find what it has prepared.
-
-        Its errors are everybody's, as in `of_main`.
+        """Run `work()` on rank 0 and then on the other ranks, which find what rank 0 has prepared;
+        return each rank's own result. Errors of rank 0 are raised on every rank, as in `of_main`.
         """
         found: list[T] = []
-        # Not sent to the others: it may be large.
+        # The result is not sent to the other ranks, as it may be large.
         self.of_main(lambda: found.append(work()))
         return found[0] if self.is_main else work()
 
@@ -74,7 +73,7 @@ class World:
         return found
 
     def mean(self, value: Tensor) -> Tensor:
-        """Average of a tensor over the ranks; every rank must call it."""
+        """The average of a tensor over the ranks; every rank must call it."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
@@ -84,14 +83,14 @@ class World:
 
 @contextmanager
 def world(device: str, offload: bool = False) -> Iterator[World]:
-    """Join the group that torchrun describes in the environment; leave it at the end.
+    """A context in which this process is in the group that torchrun describes in the environment.
 
-    Within another `world` it is that one's group: a process cannot join torchrun's twice, so
+    Inside another `world` the same group is used. A process cannot join torchrun's group twice, so
     several runs in one process need a `world` around them.
 
     Args:
-        device: `auto` (a GPU where there is one), `cpu` (gloo) or `cuda` (nccl). offload: tensors
-            in the memory of the host are exchanged, too.
+        device: `auto` (a GPU if there is one), `cpu` (gloo) or `cuda` (nccl).
+        offload: tensors in the host's memory are exchanged as well.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("impl.device=cuda, but torch sees no GPU here; use impl.device=cpu")
@@ -111,12 +110,12 @@ def world(device: str, offload: bool = False) -> Iterator[World]:
     place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size(), place)
-        dist.barrier()  # what rank 0 wrote is there for all
+        dist.barrier()  # so that every rank sees what rank 0 wrote
         return
     _join("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if offload else "nccl")
     try:
         yield World(dist.get_rank(), dist.get_world_size(), place)
-        # gloo's threads outlive the group; with work in hand they abort an interpreter that ends
+        # gloo's threads outlive the group and, while busy, abort an interpreter that ends
         # (github.com/pytorch/pytorch/pull/179291).
         dist.barrier()
     finally:
@@ -124,12 +123,12 @@ def world(device: str, offload: bool = False) -> Iterator[World]:
 
 
 def _join(backend: str) -> None:
-    """Join the group that the environment describes, apart from what is left of earlier attempts.
+    """Join the group that the environment describes, without interference from earlier attempts.
 
-    When torchrun starts ranks anew (--max-restarts), its store still has the addresses of those
-    that died, and the new ones would wait for them (github.com/pytorch/pytorch/issues/135712). The
-    agent of one node counts the attempts. Those of several do not count alike, so there every
-    attempt needs a store of its own, which torchrun makes when it is told to.
+    When torchrun restarts ranks (--max-restarts), its store still has the addresses of those that
+    died, and new ranks would wait for them (github.com/pytorch/pytorch/issues/135712). On one node
+    the agent's count of attempts separates them. Agents of several nodes may count differently, so
+    there every attempt needs its own store, which torchrun creates if `OWN_STORE` is set.
     """
     environment = os.environ
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))

@@ -1,9 +1,9 @@
 """Forward and backward passes that are replayed from CUDA graphs.
 
-Where layers are small, Python takes longer to launch a pass than the GPU to run it. A graph holds
-all launches of a pass and is started by one call. What happens in between (hooks, clipping, the
-optimizer) is launched as ever, so phases, refreshes of masks and loss scaling need no care: they
-write to the tensors that the graphs read.
+With small layers Python takes longer to launch a pass than the GPU to run it. A CUDA graph holds
+all kernel launches of a pass and is started by one call. Everything between the passes (hooks,
+clipping, the optimizer) is launched as usual. Phases, mask refreshes and loss scaling therefore
+need no special handling: they write to the tensors that the graphs read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from experiments.training.blocks import recomputes
 from models.bert import BertLM
 from models.hf import CausalLM
 
-# Steps of one kind that are launched before it is captured: in them torch compiles and libraries
-# allocate their workspaces, which a capture does not allow.
+# Steps of one kind that are launched before it is captured. In these torch compiles and libraries
+# allocate workspaces, which is not possible during a capture.
 LAUNCHED = 3
-MARGIN = 1.1  # for what lies unused between blocks of memory
+MARGIN = 1.1  # allowance for fragmented memory
 
 Form = tuple[object, ...]
 
@@ -38,13 +38,14 @@ def choose(
     train: TrainConfig,
     one_shape: bool,
 ) -> tuple[bool, str | None]:
-    """(the passes are replayed, the line that `auto` says about it).
+    """Decide whether passes are replayed from graphs: (the decision, the line to report for
+    `auto`).
 
     Args:
-        setting: `impl.cuda_graphs`. one_shape: all batches of as many samples are of the same
-            shapes.
+        setting: the value of `impl.cuda_graphs`.
+        one_shape: all batches with equally many samples have the same shapes.
     Raises:
-        UserError: graphs are asked for where they cannot serve.
+        UserError: graphs are required by the setting but cannot be used.
     """
     if setting is False:
         return False, None
@@ -58,41 +59,40 @@ def choose(
 
 
 def _impossible(device: torch.device, ranks: int, model: nn.Module) -> str | None:
-    """The reason for which graphs cannot serve; None if they can."""
+    """The reason why graphs cannot be used; None if they can."""
     if isinstance(model, CausalLM):
         return _TRANSFORMERS
     if isinstance(model, BertLM):
         return (
-            "with the head for masked words: how many a batch has is read back from the GPU in "
-            "every pass"
+            "with the head for masked words: every pass reads their number back from the GPU"
         )
     if device.type != "cuda":
         return "without a GPU"
     if ranks > 1:
         return (
-            f"with {ranks} processes: gradients are exchanged during the backward pass, which is "
-            "not captured"
+            f"with {ranks} processes: gradients are exchanged during the backward pass, which "
+            "cannot be captured"
         )
     return None
 
 
 _TRANSFORMERS = (
-    "with a model of transformers: while it is captured, it takes an explicit mask and with it a "
-    "slower attention"
+    "with a model of transformers: during a capture it uses an explicit mask, and so a slower "
+    "attention"
 )
-_MEMORY = "in the memory that is left: they need as much again as the passes take"
+_MEMORY = "in the free memory: they need as much again as the passes take"
 
 
 def _unsuited(model: nn.Module, train: TrainConfig, one_shape: bool) -> str | None:
-    """The reason for which somebody who did not ask for graphs does not get them."""
+    """The reason why `auto` does not use graphs although it could; None if it does."""
     if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
-        return _TRANSFORMERS  # under a head for fine-tuning
+        return _TRANSFORMERS  # inside a head for fine-tuning
     if not one_shape:
-        return "with batches of differing shapes: a graph serves one"
+        return "with batches of different shapes: a graph serves only one"
     if recomputes(model):
-        return "with impl.activation_checkpointing=true: what is computed again is not captured"
+        return "with impl.activation_checkpointing=true: recomputation cannot be captured"
     if train.descent_every:
-        return "with train.descent_every, which launches passes of its own"
+        return "with train.descent_every, which needs extra passes"
     return None
 
 
@@ -101,17 +101,18 @@ def _launched(why: str) -> str:
 
 
 def fits(peak: int, held: int, room: int) -> bool:
-    """True if a pool of the graphs' own fits beside all that is launched as before.
+    """True if the graphs' memory pool fits in addition to that of launched steps.
 
     Args:
-        peak, held: bytes that launched steps took at most, and that stay between them.
-        room: bytes that this process can have.
+        peak, held: bytes that launched steps took at most, and bytes held between steps.
+        room: bytes that this process can use.
     """
     return held + 2 * MARGIN * (peak - held) <= room
 
 
 def _check_memory(device: torch.device) -> None:
-    """Raise a torch.OutOfMemoryError where graphs might end a run that fits when launched."""
+    """Raise torch.OutOfMemoryError if graphs might exhaust the memory of a run that fits when
+    launched."""
     room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     if not fits(peak, held, room):
@@ -122,13 +123,14 @@ def capture(part: Callable[[], Tensor], pool: object) -> tuple[Callable[[], None
     """A function that replays `part`, and the tensor in which each replay leaves its result.
 
     Args:
-        part: launches work on the GPU and never waits for it. It is called once and not executed.
-        pool: of memory; graphs that are replayed in the order of their capture may share one.
+        part: launches work on the GPU and never waits for it. It is called once, to record its
+            launches; the work itself runs only when the graph is replayed.
+        pool: the memory pool; graphs that are replayed in the order of capture may share one.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    # What another thread does (pinning memory, say) does not disturb the capture. The outer stream
-    # is this one, which is the current one again if the capture fails.
+    # The error mode lets other threads (which pin memory, for example) work during the capture. The
+    # outer context restores the current stream if the capture fails.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),  # type: ignore[arg-type]
@@ -138,12 +140,12 @@ def capture(part: Callable[[], Tensor], pool: object) -> tuple[Callable[[], None
 
 
 class _Graph(NamedTuple):
-    inputs: Batch  # where a replay reads its micro-batch
+    inputs: Batch  # the tensors from which a replay reads its micro-batch
     replay: Callable[[], None]
-    loss: Tensor  # where it writes the loss
+    loss: Tensor  # the tensor to which it writes the loss
 
     def run(self, batch: Batch) -> Tensor:
-        """Replay on a micro-batch; returns its loss."""
+        """Replay the passes of a micro-batch and return its loss."""
         for name, value in self.inputs.items():
             value.copy_(batch[name], non_blocking=True)
         self.replay()
@@ -151,17 +153,17 @@ class _Graph(NamedTuple):
 
 
 class Replays:
-    """The passes of a step, replayed once enough steps of its kind have been launched.
+    """Replays the passes of steps, once enough steps of the same kind have been launched.
 
-    Steps are of one kind if the method is in the same phase and no flag of a layer has changed, the
+    Steps are of one kind if the method's phase and the layers' flags are the same, the
     micro-batches have the same shapes and shares, and no parameter or buffer has moved in memory.
-    Graphs of one kind are kept at a time.
+    Only the graphs of one kind are kept.
 
     Args:
-        backward: forward and backward of a micro-batch of a given share; adds to the gradients and
-            returns the loss.
-        report: where to say that there is no memory for graphs, so that passes are launched from
-            then on; None: that is an error.
+        backward: runs forward and backward of a micro-batch with a given share, adds to the
+            gradients and returns the loss.
+        report: called if there is no memory for graphs, after which passes are launched; if it is
+            None, that is an error.
     """
 
     def __init__(
@@ -174,22 +176,22 @@ class Replays:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         modules = list(model.modules())
         self._held = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        # Flags choose branches, which a graph would freeze.
+        # Python flags choose branches, which a graph would freeze.
         self._flags = [
             (vars(module), name)
             for module in modules
             for name, value in vars(module).items()
             if isinstance(value, bool) and name != "training"
         ]
-        self.steps = 0  # that were replayed
+        self.steps = 0  # number of replayed steps
         self.given_up = False
         self._state: tuple[object, ...] = ()
-        self._forms: dict[int, Form] = {}  # of the micro-batches of a step
+        self._forms: dict[int, Form] = {}  # the micro-batches' shapes and shares, by index
         self.forget()
 
     def forget(self) -> None:
-        """Give up the graphs and their memory; the next steps are launched."""
-        self._count = 0  # of steps of this kind
+        """Free the graphs and their memory; the next steps are launched."""
+        self._count = 0  # steps of this kind so far
         self._graphs: dict[tuple[bool, Form], _Graph] = {}
         self._gradients: list[Tensor | None] = []
         self._pool: object = None
@@ -197,12 +199,14 @@ class Replays:
     def of(
         self, batches: Iterator[Batch], shares: Sequence[float], phase: str
     ) -> Iterator[Callable[[], Tensor]]:
-        """For each micro-batch of a step a function that runs its passes and returns its loss.
+        """Yield for each micro-batch of a step a function that runs its passes and returns its
+        loss.
 
-        Gradients must be None before the first; they are complete after the last.
+        Gradients must be None before the first call; they are complete after the last.
 
         Args:
-            batches: on the device. One is taken after the passes of the one before were started.
+            batches: micro-batches on the device. Each is taken after the previous one's passes were
+                started.
         """
         state = phase, tuple(held[name] for held, name in self._flags), self._places()
         if state != self._state:
@@ -223,15 +227,15 @@ class Replays:
         self._count += 1
 
     def _places(self) -> tuple[int, ...]:
-        """Addresses of all that a graph reads of the model."""
+        """The addresses of all tensors of the model that a graph reads."""
         tensors = (tensor for held in self._held for tensor in held.values())
         return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
     def _replay(
         self, first: bool, form: Form, batch: Batch, share: float
     ) -> Callable[[], Tensor] | None:
-        """A function that replays the passes of a micro-batch; None if memory is short.
-        Those of the first one of a step write the gradients, those of the others add to them."""
+        """A function that replays the passes of a micro-batch; None if memory is short. A step's
+        first micro-batch writes the gradients, the others add to them."""
         if (first, form) not in self._graphs and not self._captured(first, form, batch, share):
             return None
         if first:
@@ -240,7 +244,7 @@ class Replays:
         return partial(self._graphs[first, form].run, batch)
 
     def _captured(self, first: bool, form: Form, batch: Batch, share: float) -> bool:
-        """Capture the passes of a micro-batch; False if memory was short, which changes nothing."""
+        """Capture the passes of a micro-batch; False, and no change, if memory was short."""
         device = self.parameters[0].device
         before = [p.grad for p in self.parameters]
         try:
@@ -259,11 +263,11 @@ class Replays:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
             return False
-        except RuntimeError as error:  # after which torch's generator takes no launched steps
+        except RuntimeError as error:  # afterwards torch's generator cannot serve launched steps
             raise UserError(
                 f"the passes cannot be captured in a CUDA graph ({str(error).splitlines()[0]}); "
                 "nothing in them may wait for the GPU or read back from it; set "
-                "impl.cuda_graphs=false and start again, the run goes on where it was last saved"
+                "impl.cuda_graphs=false and start again to continue from the last checkpoint"
             ) from error
         self._graphs[first, form] = _Graph(inputs, replay, loss)
         if first:

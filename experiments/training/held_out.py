@@ -9,10 +9,10 @@ from experiments.training.trainer import Trainer
 
 
 class HeldOut:
-    """Means over fixed held-out samples, equal on all ranks: `val_loss` in nats and what else the
-    source counts.
+    """The evaluation of pre-training: means over fixed held-out samples, equal on all ranks, of
+    `val_loss` in nats and of the source's other metrics.
 
-    samples: how many of them; `source` may have fewer than were asked for.
+    samples: their number; `source` may have fewer.
     """
 
     def __init__(self, source: Source, samples: int) -> None:

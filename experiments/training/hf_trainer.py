@@ -9,23 +9,23 @@
     method.finalize(model)  # plain linears, zeros written out
     trainer.save_model()
 
-It drives every method. `callback.optimizers` is the method's AdamW with the settings of the
-arguments; without it the Trainer makes its own, which serves all methods but those with an update
-rule of their own (AST, STEP). The loss of a distilling method takes the place of the model's own in
-the forward passes of training, so evaluation and logs of it are the task's. It is a mean over
-micro-batches: models that count their loss over the tokens of a whole step do not do so then.
+It works with every method. `callback.optimizers` is the method's AdamW with the settings of the
+arguments. Without it the Trainer creates its own AdamW, which works for all methods except those
+with their own update rule (AST, STEP). In training, the loss of a distilling method replaces the
+model's own; in evaluation it is the task's loss. It is averaged over micro-batches, even for models
+that would average over the tokens of a whole step.
 
-A model of transformers is saved as the plain one of the same function: weights in use written out,
-zeros included, low-rank terms added to them. So checkpoints, and what `trainer.save_model()`
-writes, are what `from_pretrained` reads. What a training goes on with (dense weights under the
-masks, masks, compressed values) lies beside, in the checkpoint's `method_state.pt`.
+A transformers model is saved as a plain model that computes the same: explicit zeros, and low-rank
+terms added to the weights. So `from_pretrained` reads the checkpoints and what
+`trainer.save_model()` writes. The state for continuing the training (dense weights under the masks,
+masks, compressed values) is in the checkpoint's `method_state.pt`.
 
-Our own causal models go in as `models.hf.ForTrainer(model)`.
+This project's causal models are given to the Trainer as `models.hf.ForTrainer(model)`.
 
-Under FSDP2 (`fsdp=True` in the arguments, or accelerate's plugin) masks are sharded with their
-weights, and a distilling method's teacher as well. There the Trainer makes the optimizer itself:
-`Trainer(..., optimizer_cls_and_kwargs=callback.optimizer_cls_and_kwargs)`. Its checkpoints hold the
-layers in its own files, and `trainer.save_model()` writes the plain model without `finalize`.
+Under FSDP2 (`fsdp=True` in the arguments, or accelerate's plugin) masks and a distilling method's
+teacher are sharded like the weights. There the Trainer must create the optimizer itself:
+`Trainer(..., optimizer_cls_and_kwargs=callback.optimizer_cls_and_kwargs)`. Its own checkpoint files
+hold the layers, and `trainer.save_model()` writes the plain model without `finalize`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ STATE = "method_state.pt"
 
 
 class MethodCallback(TrainerCallback):
-    """Calls `method` at its points of the training loop, and saves and loads its state.
+    """Calls the hooks of `method` in the Trainer's loop, and saves and loads its state.
 
-    The method's metrics join the Trainer's training logs: those that are printed and those in
-    `trainer.state.log_history`. Loggers that were given to the Trainer as `report_to` see a log
-    before any other callback does, and so without them.
+    The method's metrics are added to the Trainer's training logs, both printed and in
+    `trainer.state.log_history`. Loggers given as `report_to` get a log before any other callback
+    does, and therefore do not see them.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class MethodCallback(TrainerCallback):
         args: TrainingArguments,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Convert `model`, in place and on the Trainer's device, if `method` has not done so.
+        """Convert `model` in place, on the Trainer's device, unless `method` has already done so.
 
         Args:
-            args: those of the Trainer. Under torchrun they open the process group in which all
+            args: the Trainer's arguments. Under torchrun they open the process group in which all
                 ranks convert the weights of rank 0.
-            dtype: that of autocast, if the Trainer will use one (`bf16=True`); see
-                `Method.convert`. For a model that is converted already it says nothing.
+            dtype: autocast's dtype, if the Trainer will use autocast (`bf16=True`); see
+                `Method.convert`. It is ignored for a model that is already converted.
         Raises:
             ValueError: the method does not fit the model, or has converted another one.
         """
@@ -93,7 +93,7 @@ class MethodCallback(TrainerCallback):
         if isinstance(model, PreTrainedModel):
             layers = method.sparse_layers.items()
             save = functools.partial(_save_plain, {n: without_numbers(x, x) for n, x in layers})
-            # A bound method: a copy of the model gets its own.
+            # A bound method, so that a copy of the model gets its own.
             model.save_pretrained = types.MethodType(save, model)  # type: ignore[method-assign]
         self._hook = model.register_load_state_dict_post_hook(_expect_plain)
         self._distilled = 0  # forward passes of this step
@@ -102,15 +102,16 @@ class MethodCallback(TrainerCallback):
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
-        """The method's optimizer for `Trainer(..., optimizers=...)`, by the arguments: AdamW, or
-        the method's form of it. Matrices are decayed, biases and norms are not."""
+        """The method's optimizer for `Trainer(..., optimizers=...)`, with the settings of the
+        arguments: AdamW, or the method's variant of it. Matrices are decayed, biases and norms are
+        not."""
         options = self._optimizer_options()
         return self.method.optimizer(options.pop("params"), **options), None
 
     @property
     def optimizer_cls_and_kwargs(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The same for `Trainer(..., optimizer_cls_and_kwargs=...)`, which makes it, as it must
-        under FSDP."""
+        """The method's optimizer for `Trainer(..., optimizer_cls_and_kwargs=...)`, with which the
+        Trainer creates it, as FSDP requires."""
         return type(self.optimizers[0]), self._optimizer_options()
 
     def _optimizer_options(self) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class MethodCallback(TrainerCallback):
         }
 
     def _take_loss(self, method: distillation.Method) -> None:
-        """Give the model the method's loss in the forward passes of training."""
+        """Make the model return the method's loss in the forward passes of training."""
         model: Any = self.model
         kind = type(model)
         # The Trainer then divides each micro-batch's mean by their number.
@@ -145,7 +146,7 @@ class MethodCallback(TrainerCallback):
             kept[0].loss = loss
             return kept[0]
 
-        # A bound method: a copy of the model gets its own, and keeps its own loss.
+        # A bound method, so that a copy of the model gets its own.
         model.forward = types.MethodType(forward, model)
 
     def on_init_end(
@@ -163,15 +164,15 @@ class MethodCallback(TrainerCallback):
             path = Path(args.resume_from_checkpoint or self._folder(args, state)) / STATE
             if not path.is_file():
                 raise ValueError(
-                    f"{path} is missing; a checkpoint outside output_dir must be named in "
-                    "TrainingArguments(resume_from_checkpoint=...), and be one of MethodCallback"
+                    f"{path} is missing; resume from a checkpoint saved with MethodCallback, and "
+                    "name one outside output_dir in TrainingArguments(resume_from_checkpoint=...)"
                 )
             self._load(path, args)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called after the Trainer has loaded the plain weights of the best model, if it was to."""
+        """Called after the Trainer has loaded the plain weights of the best model, if requested."""
         self._hook.remove()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint) / STATE, args)
@@ -195,10 +196,10 @@ class MethodCallback(TrainerCallback):
         """Called after clipping, which unscales."""
         if getattr(self.method, "teacher", None) is not None and not self._distilled:
             raise ValueError(
-                "the method distils, but the Trainer has taken another loss than the model's: "
-                "leave out compute_loss_func and label_smoothing_factor"
+                "the method distils, but the Trainer used another loss than the model's: leave out "
+                "compute_loss_func and label_smoothing_factor"
             )
-        optimizer = kwargs["optimizer"]  # in accelerate's wrapper, which a method need not know
+        optimizer = kwargs["optimizer"]  # wrapped by accelerate
         if args.fp16 and not base.all_finite(kwargs["model"].parameters()):
             return  # the scaler will skip this step
         self.method.on_gradients(state.global_step, getattr(optimizer, "optimizer", optimizer))
@@ -220,7 +221,7 @@ class MethodCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         logs = kwargs["logs"]
-        if "loss" in logs:  # not those of an evaluation, or of the whole training
+        if "loss" in logs:  # a training log, not that of an evaluation or of the end
             metrics: Any = self.method.metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
@@ -232,7 +233,7 @@ class MethodCallback(TrainerCallback):
         if self._mesh() is not None:
             found = _gathered(found, state.is_world_process_zero)  # by all ranks
         if state.is_world_process_zero:
-            if self._mesh() is None:  # else they are in the Trainer's own files
+            if self._mesh() is None:  # if sharded, they are in the Trainer's own files
                 layers = self.method.sparse_layers.items()
                 found["layers"] = {name: layer.state_dict() for name, layer in layers}
             path = self._folder(args, state) / STATE
@@ -243,18 +244,20 @@ class MethodCallback(TrainerCallback):
         layers = found.pop("layers", {})
         if self._mesh() is None:
             if layers.keys() != self.method.sparse_layers.keys():
-                raise ValueError(f"{path} is of other converted layers; set include as it was")
+                raise ValueError(
+                    f"{path} was saved with other converted layers; set include as it was then"
+                )
             for name, layer in self.method.sparse_layers.items():
                 layer.load_state_dict(layers[name])
         self.method.load_state_dict(sharded_checkpoint.placed(found, self.method.state_dict()))
 
     def _mesh(self) -> Any:
-        """The ranks that share the weights; None: each has all of them."""
+        """The mesh of the ranks that share the weights; None if each rank has all of them."""
         parameter: Any = next(self.model.parameters())
         return parameter.device_mesh if sharding.is_sharded(parameter) else None
 
     def _share_teacher(self) -> None:
-        """Let the ranks share the teacher's weights if they share the model's."""
+        """Shard the teacher's weights if the model's are sharded."""
         teacher, mesh = getattr(self.method, "teacher", None), self._mesh()
         if teacher is None or mesh is None:
             return
@@ -262,7 +265,7 @@ class MethodCallback(TrainerCallback):
             shard(teacher, mesh)
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Refuse settings under which the method would silently be another one."""
+        """Raise ValueError for settings that would silently change the method."""
         total = self.method.config.total_steps
         if total not in (0, state.max_steps):
             raise ValueError(
@@ -271,16 +274,19 @@ class MethodCallback(TrainerCallback):
             )
         shared = self._mesh() is not None
         if args.fsdp and not shared:
-            raise ValueError("accelerate has not sharded the model: it does so on GPUs alone")
+            raise ValueError(
+                "accelerate has not sharded the model, which it does only on GPUs; use GPUs, or "
+                "leave out fsdp"
+            )
         if args.world_size > 1 and not shared and args.ddp_broadcast_buffers is not False:
             raise ValueError(
-                "every rank draws random bits of its own, from keys that are buffers; set "
+                "each rank's random keys are buffers, which must not be broadcast; set "
                 "ddp_broadcast_buffers=False"
             )
         if args.fp16 and not args.max_grad_norm:
             raise ValueError(
-                "without clipping the Trainer may hand out gradients that still carry the loss "
-                "scale; set max_grad_norm, or use bf16"
+                "without clipping the method may see gradients with the loss scale; "
+                "set max_grad_norm, or use bf16"
             )
 
     @staticmethod
@@ -289,9 +295,9 @@ class MethodCallback(TrainerCallback):
 
 
 def _check_sharding(args: TrainingArguments) -> None:
-    """Refuse ways of sharding in which masks do not follow their weights."""
+    """Raise ValueError for ways of sharding in which masks would not follow their weights."""
     if args.deepspeed:
-        raise ValueError("weights that deepspeed shards cannot be pruned; use FSDP2 (fsdp=True)")
+        raise ValueError("weights sharded by deepspeed cannot be pruned; use FSDP2 (fsdp=True)")
     plugin = AcceleratorState._shared_state.get("fsdp_plugin")
     if plugin is None:
         return
@@ -302,14 +308,14 @@ def _check_sharding(args: TrainingArguments) -> None:
     }
     for name in (name for name, found in wrong.items() if found):
         raise ValueError(
-            f"FSDP with {name} does not serve pruned weights; set fsdp_config={{'version': 2, "
+            f"FSDP with {name} does not support pruned weights; set fsdp_config={{'version': 2, "
             "'cpu_ram_efficient_loading': False}, without cpu_offload"
         )
 
 
 def _give_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that had no gradient yet, such as SLoPe's adapters, the state that their
-    first step would begin with: torch does not load sharded states from which some are missing."""
+    """Give parameters without a gradient so far, such as SLoPe's adapters, the optimizer state that
+    their first step would begin with: torch cannot load incomplete sharded states."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     known = [p for p in trained if optimizer.state.get(p)]
     for parameter in [p for p in trained if not optimizer.state.get(p)] if known else ():
@@ -320,8 +326,8 @@ def _give_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _gathered(state: Any, keep: bool) -> Any:
-    """`state` with whole tensors, on the CPU, in the place of sharded ones; on ranks that do not
-    `keep` them, with nothing there."""
+    """`state` with sharded tensors replaced by whole ones on the CPU, or by None on ranks that do
+    not `keep` them."""
     if isinstance(state, dict):
         return {key: _gathered(value, keep) for key, value in state.items()}
     if not sharding.is_sharded(state):
@@ -333,14 +339,14 @@ def _gathered(state: Any, keep: bool) -> Any:
 def plain_state(
     model: nn.Module, state: dict[str, Tensor], shapes: dict[str, SparseLinear] | None = None
 ) -> dict[str, Tensor]:
-    """The state dict of the plain model of the same function, made of `state`, that of `model`.
+    """The state dict of the equivalent plain model, made from `state`, the state dict of `model`.
 
-    shapes: the sparse layers without their numbers, for those that are sharded.
+    shapes: meta-device copies of the sparse layers, needed for those that are sharded.
     """
     for name, layer in model.named_modules():
         kinds = SparseLinear | compressed.SparsePlusLowRank | slorb.BoostedLinear
         if isinstance(layer, kinds):
-            # accelerate wraps blocks whose activations are computed again.
+            # accelerate wraps blocks with activation checkpointing.
             name = name.replace("_checkpoint_wrapped_module.", "")
             if shapes and isinstance(layer, sharding.ShardedLayer):
                 twin: nn.Module = copy.deepcopy(shapes[name])
@@ -366,15 +372,15 @@ def _save_plain(
     state_dict: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """`PreTrainedModel.save_pretrained` with plain weights in the place of converted ones."""
+    """`PreTrainedModel.save_pretrained` with plain weights instead of converted ones."""
     own = self.state_dict() if state_dict is None else state_dict
     state = plain_state(self, {name: sharding.full(x) for name, x in own.items()}, shapes)
     return type(self).save_pretrained(self, save_directory, is_main_process, state, **options)
 
 
 def _expect_plain(model: nn.Module, incompatible: Any) -> None:
-    """Drop from a loader's report, in place, the names by which a plain checkpoint differs: the
-    callback loads what these stand for."""
+    """Remove from a loader's report, in place, the keys in which a plain checkpoint differs; the
+    callback loads that state."""
     layers = [n for n, layer in model.named_modules() if isinstance(layer, SparseLinear)]
     for keys in incompatible:
         keys[:] = [key for key in keys if key.rpartition(".")[0] not in layers]

@@ -1,4 +1,4 @@
-"""Measures the density of each linear of a model, and counts groups that break its pattern."""
+"""Measures the density of a model's linears, and counts the groups that violate their pattern."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common_kernels import check_nm
 
 @dataclass(frozen=True)
 class LinearSparsity:
-    """The zeros of one linear with weight [out, in] = `shape`.
+    """The sparsity of one linear with weight [out, in] = `shape`.
 
     pattern: (n, m), at most n non-zeros in m consecutive inputs. groups: number of groups of m
     inputs; illegal_groups: number of those with more than n non-zeros.
@@ -64,7 +64,7 @@ def measure(model: nn.Module, patterns: Mapping[str, tuple[int, int]]) -> list[L
 
 
 def total(rows: Sequence[LinearSparsity]) -> dict[str, Any]:
-    """`density`, `illegal_groups` and `groups` over all rows, as `result.json` has them."""
+    """`density`, `illegal_groups` and `groups` over all rows, as in `result.json`."""
     entries = sum(row.shape[0] * row.shape[1] for row in rows)
     return {
         "density": sum(row.nonzeros for row in rows) / max(1, entries),
@@ -81,7 +81,7 @@ def table(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
 
 
 def text(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
-    """The table in columns as wide as the terminal, or 80; long names go on in a second line."""
+    """The table as text as wide as the terminal (or 80); long names continue on a second line."""
     import rich.console
     import rich.table
 

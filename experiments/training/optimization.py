@@ -1,4 +1,4 @@
-"""One optimizer step, of pre-training and of fine-tuning alike.
+"""One optimizer step, for pre-training and fine-tuning.
 
 In order: learning rate and weight decay, `on_step_begin`, forward and backward of every
 micro-batch, unscale, clip, `on_gradients`, optimizer, `on_step_end`.
@@ -25,10 +25,10 @@ from methods import FusedAdamW, Method
 from methods.nn import sharding
 from models.base import Model
 
-# A run whose scaler has skipped this many steps in a row will not recover.
+# After this many skipped steps in a row the loss scaler will not recover.
 MAX_SKIPPED_IN_A_ROW = 50
 
-# By `train.dtype`; None: no autocast.
+# The dtype of autocast for each `train.dtype`; None: no autocast.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,14 +46,14 @@ class NonFiniteGradient(Exception):
 def micro_batch_size(
     train: TrainConfig, micro_batch: int | None, ranks: int, quantizes: bool = False
 ) -> int:
-    """Samples per rank and micro-batch.
+    """The number of samples per rank and micro-batch.
 
     Args:
         quantizes: the method takes its FP8 scales over a micro-batch (`Method.quantizes`), whose
-            size is then `train.fp8_samples`, or the whole batch.
+            size must then be `train.fp8_samples`, or the whole batch.
     Raises:
-        UserError: the ranks or the micro-batch do not divide the batch, from its first size on, or
-            are not what FP8 scales are taken over.
+        UserError: the ranks or the micro-batch do not divide the batch (in a ramp, its first size),
+            or the micro-batch differs from the samples that FP8 scales are taken over.
     """
     name = "batch_size" if train.ramp_batch is None else "ramp_batch"
     unit = train.ramp_batch or train.batch_size
@@ -86,12 +86,12 @@ def micro_batch_size(
 def make_optimizer(
     method: Method, model: Model, train: TrainConfig, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer that `train` names, over the groups that the model makes of its parameters.
+    """The optimizer that `train` names, with the model's parameter groups.
 
     Args:
-        fused: where it is AdamW, one that does the method's work on the weights in its own pass.
+        fused: use the AdamW that does the method's work on the weights in its own pass.
     Raises:
-        UserError: the method has AdamW's rule or a form of it, and another one is asked for.
+        UserError: the method needs AdamW or a variant of it, and `train` names another optimizer.
     """
     groups = model.param_groups(train.weight_decay)
     if train.optimizer == "adamw":
@@ -101,21 +101,21 @@ def make_optimizer(
         return method.optimizer(groups, eps=train.eps, fused=True, **options)
     if method.needs_adamw:
         raise UserError(
-            f"train.optimizer={train.optimizer}, but the update rule of this method is a form of "
+            f"train.optimizer={train.optimizer}, but the rule of this method is a variant of "
             "AdamW; set train.optimizer=adamw"
         )
     from timm.optim import Lamb, Lion
 
     if train.optimizer == "lion":
         return Lion(groups, lr=train.learning_rate, betas=train.betas)
-    # The steps clip: the optimizer's own clipping, of the same kind, is left out.
+    # Our step clips the gradient, so the optimizer's own clipping is turned off.
     return Lamb(
         groups, lr=train.learning_rate, betas=train.betas, eps=train.eps, max_grad_norm=None
     )
 
 
 def _training_bytes(model: nn.Module, optimizer: str) -> int:
-    """Bytes of weights, gradients and moments, the least that a step needs beside activations."""
+    """Bytes of weights, gradients and moments, which a step needs besides activations."""
     copies = 3 if optimizer == "lion" else 4  # weights, gradients, and one or two moments
     parameters = sum(
         sharding.rows_of(p).nbytes * (copies if p.requires_grad else 1) for p in model.parameters()
@@ -124,17 +124,19 @@ def _training_bytes(model: nn.Module, optimizer: str) -> int:
 
 
 class Optimization:
-    """Optimizer steps of `model`, converted by `method` and on its device, sharded or whole.
+    """Optimizer steps of `model`, which `method` has converted and which is on its device, sharded
+    or whole.
 
-    The model's own hooks are called in the order of the method's and before them.
+    If the model has hooks of its own, each is called before the method's hook of the same name.
 
     Args:
-        fused: see `make_optimizer`. graphed: replay the passes from CUDA graphs.
-        report: where to say that they are not, in the end; None: it is an error (graphs.Replays).
-        ranks: processes that share each step's samples.
-        group: what the settings of `train` are called in messages.
+        fused: see `make_optimizer`.
+        graphed: replay the passes from CUDA graphs.
+        report: called if graphs cannot be used after all; None: that is an error (graphs.Replays).
+        ranks: number of processes that share each step's samples.
+        group: the name of the config group of `train`, for messages.
     Raises:
-        UserError: memory does not suffice.
+        UserError: the memory is too small.
     """
 
     def __init__(
@@ -156,11 +158,11 @@ class Optimization:
         memory.require(
             "weights, gradients and moments",
             _training_bytes(model, train.optimizer),
-            next(model.parameters()).device,  # not that of its passes, with CPU offload
+            next(model.parameters()).device,  # with CPU offload not the device of its passes
             "choose a smaller model",
         )
         self.optimizer = make_optimizer(method, model, train, fused)
-        # By position: loading a checkpoint makes new groups.
+        # Remember indices, because loading a checkpoint replaces the groups.
         decayed = model.param_groups(1.0)
         self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
@@ -169,8 +171,9 @@ class Optimization:
             for parameter in model.parameters():
                 torch.distributed.broadcast(parameter.detach(), src=0)
             runner = DistributedDataParallel(runner, init_sync=False)
-            # Masks and scales are equal on all ranks by construction; the random keys must not be.
-            # An argument would say so in some versions of torch, and is deprecated in others.
+            # Do not broadcast buffers: masks and scales are equal on all ranks anyway, and the
+            # random keys must differ. DDP's argument for this is deprecated in some versions of
+            # torch.
             runner.broadcast_buffers = False
         self.runner = runner
         self.replays = Replays(model, self._backward, report) if graphed else None
@@ -182,13 +185,14 @@ class Optimization:
         """One optimizer step on as many micro-batches as there are `shares`.
 
         Args:
-            batches: the micro-batches, on any device. shares: the weight of each one's mean loss;
-                the mean over the ranks of their sums is that over all samples of the step.
-        Returns: (mean loss on this rank, norm of the gradient before clipping). Where the norm is
-            not finite, the loss scaler has left the step out.
+            batches: the micro-batches, on any device. shares: the weight of each micro-batch's mean
+            loss. Their weighted sum, averaged over the
+                ranks, must be the mean over all samples of the step.
+        Returns: (mean loss on this rank, norm of the gradient before clipping). If the norm is not
+            finite, the loss scaler has skipped the step.
         Raises:
-            NonFiniteGradient: the gradient is not finite, and there is no loss scaler to help.
-            UserError: the loss scaler did not find its way back in many steps.
+            NonFiniteGradient: the gradient is not finite, and there is no loss scaler.
+            UserError: the loss scaler has skipped too many steps in a row.
         """
         rate = learning_rate(self.train, step)
         for group in self.optimizer.param_groups:
@@ -207,7 +211,7 @@ class Optimization:
         if not finite and not self.scaler.is_enabled():
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(total)
-        # torch's clip_grad_norm_, which reads and writes shorter gradients, too, times 1.
+        # As torch's clip_grad_norm_, which would also multiply shorter gradients by 1.
         if finite and length + 1e-6 > (self.train.grad_clip or math.inf):
             torch.nn.utils.clip_grads_with_norm_(
                 self.model.parameters(), self.train.grad_clip, norm
@@ -215,7 +219,7 @@ class Optimization:
         if finite:
             self.model.on_gradients(step)
             self.method.on_gradients(step, self.optimizer)
-            # Entries may be finite where their norm is not, which the scaler would not see.
+            # If only the norm overflows, all entries are finite and the scaler would not notice.
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self._count_skipped(finite, step)
@@ -242,7 +246,7 @@ class Optimization:
         return total
 
     def _backward(self, batch: Batch, share: float) -> Tensor:
-        """Add to the gradients those of `share` times a micro-batch's loss; returns that."""
+        """Add the gradients of `share` times a micro-batch's loss, and return that loss."""
         with self.autocast():
             loss = self.method.micro_batch_loss(self.runner, batch) * share
         self.scaler.scale(loss).backward()
@@ -266,7 +270,8 @@ class Optimization:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all that the next step depends on: model, method, optimizer, scaler."""
+        """Everything that the next step depends on: the states of model, method, optimizer and
+        scaler."""
         return {
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
@@ -277,8 +282,8 @@ class Optimization:
         }
 
     def places(self) -> dict[str, Any]:
-        """A tree like `state_dict()` with the tensors whose place theirs have: a moment is where
-        its weight is."""
+        """A tree like `state_dict()` whose tensors show how those of a loaded state are to be
+        placed: a moment like its weight."""
         weights = (p for group in self.optimizer.param_groups for p in group["params"])
         return {
             "model": self.model.state_dict(),

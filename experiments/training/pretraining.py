@@ -46,22 +46,22 @@ from models.base import Model
 from models.dino import DINO
 
 _SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
-CALIBRATION_BATCH = 8  # sequences per forward pass; their statistics are sums
+CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the statistics
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of this very config, if it was run to the end and is whole.
+    """The result of exactly this config, if it was run to the end and its files are intact.
 
     Raises:
-        UserError: the result cannot be read, or was made on other data than those of the config;
-            the run that it starts from is damaged.
+        UserError: the result cannot be read or was made on other data than the config's, or the run
+            that it starts from is damaged.
     """
     result, why = _found(config)
     return result if why is None else None
 
 
 def _found(config: RunConfig) -> tuple[dict[str, Any] | None, str | None]:
-    """The result of a run that ended, if it did, and the reason, if any, to make it again."""
+    """(the result if the run has ended, the reason if it must be made again)."""
     result = _ended(config)
     return result, None if result is None else _to_make_again(config, result)
 
@@ -79,30 +79,30 @@ def _ended(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _to_make_again(config: RunConfig, result: dict[str, Any]) -> str | None:
-    """The reason for which a run that ended is made again; None if there is none."""
+    """The reason why a finished run must be made again; None if there is none."""
     if result.get("init") != config.init_weights():
         return f"{config.init} has other weights than when {config.directory()} began with them"
     return damage(config.directory(), result)
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train, or go on, or do nothing if it is done; returns the content of `result.json`.
+    """Train, or resume, or do nothing if the run is done; return the content of `result.json`.
 
     Raises:
         UserError: before anything is written, if config, data and machine do not fit together.
     """
     with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
-        # Rank 0 alone decides: another process may finish it while they look.
+        # Only rank 0 decides: another process may finish the run while the ranks look.
         ended, why = here.of_main(lambda: _found(config))
         if ended is not None and why is None:
             report(f"done already: {config.directory()}")
-            if here.is_main:  # left where it was killed after its result
+            if here.is_main:  # left by a process that was killed after writing the result
                 shutil.rmtree(config.directory() / "checkpoints", ignore_errors=True)
             return ended
         if why is not None:
             report(f"{why}; trained anew")
-        # Every rank would find the same: rank 0 tells it.
+        # Every rank would raise the same error; let rank 0 report it.
         here.of_main(lambda: _micro_batch_size(config, config.build_method(), here))
         check_viewers(config.impl.loggers)
         init = config.init_weights()
@@ -136,12 +136,12 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 config=config.as_dict(),
                 report=report,
             )
-            # Initialisation used the seed itself; dropout differs by rank.
+            # Initialisation used the seed itself; dropout must differ by rank.
             seeds = np.random.SeedSequence([config.seed, here.rank])
             torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
             if here.is_main:
-                # Damaged, or of other first weights: it says nothing of what comes now.
+                # A result that is still here is damaged or of other initial weights.
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
@@ -153,13 +153,13 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
 
 
 def notes(config: RunConfig, source: Source) -> list[str]:
-    """Sentences, for the report and the result, on settings that were changed to fit the data."""
+    """Sentences for report and result about settings that were changed to fit the data."""
     said = list(config.notes)
     asked, there = config.train.eval_samples, source.eval_size
     if asked > there:
         said.append(
-            f"train.eval_samples={asked}, but there are {there} held-out samples: all of them are "
-            "used; losses compare only with those of runs on the same samples"
+            f"train.eval_samples={asked}, but only {there} samples are held out: all are used; "
+            "compare losses only with those of runs on the same samples"
         )
     return said
 
@@ -169,14 +169,14 @@ def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
 
 
 def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
-    """The converted model, on its device or to be shared, its method, the report on it, and its
-    data.
+    """The converted model (on its device, unless it will be sharded), its method, the conversion's
+    report, and the data.
 
-    What can be refused without the data is refused before they are prepared.
+    Everything that can be checked without the data is checked before they are prepared.
     """
     method = config.build_method()
     check_shared(method, config.impl, config.train, here)
-    # What ranks share, rank 0 builds in the memory of its host, and the others without numbers.
+    # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
     apart = shares_weights(config.impl, here) and not method.calibration_sequences
 
     def build() -> Model:
@@ -231,7 +231,7 @@ def _train(
     trainer.fit()
     last = trainer.method.metrics()
     averaged, means = _finalized_averages(trainer, shards), trainer.evaluate_averages()
-    # What is delivered is whole, and on rank 0 alone where the ranks share the weights.
+    # The files are written from whole weights, which only rank 0 has if they are sharded.
     whole = (model, trainer.method) if shards is None else shards.whole()
     latent = {} if whole is None else latent_state(whole[1])
     if shards is None:
@@ -292,7 +292,7 @@ def _train(
             report(line)
         return done
 
-    return here.of_main(deliver)  # a full disk, too, is said to all
+    return here.of_main(deliver)  # so that all ranks learn of an error such as a full disk
 
 
 def _delivered(
@@ -303,8 +303,8 @@ def _delivered(
     averaged: nn.Module | None,
     latent: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """Write what a run leaves; returns the content of its `result.json`. latent: of the layers
-    before they were finalized, by the names in `plain`."""
+    """Write a finished run's files and return the content of its `result.json`. latent: the layers'
+    state before they were finalized, by the names in `plain`."""
     here, directory = trainer.world, trainer.directory
     result["step_seconds"] = statistics.median(
         r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
@@ -328,8 +328,9 @@ def _delivered(
 
 
 def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:
-    """Copy the file of the tokenizer, if it has one, from `source` into the run: a corpus may be
-    prepared anew from another text. `corpus` is its manifest; returns the name of the file.
+    """Copy the tokenizer's file, if there is one, from the folder `source` into the run's, because
+    the corpus may later be prepared again from another text; return the names of copied files.
+    corpus: its manifest.
     """
     name = corpus.get("tokenizer", {}).get("file")
     if name is None:
@@ -340,7 +341,7 @@ def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> lis
 
 
 def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
-    """The state that `finalize` gives up, by layer: dense master weights, masks, scales."""
+    """The layers' state that `finalize` discards, by layer: dense weights, masks, scales."""
     return {
         name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
         for name, layer in method.sparse_layers.items()
@@ -348,8 +349,8 @@ def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
 
 
 def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, str]]:
-    """The plain model that a run is about, and the converted linears in it: name there -> name in
-    `model`. DINO gives the backbone of its teacher; every other model itself.
+    """The plain model that a run delivers, and its converted linears as a dict from the name there
+    to the name in `model`. For DINO it is the teacher's backbone, otherwise the model itself.
     """
     plain = model.backbone() if isinstance(model, DINO) else model
     inside = {id(module): name for name, module in plain.named_modules()}
@@ -358,8 +359,8 @@ def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, di
 
 
 def _finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | None:
-    """A plain copy of the model with the averaged weights, finalized like the model itself; where
-    it is sharded, on rank 0 alone."""
+    """A plain copy of the model with the averaged weights, finalized like the model itself; if it
+    is sharded, only on rank 0."""
     if not trainer.averages:
         return None
     with trainer.averaged():
@@ -376,7 +377,7 @@ def _finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | 
 
 @contextmanager
 def process_settings(impl: ImplConfig) -> Iterator[None]:
-    """Set the threads and the backend of a run; restore what they were at the end."""
+    """A context with the run's number of threads and backend; afterwards both are restored."""
     threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
     before = os.environ.get(name)
     torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
@@ -393,6 +394,6 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
 
 
 def save_model(model: nn.Module, path: Path) -> list[str]:
-    """Write all parameters as safetensors, a tied one under its first name; returns the names of
-    the files (support/tensor_files.py)."""
+    """Write all parameters as safetensors, tied ones under their first name, and return the names
+    of the files (support/tensor_files.py)."""
     return tensor_files.save(dict(model.named_parameters()), path)

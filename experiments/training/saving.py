@@ -1,10 +1,9 @@
-"""Saves checkpoints while the training goes on.
+"""Writes checkpoints in the background while training continues.
 
-`Saver.save` copies the state to the memory of the host and returns; a thread writes the copy, as
-one file (support/checkpoint.py) or, where weights are sharded, as a folder to which every rank adds
-its rows (training/sharded_checkpoint.py). The thread talks to no other rank: ranks tell each other
-how far their files are between the steps, and rank 0 makes the folder a checkpoint when all are
-written.
+`Saver.save` copies the state to the host's memory and returns. A thread writes the copy, as one
+file (support/checkpoint.py) or, for sharded weights, as a folder to which every rank adds its rows
+(training/sharded_checkpoint.py). The thread does not communicate: between steps the ranks exchange
+whether their files are written, and once all are, rank 0 turns the folder into a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Work = Callable[[], Any]  # done in the thread; returns what other ranks must kn
 
 
 class Saver:
-    """Writes the checkpoints of a training into `directory`, one at a time. Every rank must call
-    its methods alike, `close` excepted."""
+    """Writes the checkpoints of a training into `directory`, one at a time. All ranks must make the
+    same calls, except `close`."""
 
     def __init__(self, directory: Path, world: World) -> None:
         self.directory, self.world = directory, world
@@ -38,11 +37,11 @@ class Saver:
         self.abandon: Callable[[], None] | None = None  # what all ranks have written
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin to write the state before optimizer step `step`, when the checkpoint before is
-        written. The state may change as soon as this returns.
+        """Wait until the previous checkpoint is written, then begin to write the state before
+        optimizer step `step`. The state may change as soon as this returns.
 
         Raises:
-            UserError: as `poll`.
+            UserError: see `poll`.
         """
         self.wait()
         main, place = self.world.is_main, (self.directory, step)
@@ -58,7 +57,7 @@ class Saver:
         self.pending = self.thread.submit(work)
 
     def poll(self) -> None:
-        """Take notice of what is written by now; call it between steps.
+        """Check whether the files are written, and complete the checkpoint; call it between steps.
 
         Raises:
             UserError: on every rank, if one of them could not write.
@@ -71,10 +70,10 @@ class Saver:
             found = self.pending.result() if done else None
         except UserError as error:
             problem = str(error)
-        except OSError as error:  # a folder that was removed, say, or that is another user's
+        except OSError as error:  # for example a folder that was removed or cannot be written
             problem = (
                 f"{error.filename or self.directory} cannot be written: {error.strerror or error}; "
-                "mend that, and run the same command again"
+                "fix that, and run the same command again"
             )
         results = self.world.all((done, found, problem))
         for *_, told in results:
@@ -93,19 +92,19 @@ class Saver:
             self.pending = self.thread.submit(work)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is written. Raises as `poll`."""
+        """Return when the last checkpoint is written. Raises the errors of `poll`."""
         while self.pending is not None:
             futures.wait([self.pending])
             self.poll()
 
     def close(self) -> None:
-        """End the thread when it has written what it was given."""
+        """Let the thread finish writing, and end it."""
         self.thread.shutdown()
 
 
 def on_host(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """A copy of a tree of dicts, lists, tensors and plain values, with its tensors in the memory of
-    the host. copies: those made before; tensors that are one stay one."""
+    """A copy of a tree of dicts, lists, tensors and plain values, with its tensors in the host's
+    memory. copies: earlier copies by tensor, so that tied tensors stay tied."""
     if isinstance(value, Tensor):
         value = value.detach()
         key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())

@@ -1,7 +1,7 @@
 """The learning rate and the weight decay of each optimizer step.
 
-Steps count from 0. p is the share of the run's samples that were seen before a step; where the
-batch does not grow that is the share of its steps.
+Steps count from 0. p is the fraction of the run's samples seen before a step; if the batch size is
+constant, it is the fraction of the steps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def weight_decay(config: TrainConfig, step: int) -> float:
-    """The decay of the decayed parameters in one step: a cosine from its first to its last value,
-    as DINO has it (arXiv 2104.14294), or constant.
+    """The weight decay in one step: constant, or a cosine from its first to its last value as in
+    DINO (arXiv 2104.14294).
     """
     if config.weight_decay_end is None:
         return config.weight_decay

@@ -1,15 +1,15 @@
-"""Checkpoints of sharded models: each rank writes the rows that it holds, and reads those it needs.
+"""Checkpoints of sharded models: each rank writes its own rows, and reads the rows that it needs.
 
 A checkpoint is a folder `step-<step>`:
 
     rank-<r>.safetensors    the rows of rank r of every sharded tensor
-    state.pt                all else, with a note in the place of each sharded tensor
-    index.json              how many ranks wrote it; size and SHA-256 of the other files
+    state.pt                everything else, with a placeholder for each sharded tensor
+    index.json              the number of ranks that wrote it; size and SHA-256 of the other files
 
-It is written as a hidden folder, and renamed when all of it is on the disk. Nothing is gathered, so
-that no rank needs memory for more than its part; any number of ranks can read it, one without FSDP2
-included, from a folder that all of them see. The format of torch.distributed.checkpoint holds
-pickles, and none is loaded here.
+It is written as a hidden folder and renamed once it is complete. Nothing is gathered, so no rank
+needs memory for more than its part. Any number of ranks, also a single process without FSDP2, can
+read it from a folder that all of them see. torch.distributed.checkpoint is not used because its
+format contains pickles.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from experiments.training.distributed import World
 from methods.nn import sharding
 
 STATE, INDEX = "state.pt", "index.json"
-PATIENCE = 60.0  # seconds; NFS believes what it knows of a folder for so long
-_NOTE = "sharded tensor"  # the key of a note
+PATIENCE = 60.0  # seconds for which NFS may cache a folder's content
+_NOTE = "sharded tensor"  # the key of a placeholder
 
 
 class Rows(NamedTuple):
-    """A tensor that lies in the files of a checkpoint, split along dim 0 as FSDP2 does."""
+    """A tensor in the files of a checkpoint, split along dim 0 as FSDP2 does."""
 
     files: tuple[Path, ...]
     name: str
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         for number, path in enumerate(self.files):
             before = number * chunk
             start, stop = max(first - before, 0), min(end - before, chunk)
-            if start < stop or number == 0:  # without any row, the first file tells the dtype
+            if start < stop or number == 0:  # the first file gives the dtype even without rows
                 with safe_open(path, "pt") as file:
                     parts.append(file.get_slice(self.name)[start : max(start, stop)])
         return torch.cat(parts)
@@ -65,13 +65,13 @@ def is_sharded(state: Any) -> bool:
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(`state` with a note for each sharded tensor, copies on the CPU of this rank's rows)."""
+    """(`state` with a placeholder for each sharded tensor, CPU copies of this rank's rows)."""
     rows: dict[str, Tensor] = {}
     return _without_rows(state, "", rows, {}), rows
 
 
 def _places(directory: Path, step: int) -> tuple[Path, Path]:
-    """The folders of the checkpoint before `step` and of what will become it."""
+    """The final and the temporary folder of the checkpoint before `step`."""
     path = directory / f"step-{step:09d}"
     return path, directory / f".{path.name}.0"
 
@@ -79,8 +79,8 @@ def _places(directory: Path, step: int) -> tuple[Path, Path]:
 def write(
     directory: Path, step: int, rank: int, rows: dict[str, Tensor], plain: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Write the rows of a rank, and all else where it is given; returns what `index.json` says of
-    the files.
+    """Write the rows of a rank, and the rest of the state if given; return the entries of the files
+    for `index.json`.
 
     Raises:
         UserError: the disk is full.
@@ -97,10 +97,10 @@ def write(
 
 
 def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> None:
-    """Make what `ranks` ranks wrote a checkpoint. files: what `write` returned on each of them.
+    """Complete a checkpoint from the files of all `ranks` ranks. files: the results of `write`.
 
     Raises:
-        UserError: the files of other ranks are not seen here.
+        UserError: the files of other ranks are not visible here.
     """
     path, hidden = _places(directory, step)
     if missing := _unseen(hidden, list(files)):
@@ -117,16 +117,16 @@ def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> Non
 
 
 def abandon(directory: Path, step: int) -> None:
-    """Remove what was written of a checkpoint that cannot be finished: it takes room."""
+    """Remove the files of a checkpoint that cannot be completed."""
     shutil.rmtree(_places(directory, step)[1], ignore_errors=True)
 
 
 def _unseen(directory: Path, names: list[str]) -> list[str]:
-    """The `names` that are not seen in `directory` within the time that a network file system may
-    take to show what another node wrote."""
+    """The `names` that do not appear in `directory` within the time that a network file system may
+    need to show another node's files."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        # A listing is asked of the server where a name that was missing before may not be.
+        # List the folder: a network file system may cache that a name is missing, but not listings.
         there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
         missing = [name for name in names if name not in there]
         if not missing or time.monotonic() >= deadline:
@@ -135,14 +135,14 @@ def _unseen(directory: Path, names: list[str]) -> list[str]:
 
 
 def _without_rows(state: Any, name: str, rows: dict[str, Tensor], names: dict[int, str]) -> Any:
-    """`state` with a note for each sharded tensor, whose rows of this rank go into `rows`: those of
-    tied ones once. names: of what is there already, by its address."""
+    """`state` with a placeholder for each sharded tensor. This rank's rows of it are added to
+    `rows`, those of tied tensors once. names: the names of rows already added, by address."""
     if isinstance(state, dict):
         return {k: _without_rows(x, f"{name}/{k}", rows, names) for k, x in state.items()}
     if not sharding.is_sharded(state):
         return state
     own = state.to_local().detach()
-    if own.numel():  # else the address says nothing
+    if own.numel():  # empty tensors have no distinct address
         name = names.setdefault(own.data_ptr(), name)
     if name not in rows:
         rows[name] = own.contiguous().to("cpu", copy=True)
@@ -152,8 +152,8 @@ def _without_rows(state: Any, name: str, rows: dict[str, Tensor], names: dict[in
 def load_latest(
     directory: Path, warn: Callable[[str], None], world: World
 ) -> dict[str, Any] | None:
-    """The newest intact one of the checkpoints that rank 0 sees, or None, as by
-    `checkpoint.load_latest`. Every rank must call it, and gets that of the same step.
+    """The newest intact checkpoint that rank 0 sees, or None, as by `checkpoint.load_latest`. Every
+    rank must call it, and all get the same step.
 
     Raises:
         UserError: on every rank, if one of them does not see what rank 0 sees.
@@ -170,8 +170,8 @@ def load_latest(
 
 
 def load(path: Path, world: World) -> dict[str, Any]:
-    """The checkpoint in `path`, a file or a folder, with `Rows` for what is sharded there. Every
-    rank must call it: each checks some of the files.
+    """The checkpoint in `path`, a file or a folder, with `Rows` for sharded tensors. Every rank
+    must call it; each checks some of the files.
 
     Raises:
         Damaged: on every rank.
@@ -210,8 +210,8 @@ def _with_rows(state: Any, files: tuple[Path, ...]) -> Any:
 
 
 def placed(state: Any, like: Any) -> Any:
-    """`state` with every tensor placed as the one of its shape in `like` at the same place: in rows
-    on all ranks, or whole. A tensor in `like` stands for all in a dict."""
+    """`state` with every tensor placed like the tensor at the same place in `like`, sharded or
+    whole, if their shapes agree. A tensor in `like` may stand for a whole dict."""
     if isinstance(state, dict):
         return {
             key: placed(value, like.get(key) if isinstance(like, dict) else like)
@@ -235,4 +235,4 @@ def placed(state: Any, like: Any) -> Any:
         shape=like.shape,
         stride=like.stride(),
     )
-    return there.to(like.device)  # that of the host, with CPU offload
+    return there.to(like.device)  # the CPU, with CPU offload

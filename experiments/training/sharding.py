@@ -1,8 +1,9 @@
-"""FSDP2 in the trainer: a model whose weights, gradients and moments lie in rows on all ranks.
+"""FSDP2 in the trainer: a model's weights, gradients and moments are sharded by rows over all
+ranks.
 
-The arithmetic is that of one process. Autocast casts as ever, so `train.dtype` alone says in what
-dtype a product runs; weights that it would round anyway are gathered rounded, where torch knows how
-to, and gradients are summed in fp32.
+The arithmetic is that of one process. As usual, autocast with `train.dtype` alone decides the dtype
+of a product. Weights that it would round anyway are gathered in rounded form if torch supports it,
+and gradients are summed in fp32.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from models.base import Model
 
 
 def shares_weights(impl: ImplConfig, world: World) -> bool:
-    """True if the ranks shall hold rows of the weights; one process alone holds all."""
+    """True if the weights are to be sharded over the ranks; a single process holds all of them."""
     return impl.shard == "fsdp2" and world.size > 1
 
 
 def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: World) -> None:
-    """Raise a `UserError` if these settings do not go together with sharded weights."""
+    """Raise a `UserError` if these settings do not work with sharded weights."""
     if not shares_weights(impl, world):
         if impl.offload:
             raise UserError(
-                "impl.offload=true with one process, which holds all weights itself; start several "
-                "with torchrun, or set impl.offload=false"
+                "impl.offload=true needs several processes that share the weights; start them with "
+                "torchrun, or set impl.offload=false"
             )
         return
     if impl.repack_backward:
@@ -49,34 +50,35 @@ def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: Wo
         )
     if train.descent_every:
         raise UserError(
-            f"train.descent_every={train.descent_every} with impl.shard=fsdp2: a step is taken "
-            "back and forth with whole weights alone; set impl.shard=ddp"
+            f"train.descent_every={train.descent_every} with impl.shard=fsdp2: it needs whole "
+            "weights; set impl.shard=ddp"
         )
     fp8 = FP8[getattr(method.config, "fp8", "off")]
     if fp8 is not None and fp8.on_units and world.device.type == "cuda":
         raise UserError(
-            f"method.fp8={method.config.fp8} with impl.shard=fsdp2: FP8 units serve whole weights "
-            "alone; set method.fp8=paper, which is simulated, or impl.shard=ddp"
+            f"method.fp8={method.config.fp8} with impl.shard=fsdp2: FP8 units need whole weights; "
+            "set method.fp8=paper, which is simulated, or impl.shard=ddp"
         )
 
 
 def share(
     model: Model, method: Method, impl: ImplConfig, dtype: torch.dtype | None, world: World
 ) -> Shards | None:
-    """Let the ranks share the weights, if `impl` says so; see `Shards`."""
+    """Shard the weights over the ranks if `impl` says so; see `Shards`."""
     if not shares_weights(impl, world):
         return None
     return Shards(model, method, dtype, world, compiled=impl.compile, offload=impl.offload)
 
 
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
-    """The products of `Method.accelerate` as `impl` says, after `share`. Raises `UserError`."""
+    """Call `Method.accelerate` with the settings of `impl`, after `share`, and return its products.
+    Raises `UserError` for its errors."""
     if impl.repack_backward and method.layers and not method.repacks:
         raise UserError(
             "impl.repack_backward=true: no layer here has an operand that can be packed in the "
             "backward pass; it is for slope with 2:4 weights and without FP8, set it to false"
         )
-    try:  # auto leaves the word to the environment
+    try:  # with auto the environment variable decides
         matmul = None if impl.matmul == "auto" else impl.matmul
         return method.accelerate(tokens, matmul, impl.repack_backward)
     except (ValueError, RuntimeError) as error:
@@ -84,17 +86,18 @@ def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Produ
 
 
 class Shards:
-    """A model and its method, converted and not yet trained, shared by the ranks from here on.
+    """Shards a converted, not yet trained model and its method over the ranks.
 
-    The numbers are those of rank 0, wherever they lie there; on other ranks they may lie on the
-    meta device. Block by block they come to the devices, which keep their rows, so that none holds
-    more at once than these and one block, or all that is outside of blocks.
+    The weights are those of rank 0, on any device; on other ranks they may be on the meta device.
+    They are moved to the devices block by block, and each device keeps its rows, so that no device
+    ever holds more than its rows and one block (or all that is outside of blocks).
 
     Args:
-        dtype: of autocast, if any. compiled: compile each block. offload: keep the shards in the
-            memory of the host.
+        dtype: autocast's dtype, if any.
+        compiled: compile each block.
+        offload: keep the shards in the host's memory.
     Raises:
-        UserError: there is something in them that cannot be sharded.
+        UserError: a part of the model cannot be sharded.
     """
 
     def __init__(
@@ -108,12 +111,12 @@ class Shards:
     ) -> None:
         self.model, self.method, self.world = model, method, world
         teacher = getattr(method, "teacher", None)
-        # For `whole`, as they are before FSDP takes the parameters over.
+        # For `whole`: the model as it is before FSDP takes over the parameters.
         self._shapes = without_numbers((model, method), model, {id(teacher): None})
         _check_alike([model, teacher], world)
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
         for block in blocks(model).values() if compiled else ():
-            block.compile()  # before FSDP adds its hooks, around which a whole model would break
+            block.compile()  # before FSDP adds hooks, which would break the graph of a whole model
         try:
             for each in (model, teacher):
                 if each is not None:
@@ -124,8 +127,8 @@ class Shards:
 
     @torch.no_grad()
     def whole(self) -> tuple[Model, Method] | None:
-        """A plain copy of model and method as they are now, on the CPU of rank 0; None on the
-        others. Every rank must call it."""
+        """A whole copy of model and method as they are now, on rank 0's CPU; None on other ranks.
+        Every rank must call it."""
         state: dict[str, Tensor] = {}
         sharding.follow(self.method.layers.values(), self.model)
         for name, tensor in self.model.state_dict().items():
@@ -134,22 +137,22 @@ class Shards:
                 state[name] = gathered.cpu()
         if not self.world.is_main:
             return None
-        # A new copy each time: the averaged weights are a second one.
+        # A new copy in each call, because the averaged weights need a second one.
         model, method = copy.deepcopy(self._shapes)
         fill(model, state)
         return model, method
 
     def finalize(self) -> None:
-        """Finalize the layers in their shards. SLoPe's stay as they are: they hold another
-        parameter than a plain linear, and compute the same as they will end with."""
+        """Finalize the sharded layers. SLoPe's are left as they are: they hold another parameter
+        than a plain linear, but compute the same."""
         if all("weight" in layer._parameters for layer in self.method.sparse_layers.values()):
             self.method.finalize(self.model)
 
 
 def without_numbers(copied: Any, module: nn.Module, others: dict[int, Any] | None = None) -> Any:
-    """A copy of `copied` with the tensors of `module`, which it holds, on the meta device.
+    """A copy of `copied`, which contains `module`, with the module's tensors on the meta device.
 
-    others: what stands in the copy for other objects, by their id.
+    others: replacements in the copy for other objects, by their id.
     """
     known = dict(others or {})
     for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -161,8 +164,8 @@ def without_numbers(copied: Any, module: nn.Module, others: dict[int, Any] | Non
 
 
 def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Put numbers, those of `state` where it has some, into a model on the meta device; what is
-    tied stays so."""
+    """Give a model on the meta device real tensors, those of `state` if it has them; tied tensors
+    stay tied."""
     filled: dict[int, Tensor] = {}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
@@ -182,7 +185,7 @@ def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _check_alike(models: list[nn.Module | None], world: World) -> None:
-    """Raise RuntimeError if the ranks do not have tensors of the same names and shapes."""
+    """Raise RuntimeError unless all ranks have tensors of the same names and shapes."""
     found = [
         (name, tuple(tensor.shape), str(tensor.dtype))
         for model in filter(None, models)
@@ -200,11 +203,12 @@ def shard(
     keeps_root: bool = False,
     world: World | None = None,
 ) -> None:
-    """Shard each block of `model`, and what is outside of blocks.
+    """Shard each block of `model`, and the parameters outside of blocks.
 
-    dtype: of autocast, if any. offload: keep the shards in the host's memory. keeps_root: what is
-        outside of blocks stays gathered from the forward to the backward pass. world: its rank 0
-        gives the numbers; else every rank has them.
+    dtype: autocast's dtype, if any.
+    offload: keep the shards in the host's memory.
+    keeps_root: keep parameters outside of blocks gathered from the forward to the backward pass.
+    world: its rank 0 provides the weights; if None, every rank has them.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -223,9 +227,9 @@ def shard(
 
 @torch.no_grad()
 def _bring(module: nn.Module, brought: set[nn.Module], world: World) -> None:
-    """Give the modules in `module` that are not in `brought` yet the tensors of rank 0, on this
-    rank's device; what is tied stays so."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the first, which must live on
+    """Give the modules in `module` that are not yet in `brought` rank 0's tensors, on this rank's
+    device; tied tensors stay tied."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # old and new, by the old one's id; keeps both
     for part in module.modules():
         if part in brought:
             continue
@@ -241,7 +245,7 @@ def _bring(module: nn.Module, brought: set[nn.Module], world: World) -> None:
 
 
 def _brought(own: Tensor, world: World) -> Tensor:
-    """The tensor of rank 0 that is `own` there."""
+    """Rank 0's tensor for this rank's `own`, on this rank's device."""
     there = own.device.type == world.device.type
     if there or world.is_main:
         tensor = own.detach().to(world.device)
@@ -258,15 +262,15 @@ def _brought(own: Tensor, world: World) -> Tensor:
 
 
 def gathers_rounded() -> bool:
-    """True if weights that autocast would round are gathered rounded. Where torch cannot choose by
-    parameter (before 2.15), all are gathered as they are."""
+    """True if weights that autocast would round are gathered in rounded form. Before torch 2.15,
+    which can choose for each parameter, all weights are gathered unrounded."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
 
 
 def _policy(model: nn.Module, dtype: torch.dtype | None) -> Any:
-    """In what dtypes parameters are gathered and gradients summed."""
+    """FSDP2's policy for the dtypes in which parameters are gathered and gradients summed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     options: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
@@ -280,7 +284,7 @@ def _policy(model: nn.Module, dtype: torch.dtype | None) -> Any:
 
 
 def _rounded(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that are used in autocast's dtype alone."""
+    """Yield the parameters that are used only in autocast's dtype."""
     everywhere: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -288,6 +292,6 @@ def _rounded(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if type(module) is nn.Linear or (isinstance(module, SparseLinear) and module.rounds_first):
             for parameter in module._parameters.values():
-                # One that is tied to an embedding is used in fp32, too.
+                # A weight tied to an embedding is also used in fp32.
                 if parameter is not None and everywhere[id(parameter)] == 1:
                     yield parameter

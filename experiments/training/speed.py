@@ -1,4 +1,4 @@
-"""The gain that sparse products gave a training, for its `result.json`."""
+"""The time that sparse products saved in a training, for its `result.json`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from experiments.support.results import FILE, NoResult, check_shape, read_traini
 from methods.nn.acceleration import Acceleration
 
 _SHAPE = {"config": {"train": dict, "impl": dict}, "environment": {"device": str}}
-# Settings without which steps of two runs take as long as with them.
+# Settings that do not change the time of a step.
 _IDLE = ("matmul", "checkpoint_every", "loggers")
 
 
 def gain(
     acceleration: Acceleration | None, step_ms: float, micro_batches: int, dense_ms: float | None
 ) -> dict[str, Any] | None:
-    """How each product of each layer ran and why (`Acceleration.as_dict`), and of a `step` what the
-    sparse ones save (`saved_ms`) and how many times as fast it is as dense: `expected_gain`, by the
-    products alone, and `measured_gain`, if a dense run tells (`of_dense`).
+    """The record of how each layer's products ran and why (`Acceleration.as_dict`), and for a
+    `step` the milliseconds that sparse products save (`saved_ms`) and its speed-up over dense:
+    `expected_gain` from the products alone, and `measured_gain` if there is a dense run
+    (`of_dense`).
 
-    None where no layer has products to choose from.
+    None if no layer has products to choose from.
     """
     if acceleration is None or not acceleration.layers:
         return None
@@ -37,7 +38,7 @@ def gain(
 
 
 def told(speed: dict[str, Any]) -> str:
-    """The gain of a step as a line; "" where nothing ran sparse."""
+    """The gain of a step as one line; "" if nothing ran sparse."""
     step = speed["step"]
     if not step["saved_ms"]:
         return ""
@@ -66,7 +67,7 @@ def of_dense(directory: Path, config: dict[str, Any], device: str) -> float | No
 
 
 def _of_steps(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings on which the time of a step depends, the method aside."""
+    """The settings, apart from the method, on which the time of a step depends."""
     impl = {key: value for key, value in config["impl"].items() if key not in _IDLE}
     parts = {"model": config["model"], "train": config["train"], "impl": impl}
     return json.loads(json.dumps(parts))  # in memory it has tuples, in a file lists

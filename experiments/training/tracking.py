@@ -1,6 +1,6 @@
-"""Writes a run's figures to a JSONL file, which is what counts, and to optional viewers.
+"""Writes a run's metrics to a JSONL file, which is authoritative, and to optional viewers.
 
-However often a run is stopped and goes on, it is one run at Weights & Biases, and one event file of
+A run that is stopped and resumed remains one run at Weights & Biases and one event file of
 TensorBoard.
 """
 
@@ -22,8 +22,9 @@ WANDB_ID = "wandb_id.txt"
 class MetricsLog:
     """Appends one JSON object per record to `metrics.jsonl`; each has a `step`.
 
-    lines: the lines of the records so far. A checkpoint keeps them, and a resumed run begins with
-        those of its checkpoint: whatever became of the file, none is missing or there twice.
+    lines: the lines written so far. A checkpoint keeps them, and a resumed run rewrites the file
+    from
+        its checkpoint, so that no record is missing or repeated.
     config: the run's config, shown by the viewers.
     """
 
@@ -44,7 +45,7 @@ class MetricsLog:
         self.lines.append(json.dumps(finite(record)) + "\n")
         with writing(self.path):
             left = self.lines[-1].encode()
-            while left:  # of a disk that fills up it takes a part first
+            while left:  # a disk that fills up accepts only a part of the line
                 left = left[self._file.write(left) :]
         self._draw(record)
         if self._wandb is not None:
@@ -56,7 +57,7 @@ class MetricsLog:
                 self._tensorboard.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
-        """Make the records survive a power cut."""
+        """Make the records survive a power failure."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file; a last line cut by a kill is left out.
+    """All complete records of a metrics file; a last line cut off by a kill is left out.
 
     Raises:
         UserError: another line is damaged.
@@ -101,7 +102,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _tensorboard(directory: Path, config: dict[str, Any]) -> Any:
-    """The writer of a new event file in the place of the old; the caller repeats the records."""
+    """The writer of a new event file that replaces the old; the caller writes all records again."""
     from torch.utils.tensorboard import SummaryWriter
 
     for old in directory.glob("events.out.tfevents.*"):
@@ -112,8 +113,8 @@ def _tensorboard(directory: Path, config: dict[str, Any]) -> Any:
 
 
 def _wandb(directory: Path, config: dict[str, Any]) -> Any:
-    """The Weights & Biases run of this directory, which keeps its id in a file. A directory that
-    was removed and made again is another run: the old one would not take its records."""
+    """The Weights & Biases run of this directory; a file in it keeps the run's id. A directory that
+    was removed and made again is a new run, because the old one would reject its records."""
     import wandb
 
     path = directory / WANDB_ID

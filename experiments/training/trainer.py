@@ -1,7 +1,7 @@
 """One trainer for every model and method, in pre-training and in fine-tuning.
 
-A step (experiments/training/optimization.py) depends on nothing but the saved state and the step's
-number, so a run that is stopped anywhere and started again goes on as if nothing had happened.
+A step (experiments/training/optimization.py) depends only on the saved state and the step's number,
+so a run that is stopped and resumed gives the same result as one that was not.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ from experiments.training.tracking import MetricsLog
 from methods import Method, refresh
 from models.base import Model
 
-# Measures the model of a trainer; returns numbers by name.
+# A function that evaluates a trainer's model and returns metrics by name.
 Evaluation = Callable[["Trainer"], dict[str, float]]
 
 
 class Trainer:
-    """Trains `model`, converted by `method` and on its device, on the batches of `source`.
+    """Trains `model`, which `method` has converted and which is on its device, on the batches of
+    `source`.
 
     Args:
-        evaluation: measures the model, which is in evaluation mode then; called every
-            `train.eval_every` steps, or after each epoch where `train` has epochs, and at the end.
-        identity: hashes of the config and the first weights; a checkpoint with another identity, or
-            made on other data, is refused.
-        micro_batch: samples per rank and forward pass. compiled, fused: see `Optimization`.
-        graphed: `impl.cuda_graphs`.
-        config: the run's config, shown by the viewers of its log.
-        group: what the settings of `train` are called in messages.
+        evaluation: evaluates the model in evaluation mode, every `train.eval_every` steps (or after
+            each epoch, if `train` has epochs) and at the end.
+        identity: hashes of the config and the initial weights; a checkpoint with another identity,
+            or made on other data, is refused.
+        micro_batch: samples per rank and forward pass.
+        compiled, fused: see `Optimization`.
+        graphed: the value of `impl.cuda_graphs`.
+        config: the run's config, for the viewers of its log.
+        group: the name of the config group of `train`, for messages.
     """
 
     def __init__(
@@ -102,15 +104,15 @@ class Trainer:
         self.averages = {name: value.clone() for name, value in own.items()}
         self.step = 0
         self.seconds = 0.0
-        self.lines: list[str] = []  # of the log
+        self.lines: list[str] = []  # lines of the log
         self.log: MetricsLog | None = None
-        # Of the steps since the last record.
+        # Sums over the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         self.durations: list[float] = []  # seconds
 
     @property
     def graphed(self) -> bool:
-        """True if passes were replayed from CUDA graphs since this process began, and still are."""
+        """True if this process replays passes from CUDA graphs."""
         replays = self.optimization.replays
         return replays is not None and replays.steps > 0 and not replays.given_up
 
@@ -119,7 +121,7 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def fit(self) -> None:
-        """Train up to the last step, from where the state is."""
+        """Train from the present state to the last step."""
         main = self.world.is_main
         if main:
             self.log = MetricsLog(self.directory, self.lines, self.loggers, self.config)
@@ -131,7 +133,7 @@ class Trainer:
         if self.notice is not None:
             self.report(self.notice)
         bar = Progress(self.train.steps, self.step, unit, enabled=main)
-        # Whatever ends the training, what is being written is written to its end.
+        # However the training ends, a checkpoint that is being written is completed.
         with closing(self.saver), bar as progress, self._stop() as stop:
             while self.step < self.train.steps:
                 if self._evaluation_due():
@@ -153,23 +155,23 @@ class Trainer:
                     raise stop.kind
             self.saver.wait()
         if self.optimization.replays is not None:
-            self.optimization.replays.forget()  # what comes now may need their memory
+            self.optimization.replays.forget()  # later work may need their memory
         self._join_skipped()
 
     def log_last(self, means: dict[str, float]) -> None:
-        """Record the evaluation after the last step, and close the log."""
+        """Record the evaluation after the last step and close the log."""
         self._log_evaluation(means)
         if self.log is not None:
             self.log.close()
 
     def _stop(self) -> AbstractContextManager[Stop]:
-        """Delays a signal to the end of a step. Ranks that share steps cannot do so each by itself:
-        there a signal ends the process at once."""
+        """A context that delays a signal to the end of a step. With several ranks, which cannot
+        decide this separately, a signal ends the process at once."""
         return deferred_stop() if self.world.size == 1 else nullcontext(Stop())
 
     def _join_skipped(self) -> list[int]:
-        """The samples that the source left out on any rank, made known to all. Every rank must call
-        it."""
+        """The samples that the source has left out on any rank, exchanged between all. Every rank
+        must call it."""
         skipped: set[int] = getattr(self.source, "skipped", set())
         skipped.update(*self.world.all(sorted(skipped)))
         return sorted(skipped)
@@ -186,7 +188,8 @@ class Trainer:
         return self.step % self.train.eval_every == 0
 
     def _log_evaluation(self, means: dict[str, float]) -> None:
-        """Record an evaluation; that of an epoch is its only record and has its mean loss."""
+        """Record an evaluation. With epochs, this is the epoch's only record, with its mean
+        loss."""
         record: dict[str, Any] = {"step": self.step}
         if self.train.epoch_steps is not None:
             total, count = self._take_losses()
@@ -195,10 +198,11 @@ class Trainer:
         self._log(record | means)
 
     def _log_step(self, norm: float) -> float | None:
-        """Record this step if it is due; returns the mean loss so far, where there is one to show.
+        """Record this step if a record is due; return the mean loss since the last one, if there is
+        one to show.
 
         Args:
-            norm: of the gradient, before clipping.
+            norm: the gradient's norm before clipping.
         """
         if self.train.epoch_steps is not None:
             return float(self.loss_sum) / (self.loss_count or math.nan)
@@ -222,10 +226,10 @@ class Trainer:
         return loss
 
     def _take_losses(self) -> tuple[Tensor, float]:
-        """(sum of the losses of the steps since the last record, their number or nan); what comes
-        next counts from here.
+        """(sum of the losses of the steps since the last record, their number or nan). The count
+        starts again.
 
-        The sum is a mean over the ranks, in which every rank takes part; the main one writes it.
+        The sum is averaged over the ranks, so every rank must call it.
         """
         total, count = self.world.mean(self.loss_sum), self.loss_count or math.nan
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
@@ -233,10 +237,10 @@ class Trainer:
         return total, count
 
     def _train_step(self, batches: Iterator[Batch]) -> float:
-        """One optimizer step; returns the norm of the gradient before clipping."""
+        """Take one optimizer step and return the gradient's norm before clipping."""
         before = generators(self.world.device)
         samples = int(self.train.batch_sizes[self.step])
-        # DDP takes the mean of the ranks' gradients, and these sum up to that of all samples.
+        # DDP averages the ranks' gradients; with these shares the mean is that over all samples.
         shares = [len(p) * self.world.size / samples for p in self._micro_batches(self.step)]
         descent = None
         if self.train.descent_every and self.step % self.train.descent_every == 0:
@@ -257,28 +261,28 @@ class Trainer:
         return norm
 
     def _micro_batches(self, step: int) -> list[range]:
-        """This rank's micro-batches of a step as indices into its batch. Every rank has as many;
-        the last may be small, or empty."""
+        """This rank's micro-batches of a step, as ranges of indices into the step's batch. All
+        ranks have the same number; the last may be small, or empty."""
         samples, size, ranks = int(self.train.batch_sizes[step]), self.micro_batch, self.world.size
         starts = range(0, samples, ranks * size)
         firsts = (min(start + self.world.rank * size, samples) for start in starts)
         return [range(first, min(first + size, samples)) for first in firsts]
 
     def _requests(self) -> Iterator[Request]:
-        """This rank's micro-batches of all steps that are left, as the source is asked for them. In
-        the place of an empty one stands a sample that counts 0: all ranks run the model as often.
+        """Yield the requests for this rank's micro-batches of all remaining steps. An empty one is
+        replaced by a sample with share 0, because all ranks must run the model equally often.
         """
         for step in range(self.step, self.train.steps):
             for part in self._micro_batches(step):
                 yield step, part or range(1)
 
     def evaluate(self) -> dict[str, float]:
-        """The figures of the weights and, as `ema_...`, those of a running average of them."""
+        """The metrics of the weights and, as `ema_...`, those of their running average."""
         return self.evaluate_weights() | (self.evaluate_averages() if self.train.ema else {})
 
     @torch.no_grad()
     def evaluate_weights(self) -> dict[str, float]:
-        """The figures of the weights as they stand."""
+        """The metrics of the present weights."""
         was_training = self.model.training
         self.model.eval()
         means = self.evaluation(self)
@@ -286,7 +290,7 @@ class Trainer:
         return means
 
     def evaluate_averages(self) -> dict[str, float]:
-        """The figures of the averaged weights, with masks and scales of their own, if any."""
+        """The metrics of the averaged weights, with their own masks and scales, if any."""
         if not self.averages:
             return {}
         with self.averaged():
@@ -302,8 +306,8 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the averaged weights into the model, masks and operands derived from them; at the end
-        its own come back."""
+        """A context in which the model has the averaged weights, with masks and operands derived
+        from them; afterwards its own are restored."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         with torch.no_grad():
             parameters = dict(self.model.named_parameters())
@@ -316,7 +320,7 @@ class Trainer:
             self.model.load_state_dict(own)
 
     def _stop_non_finite(self, loss: float, before: dict[str, Tensor]) -> NoReturn:
-        # Nothing of this step has touched the weights yet: they are the last good ones.
+        # This step has not changed the weights yet, so they are the last good ones.
         self.save(before)
         self.saver.wait()
         raise UserError(
@@ -331,7 +335,7 @@ class Trainer:
         """Begin to checkpoint the state before step `self.step`; every rank must call it.
 
         Args:
-            own: states of this rank's generators, if not the present ones.
+            own: states of this rank's random generators to save instead of the present ones.
         """
         states = self.world.all(own or generators(self.world.device))
         loss_sum, skipped = self.world.mean(self.loss_sum), self._join_skipped()
@@ -357,8 +361,8 @@ class Trainer:
         """Load the newest whole checkpoint, if there is one.
 
         Raises:
-            UserError: it belongs to another config, other first weights or other data, or some
-                ranks do not see it; nothing is changed.
+            UserError: it belongs to another config, other initial weights or other data, or some
+                ranks do not see it. Nothing is changed then.
         """
         state = sharded_checkpoint.load_latest(self.checkpoints, self.report, self.world)
         if state is None:
@@ -386,8 +390,8 @@ class Trainer:
         getattr(self.source, "skipped", set()).update(state["skipped_samples"])
         if len(state["generators"]) != self.world.size:
             self.report(
-                f"{len(state['generators'])} processes made this checkpoint, here are "
-                f"{self.world.size}: dropout goes on with other random numbers"
+                f"{len(state['generators'])} processes wrote this checkpoint and {self.world.size} "
+                "read it: dropout continues with other random numbers"
             )
         else:
             set_generators(state["generators"][self.world.rank], self.world.device)

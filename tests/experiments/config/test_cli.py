@@ -127,7 +127,7 @@ BAD_INPUT = {
     "missing data": (["data.root=nowhere"], "run `python -m experiments.prepare_data"),
     "short corpus": (["model.block_size=100000"], "use a larger corpus"),
     "large vocabulary": (["model.vocab_size=200"], "set model.vocab_size to 320"),
-    "part of others": (["method=_distillation"], "no method of its own"),
+    "part of others": (["method=_distillation"], "not a complete method"),
     "batch": (["impl.micro_batch=3"], "is no multiple of impl.micro_batch=3"),
     "no backend": (["impl.backend=cuda"], "choose one of auto, cpu, triton"),
 }

@@ -171,7 +171,7 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("~impl", "the config has no impl: leave ~impl out"),
         ("~seed", "'seed' not found"),
         ("impl.device=tpu", "impl.device=tpu; choose one of auto, cpu, cuda"),
-        ("impl.loggers=[csv]", "choose of tensorboard, wandb"),
+        ("impl.loggers=[csv]", "choose from tensorboard, wandb"),
         ("impl.micro_batch=0", "impl.micro_batch=0"),
         ("method.beta=max", "beta='max'; choose one of none"),
         ("method.gamma=2", "gamma=2.0; it must lie in"),

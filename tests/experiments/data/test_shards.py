@@ -294,7 +294,7 @@ def test_the_samples_of_a_mixture_are_windows_of_its_parts(parts):
         (("left", "right"), (float("nan"), 0.5), "a weight must be above 0"),
         (("left", "right"), (1.0,), "give each part a weight"),
         (("left", "left"), (0.5, 0.5), "names a part twice"),
-        ((), (), "a mixture .* has parts"),
+        ((), (), "a mixture .* needs parts"),
     ],
 )
 def test_weights_that_are_none_are_refused(parts, names, weights, message):

@@ -317,7 +317,7 @@ def test_images_need_a_vit(trained):
         ([], "give one of run=DIR .* and model.path=FOLDER"),
         (["run=a", "model.path=b"], "give one of run=DIR"),
         (["run=a", "weights=both"], "weights=both; choose one of sparse, dense"),
-        (["model.path=b", "weights=dense"], "no weights but those stored in it"),
+        (["model.path=b", "weights=dense"], "has only its own weights"),
         (["run=a", "images=train"], "images=train; choose one of val, features"),
         (["run=a", "data.source=b"], "add images=val"),
         (["model.path=a", "images=val"], "images need a ViT, which only a run holds"),

@@ -220,7 +220,7 @@ def test_data_that_cannot_be_had_are_one_line(trained, local, tmp_path, monkeypa
     config = evaluate.load(
         ["tasks=[colours]", f"task_folder={TASK}", f"run={trained.directory}", "impl.device=cpu"]
     )
-    with pytest.raises(UserError, match="the data of colours could not be had") as caught:
+    with pytest.raises(UserError, match="the data of colours could not be loaded") as caught:
         evaluate.run(config, quiet)
     assert "\n" not in str(caught.value)
 

@@ -753,7 +753,7 @@ def test_a_checkpoint_of_transformers_is_fine_tuned_densely(hf_model, runs, tmp_
     assert len(result["converted"]) == 8  # all linears of the two blocks
     assert result["config"]["model"]["path"] == str(folder)
     sparse = finetune.load([*given, "mode=sparse", "recipe.max_length=32", *CPU])
-    with pytest.raises(UserError, match=r"knows no sparse method: set mode=dense"):
+    with pytest.raises(UserError, match=r"has no sparse method: set mode=dense"):
         finetune.run(sparse, quiet)
     masked = finetune.load([*given, "mode=masked", *QUICK, *CPU, "recipe.max_length=32"])
     with pytest.raises(UserError, match=r"of the 8 linears of model\.path=.* none is 2:4; set"):

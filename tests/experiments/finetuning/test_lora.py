@@ -65,7 +65,7 @@ def test_adapters_train_alone_and_are_merged(merge, tmp_path):
     base, tokens = copy.deepcopy(model), torch.arange(16).reshape(2, 8)
     patterns = {f"transformer.h.0.{name}": (2, 4) for name in ("mlp.c_fc", "attn.c_attn")}
     adapters = Adapters(model, LoraConfig(**{**SETTINGS, "merge": merge}), patterns)
-    told = "1 of 4 linears have no mask, transformer.h.0.attn.c_attn for one, and end dense"
+    told = "1 of 4 linears have no mask, for example transformer.h.0.attn.c_attn, and end dense"
     assert (told in adapters.notice) == (merge == "sparse") == bool(adapters.notice)
     assert [name for name in adapters.masks if "mlp" in name] == list(adapters.masks) != []
     assert len(adapters.names) == 2 * len(adapters.masks) == 4

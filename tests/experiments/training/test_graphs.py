@@ -59,7 +59,7 @@ IMPOSSIBLE = {
 }
 UNSUITED = {
     "with a model of transformers": lambda hf: {"model": Classifier(CausalLM(hf("gpt2")), 2)},
-    "with batches of differing shapes": lambda _: {"one_shape": False},
+    "with batches of different shapes": lambda _: {"one_shape": False},
     "with impl.activation_checkpointing=true": lambda _: {"model": recomputed()},
     "with train.descent_every": lambda _: {"descent_every": 10},
 }
@@ -145,7 +145,7 @@ def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, mo
     result = pretraining.run(graphed, said.append)
     assert [line for line in said if "CUDA" in line] == [
         "passes are replayed from CUDA graphs",
-        f"{LAUNCHED}in the memory that is left: they need as much again as the passes take",
+        f"{LAUNCHED}in the free memory: they need as much again as the passes take",
     ]
     assert result["cuda_graphs"] is False and logged(launched) == logged(graphed)
     with pytest.raises(torch.OutOfMemoryError):  # to whom it may concern

@@ -54,8 +54,8 @@ def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     assert [line for line in said if line in (warmup, samples)] == [warmup, samples]
     assert warmup == "train.warmup_steps=9 does not fit train.steps=2: it is 0 here"
     assert samples == (
-        f"train.eval_samples=9999, but there are {there} held-out samples: all of them are used; "
-        "losses compare only with those of runs on the same samples"
+        f"train.eval_samples=9999, but only {there} samples are held out: all are used; "
+        "compare losses only with those of runs on the same samples"
     )
     assert result["config"]["train"]["warmup_steps"] == 0
     whole = tiny(
