@@ -260,7 +260,7 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
     if wrong:
         raise UserError(
             f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
-            "more differ; set model.* as in that run"
+            "more differ; set model.* to its shape"
         )
     with torch.no_grad():
         for name, parameter in own.items():

@@ -292,8 +292,8 @@ def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
     hf_model("opt").save_pretrained(tmp_path / "opt")
     for folder, overrides, message in (
         ("scaled", [], r"scale_attn_by_inverse_layer_idx=True \(needs False\)"),
-        ("gpt2", ["model.n_embd=32"], r"do not fit the model: .*differ; set model\.\* as in that run"),
-        ("gpt2", ["model.bias=false"], r"do not fit the model: .*differ; set model\.\* as in that run"),
+        ("gpt2", ["model.n_embd=32"], r"do not fit the model: .*differ; set model\.\* to"),
+        ("gpt2", ["model.bias=false"], r"do not fit the model: .*differ; set model\.\* to"),
         ("opt", [], "is a checkpoint of opt; only those of gpt2, bert and vit"),
     ):
         with pytest.raises(UserError, match=message) as caught:
