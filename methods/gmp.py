@@ -115,6 +115,11 @@ class Method(distillation.Method):
                     layer.prune(prune_towards24(layer.weight, layer.mask, share))
             self._remember(step)  # so that pruning is not taken for an optimizer step
 
+    @property
+    def unfinished(self) -> bool:
+        """True if it is not 2:4 yet."""
+        return self.pruned < 1.0
+
     def phase(self) -> str:
         if self.pruned == 0.0:
             return "dense"

@@ -180,8 +180,14 @@ class Method(Fp8Method):
                 layer.adapting = True  # never reset: trained adapters are part of the layer
         self._remember(step)
 
+    @property
+    def unfinished(self) -> bool:
+        """True if the adapters are still to be trained."""
+        return self.config.adapter_rank > 0 and not all(m.adapting for m in self._layers())
+
     def open_micro_batch(self) -> None:
-        """Do nothing: no random bits are drawn."""
+        """Check the order of calls; no random bits are drawn."""
+        self._check_opened()
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         if optimizer is not None:

@@ -64,6 +64,7 @@ class Config(base.Config):
 class Method(base.Method):
     Config = Config
     Linear = MaskedLinear
+    acts_on_gradients = True
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -70,6 +70,7 @@ class Method(SwitchedMethod):
 
     Config = Config
     Linear = SwitchedLinear
+    acts_on_gradients = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -94,6 +95,7 @@ class Method(SwitchedMethod):
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().on_gradients(step, optimizer)
         weights = [layer.weight for layer in self.layers.values() if layer.weight.grad is not None]
         pairs = [(weight, _adam_group(optimizer, weight)) for weight in weights]
         assert optimizer is not None

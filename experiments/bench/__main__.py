@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -116,6 +117,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--device cuda: torch sees no GPU here; leave it out for the CPU's rows")
     options.device = torch.device(options.device or ("cuda" if there else "cpu"))
     torch.set_num_threads(options.threads)
+    # Steps are measured again under the same number.
+    warnings.filterwarnings("ignore", message=r"on_step_begin\(")
     if options.out is None:
         device = provenance(options.device, None)["device"]
         name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())

@@ -136,7 +136,7 @@ class Report:
         names = list(names)
         found = [n for n in names if any(fnmatchcase(n, glob) for glob in self.only)]
         if not found:
-            raise UserError(f"--only {' '.join(self.only)} matches none of: {', '.join(names)}")
+            raise UserError(f"--only {' '.join(self.only)} matches none of: {'; '.join(names)}")
         return found
 
     def note(self, text: str) -> None:

@@ -58,8 +58,10 @@ def typed(schema: type, group: str, values: Any) -> Any:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{group}.{error.full_key}: {reason}") from error
+        key, reason = f"{group}.{error.full_key}", str(error).splitlines()[0]
+        if "is not a ListConfig" in reason:
+            raise UserError(f"{key} must be a list, as in '{key}=[VALUE]'") from error
+        raise UserError(f"{key}: {reason}") from error
 
 
 @contextmanager
@@ -96,6 +98,10 @@ def one_line_errors(config_name: str | None = None) -> Iterator[None]:
                 f"{key}={value} has several values: for a sweep add -m; one value with commas is "
                 f"{key}=[{value}] if it is a list, \"{key}='{value}'\" if it is a text"
             )
+        if found := re.match(r"Error parsing override '(.*)'; missing EQUAL at '<EOF>'", text):
+            takes_run = config_name in ("evaluate", "export", "finetune", "generate")
+            suggestion = f"; run={found[1]} may be meant" if takes_run else ""
+            text = f"{found[1]} is no KEY=VALUE{suggestion}"
         if found := re.match(r"Could not override '([^']+)'", text):
             text = f"there is no {found[1]} here{_similar(found[1], config_name)}"
         raise UserError(text) from error

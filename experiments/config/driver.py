@@ -108,6 +108,9 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         if error.elsewhere:
             sys.exit(1)
         sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
+    except BrokenPipeError:  # whoever read the output has enough of it: `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # is flushed at the end
+        sys.exit(141)  # as the shell has it for a program that SIGPIPE ends
     except OSError as error:
         if error.errno is None:
             raise

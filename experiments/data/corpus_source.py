@@ -141,9 +141,10 @@ def check(
     if exists and "sha256" in made_from:
         same = record(source, text_column, files)["sha256"] == made_from["sha256"]
     if not same:
-        how = (
-            f"from {source} as it was, which has changed"
-            if same_path
-            else f"from {made_from['path']}, not from {source}"
+        if same_path:
+            raise UserError(f"{made} was made from {source} as it was, which has changed: {remedy}")
+        path = made_from["path"]
+        raise UserError(
+            f"{made} was made from {path}, not from {source}: take it as it is with "
+            f"data.source={path}, or {remedy}"
         )
-        raise UserError(f"{made} was made {how}: {remedy}")

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -209,12 +210,21 @@ class DataConfig:
             words += [f"data.tokenizer={self.tokenizer}", f"data.vocab_size={self.vocab_size}"]
         elif self.tokenizer_kind == "hf":
             words.append(f"data.tokenizer={self.tokenizer}")
-        words.append(f"data.source={self.source}")
+        # Another text than the published one, whose place nobody has said.
+        unsaid = own and self.source == _published_source(self.similar)
+        words.append(f"data.source={_SOMEWHERE if unsaid else self.source}")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("root", "text_column", "shard_tokens"):
             if getattr(self, name) != defaults[name]:
                 words.append(f"data.{name}={getattr(self, name)}")
         return f"python -m experiments.prepare_data {shlex.join(words)}"
+
+
+def _published_source(name: str) -> str:
+    """The source in the file of this name in conf/data."""
+    path = Path(__file__).parents[1] / "conf" / "data" / f"{name}.yaml"
+    found = re.search(r"^source: (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return found[1] if found else ""
 
 
 def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | HFTokenizer:
@@ -271,12 +281,21 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
     }
 
 
+def _tokenized_otherwise(config: DataConfig) -> list[str]:
+    """The folders of corpora of the same name, by the names of the folders."""
+    found = Path(config.root).glob(f"{config.name}-*/manifest.json")
+    names = sorted(path.parent.name for path in found)
+    return [name for name in names if "-" not in name.removeprefix(f"{config.name}-")]
+
+
 def _read(config: DataConfig) -> dict[str, Any]:
     path = config.directory / "manifest.json"
     if not path.is_file():
         remove = f"delete {path.parent} and " if path.parent.exists() else ""
+        others = _tokenized_otherwise(config)
+        there = f" (there is {', '.join(others)}, of another data.tokenizer)" if others else ""
         raise UserError(
-            f"no prepared corpus: {path} is missing; {remove}run `{config.prepare_command}`"
+            f"no prepared corpus: {path} is missing{there}; {remove}run `{config.prepare_command}`"
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

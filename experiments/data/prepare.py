@@ -295,6 +295,18 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
     return Documents(batches, sizes, description)
 
 
+def _one(text: str, source: str) -> Documents:
+    """One text in two: it ends, after the end of a line if one is near, with what is held out."""
+    end = len(text) - -(-len(text) // HELD_OUT)
+    end = text.rfind("\n", end // 2, end) + 1 or end
+    if not 0 < end < len(text):
+        raise UserError(f"{source} holds {len(text)} characters; two splits need more")
+    return _in_memory(
+        {"train": [text[:end]], "val": [text[end:]]},
+        {"description": source, "split": f"the end of the text, about 1/{HELD_OUT} of it"},
+    )
+
+
 def _files(name: str, source: str, text_column: str) -> Documents:
     """The documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % are held
     out. For the user's own text (any `name` but the published ones) that may be too little, so more
@@ -337,8 +349,8 @@ def _files(name: str, source: str, text_column: str) -> Documents:
             f"{empty} of {len(table)} documents of {source} have no text (null) in "
             f"data.text_column={text_column!r}; leave them out"
         )
-    if len(table) < 2:
-        raise UserError(f"{source} holds {len(table)} documents; two splits need at least 2")
+    if len(table) == 1:
+        return _one(table[0][text_column], source)
     table = table.select_columns([text_column])
     with writing(cache):
         parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)

@@ -38,6 +38,7 @@ SHARDS = ("ddp", "fsdp2")
 MIB, GIB = 2**20, 2**30
 DAY = 86400
 _MOST = 1024  # GPUs
+_SMALLER = 4  # times than the smallest model that was measured: below, launches count
 # Bytes a second that each of two H200s of one host sent by NCCL under DDP and FSDP2, at the least
 # (experiments/bench_results/h200_two_gpus.jsonl); on how many GPUs a host has.
 LINK, HOST = 160e9, 8
@@ -291,7 +292,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         if size:
             yield f"  {name:<24}{size:>12,.0f} MiB"
     room = f"{found['gpu_memory_mib'] / 1024:,.0f} GiB of a GPU"
-    yield f"fits into the {room}" if found["fits"] else f"does not fit into the {room}"
+    smaller = "; a smaller impl.micro_batch takes less" if found["micro_batch"] > 1 else ""
+    yield f"fits into the {room}" if found["fits"] else f"does not fit into the {room}{smaller}"
     if found["needed"] is None:
         yield f"no number of GPUs up to {_MOST} has the memory: lower impl.micro_batch"
     else:
@@ -308,13 +310,15 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     dense = ", this method was not measured" if speed["as_dense"] else ""
     most = found["days_at_most"]
     times, unit = _in_a_unit(found["days"], *([] if most is None else [most]))
-    time = f"at least {times[0]}" if most is None else " to ".join(dict.fromkeys(times))
+    small = speed["factor"] > _SMALLER
+    time = f"at least {times[0]}" if most is None or small else " to ".join(dict.fromkeys(times))
     taught = ", x 3/4 for a teacher" if speed["taught"] else ""
     yield (
         f"{time} {unit} at {speed['per_second'] * found['gpus']:,.0f} "
         f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
         f"x {speed['factor']:.3g} by the number of weights{taught}"
         f"{', x ' + str(found['gpus']) + ' GPUs' if found['gpus'] > 1 else ''}"
+        f"{'; none so small was measured, and it may wait for the CPU' if small else ''}"
     )
     if found["days_slower"] is not None:
         slower, unit = _in_a_unit(*found["days_slower"])

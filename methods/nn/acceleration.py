@@ -90,6 +90,8 @@ class Acceleration:
     def __str__(self) -> str:
         """One line: how many layers run each product sparse, why the others do not, and the time
         saved."""
+        if not self.layers:
+            return "no layer is converted: all products are dense"
         alike: dict[str, list[str]] = {}  # products that share a description
         for product in NAMES:
             found = [choice for name, choice in self._choices() if name == product]

@@ -25,6 +25,7 @@ multiplies.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -95,12 +96,14 @@ class Method:
     """A training method; see the module docstring for the order of calls.
 
     Subclasses set `Config` and `Linear` and override the hooks they need. `mask_period` is the
-    number of optimizer steps between two choices of the masks.
+    number of optimizer steps between two choices of the masks; `acts_on_gradients` is True where a
+    training without `on_gradients` would be another method's.
     """
 
     Config: ClassVar[type[Config]] = Config
     Linear: ClassVar[type[SparseLinear] | None] = None
     mask_period: int = 1
+    acts_on_gradients: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -114,6 +117,7 @@ class Method:
         self.flips_of_layers: dict[str, float] = {}  # per step
         self._masks_before: list[tuple[nn.Module, Tensor]] | None = None
         self._order = CallOrder()
+        self._given = False  # True once on_gradients was called
         self._works: dict[str, StepWork] = {}  # work that the optimizer has taken over, by layer
 
     # ------------------------------------------------------------------ conversion
@@ -155,8 +159,6 @@ class Method:
             ValueError: no linear can be converted, a linear that `include` names in full cannot be,
                 or the model is already converted. The model is then unchanged.
         """
-        if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
-            raise ValueError("the model is converted already; build a new method and model")
         sharding.check_whole(model)
         chosen, reasons = self._choose(model)
         self._check(chosen)
@@ -190,6 +192,8 @@ class Method:
 
     def _choose(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
         config = self.config
+        if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
+            raise ValueError("the model is converted already; build a new method and model")
         return conversion.choose(model, config.include, config.exclude, self.check_layer)
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
@@ -319,10 +323,23 @@ class Method:
     def _begin(self, step: int) -> None:
         sharding.follow(self.layers.values(), self._model)
         self._order.check_ended(self._trained(), step)
+        total = self.config.total_steps
+        if step == total > 0:
+            warnings.warn(
+                f"on_step_begin({step}) with total_steps={total}, of which {total - 1} is the last "
+                "one; total_steps is the number of the optimizer's steps, all epochs together",
+                stacklevel=3,
+            )
+
+    def _check_opened(self) -> None:
+        if torch.is_grad_enabled():
+            self._order.check_opened(self._trained())
 
     def _end(self, step: int) -> None:
         sharding.follow(self.layers.values(), self._model)
         self._order.check_begun(self._trained(), step)
+        if self.acts_on_gradients and not self._given:
+            self._order.check_given(self._trained(), step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, whose backward pass draws new random bits."""
@@ -335,6 +352,12 @@ class Method:
         override it. CUDA graphs replay it, so it must neither wait for the GPU nor depend on the
         step number.
         """
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                "loss(model, batch) calls model(**batch), so a batch is a dict of the model's "
+                f"arguments, not a {type(batch).__name__}; with another model call "
+                "open_micro_batch() before each forward pass and compute the loss yourself"
+            )
         output = model(**batch)
         loss = output.loss if hasattr(output, "loss") else output[1]
         if loss is None or loss.ndim:
@@ -346,6 +369,7 @@ class Method:
 
     def open_micro_batch(self) -> None:
         """Select new random bits for the next forward and backward pass."""
+        self._check_opened()
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._set_keys(1, [self.micro_batch * size + rank] * len(self.sparse_layers))
         self.micro_batch += 1
@@ -364,6 +388,7 @@ class Method:
         `optimizer` is needed by options that use the learning rate, and by `FusedAdamW`, which
         takes over work of the method.
         """
+        self._given = True
         self._works.clear()
         if isinstance(optimizer, FusedAdamW):
             works = {n: self.step_work(layer, step) for n, layer in self.sparse_layers.items()}
@@ -459,6 +484,11 @@ class Method:
     # ------------------------------------------------------------------ what comes after training
 
     @property
+    def unfinished(self) -> bool:
+        """True if a phase that `total_steps` leads to has not begun yet."""
+        return False
+
+    @property
     def ends_dense(self) -> bool:
         """True if the trained model is dense; it is then also fine-tuned densely."""
         return False
@@ -511,6 +541,14 @@ class Method:
     @torch.no_grad()
     def finalize(self, model: nn.Module) -> nn.Module:
         """Turn the converted layers back into plain `nn.Linear` in place, with explicit zeros."""
+        ended, total = self._order.ended, self.config.total_steps
+        if ended is not None and ended + 1 < total and self.unfinished:
+            warnings.warn(
+                f"finalize after step {ended} with total_steps={total}: the training is still in "
+                f"its phase '{self.phase()}', another one was to follow; total_steps is the number "
+                "of the optimizer's steps, not of micro-batches",
+                stacklevel=3,
+            )
         sharding.follow(self.layers.values(), self._model)
         for layer in self.sparse_layers.values():
             layer.restore()

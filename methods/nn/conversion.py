@@ -11,6 +11,7 @@ transformers, and `finalize` turns it back into a `Conv1D`, so that `save_pretra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -161,17 +162,22 @@ def choose(
         ValueError: no linear can be converted, or one that `include` names in full cannot be.
     """
     owners = owners_of_parameters(model)
+
+    def reason_against(name: str, module: nn.Module) -> str | None:
+        if reason := unfit(name, module, owners):
+            return reason
+        try:
+            check_layer(name, module)
+        except ValueError as error:
+            return str(error)
+        return None
+
     chosen: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for name, module in named(model, include, exclude):
         if not is_linear(module):
             continue
-        reason = unfit(name, module, owners)
-        if reason is None:
-            try:
-                check_layer(name, module)
-            except ValueError as error:
-                reason = str(error)
+        reason = reason_against(name, module)
         if reason is None:
             check_fast_path(model, name)
             chosen[name] = module
@@ -180,7 +186,9 @@ def choose(
         else:
             reasons[name] = reason
     if not chosen:
-        raise ValueError(_nothing(model, include, exclude, reasons))
+        modules = [(name, m) for name, m in model.named_modules() if is_linear(m)]
+        fit = [name for name, module in modules if reason_against(name, module) is None]
+        raise ValueError(_nothing(model, include, exclude, reasons, fit))
     return chosen, reasons
 
 
@@ -189,20 +197,25 @@ def _nothing(
     include: str | tuple[str, ...],
     exclude: tuple[str, ...],
     reasons: dict[str, str],
+    fit: list[str],
 ) -> str:
-    """The message that says why no linear can be converted."""
+    """The message that says why no linear can be converted, and names some that can: `fit`."""
     asked = f"include={include if isinstance(include, str) else list(include)}"
+    named = f"; name some that can be, as in include={_as_globs(fit)[:2]}" if fit else ""
     if reasons:
-        return f"no linear that matches {asked} can be converted: {listed(reasons)}"
+        return f"no linear that matches {asked} can be converted: {listed(reasons)}{named}"
     asked = f"{asked} exclude={list(exclude)}"
     matching = others(model, include, exclude)
     hint = f"; {some_names(matching)} match, but only nn.Linear can be converted"
-    there = [*linears(model)]
-    named = f"; name some of them, as in include={there[:2]}" if there else ""
     return (
         f"no linear matches {asked}{hint if matching else ''}; the model's linears are: "
-        f"{some_names(there) or 'none'}{named}"
+        f"{some_names(_as_globs(linears(model))) or 'none'}{named}"
     )
+
+
+def _as_globs(names: list[str]) -> list[str]:
+    """Globs for these names, one for those that differ in the number of a block alone."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
 
 
 def check_fast_path(model: nn.Module, name: str) -> None:

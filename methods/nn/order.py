@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -15,6 +16,8 @@ class CallOrder:
 
     def __init__(self) -> None:
         self._begun: int | None = None  # the step that has begun but not ended
+        self._told = False  # True once a step has ended
+        self.ended: int | None = None  # the last step that has begun and ended
         self._versions: dict[int, int] = {}
 
     def remember(self, weights: Iterable[Tensor], begun: int | None) -> None:
@@ -25,7 +28,8 @@ class CallOrder:
         return any(self._versions.get(id(w), w._version) != w._version for w in weights)
 
     def check_ended(self, weights: Iterable[Tensor], step: int) -> None:
-        """Raise RuntimeError if an earlier step changed weights and was not ended.
+        """Raise RuntimeError if an earlier step changed weights and was not ended; warn if this
+        step has ended already.
 
         A step that was skipped (because of a gradient that is not finite, for example) changed no
         weight and need not be ended.
@@ -35,11 +39,42 @@ class CallOrder:
                 f"the weights changed in step {self._begun} and on_step_end({self._begun}) was not "
                 "called: masks and operands are stale; call it after every optimizer.step()"
             )
+        if self.ended is not None and step <= self.ended:  # on purpose in a benchmark
+            warnings.warn(
+                f"on_step_begin({step}) after on_step_end({self.ended}): phases and random bits "
+                "follow from the number of the optimizer's step; count it from the start of the "
+                "training, not anew in each epoch",
+                stacklevel=4,
+            )
+
+    def check_opened(self, weights: Iterable[Tensor]) -> None:
+        """Raise RuntimeError if the weights are trained and the method was told of no step."""
+        if self._begun is not None:
+            return
+        if not self._versions:
+            self.remember(weights, None)
+        elif self._moved(weights):
+            raise RuntimeError(
+                "the weights changed and no step has begun: masks and operands are stale; call "
+                "on_step_begin(step) before the first micro-batch of every step and "
+                "on_step_end(step) after optimizer.step()"
+            )
+
+    def check_given(self, weights: Iterable[Tensor], step: int) -> None:
+        """Raise RuntimeError if the weights changed in this step without `on_gradients`."""
+        if self._begun == step and self._moved(weights):
+            raise RuntimeError(
+                f"the weights changed in step {step} and on_gradients({step}, optimizer) was not "
+                "called, where this method does its part; call it before every optimizer.step()"
+            )
 
     def check_begun(self, weights: Iterable[Tensor], step: int) -> None:
         """Raise RuntimeError if the step that ends now was not begun."""
-        if self._begun is None and self._moved(weights):
+        if self._begun is None and self._told and self._moved(weights):
             raise RuntimeError(
                 f"on_step_end({step}) without on_step_begin({step}): phases and random bits stand "
                 "still; call it before the first micro-batch of every step"
             )
+        if self._begun is not None:
+            self.ended = step
+        self._told = True

@@ -84,6 +84,11 @@ class SwitchedMethod(base.Method):
             self._switch(not self.dense)
         super().on_step_begin(step)
 
+    @property
+    def unfinished(self) -> bool:
+        total = self.config.total_steps
+        return total > 0 and self.dense_at(total - 1) != self.dense
+
     def phase(self) -> str:
         return "dense" if self.dense else "sparse"
 

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -62,6 +63,14 @@ def test_help_shows_the_choice_that_is_named(capsys, monkeypatch):
     _, out = shown(capsys, monkeypatch, "pretrain", "method=released/slope", "-h")
     assert re.search(r"^method=released/slope, one of: ast bi_mask dense ", out, re.M)
     assert "\n  method.mask=random          random | magnitude; the mask is chosen once\n" in out
+
+
+def test_a_reader_that_has_enough_of_the_help_is_told_nothing():
+    command = f"{sys.executable} -m experiments.evaluate --help"
+    done = subprocess.run(
+        f"({command}; echo $? >&2) | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == "141\n"
 
 
 def test_help_of_a_choice_that_does_not_exist_is_one_line(capsys, monkeypatch):

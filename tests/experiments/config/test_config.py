@@ -151,6 +151,8 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("+cluster=slrm", "there is no cluster=slrm; slurm may be meant; there is local, slurm"),
         ("method=ste,s_ste", "method=ste,s_ste has several values: for a sweep add -m; one value"),
         ("+method.decay=1", "method has no key decay; it takes"),
+        ("data.parts=mine", "data.parts must be a list, as in 'data.parts=[VALUE]'"),
+        ("no/folder", "no/folder is no KEY=VALUE"),
         ("train.steps=many", "train.steps: Value 'many'"),
         ("train.steps=0", "train.steps=0; it must be at least 1"),
         ("train.cooldown_steps=900", "train.cooldown_steps=900 does not fit train.steps=200"),
@@ -190,6 +192,11 @@ def test_bad_overrides_are_one_line(override, message):
         load([override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_its_key_is_told_the_key():
+    with pytest.raises(UserError, match=r"^runs/x is no KEY=VALUE; run=runs/x may be meant$"):
+        composed("evaluate", lambda config: config, ["runs/x"])
 
 
 @pytest.mark.parametrize(

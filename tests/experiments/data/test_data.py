@@ -150,6 +150,18 @@ def test_the_command_for_a_text_of_ones_own_composes(tmp_path):
         assert composed.text_column == "body"
 
 
+def test_a_corpus_of_ones_own_that_is_missing_is_not_looked_for_on_the_hub(config, tmp_path):
+    """Nor are corpora forgotten that have its name and another tokenizer."""
+    published = "hf://datasets/Skylion007/openwebtext/**/*.parquet"
+    asked = DataConfig("count", published, str(config.directory.parent), "gpt2")
+    with pytest.raises(UserError) as error:
+        load_tokens(asked, seed=0)
+    assert "gpt2/manifest.json is missing (there is count-v7000, of another" in str(error.value)
+    assert "data.name=count data.source=FOLDER" in str(error.value)
+    owt = DataConfig("openwebtext", published, str(tmp_path), "gpt2")
+    assert shlex.quote(f"data.source={published}") in owt.prepare_command
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_truncated_file_is_refused(config, split):
     path = config.directory / f"{split}.bin"

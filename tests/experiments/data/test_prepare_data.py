@@ -313,6 +313,25 @@ def test_a_document_stays_for_training(tmp_path, hub_cache, byte_gpt2):
     assert [s["tokens"] for s in read_manifest(config)["splits"].values()] == [1001, 2]
 
 
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_of_a_single_text_the_end_is_held_out(tmp_path, hub_cache, byte_gpt2, end):
+    """All of it is in one of the splits, in its order; lines stay whole."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    text = "".join(f"{i} apples{end}" for i in range(1000))
+    (folder / "book.txt").write_text(text)
+    config = DataConfig("mine", str(folder / "book.txt"), str(tmp_path / "data"))
+    prepare(config)
+    found = {
+        split: np.fromfile(config.directory / f"{split}.bin", dtype="<u2")[:-1]
+        for split in ("train", "val")
+    }
+    train, val = (found[split].astype(np.uint8).tobytes().decode() for split in found)
+    assert train + val == text
+    assert len(text) / 100 <= len(val) < len(text) / 80
+    assert train.endswith("\n") == (end == "\n")
+
+
 def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
     folder = tmp_path / "source"
     folder.mkdir()
@@ -377,7 +396,7 @@ def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cac
     load_tokens(DataConfig("mini", str(folder), root), seed=0)  # complete without its source
     file = moved / "sub" / "07.txt"
     file.write_text(TEXTS[7].replace("document", "documenT"), encoding="utf-8")  # as many bytes
-    with pytest.raises(UserError, match=r"was made from .*source, not from .*moved: give this"):
+    with pytest.raises(UserError, match=r"made from .*source, not from .*moved: .* give this"):
         load_tokens(DataConfig("mini", str(moved), root), seed=0)
     moved.rename(folder)
     with pytest.raises(UserError, match=r"was made from .*source as it was, which has changed"):
@@ -493,7 +512,7 @@ def test_a_folder_without_manifest_is_not_taken_for_a_corpus(tmp_path):
         ({"a.jsonl": '{"text": 1}\n{"text": 2}\n'}, "data.text_column='text' of .* holds int64"),
         ({"a.jsonl": '{"text": ["x"]}\n'}, "data.text_column='text' of .* holds List, not text"),
         ({"a.parquet": "PAR1"}, "could not read data.source=.* .ArrowInvalid"),
-        ({"a.jsonl": '{"text": "x"}\n'}, "holds 1 documents; two splits need at least 2"),
+        ({"a.jsonl": '{"text": "x"}\n'}, "holds 1 characters; two splits need more"),
     ],
 )
 def test_unusable_sources_are_refused(tmp_path, hub_cache, files, message):

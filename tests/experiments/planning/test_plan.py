@@ -382,6 +382,8 @@ def test_what_is_said_of_days():
     assert re.match(r"[\d.]+ to [\d.]+ days at ", time)
     *_, time = lines(plan(planned(*sharded, "method=s_ste", "plan.gpu_memory=1")))
     assert time == "days: none, as the plan does not fit"
+    *_, time = lines(plan(planned("model=gpt2_nano")))
+    assert time.startswith("at least ") and "none so small was measured" in time
     *_, time = lines(plan(planned(*gpt2, "method=ast")))
     assert time.startswith("at least ") and ", x 3/4 for a teacher" in time
     for steps, unit in ((20_000, "hours"), (200, "minutes")):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,18 @@ def test_globs_choose_the_layers():
 def test_nothing_matched_names_what_there_is():
     with pytest.raises(ValueError, match=r"no linear matches include=\['encoder.*'\].*mlp\.0") as e:
         ste.Method(ste.Config(include=["encoder.*"])).convert(mlp())
-    assert str(e.value).endswith("; name some of them, as in include=['mlp.0', 'mlp.2']")
+    assert str(e.value).endswith("; name some that can be, as in include=['mlp.0', 'mlp.2']")
+
+
+def test_what_to_include_instead_can_be_converted_and_names_each_kind_of_layer_once():
+    block = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 16)})
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])})
+    for include in ("ffn", "all", ["*.attn.*"]):
+        with pytest.raises(ValueError, match=r"blocks\.") as error:
+            methods.build("ste", include=include).convert(model)
+        assert str(error.value).endswith("; name some that can be, as in include=['blocks.*.up']")
+    report = methods.build("ste", include=["blocks.*.up"]).convert(model)
+    assert report.names == ("blocks.0.up", "blocks.1.up")
 
 
 def test_converting_twice_is_an_error():
@@ -46,8 +58,9 @@ def test_converting_twice_is_an_error():
     method.convert(model)
     with pytest.raises(ValueError, match="converted already"):
         method.convert(model)
-    with pytest.raises(ValueError, match="converted already"):
-        s_ste.Method(s_ste.Config()).convert(model)
+    for name in ("s_ste", "ast"):
+        with pytest.raises(ValueError, match="converted already"):
+            methods.build(name, total_steps=4).convert(model)
 
 
 def test_refresh_follows_weights_that_changed_outside():
@@ -389,6 +402,72 @@ def test_a_loop_without_on_step_begin_is_told_at_its_second_step(name, options):
     loop.update(1)
     with pytest.raises(RuntimeError, match=r"on_step_end\(1\) without on_step_begin\(1\)"):
         loop.method.on_step_end(1)
+
+
+@pytest.mark.parametrize(("name", "options"), LOOPS)
+def test_a_loop_without_any_hook_is_told_at_its_second_step(name, options):
+    loop = Loop(name, options)
+    loop.update(0)
+    with torch.no_grad():
+        loop.forward()  # an evaluation
+    with pytest.raises(RuntimeError, match=r"no step has begun: .*call on_step_begin\(step\)"):
+        loop.update(1)
+
+
+@pytest.mark.parametrize("name", ["sr_ste", "t_sr_ste", "step", "bi_mask"])
+def test_a_loop_without_on_gradients_is_told_where_it_would_train_by_another_method(name):
+    loop = Loop(name, {})
+    loop.method.on_step_begin(0)
+    loop.forward().backward()
+    loop.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"on_gradients\(0, optimizer\) was not called"):
+        loop.method.on_step_end(0)
+
+
+def test_steps_that_are_counted_anew_in_each_epoch_or_beyond_the_total_are_warned_of():
+    loop = Loop("s_ste", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(9):
+            loop.method.on_step_begin(step)
+            loop.update(step)
+            loop.method.on_step_end(step)
+    with pytest.warns(UserWarning, match=r"^on_step_begin\(9\) with total_steps=9, of which 8 is"):
+        loop.method.on_step_begin(9)
+    with pytest.warns(UserWarning, match=r"^on_step_begin\(0\) after on_step_end\(8\).*epoch$"):
+        loop.method.on_step_begin(0)
+
+
+UNFINISHED = [
+    ("t_sr_ste", {"dense_fraction": 0.5}),
+    ("slope", {"adapter_rank": 2}),
+    ("gmp", {"begin_fraction": 0.0, "end_fraction": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), UNFINISHED)
+@pytest.mark.parametrize("steps", [4, 9])
+def test_an_end_before_the_last_phase_is_warned_of(name, options, steps):
+    """`total_steps` that counts micro-batches, say."""
+    model = mlp()
+    method = methods.build(name, include="ffn", total_steps=9, **options)
+    method.convert(model)
+    for step in range(steps):
+        method.on_step_begin(step)
+        method.on_step_end(step)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        method.finalize(model)
+    assert [str(w.message)[:39] for w in told] == (
+        ["finalize after step 3 with total_steps="] if steps < 9 else []
+    )
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2, 8), (torch.ones(2, 8), torch.ones(2))])
+def test_a_batch_that_is_no_dict_is_refused_with_the_way_out(batch):
+    loop = Loop("ste", {})
+    with pytest.raises(TypeError, match=r"a batch is a dict .*, not a .*open_micro_batch\(\)"):
+        loop.method.loss(loop.model, batch)
 
 
 @pytest.mark.parametrize(("name", "options"), LOOPS)
