@@ -111,8 +111,11 @@ def test_packing_under_the_mask_that_there_is(backend):
 
 
 @backends
-@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS, K128])
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "source"),
+    [(BUFFERED, torch.float32), (CUTLASS, torch.bfloat16), (K128, torch.float32)],
+    ids=str,
+)
 def test_one_operand_of_one_weight(backend, layout, source):
     """Under a mask that is that of other values, of strides of any kind."""
     row_mask, values = weights((128, 192), source)
