@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 import statistics
+import warnings
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +239,9 @@ def test_ddp_and_compile_take_a_converted_model(tmp_path):
     try:
         for start in ("from torch.nn.parallel", "method.convert(model)\ncompiled"):
             names = {"torch": torch, "model": tiny(), "method": methods.build("ste")}
-            exec(snippet(start), names)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                exec(snippet(start), names)
     finally:
         torch.distributed.destroy_process_group()
 

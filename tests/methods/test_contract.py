@@ -373,7 +373,10 @@ def _two_ranks(rank, meeting_point, results):
     found = {}
     for case in CASES:
         run = Run(*case.values, seed=rank)  # the ranks start from rank 0's weights
-        runner = DistributedDataParallel(run.model, broadcast_buffers=False)
+        for parameter in run.model.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+        runner = DistributedDataParallel(run.model, init_sync=False)
+        runner.broadcast_buffers = False  # as an argument some versions of torch warn about it
         found[case.id] = []
         for step in range(STEPS):
             state = run.state()

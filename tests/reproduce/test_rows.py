@@ -103,7 +103,10 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
 
 
 FULL = ["fst_table2"]  # the others train, which test_full.py looks at
-NANO = ["train.dtype=fp32", "impl.device=cpu", "impl.micro_batch=null", "impl.matmul=auto"]
+NANO = [
+    *("model.block_size=32", "model.vocab_size=384"),
+    *("train.dtype=fp32", "impl.device=cpu", "impl.micro_batch=null", "impl.matmul=auto"),
+]
 
 
 @pytest.mark.parametrize("name", FULL)
