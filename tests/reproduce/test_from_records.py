@@ -164,7 +164,7 @@ def test_records_take_the_place_of_runs(folders):
     assert not any(column == "BLEU" for column, _ in cells)  # nobody's numbers
     header = "\n".join(rendered.header)
     assert "Tier mini: Block t: toys No BLEU." in header.replace(". No", " No")
-    model = "gpt2_pico, 0.00064M tokens, 64 tokens a step, data=stdlib"
+    model = "gpt2_pico, 640 tokens, 64 tokens a step, data=stdlib"
     assert f"the records of block t ({model}" in header
     assert "`python -m reproduce run t` makes what is missing" in header
     assert "Not measured in this tier: BLEU." in header
