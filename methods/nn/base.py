@@ -540,7 +540,11 @@ class Method:
 
     @torch.no_grad()
     def finalize(self, model: nn.Module) -> nn.Module:
-        """Turn the converted layers back into plain `nn.Linear` in place, with explicit zeros."""
+        """Turn the converted layers back into plain `nn.Linear` in place, with explicit zeros.
+
+        Raises:
+            ValueError: `model` is another one than was converted.
+        """
         ended, total = self._order.ended, self.config.total_steps
         if ended is not None and ended + 1 < total and self.unfinished:
             warnings.warn(
@@ -550,6 +554,12 @@ class Method:
                 stacklevel=3,
             )
         sharding.follow(self.layers.values(), self._model)
+        own, there = set(self.layers.values()), set(model.modules())
+        if not own <= there or any(isinstance(m, SparseLinear) for m in there - own):
+            raise ValueError(
+                "finalize(model) takes the model that this method converted, not a copy; copy both "
+                "together, as in copy.deepcopy((model, method)), or load the copy's state dict"
+            )
         for layer in self.sparse_layers.values():
             layer.restore()
             conversion.release(layer)

@@ -463,6 +463,21 @@ def test_an_end_before_the_last_phase_is_warned_of(name, options, steps):
     )
 
 
+@pytest.mark.parametrize(("name", "options"), LOOPS)
+def test_a_copy_is_not_finalized_without_its_method(name, options):
+    """It would stay converted, and be saved with dense weights."""
+    loop = Loop(name, options)
+    for other in (copy.deepcopy(loop.model), mlp()):
+        with pytest.raises(ValueError, match=r"takes the model that this method converted, not a"):
+            loop.method.finalize(other)
+    model, method = copy.deepcopy((loop.model, loop.method))
+    method.finalize(nn.Sequential(model))  # in a wrapper, as of DDP
+    assert type(model["mlp"][0]) is nn.Linear
+    loop.method.finalize(loop.model)
+    loop.method.finalize(loop.model)  # once more does nothing
+    assert type(loop.model["mlp"][0]) is nn.Linear
+
+
 @pytest.mark.parametrize("batch", [torch.ones(2, 8), (torch.ones(2, 8), torch.ones(2))])
 def test_a_batch_that_is_no_dict_is_refused_with_the_way_out(batch):
     loop = Loop("ste", {})
