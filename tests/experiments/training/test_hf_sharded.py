@@ -149,5 +149,5 @@ def test_ways_of_sharding_that_are_refused(wrong, message, monkeypatch):
         if settings is right:
             callback.on_init_end(arguments, None, None)
         else:
-            with pytest.raises(ValueError, match=f"FSDP with {message} does not serve"):
+            with pytest.raises(ValueError, match=f"FSDP with {message} does not support"):
                 callback.on_init_end(arguments, None, None)

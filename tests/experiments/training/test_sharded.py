@@ -290,7 +290,7 @@ def test_what_shards_do_not_serve_is_one_line():
     assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
     assert "impl.repack_backward=true with impl.sh" in refusal(method, {"repack_backward": True})
     assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
-    with pytest.raises(UserError, match=r"impl\.offload=true with one process"):
+    with pytest.raises(UserError, match=r"impl\.offload=true needs several processes"):
         sharding.check_shared(method, ImplConfig(shard="fsdp2", offload=True), train(), ALONE)
     with pytest.raises(ValueError, match=r"impl\.offload=true with impl\.shard=ddp: .*=fsdp2"):
         ImplConfig(offload=True)
