@@ -32,7 +32,7 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
     """Print the comparison of finished runs and write its files.
 
     Raises:
-        UserError: no finished runs, or none of the name or metric that is asked for.
+        UserError: there are no finished runs, or none with this baseline or metric.
     """
     runs, unfinished = comparison.find(paths)
     arms = comparison.arms(runs)
@@ -69,7 +69,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
     """(paths, options) from the arguments; patterns among the paths are expanded.
 
     Raises:
-        UserError: an option that does not exist, or a path that stands for nothing.
+        UserError: an unknown option, or a path that matches nothing.
     """
     paths: list[Path] = []
     options = dict(DEFAULTS)

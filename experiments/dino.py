@@ -41,10 +41,10 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretraining.run` does, then probe; returns the content of `result.json`.
+    """Train as `pretraining.run` does, then probe; return the content of `result.json`.
 
     Raises:
-        UserError: as there.
+        UserError: as `pretraining.run`.
     """
     if config.dino is None:
         raise UserError(

@@ -29,10 +29,10 @@ EXPORT = export.FOLDER  # in the run directory
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretraining.run` does, then export; returns the content of `result.json`.
+    """Train as `pretraining.run` does, then export; return the content of `result.json`.
 
     Raises:
-        UserError: as there, or the method leaves something that transformers has no place for.
+        UserError: as `pretraining.run`, or transformers cannot represent the resulting model.
     """
     if find_spec("transformers") is None:
         raise UserError(

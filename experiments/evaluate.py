@@ -48,7 +48,7 @@ from models.vit import ViT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_batch says
+BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_batch is set
 
 
 def finished(config: EvaluateConfig) -> dict[str, Any] | None:
@@ -59,10 +59,10 @@ def finished(config: EvaluateConfig) -> dict[str, Any] | None:
 
 
 def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Evaluate, unless the result is there; returns the content of `result.json`.
+    """Evaluate, unless there is a result; return the content of `result.json`.
 
     Raises:
-        UserError: model, weights and what they are to be measured on do not fit together.
+        UserError: model, weights and data do not fit together.
     """
     done = finished(config)
     if done is not None:
@@ -71,7 +71,7 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str
         return done
     with process_settings(config.impl), world(config.impl.device) as here:
         if here.size > 1:
-            raise UserError("an evaluation is one process; start it without torchrun")
+            raise UserError("an evaluation runs in one process; start it without torchrun")
         result = _evaluate(config, here, report)
     report(summary(result))
     return result
@@ -105,7 +105,7 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
         if config.images == "features":
             assert isinstance(model, ViT)
             metrics |= probe(model, config.image_data, here.device, config.impl.workers)
-        if tokenizer is not None:  # tasks are last: they may take the model apart
+        if tokenizer is not None:  # tasks come last, because they may change the model
             details = _tasks(config, model, tokenizer, batch, dtype)
             for task, found in details.items():
                 metrics |= {f"{task}_{name}": value for name, value in found["metrics"].items()}
@@ -156,7 +156,7 @@ def _described(config: EvaluateConfig) -> str:
 def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
     """(the model on the CPU, the N:M pattern of each linear whose legality is reported).
 
-    Of a folder these are the linears in its mask file; without one, all of them, as 2:4.
+    For a folder these are the linears in its mask file or, without one, all linears with 2:4.
     """
     if config.finished_run is not None:
         run = config.finished_run

@@ -40,8 +40,8 @@ from experiments.support.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Form):
-    """Settings of an export: those of `Form`. run: directory of a finished run. to: the folder to
-    write; null = in the run directory."""
+    """Settings of an export, in addition to those of `Form`. run: directory of a finished run. to:
+    the folder to write; null = in the run directory."""
 
     run: str
     to: str | None = None

@@ -48,8 +48,8 @@ FEASIBLE = (0.60, 0.95)
 
 @dataclass(frozen=True)
 class DecaySearch:
-    """A search for decay factors. config: the training that they are for. candidates: the factors
-    to try, in ascending order."""
+    """A search for decay factors. config: the training to find a factor for. candidates: the
+    factors to try, in ascending order."""
 
     config: RunConfig
     candidates: tuple[float, ...]
@@ -65,7 +65,7 @@ class DecaySearch:
             raise UserError("candidates=[]; name at least one decay factor")
         for alpha in self.candidates:
             if not 0 <= alpha < math.inf:
-                raise UserError(f"candidates has {alpha:g}; a decay factor is finite and from 0 on")
+                raise UserError(f"candidates has {alpha:g}; a decay factor must be finite and >= 0")
         if self.config.train.warmup_steps < 4:
             raise UserError(
                 f"train.warmup_steps={self.config.train.warmup_steps}; the flip rates are compared "
@@ -153,10 +153,10 @@ class Outcome:
 
 
 def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Run what is missing, write and report the comparison; returns the content of `decay.json`.
+    """Run what is missing, write and report the comparison, and return the content of `decay.json`.
 
     Raises:
-        UserError: from the runs, and when the flip rates cannot be compared.
+        UserError: a run fails, or the flip rates cannot be compared.
     """
     impl = search.config.impl
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
@@ -214,8 +214,8 @@ def feasible(mu: float) -> bool:
 
 
 def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """`recommended`: the feasible candidate farthest from both bounds, or None; `advice`: a
-    sentence that names it, or says in which direction to search.
+    """`recommended`, the feasible candidate farthest from both bounds, or None, and `advice`, a
+    sentence that names it or says in which direction to search.
 
     Args:
         pairs: (alpha, mu), alphas in ascending order.
@@ -318,15 +318,15 @@ def load(overrides: list[str] | None = None) -> DecaySearch:
 
 
 def finished(search: DecaySearch) -> dict[str, Any] | None:
-    """The result of this very search, if it was made."""
+    """The result of exactly this search, if there is one."""
     return results.read_finished(search.directory(), search.digest(), {"metrics": dict})
 
 
 def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Search, or do nothing if it is done; returns the content of `result.json`.
+    """Search, or do nothing if it is done; return the content of `result.json`.
 
-    Its metrics: the recommended factor and its mu, the least and the largest feasible candidate,
-    None where no candidate is feasible, and the flip rate of the dense run.
+    Its metrics are the recommended factor and its mu, the smallest and the largest feasible
+    candidate (all None if no candidate is feasible), and the flip rate of the dense run.
     """
     done = finished(search)
     if done is not None:

@@ -25,12 +25,12 @@ from experiments.support.progress import say
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The result of this very fine-tuning, if it was run to the end."""
+    """The result of exactly this fine-tuning, if it was run to the end."""
     return (glue_table if config.task == GLUE else tuning).finished(config)
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Fine-tune, or do nothing if it is done; returns the content of `result.json`.
+    """Fine-tune, or do nothing if it is done; return the content of `result.json`.
 
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.

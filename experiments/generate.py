@@ -56,15 +56,20 @@ from models.packed import pack
 if TYPE_CHECKING:
     from experiments.finetuning.inputs import Encoding
 
-LARGEST = 10**6  # copies of a prompt
+LARGEST = 10**6  # largest number of copies of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """Settings of a generation. run: directory of a finished run of a causal model. temperature:
-    divides the logits; 0 = the most likely token. top_k: sample among this many of the most likely
-    tokens; top_p: among the fewest whose probabilities add up to it; null = all. batch: copies of
-    the prompt in the timed generations. dtype: of the weights."""
+    """Settings of a generation.
+
+    run: directory of a finished run of a causal model.
+    temperature: divisor of the logits; 0 = always the most likely token.
+    top_k: sample among this many of the most likely tokens; null = all.
+    top_p: sample among the fewest tokens whose probabilities sum to at least this; null = all.
+    batch: copies of the prompt in the timed generations.
+    dtype: the weights' dtype.
+    """
 
     run: str
     prompt: str
@@ -97,8 +102,8 @@ class GenerationSettings:
         check_seed(self.seed)
         if not self.temperature and (self.top_k, self.top_p) != (None, None):
             raise ValueError(
-                "top_k and top_p choose among random tokens, and temperature=0 takes the most "
-                "likely one; add temperature=1, say"
+                "top_k and top_p need sampling, but temperature=0 takes the most likely token; add "
+                "temperature=1, for example"
             )
 
 
@@ -127,7 +132,7 @@ def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Genera
     """The next token of each row, int64 [B], from logits [B, V]."""
     if settings.temperature == 0:
         return logits.argmax(-1)
-    # In fp64, and relative to the largest: a temperature near 0 overflows into certainty.
+    # In fp64 and relative to the largest logit, so that temperatures near 0 do not overflow to NaN.
     relative = (logits - logits.amax(-1, keepdim=True)).double() / settings.temperature
     scores, tokens = relative.sort(descending=True, stable=True)
     if settings.top_k is not None:
@@ -143,8 +148,8 @@ def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Genera
 def continuation(
     model: CausalLM, ids: Tensor, settings: GenerationSettings, vocabulary: int
 ) -> Iterator[Tensor]:
-    """Yields the next `settings.tokens` tokens, each [B], after the rows ids [B, T]. Only the first
-    `vocabulary` ids are chosen from, since a model may have more than its tokenizer."""
+    """Yield the next `settings.tokens` tokens, each [B], after the rows ids [B, T]. Only the first
+    `vocabulary` ids are chosen, since a model may have more ids than its tokenizer."""
     generator = torch.Generator(ids.device).manual_seed(settings.seed)
     cache = None
     for _ in range(settings.tokens):
@@ -155,10 +160,10 @@ def continuation(
 
 
 def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yields the text of the prompt, then that of the tokens piece by piece until the end-of-text
-    token.
+    """Yield the text of the prompt, then the text of the tokens piece by piece until the
+    end-of-text token.
 
-    The bytes of a character may come in several tokens: it is given once it is whole.
+    A character whose bytes are spread over several tokens is yielded once it is complete.
     """
     ids = list(prompt)
     shown = text = encoding.decode(ids)
@@ -175,7 +180,7 @@ def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Ite
 
 
 def show(pieces: Iterable[str]) -> None:
-    """Print the pieces of a text: on a terminal as they come, elsewhere at once."""
+    """Print the pieces of a text: on a terminal as they come, otherwise all at the end."""
     if sys.stdout.isatty():
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -246,7 +251,7 @@ def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding
         f"{settings.tokens} tokens are the same",
         sys.stderr,
     )
-    if equal < settings.tokens:  # sums in another order can turn a close choice
+    if equal < settings.tokens:  # sums in another order can change a close decision
         text = "".join(text_of(encoding, ids[0].tolist(), sparse[0].tolist()))
         print(f"with 2:4 products:\n{text}", file=sys.stderr)
 
@@ -288,7 +293,7 @@ def freeze_generation(
     if values["run"] is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
     impl = typed(ImplConfig, "impl", values.pop("impl"))
-    del values["prompt"], values["prompt_file"]  # they stand in the file for --help alone
+    del values["prompt"], values["prompt_file"]  # they are in the file only for --help
     settings = typed(
         GenerationSettings, "the config", {**values, "prompt": ""}
     )  # before a file is read

@@ -17,7 +17,7 @@ from experiments.support.progress import say
 @driver("pretrain", after_stop="begins it anew", groups=("data",))
 def main(config: RunConfig) -> None:
     if not isinstance(config.data, DataConfig):
-        raise UserError(f"data={config.data.name} are images: only text is prepared")
+        raise UserError(f"data={config.data.name} are images, which need no preparation")
     directory = prepare(config.data)
     splits = read_manifest(config.data)["splits"].items()
     sizes = [

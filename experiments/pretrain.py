@@ -25,12 +25,12 @@ from experiments.training.pretraining import run as run
 
 
 def compare_converted(done: list[dict[str, Any]]) -> None:
-    """Print which methods of a sweep converted different linears of the same model. done: the
+    """Print a note if methods of a sweep converted different linears of the same model. done: the
     sweep's results."""
     models: dict[str, dict[str, list[str]]] = {}
     for result in done:
         config = result["config"]
-        if config["method"]["name"] != "dense":  # dense converts none
+        if config["method"]["name"] != "dense":  # dense converts no linears
             models.setdefault(config["model"]["name"], {})[config["method"]["name"]] = result[
                 "converted"
             ]
@@ -53,7 +53,7 @@ def after_sweep(runs: list[FinishedRun]) -> None:
 def main(config: RunConfig) -> FinishedRun:
     result = run(config)
     if config.dino is not None:
-        say("its features are measured by `python -m experiments.dino` with the same overrides")
+        say("to measure its features, run `python -m experiments.dino` with the same overrides")
     return FinishedRun(config.directory(), result)
 
 

@@ -42,7 +42,7 @@ from experiments.training import pretraining
 from models.transformer import Transformer
 
 FILE = "translations.txt"
-BATCH = 64  # sentences that are translated at once
+BATCH = 64  # sentences translated at once
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def _is_scored(config: TranslateConfig, result: dict[str, Any]) -> bool:
 
 
 def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretraining.run` does, then translate; returns the content of `result.json`.
+    """Train as `pretraining.run` does, then translate; return the content of `result.json`.
 
     Raises:
-        UserError: as there, or sacrebleu is not installed.
+        UserError: as `pretraining.run`, or sacrebleu is not installed.
     """
     bleu.require()
     result = pretraining.run(config, report)
@@ -126,9 +126,9 @@ def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[st
 def translations(
     model: Transformer, corpus: Corpus, split: str, how: Search
 ) -> tuple[list[str], list[str]]:
-    """(translations, references) of the pairs of a split, in order.
+    """The translations and the references of a split's pairs, in order.
 
-    Sources that the model does not take whole are cut.
+    Sources that are too long for the model are cut.
     """
     text = Sentences(corpus.tokens[split], corpus.encoding.eot_token)
     device, longest = model.embedding.weight.device, model.config.block_size

@@ -1,1 +1,1 @@
-"""Benchmarks that check what they measure; `__main__.py` has the commands."""
+"""Benchmarks, which check results before they measure times; `__main__.py` has the commands."""

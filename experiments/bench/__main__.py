@@ -45,7 +45,7 @@ OF_STEPS = ("train", "memory", "profile")
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    raise_on_sigterm()  # what is measured in a process of its own ends with this one
+    raise_on_sigterm()  # so that child processes that are being measured end, too
     try:
         return int(options.command(options) or 0)
     except UserError as error:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
 
 def run_probe(options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
-        raise UserError("probe asks questions of a GPU, and torch sees none here")
+        raise UserError("probe needs a GPU, and torch sees none here")
     from experiments.bench import probe
 
     header = {"bench": "probe", "environment": environment()}
@@ -153,7 +153,7 @@ def run_report(options: argparse.Namespace) -> int:
     table, drawn = path.with_suffix(".md"), []
     write_table(record, table)
     served = record["benchmarks"].get("serve", {"rows": []})["rows"]
-    # On a CPU dense products alone were timed: there is nothing to draw.
+    # On a CPU only dense products were timed, so there is nothing to draw.
     if any(row["ms"] is not None and not row["name"].endswith(", dense") for row in served):
         drawn.append(path.with_name(f"{path.stem}_serve.svg"))
         draw_serving(served, drawn[-1])

@@ -1,4 +1,4 @@
-"""The methods that the benchmarks of training compare, and a model under one of them."""
+"""The methods that the training benchmarks compare, and models converted by them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SIMULATED = "s_ste, fp8=paper simulated"
 REPACKED = "slope, packed in backward"
 DELAYED = "t_sr_ste, fp8 delayed"
 TORCHAO = "dense fp8, torchao"
-ON_UNITS = "hopper"  # the recipe that FP8 units multiply, as every method's option `fp8` names it
-# Of X and W in fprop, of dY, of W in dgrad, of X in wgrad.
+ON_UNITS = "hopper"  # the value of the option `fp8` whose formats FP8 units can multiply
+# The formats of X and W in fprop, of dY, of W in dgrad, and of X in wgrad.
 FORMATS = {
     "paper": ("e4m3", "e5m2", "e5m2", "e5m2"),
     "hybrid": ("e4m3", "e5m2", "e4m3", "e4m3"),
@@ -39,8 +39,8 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A method with options, as one row measures it. fp8: recipe of its FP8 products, a key of
-    FORMATS, or "". simulated: its products run dense, not on FP8 or sparse units. repack: as
+    """A method with the options of one row. fp8: the recipe of its FP8 products, a key of FORMATS,
+    or "". simulated: its products run dense, not on FP8 or sparse units. repack: as
     `repack_backward` of `methods.Method.accelerate`."""
 
     method: str
@@ -92,8 +92,8 @@ ARMS = {
 
 
 def arm(name: str) -> Setup:
-    """The setup of this name; a method without one is measured with its defaults, at the beginning
-    of a long training."""
+    """The setup of this name; a method without a setup is measured with its default options, as at
+    the beginning of a long training."""
     return ARMS.get(name) or Setup(name, {"total_steps": 10_000})
 
 
@@ -101,19 +101,18 @@ def others(report: Report) -> list[str]:
     """The methods without a setup that `--only` names.
 
     Raises:
-        UserError: one works on the moments of AdamW: here is no optimizer.
+        UserError: a method needs AdamW's moments, but this benchmark has no optimizer.
     """
     found = [name for name in methods.available() if name in report.only and name not in ARMS]
     for name in found:
         own = arm(name)
         if methods.build(own.method, **own.options).needs_adamw:
-            raise UserError(f"--only {name}: it trains with AdamW alone, and this has no optimizer")
+            raise UserError(f"--only {name}: it needs AdamW, and this benchmark has no optimizer")
     return found
 
 
 def chosen(report: Report, names: Iterable[str]) -> list[str]:
-    """The `names` that are asked for and can be measured here; the report says why others
-    cannot."""
+    """The requested `names` that can be measured here; the report says why others cannot."""
     found = report.chosen(names)
     if TORCHAO in found:
         try:
@@ -137,12 +136,12 @@ class Converted:
     sparse: dict[str, Products]
 
     def before(self, step: int) -> None:
-        """Call the hooks in front of a micro-batch."""
+        """Call the hooks before a micro-batch."""
         self.method.on_step_begin(step)
         self.method.open_micro_batch()
 
     def after(self, step: int) -> None:
-        """Call the hooks around the optimizer, which is left out here."""
+        """Call the hooks around the optimizer's step; there is no optimizer here."""
         self.method.on_gradients(step)
         self.method.on_step_end(step)
 
@@ -170,8 +169,8 @@ def convert(
     tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`.
     """
     own = arm(name)
-    # The same linears in all arms. No measurement of flips: it waits for the GPU, and a training
-    # does it now and then.
+    # All arms convert the same linears. Flip rates are not measured: that waits for the GPU, and a
+    # training does it rarely.
     options = {"include": include, "exclude": (), "measure_every": 0, **own.options}
     method = methods.build(own.method, **options)
     method.convert(model, dtype)
@@ -208,10 +207,10 @@ def default_matmul(options: argparse.Namespace) -> str:
 
 
 class Bench:
-    """Calls to time on a converted model: forward, backward and hooks, on several inputs in
-    rotation.
+    """The calls to time on a converted model: forward, backward and hooks, rotating over several
+    inputs.
 
-    inputs, gradients: of the model's input and output, one of each per buffer.
+    inputs, gradients: inputs of the model and gradients of its output, one of each per buffer.
     """
 
     def __init__(
@@ -235,8 +234,8 @@ class Bench:
         return y.detach()
 
     def whole(self, i: int) -> None:
-        """Run a step of one micro-batch without the optimizer, one in which masks stay if the
-        method has such."""
+        """Run a step of one micro-batch without the optimizer; if possible, one without a choice of
+        masks."""
         self.converted.before(0)
         self.forward_backward(i)
         self.converted.after(0)
@@ -249,8 +248,8 @@ class Bench:
         self.converted.after(step)
 
     def calls(self) -> dict[str, Call]:
-        """The calls to time by name: the whole step and its parts. A step that chooses masks is a
-        part of its own where not every step does."""
+        """The calls to time by name: the whole step and its parts, including a step that chooses
+        masks if not every step does."""
         calls: dict[str, Call] = {
             "whole": self.whole,
             "products": self.forward_backward,
@@ -262,8 +261,8 @@ class Bench:
 
 
 def compiling() -> Any:
-    """A context for compiling models. It raises an error where dynamo would, beyond its limit of
-    recompilations, silently run the code uncompiled."""
+    """A context for compiling models, in which exceeding dynamo's limit of recompilations raises an
+    error instead of silently running uncompiled code."""
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
@@ -285,7 +284,7 @@ def compare(
 
 
 def parts(times: dict[str, Time]) -> dict[str, float]:
-    """The times of the parts of a step: of all `Bench.calls` but the whole step and dense."""
+    """The times of a step's parts: of all `Bench.calls` except the whole step and dense."""
     return {f"{part} ms": times[part].ms for part in times if part not in ("dense", "whole")}
 
 
@@ -305,14 +304,14 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
     if fp8:
         fprop, gradient, dgrad, wgrad = FORMATS[fp8]
         if isinstance(layer, Fp8Linear) and layer.fp8:
-            # e5m2 where both operands are in one format, since one is 2:4
+            # e5m2 for both operands if one is 2:4, since they must share a format
             dgrad, wgrad = layer.fp8.dgrad, layer.fp8.wgrad
         forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
         of_forward, of_backward = fake_fp8(x, fprop), fake_fp8(x, wgrad)
         seen = fake_fp8(dy32, gradient)
         if sample is None:
             sample = seen
-        elif fp8 == ON_UNITS:  # half of dY's scale serves the sample
+        elif fp8 == ON_UNITS:  # the sample has half of dY's scale
             codes, scale = quantize_fp8(dy32, gradient)
             top, scale = torch.finfo(codes.dtype).max, scale / 2
             exact = sampled(layer, dy32)
@@ -342,14 +341,14 @@ def weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:
 
 
 def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
-    """The sample of dY that wgrad takes, in fp32; None where it takes the whole."""
+    """The sample of dY that wgrad takes, in fp32; None if it takes all of dY."""
     if not isinstance(layer, SparseLinear) or not layer.mvue:
         return None
     return sample_tokens(dy, layer.key, layer.mvue).float()
 
 
 def tolerance(arm: Setup, dtype: torch.dtype, summed: int) -> float:
-    """A bound on the relative error (in norm) of a product, from the roundings on the way.
+    """A bound on the relative error (in norm) of a product, derived from its roundings.
 
     Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units
     take 32 terms at a time and keep 14 bits of the sum.
@@ -373,7 +372,7 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
     got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
     for key, want in expected(layer, x, dy, arm(name).fp8).items():
         error, allowed = relative_error(got[key], want), tolerance(arm(name), x.dtype, max(shape))
-        if not error <= allowed:  # NaN is red
+        if not error <= allowed:  # also true for NaN
             raise UserError(
                 f"{name} with products by {bench.converted.used} gives {key} off by {error:.2g} "
                 f"(allowed {allowed:.2g}) for tokens x in x out = {shape}, {x.dtype}: no time is "
@@ -387,9 +386,8 @@ def check_same(
     """Raise a `UserError` unless the gradients of a compiled model equal those of the model
     uncompiled.
 
-    Fused code rounds elsewhere, and a rounding can move what MVUE keeps: the tolerance is for
-    products that are missing or wrong, not for digits. noise: how much two runs of the same code
-    differ.
+    Fused code rounds differently, and a rounding can change what MVUE keeps, so the tolerance only
+    detects missing or wrong products. noise: how much two runs of the same code differ.
     """
     error = deviation(name, got, want)
     if not error <= 0.3 + noise:
@@ -400,8 +398,8 @@ def check_same(
 
 
 def deviation(name: str, got: list[Tensor | None], want: list[Tensor | None]) -> float:
-    """Norm of the difference of two gradients over that of `want`. Raises a `UserError` if only one
-    of them is there."""
+    """The norm of the difference of two gradients over the norm of `want`. Raises a `UserError` if
+    a parameter has only one of them."""
     difference, size = torch.zeros(2, dtype=torch.float64)
     for g, w in zip(got, want, strict=True):
         if (g is None) != (w is None):

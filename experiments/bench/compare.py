@@ -1,9 +1,8 @@
 """Compares two records of a device row by row: `python -m experiments.bench report OLD NEW`.
 
-Two runs meet a GPU in another state, and rows of older records were measured after idle time: so
-what is judged is how many times as fast as its peer of the same run (dense, or a copy) a row is.
-The row `dense` is the yardstick itself and not judged; another without a peer is judged by its
-time.
+The GPU's state differs between runs, and rows of older records were measured after idle time. A row
+is therefore judged by its speed relative to a peer in the same run (dense, or a copy). The row
+`dense` is not judged; another row without a peer is judged by its time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from experiments.support.errors import UserError
 
 WITHIN = 0.03
 GRAPHS, OVER_DENSE = "step in CUDA graphs ms", "in graphs, times as fast as dense"
-PEERS = ("dense", "clone")  # a row is judged by the first of these that it has
+PEERS = ("dense", "clone")  # a row is compared with the first of these that it has
 HEADS = ("benchmark", "name", "dtype", "shape", "old ms", "new ms", "new/old", "peer", "old x",
          "new x", "verdict")  # fmt: skip
 
@@ -40,14 +39,14 @@ class Pair:
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """The speed in both records, as a factor of the peer's in the same run; without a peer, per
-        millisecond."""
+        """The speed in both records, relative to the peer in the same run; without a peer the
+        inverse of the milliseconds."""
         old, new = (r["peers"][self.peer] if self.peer else 1.0 for r in (self.old, self.new))
         return old / self.old["ms"], new / self.new["ms"]
 
     @property
     def slower(self) -> float:
-        """The share of its time by which the new row is slower; below 0 it is faster."""
+        """The fraction by which the new row is slower; negative if it is faster."""
         if self.new["name"] == "dense":
             return 0.0
         old, new = self.speeds
@@ -72,7 +71,7 @@ def pairs(old: dict[str, Any], new: dict[str, Any]) -> list[Pair]:
 
 
 def timed(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows that have a time; whole steps appear once more as replayed from graphs."""
+    """The rows that have a time; whole steps appear a second time as replayed from graphs."""
     dense = {row["shape"]: row["figures"].get(GRAPHS) for row in rows if row["name"] == "dense"}
     for row in rows:
         if row["ms"] is None:

@@ -1,7 +1,7 @@
-"""Dense FP8 training as other libraries do it, a peer that the sparse methods are compared with.
+"""Dense FP8 training as in other libraries, with which the sparse methods are compared.
 
-The three products take e4m3 operands, but for the output gradient in e5m2, with a scale per tensor
-that is measured each time. fprop accumulates in the fast way, the others exactly.
+Operands of the three products are e4m3, except the output gradient in e5m2, with one scale per
+tensor that is measured each time. fprop uses fast accumulation, the others exact accumulation.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class Linear(nn.Linear):
 
 
 def convert(linears: Iterable[nn.Linear]) -> None:
-    """Give `linears` FP8 products, in place."""
+    """Make `linears` compute in FP8, in place."""
     for linear in linears:
         linear.__class__ = Linear
 
 
 def convert_by_torchao(model: nn.Module, names: set[str]) -> None:
-    """Give the linears of these names torchao's FP8 products, in place; they keep their weights.
+    """Make the linears of these names compute in FP8 by torchao, in place; they keep their weights.
 
-    Its recipe for training: a scale per tensor that is measured each time, as here.
+    The recipe is torchao's for training: as here, one scale per tensor that is measured each time.
     """
     from torchao.float8 import convert_to_float8_training
 

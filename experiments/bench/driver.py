@@ -1,9 +1,9 @@
-"""Times the real command beside a bare loop: `python -m experiments.bench driver [OVERRIDES]`.
+"""Compares the real command with a bare loop: `python -m experiments.bench driver [OVERRIDES]`.
 
-`python -m experiments.pretrain` runs in a process of its own with these hydra overrides and each
-method in turn. Its time is that between two records of `metrics.jsonl`, as somebody who watches the
-file sees them: data, logging and evaluation are in it. The bare loop has the same model, method and
-optimizer and one batch, which is always the same; it is timed before the command and after it.
+`python -m experiments.pretrain` runs in a separate process with these hydra overrides, once for
+each method. Its time is taken between the appearances of records in `metrics.jsonl`, so it includes
+data, logging and evaluation. The bare loop has the same model, method and optimizer and always the
+same batch; it is timed before and after the command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from experiments.training.sharding import accelerate
 from experiments.training.tracking import read_metrics
 
 NAMES = ("dense", "t_sr_ste", "s_ste", "slope")
-APART = 0.03  # the command's step over the bare loop's, at most
+APART = 0.03  # goal: the command's step takes at most this share longer than the bare loop's
 POLL_S = 0.002
 COMMAND = (sys.executable, "-m", "experiments.pretrain")
 
@@ -45,7 +45,7 @@ QUICK = [
     "model.n_layer=1",
 ]  # fmt: skip
 CPU = [*SHORT, "train.steps=60", "train.eval_every=20", "train.eval_samples=16"]
-# GPT-2 124M on 64 x 1024 tokens a step, evaluated as often for its steps as a long training.
+# GPT-2 124M on 64 x 1024 tokens per step, evaluated relatively as often as a long training.
 GPU = [
     "model=gpt2_124m", "train=gpt2", "train.dtype=bf16", "train.steps=240", "train.batch_size=64",
     "train.warmup_steps=20", "train.log_every=10", "train.eval_every=120", "train.eval_samples=64",
@@ -62,8 +62,8 @@ class Watched:
     records: list[tuple[int, float]]
 
     def of_a_step(self) -> Time:
-        """Milliseconds of a step with data, logging and evaluation, without the first quarter of
-        the log entries, in which the run compiles and warms up; percentiles are over entries."""
+        """Milliseconds per step including data, logging and evaluation. The first quarter of the
+        log entries is left out, as the run compiles and warms up; percentiles are over entries."""
         counted = self.records[max(1, len(self.records) // 4) :]
         if len(counted) < 3:
             raise UserError(
@@ -81,7 +81,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     given = options.overrides or (QUICK if options.quick else GPU if on_gpu else CPU)
     dense: dict[str, float] = {}
     for name in report.chosen(NAMES):
-        chosen = arms.ARMS[name].options  # as in `train`, so that no phase is another
+        chosen = arms.ARMS[name].options  # as in `train`, so that the phase is the same
         method = [f"method={name}", *(f"method.{key}={value}" for key, value in chosen.items())]
         with tempfile.TemporaryDirectory() as runs:
             here = [f"impl.device={options.device.type}", f"runs='{runs}'"]
@@ -121,8 +121,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 @dataclass(frozen=True)
 class Loop:
-    """Times of a bare loop. flops: of a step, counted as 6 a parameter and token. items, unit: what
-    a step trains on. used: what ran its products."""
+    """Times of a bare loop. flops: operations per step, 6 for each parameter and token. items,
+    unit: number and kind of what a step trains on. used: what ran its products."""
 
     time: Time
     flops: float
@@ -133,8 +133,8 @@ class Loop:
 
 
 def bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
-    """Time the steps of a plain loop without data, logging and evaluation. Its memory is free
-    afterwards, since the command then needs the whole GPU."""
+    """Time the steps of a plain loop without data, logging and evaluation. Its memory is freed
+    afterwards, since the command needs the whole GPU."""
     try:
         return _bare_loop(config, options)
     finally:
@@ -158,7 +158,7 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     used = sorted({arms.used_by(products) for products in sparse.values()} or {"dense"})
     graphed, one_shape = config.impl.cuda_graphs, source.one_shape
     if choose(graphed, device, 1, model, train, one_shape)[0]:
-        used += ["in CUDA graphs"]  # the command, not this loop
+        used += ["in CUDA graphs"]  # true of the command, not of this loop
     used += ["FusedAdamW"] if config.impl.optimizer == "fused" else []
     optimizer = make_optimizer(method, model, train, config.impl.optimizer == "fused")
     parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
@@ -193,9 +193,9 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
 
 
 def watch(overrides: list[str], directory: Path) -> Watched:
-    """Run the command to its end and note when its log entries appear.
+    """Run the command to its end and record when its log entries appear.
 
-    UserError if it fails, with the last line that it said.
+    Raises a `UserError` with the command's last line if it fails.
     """
     command = [*COMMAND, *overrides]
     path, lines, losses = directory / "metrics.jsonl", 0, []

@@ -1,15 +1,15 @@
-"""The goals of the rows of `bench train` on an H200: speed over the same step in dense bf16, both
-launched from Python, and memory over that step's."""
+"""The goals for the rows of `bench train` on an H200: speed relative to the same step in dense
+bf16, both launched from Python, and memory relative to that step's."""
 
 from __future__ import annotations
 
 from experiments.bench.arms import REPACKED, SIMULATED, TORCHAO
 from experiments.bench.jobs import SPARSE, STACK
 
-# Rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time.
+# The rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time.
 PEAK_TFLOPS = 790.0
 SHARE = f"share of {PEAK_TFLOPS:.0f} TFLOP/s by 6N %"
-LAUNCHED = 1.03  # times the replayed step that a launched one may take
+LAUNCHED = 1.03  # goal for the time of a launched step over that of a replayed one
 
 WIDE, ALL_774M = f"{STACK}, all linears", "GPT-2 774M, 16 x 1024, all linears"
 _124M = ("GPT-2 124M, 32 x 1024", "GPT-2 124M, 32 x 1024, all linears")
@@ -23,13 +23,13 @@ FASTER = {
     (ALL_774M, "t_sr_ste"): 1.13,
     (ALL_774M, "slope"): 1.13,
     **{(shape, name): 1.05 for shape in _VISION for name in ("t_sr_ste", "s_ste", "slope")},
-    # At this width 2:4 cannot win: a matter of not losing.
+    # At this width 2:4 cannot be faster; the goal is not to be much slower.
     **{(shape, name): 1 / 1.03 for shape in _124M for name in SPARSE},
     (_124M[0], SIMULATED): 1 / 1.5,
 }
 FASTER_THAN_TORCHAO = {(WIDE, "s_ste, fp8"): 1.2}
-# Of dense's peak; of its weights, gradients and optimizer, with the masks and packed operands that
-# a method keeps beside them.
+# Goals for the peak over dense's, and for the memory held between steps (weights, gradients,
+# optimizer, masks and packed operands) over dense's.
 MEMORY = {(WIDE, REPACKED): {"peak over dense": 0.68, "held over dense": 0.62}}
 
 
@@ -41,10 +41,11 @@ def share_of_peak(flops: float, ms: float) -> float:
 def judge(
     shape: str, name: str, figures: dict[str, float], ms: float, peers: dict[str, float]
 ) -> tuple[str, bool | None]:
-    """Returns the goals of a row with what was reached, and whether all were; nothing for one
-    that only compares.
+    """(a row's goals with the values reached, True if all were reached); ("", None) for a row
+    without goals.
 
-    ms: of the launched step. peers: milliseconds of dense and dense FP8 in the same comparison.
+    ms: time of the launched step. peers: milliseconds of dense and dense FP8 in the same
+    comparison.
     """
     counted = figures.get("step with its share of that ms", ms)
     goals: list[tuple[str, float, bool]] = []

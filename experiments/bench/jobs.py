@@ -30,10 +30,14 @@ Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 class Workload:
     """A model, its batch, and the rows that are measured on it.
 
-    build: the model, a function that computes its loss on one batch, always the same, and the
-        modules that are compiled; called in the context of the device. tokens: that a linear sees.
-    items, unit: of throughput. linears: [(in, out), ...] of those that are converted, by `include`.
-    names: of the arms. around: a context for all that is done with it. needs: a package.
+    build: returns the model, a function that computes its loss (always on the same batch), and the
+        modules to compile; called in the context of the device.
+    tokens: number of tokens that a linear sees.
+    items, unit: number and kind of items per step, for the throughput.
+    linears: [(in, out), ...] of the linears that are converted by `include`.
+    names: the arms to measure.
+    around: a context in which everything is run.
+    needs: a package that must be installed.
     """
 
     build: Callable[[], Built]
@@ -49,7 +53,7 @@ class Workload:
 
 class Head(nn.Module):
     """The language model head with its loss: hidden states [B, T, C], targets [B, T] -> loss. It is
-    one module, to be compiled as one."""
+    one module so that it is compiled as one."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -78,7 +82,7 @@ def square(y: Tensor) -> Tensor:
 
 
 def widths_of(config: GPTConfig, every: bool) -> tuple[tuple[int, int], ...]:
-    """(in, out) of each linear of a block, or of its MLP alone."""
+    """(in, out) of each linear of a block, or only of its MLP."""
     c, f = config.n_embd, config.ffn_width
     return ((c, f), (f, c), *(((c, 3 * c), (c, c)) if every else ()))
 
@@ -157,7 +161,8 @@ def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) ->
         return model, lambda: square(model(images)), list(model.blocks)
 
     def attention() -> AbstractContextManager[Any]:
-        """The only fused kernel that gives the gradient of a bias; torch may prefer others."""
+        """A context that selects the only fused kernel with a gradient for the bias; torch may
+        prefer others."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -191,8 +196,7 @@ GPU_JOBS = {
 
 
 def jobs(options: argparse.Namespace, report: Report) -> dict[str, Workload]:
-    """The workloads that are asked for, are meant for this device and have their packages
-    installed."""
+    """The requested workloads that are meant for this device and whose packages are installed."""
     if options.quick:
         found = QUICK_JOBS
     elif options.device.type == "cpu":

@@ -11,8 +11,8 @@ KINDS = (
     PRODUCT24, DENSE, SAMPLING, PACKING, QUANTISING, ELEMENTWISE, ATTENTION, OPTIMIZER, OTHER,
 )  # fmt: skip
 
-# The kernels of common_kernels, by their functions' names. One that is missing here counts as
-# elementwise: tests/experiments/test_profile.py names it.
+# The kernels of common_kernels, by their functions' names. One that is missing here would count as
+# elementwise; tests/experiments/test_profile.py checks that none is.
 OURS = {
     SAMPLING: ("sample", "quantize_and_sample", "lanes", "neighbours"),
     PACKING: (
@@ -27,8 +27,8 @@ OURS = {
 }  # fmt: skip
 _BY_NAME = {f"{name}_kernel": kind for kind, names in OURS.items() for name in names}
 
-# The first that is found in the name decides: kernels of libraries, of torch, what inductor writes,
-# and on a CPU torch's operators.
+# The first pattern found in the name decides. They cover kernels of libraries, of torch and of
+# inductor, and on a CPU torch's operators.
 PATTERNS = (
     (DENSE, r"^triton_tem_"),
     (ELEMENTWISE, r"^triton_"),

@@ -1,10 +1,10 @@
 """Measure one linear, forward and backward, under each method: `python -m experiments.bench
 linear`.
 
-A row is a step with one micro-batch: the hooks of the method (masks, packing, decay) and the three
-products. Its parts stand beside it, and the time of a dense linear. Weight, input and gradients are
-bf16 on a GPU, fp32 on a CPU. The limit is the time of the three products alone, dense; one that
-runs sparse counts half.
+A row is a step with one micro-batch: the method's hooks (masks, packing, decay) and the three
+products. It also has the times of its parts and of a dense linear. Weight, input and gradients are
+bf16 on a GPU and fp32 on a CPU. The limit is the time of the three dense products by themselves,
+half of it for a product that runs sparse.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from experiments.bench.timing import Call, Time, in_turns
 from methods.nn.gemms import DENSE
 
 Shape = tuple[int, int, int]  # tokens, in, out
-Codes = list[tuple[torch.Tensor, torch.Tensor]]  # of a matrix and its transpose, for each buffer
+Codes = list[tuple[torch.Tensor, torch.Tensor]]  # codes of a matrix and its transpose, by buffer
 
 QUICK_SHAPES: tuple[Shape, ...] = ((64, 64, 128),)
 CPU_SHAPES: tuple[Shape, ...] = ((2048, 768, 3072),)
@@ -36,9 +36,10 @@ GPU_SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 28672),
 )
 BUFFERS = 2
-# At most so many times a dense linear of the same shape, for `ste` on a CPU.
+# Goal for `ste` on a CPU: at most this many times the time of a dense linear of the same shape.
 CPU_LIMIT = 1.3
-# On a GPU, hooks included, for what has two or three sparse products: so many times as fast.
+# Goals on a GPU for methods with two or three sparse products, hooks included: times as fast as
+# dense.
 AIMS = {
     **dict.fromkeys(("semi_sparse", "t_sr_ste, no mvue", "t_sr_ste", "s_ste", "slope"), 1.2),
     "s_ste, fp8": 2.0,
@@ -173,9 +174,9 @@ def row(
 
 
 def judge(name: str, shape: Shape, times: dict[str, Time], on_gpu: bool) -> tuple[str, bool | None]:
-    """Returns the goal of a row and whether it was reached; nothing for rows that only compare.
+    """(a row's goal, True if it was reached); ("", None) for a row without a goal.
 
-    On a CPU, where nothing can run faster sparse, `ste` with its weight at hand.
+    On a CPU, where sparse products cannot be faster, only `ste` without its mask search has one.
     """
     dense = times["dense"].ms
     if not on_gpu:

@@ -1,7 +1,7 @@
 """Measure the memory of a linear and of a training step: `python -m experiments.bench memory`.
 
-The peak of torch's allocator over whole steps, and the parts that stay from step to step. A CPU
-has no such peak: there the parts stand alone.
+It is the peak of torch's allocator over whole steps, and the parts that are held between steps. On
+a CPU, where there is no such peak, only the parts are measured.
 """
 
 from __future__ import annotations

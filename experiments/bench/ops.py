@@ -1,8 +1,8 @@
-"""Measure every operator beside a copy of what it reads: `python -m experiments.bench ops`.
+"""Compare every operator with a copy of its input: `python -m experiments.bench ops`.
 
-On a CPU over the weights of GPT-2 124M in fp32, with memory; on a GPU over matrices that no cache
-holds, in bf16 and fp32, beside plain formulations, eager and compiled, with the packers and with
-the optimizer step in one pass.
+On a CPU operators run on the weights of GPT-2 124M in fp32, and memory is measured as well. On a
+GPU they run on matrices larger than any cache, in bf16 and fp32, and are compared with plain
+formulations, eager and compiled; the packers and the one-pass optimizer step are measured, too.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Op:
-    """An operator with the plain formulation that it must agree with, and its limits.
+    """An operator with the plain formulation that it must agree with, and its goals.
 
-    `prepare` turns a weight into the arguments of `run`; `agrees` sees the weight and the output.
+    `prepare` turns a weight into the arguments of `run`; `agrees` checks the output for a weight.
 
-    moved: bytes read and written per entry of the weight, from the bytes of an entry: the least
-        that this work needs.
-    limit: most clones of the weights that it may take on a CPU.
-    share: of a copy's bandwidth, to be reached on a GPU.
-    plain: another formulation, a peer on a GPU; `through` makes the counterpart of `run` of it.
-    gpu_only: whether a CPU leaves it out.
+    moved: the least bytes read and written per entry of the weight, given the bytes of an entry.
+    limit: goal on a CPU: the largest number of clones of the weights that take as long.
+    share: goal on a GPU: the share of a copy's bandwidth.
+    plain: another formulation, compared on a GPU; `through` turns it into a counterpart of `run`.
+    gpu_only: not measured on a CPU.
     """
 
     run: Callable[..., Tensor]
@@ -63,7 +62,7 @@ class Op:
     gpu_only: bool = False
 
 
-# --- what judges ---------------------------------------------------------------------------------
+# --- checks of results ---------------------------------------------------------------------------
 
 
 def groups(x: Tensor, m: int = 4) -> Tensor:
@@ -81,8 +80,8 @@ def soft(w: Tensor) -> Tensor:
 
 
 def is_best_tile_mask(w: Tensor, mask: Tensor) -> bool:
-    """True if `mask` is 2:4 along rows and columns and no pattern of a tile retains more magnitude,
-    to within the rounding of fp32 sums."""
+    """True if `mask` is 2:4 along rows and columns and no pattern of a tile keeps more magnitude,
+    up to the rounding of fp32 sums."""
     bits = torch.cartesian_prod(*[torch.arange(2)] * 16).view(-1, 4, 4)
     bits = bits[(bits.sum(1) == 2).all(1) & (bits.sum(2) == 2).all(1)].flatten(1)
     patterns = bits.double().to(w.device)
@@ -93,8 +92,8 @@ def is_best_tile_mask(w: Tensor, mask: Tensor) -> bool:
 
 
 def is_greedy_tile_mask(w: Tensor, mask: Tensor) -> bool:
-    """True if `mask` is that of the plain greedy walk: at most two kept in a row and column, at
-    least seven in a tile."""
+    """True if `mask` may be a greedy one: it keeps at most two per row and column, and at least
+    seven per tile."""
     kept = tiles(mask)
     legal = (kept.sum(-1) <= 2).all() and (kept.sum(-2) <= 2).all()
     plain = ck.transposable_mask24(w, "greedy", backend="cpu")
@@ -107,8 +106,8 @@ def tiles(x: Tensor) -> Tensor:
 
 
 def is_sample(w: Tensor, out: Tensor) -> bool:
-    """True if `out` keeps two entries a group, each max(|w|, H) with w's sign, where H is half the
-    group's sum or the sum without its largest entry, whichever is less."""
+    """True if `out` keeps two entries per group, each max(|w|, H) with w's sign, where H is the
+    smaller of half the group's sum and the sum without its largest entry."""
     a = groups(w.double().abs())
     total = a.sum(-1, keepdim=True)
     h = torch.minimum(total / 2, total - a.amax(-1, keepdim=True))
@@ -121,7 +120,7 @@ def is_sample(w: Tensor, out: Tensor) -> bool:
 
 def e4m3_codes(w: Tensor) -> tuple[Tensor, Tensor]:
     amax = w.float().abs().amax()
-    scale = torch.full_like(amax, 448) / amax  # a number over a tensor is another division
+    scale = torch.full_like(amax, 448) / amax  # number / tensor would round differently
     return (w.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
@@ -140,7 +139,7 @@ def gelu(gate: Tensor) -> Tensor:
 
 
 def is_close(out: Tensor, want: Tensor) -> bool:
-    """True if `out` equals `want` to a few units in the last place of sums of a few terms."""
+    """True if `out` equals `want` up to a few units in the last place."""
     eps = torch.finfo(out.dtype).eps
     return torch.allclose(
         out.float(), want.float(), rtol=4 * eps, atol=4 * eps * want.abs().max().item()
@@ -148,7 +147,7 @@ def is_close(out: Tensor, want: Tensor) -> bool:
 
 
 def gradients(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (x, dy) -> gradient of x, by forward and backward pass of `function`."""
+    """A function (x, dy) -> gradient of x, which runs forward and backward of `function`."""
     return lambda x, dy: torch.autograd.grad(function(x), x, dy)[0]
 
 
@@ -188,8 +187,8 @@ def mask_and_weight(w: Tensor) -> Arguments:
 
 
 def with_key(offset: int) -> Callable[[Tensor], Arguments]:
-    """A function w -> (w, seed, offset), seed and offset as tensors on w's device, as in a training
-    step."""
+    """A function w -> (w, seed, offset) with seed and offset as tensors on w's device, as in a
+    training step."""
     return lambda w: (w, *(torch.tensor(k, device=w.device) for k in (1, offset)))
 
 
@@ -328,8 +327,8 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
     for name in () if quick else names:
         grown = in_fresh_process(peak_memory, name, options.threads)
         memory[name] = {"peak memory / weights": grown}
-    # One matrix, for the allocator recycles what the size of one weight is: only a fresh block of
-    # this size costs the same page faults each time, for clone() and operator alike.
+    # Use one large matrix: the allocator recycles blocks of a single weight's size, but a block of
+    # this size is new in each call and costs the same page faults for clone() and the operator.
     layers = weights(1 if quick else LAYERS, quick)
     w = torch.cat([w.view(-1, layers[0].shape[1]) for w in layers])
     for name in names:
@@ -360,10 +359,10 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
 
 
 def peak_memory(name: str, threads: int) -> float:
-    """Growth of the peak resident memory while the operator runs over all weights, as a multiple of
-    their size.
+    """The growth of the peak resident memory while the operator runs over all weights, as a
+    multiple of their size.
 
-    The outputs are kept, so they count. Meant for a fresh process, whose peak is its present size.
+    The outputs are kept, so they count. Run it in a fresh process, whose peak is its present size.
     """
     torch.set_num_threads(threads)
     op, inputs = OPS[name], weights(LAYERS)
@@ -421,7 +420,7 @@ def on_gpu(options: argparse.Namespace, report: Report) -> None:
             calls = packers.calls(name, packed, report)
             moved, used = packers.PACKERS[name].moved, backend.resolve(options.device)
             report.add(beside_copy(name, used, calls, moved, 1 / packers.FLOORS, inputs, options))
-    for name in steps:  # the optimizer steps, of fp32 weights alone
+    for name in steps:  # the optimizer steps, only for fp32 weights
         report.add(time_pass(name, inputs, options))
 
 
@@ -435,7 +434,7 @@ def time_pass(name: str, inputs: list[Tensor], options: argparse.Namespace) -> R
 
 
 def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report: Report) -> None:
-    """The row of an operator timed beside a copy and, where there is one, its plain formulation."""
+    """The row of an operator timed together with a copy and its plain formulation, if any."""
     op, w = OPS[name], inputs[0]
     arguments = [op.prepare(x) for x in inputs]
     calls = {name: lambda i: op.run(*arguments[i])}
@@ -458,8 +457,7 @@ def beside_copy(
     inputs: list[Tensor],
     options: argparse.Namespace,
 ) -> Row:
-    """The row of `calls[name]`, with the other calls as peers and a copy of `inputs` as
-    the limit."""
+    """The row of `calls[name]`, with the other calls as peers and a copy of `inputs` as limit."""
     w = inputs[0]
     calls = {"clone": lambda i: inputs[i].clone(), **calls}
     times = in_turns(calls, options.device, options.repeats, len(inputs))

@@ -1,8 +1,8 @@
-"""Measures packing, for cuSPARSELt and for our own kernels, beside its byte limit and other
+"""Measures packing for cuSPARSELt and for our own kernels, compared with its byte limit and other
 packers; a part of `ops` on a GPU.
 
-The floor: the matrix (and its mask, a byte an entry) read once, values and two bits a position
-written once; no packer can move less.
+The least that any packer can move: the matrix (and its mask, a byte per entry) read once, values
+and two bits per position written once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 OWN = "cutlass_sm90"  # the layout of our own kernels
-FLOORS = 1.4  # a packer shall take at most so many times what its bytes take
+FLOORS = 1.4  # goal: at most this many times the time that moving its bytes takes
 
 
 class Inputs:
-    """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key and room
-    to pack into, by layout; `pruned` is w made 2:4 along its rows, `pruned_fp8` that in e4m3."""
+    """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key, and
+    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows, `pruned_fp8` the
+    same in e4m3."""
 
     def __init__(self, w: Tensor) -> None:
         self.w, self.mask, device = w, transposable_mask24(w), w.device

@@ -1,7 +1,7 @@
-"""Measures a weight's optimizer step in one pass beside separate passes; a part of `ops` on a GPU.
+"""Compares a weight's optimizer step in one pass with separate passes; a part of `ops` on a GPU.
 
-The floor: weight, moments, gradient and, where it is read, the mask read once; weight, moments,
-a new mask and the packed operands written once. What separate passes move is counted likewise.
+The least bytes: weight, moments, gradient and (if needed) mask read once; weight, moments, a new
+mask and the packed operands written once. The bytes of separate passes are counted in the same way.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from experiments.bench.timing import Call
 from experiments.support.errors import UserError
 
 RATES = Rates(lr=1e-5, weight_decay=0.1)
-ALPHA = 1e-6  # small: the separate passes add to one gradient again and again
+ALPHA = 1e-6  # small, because the separate passes add to the same gradient repeatedly
 UPDATE = 16 + 12  # weight, gradient and two moments read, all but the gradient written
-PACKED = 1.125  # values and positions, an entry of a 16-bit type
+PACKED = 1.125  # bytes of values and positions per entry of a 16-bit type
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A form of the one-pass step. rule: what it does to the weight. both: whether it packs for
-    dgrad, too. share: the share of a copy's bandwidth that is its goal."""
+    """A variant of the one-pass step. rule: what it does to the weight. both: also pack for dgrad.
+    share: its goal, as a share of a copy's bandwidth."""
 
     rule: Rule
     both: bool
@@ -108,20 +108,21 @@ def apart(name: str, given: Weight24) -> None:
 
 
 def check(name: str, w: Tensor) -> None:
-    """Raise a `UserError` unless one pass leaves the weights of separate ones to rounding, and
-    exactly the mask and operands of the weights that it leaves."""
+    """Raise a `UserError` unless one pass gives the weights of separate passes up to rounding, and
+    exactly the mask and operands that belong to its own weights."""
     got, want = inputs(w, name), inputs(w, name)
     one_pass(name, got)
     apart(name, want)
-    # Roundings of terms that may cancel: old weight and step, old moment and gradient. Torch's
-    # kernel of a GPU has the betas in fp32, where 1 - 0.999 is wrong by up to 3e-5 of itself.
+    # The errors are roundings of terms that may cancel: old weight and step, old moment and
+    # gradient. torch's GPU kernel has the betas in fp32, where 1 - 0.999 has a relative error of up
+    # to 3e-5.
     step = (got.weight - want.weight).abs() <= 1e-4 * (w.abs() + want.weight.abs())
     moment = (got.exp_avg - want.exp_avg).abs() <= 1e-5 * (w.flip(0).abs() + w.flip(1).abs())
     close = bool(step.all() and moment.all())
     derived = inputs(got.weight, name)
     assert got.mask is not None and derived.mask is not None
     derived.mask.copy_(got.mask)
-    skip = torch.ones((), device=w.device)  # then it derives alone
+    skip = torch.ones((), device=w.device)  # skip the update, only derive mask and operands
     adamw24_([derived], RATES, PASSES[name].rule, found_inf=skip, backend="cpu")
     theirs, names = derived.tensors, ("mask", "packed", "transposed")
     pairs = [(a, theirs[n]) for n, a in got.tensors.items() if n in names]

@@ -1,8 +1,8 @@
-"""Probe what this GPU, driver and cuSPARSELt do with 2:4: `python -m experiments.bench probe`.
+"""Probe the 2:4 support of this GPU, driver and cuSPARSELt: `python -m experiments.bench probe`.
 
-The facts on which the packing formats and the choice of a GEMM rest, read off the hardware: which
-of torch's 2:4 operators run, in which order cuSPARSELt keeps its metadata, which algorithms give a
-right product, and how fast they are beside the dense product of the same shape.
+It determines on the hardware what the packing formats and the choice of a GEMM are based on: which
+of torch's 2:4 operators run, in which order cuSPARSELt keeps its metadata, which algorithms give
+correct products, and how fast they are compared with the dense product of the same shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from experiments.bench.timing import in_turns
 
 aten = torch.ops.aten
 FP8 = torch.float8_e4m3fn
-# Tokens, inputs, outputs of the linears that the project is measured on.
+# (tokens, inputs, outputs) of the linears in this project's benchmarks.
 SHAPES = (
     *((t, k, n) for t in (2048, 8192, 16384) for k, n in ((4096, 4096), (4096, 14336))),
     (8192, 14336, 4096),
@@ -36,10 +36,10 @@ SHAPES = (
 
 
 def run(save: Callable[[dict[str, Any]], None]) -> None:
-    """The results of all probes by name; one that fails has its error in the place of its result.
+    """Run all probes and return their results by name; a probe that fails has its error as result.
 
     Args:
-        save: takes what is known so far, after every probe: some errors end the process.
+        save: called with the results so far after every probe, because some errors end the process.
     """
     record: dict[str, Any] = {}
     for name, probe in {
@@ -94,7 +94,7 @@ def sparse(
 
 
 def operators() -> dict[str, Any]:
-    """Shapes of what each of torch's 2:4 operators returns, or its error."""
+    """The shapes of the results of torch's 2:4 operators, or their errors."""
     from torch.sparse import to_sparse_semi_structured
     from torch.sparse._semi_structured_conversions import (
         sparse_semi_structured_from_dense_cutlass as from_dense,
@@ -148,8 +148,8 @@ def describe(value: Any) -> Any:
 
 
 def tile_packer() -> dict[str, Any]:
-    """Relative errors of products with what torch's tile packer made for cuSPARSELt, and its 1-D
-    packing multiplied as it is."""
+    """The relative errors of products with matrices that torch's tile packer packed for cuSPARSELt,
+    and of a product with its 1-D packing."""
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT as Wrapper
 
     w = sparse(256, 256, both_ways=True)
@@ -186,10 +186,10 @@ def layouts() -> dict[str, Any]:
 
 
 def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Find where the two-bit positions of each group of four lie: the groups are numbered, and each
-    bit of the numbers is written as the groups' patterns and read back.
+    """Find the address of each group's positions: number the groups, encode each bit of the numbers
+    as the groups' patterns, and read it back from the metadata.
 
-    A 0 keeps the entries 0 and 1 of its group (the nibble 4), a 1 keeps 2 and 3 (the nibble 14).
+    A bit 0 keeps the entries 0 and 1 of its group (nibble 4), a bit 1 keeps 2 and 3 (nibble 14).
     """
     groups = rows * columns // 4
     number = torch.arange(groups, device="cuda")
@@ -211,7 +211,7 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
         found += (nibbles == 14).long() << bit
     assert found is not None and compressed is not None
     stored = compressed[: rows * columns // 2 * dtype.itemsize].view(dtype)
-    used = (found >= 0) & (found < groups)  # the rest is padding
+    used = (found >= 0) & (found < groups)  # all other addresses are padding
     address = torch.full((groups,), -1, device="cuda")
     address[found[used]] = used.nonzero().squeeze(1)
     result: dict[str, Any] = {
@@ -250,7 +250,7 @@ def sm80_order(rows: int, columns: int) -> Tensor:
 
 
 def milliseconds(call: Callable[[int], Any], buffers: int, repeats: int = 5) -> float:
-    """Median time of a call, in ms, on buffers in rotation."""
+    """The median time of a call in ms, rotating over buffers."""
     return in_turns({"call": call}, torch.device("cuda"), repeats, buffers)["call"].ms
 
 
@@ -318,8 +318,8 @@ FORMS = (
 
 
 def product(tokens: int, inputs: int, outputs: int) -> dict[str, Any]:
-    """Times of the dense and the sparse product of one shape, the latter with every algorithm whose
-    result is right."""
+    """The times of the dense and the sparse product of one shape, the latter for every algorithm
+    whose result is correct."""
     buffers = 2
     x = [torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(buffers)]
     w = sparse(outputs, inputs)

@@ -1,8 +1,8 @@
 """Profile a step by kinds of kernels: `python -m experiments.bench profile --only dense t_sr_ste`.
 
-Kernel time of an ordinary step by kind, from torch's profiler, beside the time that the same step
-takes launched and without it. On a CPU operators stand in the place of kernels. Every kernel, with
-its time and its kind, stands in `RECORD_kernels.json`.
+The kernel time of an ordinary step by kind, from torch's profiler, and the step's time without the
+profiler. On a CPU operators are measured instead of kernels. `RECORD_kernels.json` lists every
+kernel with its time and kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.bench.timing import in_turns
 from experiments.bench.train import comparisons, gate, precision
 from experiments.support.checkpoint import write_json
 
-STEPS = 3  # steps that are profiled
+STEPS = 3  # number of profiled steps
 
 Kernels = list[dict[str, Any]]  # name, kind, ms and calls a step
 
@@ -73,7 +73,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 def print_kinds(shape: str, profiles: dict[str, Kernels]) -> None:
-    """Print the milliseconds of each kind in a step, a column for each model."""
+    """Print the milliseconds per step of each kind, with a column for each model."""
     table = rich.table.Table("kernels, ms a step", title=shape, box=rich.box.SIMPLE, pad_edge=False)
     columns = [by_kind(profile) for profile in profiles.values()]
     for name in profiles:
@@ -110,7 +110,7 @@ def profiled(step: Step) -> Kernels:
 
 
 def by_kind(profile: Kernels) -> dict[str, float]:
-    """Milliseconds of each kind of kernel and in all, and the number of kernels."""
+    """The milliseconds of each kind of kernel and in total, and the number of kernels."""
     spent: Counter[str] = Counter()
     for row in profile:
         spent[row["kind"]] += row["ms"]

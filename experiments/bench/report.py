@@ -1,12 +1,12 @@
-"""Collects rows in the record of a device, and makes the table and the figure from it.
+"""The record of a device, which collects rows, and the table and figure made from it.
 
 A record is one JSON file for one device:
 
     {"device": NAME, "benchmarks": {BENCHMARK: {"rows": [...], "left_out": [...]}}}
 
-A row says what ran where with which versions, so rows of several runs may stand in one record: a
-row takes the place of an older one with the same name, dtype, shape and backend, whichever of its
-products the backend runs.
+A row says what ran, where, and with which versions, so a record may hold rows of several runs. A
+new row replaces an older one with the same name, dtype, shape and backend; which of its products
+the backend runs does not matter.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ MIB = 2**20
 class Row:
     """One line of a benchmark: a name with its times, peers and limit.
 
-    backend: what did the work. time: None where only memory was measured.
-    peers: median milliseconds of others on the same work, measured in turns with this one.
-    limit_ms: the time that bytes at the measured copy bandwidth, or operations at the measured
-        rate of the dense product, would take. bytes, flops: of the work, for the roofline.
-    figures: further numbers by a name that ends in their unit.
-    target: what was to be reached, in words; met: whether it was.
+    backend: what did the work. time: None if only memory was measured.
+    peers: median milliseconds of peers that do the same work, measured in turns with this row.
+    limit_ms: the time for the work's bytes at the measured bandwidth of a copy, or for its
+        operations at the measured rate of the dense product.
+    bytes, flops: bytes and operations of the work, for the roofline.
+    figures: further numbers by names that end in their unit.
+    target: the goal in words. met: True if it was reached.
     """
 
     name: str
@@ -95,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def identity(row: dict[str, Any]) -> tuple[str, ...]:
-    """Name, dtype, shape and backend words of a row, which tell rows of a benchmark apart."""
+    """The name, dtype, shape and backend of a row, which identify it within a benchmark."""
     words = set(row["backend"].replace(",", " ").replace(";", " ").split()) - PRODUCTS
     return row["name"], row["dtype"], row["shape"], *sorted(words)
 
@@ -112,8 +113,8 @@ class Report:
         revision: str | None = None,
         whole: bool | None = None,
     ) -> None:
-        """whole: all rows are measured, so that none of an earlier run stays; None: if `only` says
-        so."""
+        """whole: all rows are measured, so that rows of an earlier run are removed; None: decide by
+        `only`."""
         self.benchmark, self.out, self.only = benchmark, out, only
         self.whole = tuple(only) == ("*",) if whole is None else whole
         self.environment = provenance(device, revision)
@@ -132,7 +133,7 @@ class Report:
         self.earlier = self.record["benchmarks"].get(benchmark, {"rows": []})["rows"]
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """The `names` that `--only` asks for. Raises a `UserError` if there are none."""
+        """The `names` that `--only` selects. Raises a `UserError` if there are none."""
         names = list(names)
         found = [n for n in names if any(fnmatchcase(n, glob) for glob in self.only)]
         if not found:
@@ -164,7 +165,7 @@ class Report:
             self.left_out.append(text)
 
     def refuse(self, text: str) -> None:
-        """Leave out what was to be measured and is wrong; the command ends with status 1."""
+        """Leave out something with a wrong result; the command will end with status 1."""
         self.note(text)
         self.refused.append(text)
         self.leave_out(text)
@@ -193,7 +194,7 @@ def read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(record, dict) or not {"device", "benchmarks"} <= record.keys():
-        raise UserError(f"{path} is no record of the benchmarks; choose another file")
+        raise UserError(f"{path} is not a record of benchmarks; choose another file")
     return record
 
 
@@ -237,8 +238,8 @@ def columns_used(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]
 
 
 def print_table(benchmark: str, rows: list[dict[str, Any]]) -> None:
-    """Print the rows as a table; what all share goes into the title, percentiles stay in the
-    record."""
+    """Print the rows as a table. Values that all rows share are in the title; percentiles are only
+    in the record."""
     heads, lines = columns_used(rows)
     columns = {h: [line[i] for line in lines] for i, h in enumerate(heads) if h not in HIDDEN}
     shared = {h: c[0] for h, c in columns.items() if h in KEY[1:] and len(set(c)) == 1}
@@ -312,10 +313,10 @@ def loads(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw_roofline(record: dict[str, Any], path: Path) -> None:
-    """Draw two panels: bandwidth of every operator beside a copy, and rate of linears over
-    arithmetic intensity.
+    """Draw two panels: every operator's bandwidth compared with a copy, and the rate of linears
+    over arithmetic intensity.
 
-    The roofs are measured: the copy of `ops` and the dense rows of `linear`.
+    The roofs are measured values: the copy of `ops` and the dense rows of `linear`.
     """
     from matplotlib.figure import Figure
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 def encoder(name: str, **changed: Any) -> nn.Module:
     """timm's model `name` up to its neck: images [B, 3, S, S] to features [B, 256, S/16, S/16].
 
-    changed: arguments of the model in place of timm's.
+    changed: arguments of the model that replace timm's.
     """
     import timm
 
@@ -23,11 +23,11 @@ def encoder(name: str, **changed: Any) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """timm's attention with relative positions, in a form that a GPU has fused kernels for.
+    """timm's attention with relative positions, in a form for which a GPU has fused kernels.
 
-    timm hands batch and heads as one dim to torch, which then falls back to products in fp32, and
-    makes its indices on the CPU in every call, which no CUDA graph can hold. The original has
-    neither.
+    timm passes batch and heads to torch as one dim, for which torch falls back to fp32 products,
+    and creates indices on the CPU in every call, which CUDA graphs cannot capture. SAM's original
+    code does neither.
     """
 
     index: Tensor

@@ -1,16 +1,15 @@
 """Times prefill and generation with packed 2:4 weights: `python -m experiments.bench serve`.
 
-A LLaMA of transformers with random weights, whose linears are 2:4 but for the head, runs
+A transformers LLaMA with random weights, whose linears except the head are 2:4, runs
 
-    dense    as it is
-    packed   with every linear packed, whatever the number of tokens
-    chosen   as `models.packed.pack` sets it up: packed from the measured crossover on, else dense;
-             the crossover is that of launched layers, or of layers in a graph
+    dense    unchanged
+    packed   with every linear packed, for any number of tokens
+    chosen   as set up by `models.packed.pack`: packed from the measured crossover on, else dense;
+             the crossover is measured for launched layers, or for layers in a graph
 
-A prefill reads a batch of prompts of up to 2,048 tokens and keeps their cache; a step of generation
-reads one token of each of so many sequences behind 128 others. Python launches every kernel, as in
-`generate` of transformers; a step of generation is timed in a CUDA graph as well, as engines for
-serving replay it.
+A prefill reads a batch of prompts of up to 2,048 tokens and keeps their cache. A generation step
+reads one token of each sequence after 128 others. Python launches every kernel, as in transformers'
+`generate`; generation steps are also timed in a CUDA graph, as serving engines replay them.
 """
 
 from __future__ import annotations
@@ -132,14 +131,14 @@ def build(size: Size, device: torch.device, report: Report) -> dict[str, nn.Modu
 
 
 def used_by(model: nn.Module) -> str:
-    """The layouts of a model's packed weights, which say what multiplies them; `dense` if none."""
+    """The layouts of a model's packed weights, which show what multiplies them; `dense` if none."""
     layers = (m for m in model.modules() if isinstance(m, PackedProduct))
     return ", ".join(sorted({layer.packed.layout for layer in layers})) or "dense"
 
 
 def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
-    """Refuse times of a variant whose output is not that of dense products, to the error of bf16
-    over some layers."""
+    """Raise a `UserError` for a variant whose output differs from that of dense products by more
+    than bf16's error over some layers."""
     ids = tokens(models["dense"], 2, 64)
     outputs = {name: model.model(ids).last_hidden_state.float() for name, model in models.items()}
     want = outputs["dense"]
@@ -165,14 +164,14 @@ def prefill(model: Any, count: int) -> Callable[[int], Any]:
 
 
 def generation(model: Any, count: int) -> Callable[[int], Any]:
-    """A call that reads the next token of `count` sequences; their cache stays as it was, and where
-    it was: a graph of the call reads it there."""
+    """A call that reads the next token of `count` sequences. Their cache keeps its content and its
+    address, from which a graph of the call reads it."""
     ids = tokens(model, count, CONTEXT + 1)
     cache = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
     last = ids[:, -1:].contiguous()
 
     def step(_: int) -> Any:
-        grown = copy.copy(cache)  # its layers get longer tensors, those of `cache` keep theirs
+        grown = copy.copy(cache)  # only the copy's layers get longer tensors
         grown.layers = [copy.copy(layer) for layer in cache.layers]
         return model(input_ids=last, past_key_values=grown, use_cache=True).logits
 
@@ -187,7 +186,7 @@ def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int)
 
 
 def add_crossovers(name: str, model: nn.Module, size: Size, report: Report) -> None:
-    """Add a row for each shape of a model's 2:4 linears, without a figure where they stay dense."""
+    """Add a row for each shape of a model's 2:4 linears; without a figure if they stay dense."""
     found, used = crossovers(model), used_by(model)
     counts = {
         f"{layer.in_features} -> {layer.out_features}": found.get(at)
@@ -203,8 +202,8 @@ def add_crossovers(name: str, model: nn.Module, size: Size, report: Report) -> N
 
 
 def draw(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the rows of `serve` as an SVG: how many times as fast as dense products packed and
-    chosen ones are, over tokens and sequences, a panel for each kind of work."""
+    """Draw the rows of `serve` as an SVG: the speed-up of packed and chosen products over dense
+    ones by number of tokens or sequences, with a panel for each kind of work."""
     from matplotlib.figure import Figure
 
     timed = [r for r in rows if r["ms"] is not None]

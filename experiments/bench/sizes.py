@@ -1,4 +1,4 @@
-"""Bytes of what a model under a method holds from step to step."""
+"""The bytes that a model under a method holds between steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from experiments.support.memory import buffer_bytes
 
 
 def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Bytes of what stays: parameters (their gradients take the same), the state of the optimizer,
-    and in the converted layers masks, packed operands and dense ones."""
+    """The bytes held between steps: parameters (their gradients take the same), the optimizer's
+    state, and the converted layers' masks, packed operands and dense operands."""
     sizes = {"weights": sum(p.nbytes for p in converted.model.parameters())}
     if optimizer is not None:
         state = [t for s in optimizer.state.values() for t in s.values()]
@@ -23,7 +23,7 @@ def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) 
 def trained_and_held(
     converted: Converted, optimizer: torch.optim.Optimizer
 ) -> tuple[int, int]:
-    """Bytes of weights, gradients and the state of the optimizer alone, and of all that stays."""
+    """The bytes of weights, gradients and optimizer state, and of everything held between steps."""
     sizes = parts(converted, optimizer)
     trained = 2 * sizes["weights"] + sizes["optimizer"]
     return trained, trained + sum(sizes[kind] for kind in ("masks", "packed", "operands"))

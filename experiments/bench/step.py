@@ -1,7 +1,7 @@
 """Runs a whole optimizer step of a model under a method, launched or replayed from CUDA graphs.
 
-Hooks, forward, backward, clipping, hooks, AdamW, hooks, as the trainer has them; on a GPU under
-bf16 autocast with fp32 weights, the blocks and the loss compiled.
+A step is that of the trainer: hooks, forward, backward, clipping, hooks, AdamW, hooks. On a GPU it
+runs under bf16 autocast with fp32 weights, and the blocks and the loss are compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockCall:
     gradient: Tensor | None = None
 
     def run(self, step: Step, forward: Callable[..., Tensor]) -> list[Tensor | None]:
-        """The output of `forward` on these arguments, and the gradients of arguments and
+        """The output of `forward` for these arguments, and the gradients of arguments and
         parameters."""
         floats = [torch.is_tensor(a) and a.is_floating_point() for a in self.args]
         args = [
@@ -53,9 +53,8 @@ class BlockCall:
 class Step:
     """A model under a method with its optimizer, whose steps are run one after the other.
 
-    fused: with `methods.FusedAdamW`, else with the method's own optimizer, torch's fused AdamW for
-        most.
-    first_s: seconds from nothing to the end of the first step, compilation included.
+    fused: use `methods.FusedAdamW`; otherwise the method's optimizer, for most torch's fused AdamW.
+    first_s: seconds to the end of the first step, including building the model and compilation.
     """
 
     first_s = 0.0
@@ -84,7 +83,7 @@ class Step:
         self.numbers = itertools.count()
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile the blocks one by one; they share their code, so one compilation serves all."""
+        """Compile the blocks separately; they share their code, so one compilation serves all."""
         for block in self.blocks:
             block.compile(fullgraph=True, backend=backend)
 
@@ -147,18 +146,18 @@ class Step:
         self.run(self.converted.searching)
 
     def capture(self, pool: Any) -> Callable[[int], None]:
-        """Capture an ordinary step, without the hooks that begin it, in two CUDA graphs, and return
-        a function that replays it.
+        """Capture an ordinary step, without the hooks at its beginning, in two CUDA graphs, and
+        return a function that replays it.
 
-        pool: of memory for what no graph keeps beyond its replay; the graphs may share it.
-        UserError if the gradients of a replay are not those of the step itself.
+        pool: memory pool for temporaries, which the graphs may share.
+        Raises a `UserError` if the gradients of a replay differ from those of the step itself.
         """
         want = [None if g is None else g.clone() for g in self.gradients()]
-        # Sums whose order is left to chance differ in a last bit, and that grows (check_compiled).
+        # Sums with a random order differ in the last bit, and such errors grow (check_compiled).
         noise = arms.deviation(self.name, self.gradients(), want)
         self.optimizer.zero_grad()
         backward = graph_of(lambda: self.loss().backward(), pool)
-        gradients = [p.grad for p in self.parameters]  # where every replay writes them
+        gradients = [p.grad for p in self.parameters]  # every replay writes these tensors
         rest = graph_of(lambda: self.update(0), pool)
         self.converted.before(0)
         backward()
@@ -166,7 +165,7 @@ class Step:
         self.optimizer.zero_grad()
 
         def step(_: int) -> None:
-            assert gradients  # and their memory, while there is this step
+            assert gradients  # keeps their memory alive as long as this function
             self.converted.before(0)
             backward()
             rest()
@@ -176,7 +175,7 @@ class Step:
         return step
 
     def close(self) -> None:
-        """Free the memory that a compiled model would keep from the next one."""
+        """Free the memory that a compiled model would otherwise keep."""
         del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
         gc.collect()
         torch.compiler.reset()
@@ -213,14 +212,15 @@ def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bo
 
 
 def check_compiled(step: Step) -> None:
-    """Raise a `UserError` unless each block has the same gradients compiled and uncompiled, on the
+    """Raise a `UserError` unless each block has the same gradients compiled and uncompiled, for the
     arguments that it gets in a step.
 
-    Block by block and matrix by matrix, because a last bit grows on its way through a model: it
-    flips codes of FP8, and these flip what MVUE keeps. With FP8 in all linears of GPT-2 a last bit
-    in the input of each block moves the gradients by 0.19 after 2 blocks, by 0.28 after 12 and 0.30
-    after 36 (emulated, width 256), as far as FP8 itself moves them from those of bf16; a last bit
-    of each tensor within a block moves those of its matrices by 0.09 to 0.19.
+    Blocks and matrices are checked separately, because an error in the last bit grows through a
+    model: it changes FP8 codes, and these change what MVUE keeps. With FP8 in all linears of GPT-2,
+    a last-bit error in the input of each block changes the gradients by 0.19 after 2 blocks, 0.28
+    after 12 and 0.30 after 36 (emulated, width 256), as much as FP8 itself changes them from
+    bf16's. A last-bit error of each tensor within a block changes its matrices' gradients by 0.09
+    to 0.19.
     """
     calls = step.recorded()
     with arms.compiling():
@@ -234,8 +234,8 @@ def check_compiled(step: Step) -> None:
 
 def held(step: Step) -> dict[str, float]:
     """Memory as figures of a row: `trained` (weights, gradients and optimizer state), `held` (also
-    masks and packed operands), and on a GPU the peak over steps of each kind that torch allocated
-    above what was there before this step was built."""
+    masks and packed operands), and on a GPU the peak of torch's allocations over steps of each
+    kind, above what was allocated before this step was built."""
     trained, everything = sizes.trained_and_held(step.converted, step.optimizer)
     figures = {"trained MiB": trained / MIB, "held MiB": everything / MIB}
     if step.device.type == "cpu":

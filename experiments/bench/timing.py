@@ -1,8 +1,8 @@
 """Times calls on a CPU or a GPU.
 
-Under a steady load a GPU comes to its power limit and lowers its clock, for dense products more
-than for sparse ones: after idle time both are faster than they stay. So on a GPU a comparison
-begins with work that is not timed, and what is timed follows without a pause.
+Under a steady load a GPU reaches its power limit and lowers its clock, for dense products more than
+for sparse ones; after idle time both are faster for a while. On a GPU a comparison therefore begins
+with work that is not timed, and the timed calls follow without a pause.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-# A call gets the number of the buffer that it shall work on. What it reads and has not made itself
-# has to stay where it is, for a graph reads it there again: no call may replace it.
+# A call takes the number of the buffer to work on. Tensors that it reads but does not create must
+# keep their addresses, because a graph reads them there again; no call may replace them.
 Call = Callable[[int], Any]
 
-GRAPH_MS = 2.0  # a replay shall take at least this long beside the resolution of the events
-SUSTAINED_S = 2.0  # time that the calls of a comparison run on a GPU before they are timed
-ENOUGH, LIMIT_S = 5, 2.5  # least number of samples on a GPU, and seconds after which no more follow
+GRAPH_MS = 2.0  # least time of a replay, to be long compared with the events' resolution
+SUSTAINED_S = 2.0  # seconds for which a comparison's calls run on a GPU before they are timed
+ENOUGH, LIMIT_S = 5, 2.5  # least number of samples on a GPU, and seconds after which to stop
 
-BLOCK_MS, BLOCK_STEPS = 300.0, 3  # a sample of whole steps takes so long, of so many steps at least
-# A GPU has settled when so many turns differ by this share of their time at most; whether it has or
-# not, no more turns are spent on it after so many seconds.
+BLOCK_MS, BLOCK_STEPS = 300.0, 3  # least time and number of steps in a sample of whole steps
+# A GPU has settled when TURNS turns differ by at most the share SETTLED of their time; after
+# SETTLE_LIMIT_S seconds timing begins even if it has not.
 TURNS, SETTLED, SETTLE_LIMIT_S = 3, 0.01, 30.0
 
 
@@ -35,10 +35,10 @@ class Time:
     """Median, 20th and 80th percentile in milliseconds, and the clock: `host`, `graph` (replays of
     a CUDA graph) or `events` (calls from Python between two CUDA events).
 
-    mhz, watts: SM clock and power of the GPU while the first call of the comparison ran, medians;
-        None if nothing reads them.
-    warm_s: how long the calls of the comparison had run before what is timed. settled: whether
-        their time stood still by then, where that was waited for (`in_turns`).
+    mhz, watts: medians of the GPU's SM clock and power while the comparison's first call ran; None
+        if they cannot be read.
+    warm_s: seconds for which the comparison's calls ran before timing began.
+    settled: True if their time had settled by then; None if `in_turns` did not wait for it.
     """
 
     ms: float
@@ -62,10 +62,10 @@ def quantiles(
 
 
 def read_load() -> tuple[float, float] | None:
-    """SM clock in MHz and power in W of the current GPU, None if nothing reads them here."""
+    """The SM clock in MHz and the power in W of the current GPU; None if they cannot be read."""
     try:
         return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
-    except Exception:  # no pynvml, no driver, a card that does not tell: each has its own error
+    except Exception:  # without pynvml, a driver or support by the card: each raises another error
         return None
 
 
@@ -77,17 +77,17 @@ def in_turns(
     graphs: bool = True,
     steps: bool = False,
 ) -> dict[str, Time]:
-    """Times of `calls`, taken in turns, so that clocks and temperature are the same for all.
+    """The times of `calls`, measured in turns so that clocks and temperature are equal for all.
 
     Args:
-        repeats: samples of each call, after what warms up: a turn, on a GPU SUSTAINED_S of turns.
-            On a GPU long calls get fewer.
-        steps: the calls are whole steps of training. On a GPU a sample is then a block of them
-            (BLOCK_MS), as a training loop runs one after the other; what warms up goes on until the
-            GPU's clock has settled (TURNS), and the number of samples is the one asked for.
-        buffers: numbers below it go to the calls in rotation. Together the buffers should be
+        repeats: samples of each call, after a warm-up of one turn, or on a GPU of SUSTAINED_S
+            seconds. On a GPU long calls get fewer samples.
+        steps: the calls are whole training steps. On a GPU a sample is then a block of consecutive
+            steps (BLOCK_MS), the warm-up lasts until the GPU's clock has settled (TURNS), and all
+            `repeats` samples are taken.
+        buffers: the calls get the numbers below it in rotation. All buffers together should be
             larger than the last cache.
-        graphs: capture the calls in CUDA graphs where that works; no matter on a CPU.
+        graphs: capture the calls in CUDA graphs if possible; ignored on a CPU.
     """
     if device.type == "cpu":
         clocks = {name: (host_clock(call, buffers), "host") for name, call in calls.items()}
@@ -136,8 +136,8 @@ Clock = Callable[[Callable[[], None] | None], float]
 
 
 def host_clock(call: Call, buffers: int) -> Clock:
-    """A clock of `call` on the CPU. Outputs live until it has stopped, so that every call pays for
-    fresh memory."""
+    """A clock of `call` on the CPU. Outputs are kept until the clock has stopped, so that every
+    call pays for new memory."""
     turn = -1
 
     def milliseconds(_: Callable[[], None] | None) -> float:
@@ -155,13 +155,13 @@ def host_clock(call: Call, buffers: int) -> Clock:
 def gpu_clocks(
     calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
 ) -> dict[str, tuple[Clock, str]]:
-    """(clock, its kind) of each call on the GPU. The function that a clock is given is called while
-    the GPU works.
+    """(clock, its kind) of each call on the GPU. The function given to a clock is called while the
+    GPU works.
 
-    The graphs share their memory, for none reads what another has written there: what calls leave
-    behind for one another was allocated before.
+    The graphs share their memory pool, because none reads what another has written there: tensors
+    that calls pass to one another were allocated before.
     """
-    # Only graphs get a stream of their own: memory cached for one stream does not serve another.
+    # Only graphs get a separate stream, since memory cached for one stream cannot serve another.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     clocks, pool = {}, None
@@ -169,7 +169,7 @@ def gpu_clocks(
         pool = pool or (torch.cuda.graph_pool_handle() if graphs else None)
         clocks[name] = gpu_clock(call, buffers, stream, pool, steps)
         if clocks[name][1] == "events":
-            pool = None  # a capture that failed may still hold it
+            pool = None  # a failed capture may still hold it
     return clocks
 
 
@@ -199,7 +199,7 @@ def gpu_clock(
 
 
 def calls_in_a_sample(estimate: float, buffers: int, steps: bool) -> int:
-    """Number of calls, of `estimate` milliseconds each, in one sample on a GPU."""
+    """The number of calls, of `estimate` milliseconds each, in one sample on a GPU."""
     long = BLOCK_MS if steps else GRAPH_MS
     least, most = (BLOCK_STEPS, 256) if steps else (1, 32)
     return buffers * max(least, min(most, round(long / max(estimate, 1e-3) / buffers)))
@@ -222,7 +222,7 @@ def load_text(mhz: Iterable[float | None], watts: Iterable[float | None]) -> str
 
 
 def waits(call: Call) -> bool:
-    """True if a call waits for the GPU somewhere, which no CUDA graph can contain."""
+    """True if a call waits for the GPU, which cannot be captured in a CUDA graph."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call(0)
@@ -249,8 +249,8 @@ def captured(
 
 
 def elapsed_ms(run: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> float:
-    """Milliseconds that the GPU takes for what `run` puts on the current stream; `meanwhile` is
-    called while it works."""
+    """The milliseconds that the GPU takes for the work that `run` puts on the current stream;
+    `meanwhile` is called while it works."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()

@@ -1,10 +1,10 @@
 """A whole optimizer step: `python -m experiments.bench train`.
 
-Each row has the step as Python launches it and the same step replayed from CUDA graphs, in blocks
-of steps in turns with dense, at a clock that has settled. FP8 stands beside dense FP8 as well. Only
-so many models fit a GPU at once: a comparison has its own dense model measured in turns with it,
-and its ratios are taken within it. A step that chooses masks is a figure of its own where not all
-steps do, and its share is counted in what is judged.
+Each row has the time of a step launched from Python and of the same step replayed from CUDA graphs,
+measured in blocks of steps in turns with dense, at a settled clock. FP8 is also compared with dense
+FP8. Only a few models fit on a GPU at once, so each comparison has its own dense model, and ratios
+are taken within a comparison. If not every step chooses masks, a step that does has a figure of its
+own, and its share is included in the judged time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
 
-TOGETHER = 5  # models that are held at once
+TOGETHER = 5  # number of models held at once
 FP8_PEERS = ("dense fp8", arms.TORCHAO)
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     found, matmul = jobs(options, report), arms.default_matmul(options)
-    if options.device.type == "cuda":  # what starts the compiler is part of no row's first step
+    if options.device.type == "cuda":  # so that no row's first step includes the compiler's start
         torch.compile(torch.sin)(torch.ones(1, device=options.device))
     every = dict.fromkeys(name for job in found.values() for name in job.names)
     chosen = arms.chosen(report, every)
@@ -48,8 +48,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 def comparisons(names: list[str]) -> Iterator[list[str]]:
-    """`names` in groups of at most TOGETHER with `dense` in each, and with dense FP8, as far as it
-    is among them, beside FP8."""
+    """Yield `names` in groups of at most TOGETHER, each with `dense`, and groups with FP8 also with
+    dense FP8 if that is among the names."""
     peers = [name for name in FP8_PEERS if name in names]
     methods = [name for name in names if name not in ("dense", *peers)]
     kinds = (
@@ -76,7 +76,7 @@ def measure(
     """The rows of a job."""
     done: set[str] = set()
     for group in comparisons(names):
-        # Collected first: a compiled model of 774M would keep its memory from the next ones.
+        # Collect garbage first, or a compiled model of 774M would keep its memory.
         gc.collect()
         for row in compared(shape, job, group, matmul, options, report):
             if row.name in names and row.name not in done:
@@ -92,7 +92,7 @@ def compared(
     options: argparse.Namespace,
     report: Report,
 ) -> list[Row]:
-    """The rows of models that are held at once; the first of them is dense."""
+    """The rows of models that are held at the same time; the first is dense."""
     on_gpu = options.device.type == "cuda"
     steps: dict[str, Step] = {}
     memory: dict[str, dict[str, float]] = {}
@@ -102,7 +102,7 @@ def compared(
             steps[name] = step = ready(name, job, options.device, matmul, options.fused)
             gate(name, job, options.device, matmul)
         except Exception as error:
-            # What this torch does not compile, or what is wrong, is no reason to measure nothing.
+            # If torch cannot compile one model, or its result is wrong, measure the others.
             if name == "dense" or isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
             steps.pop(name, None)
@@ -143,7 +143,7 @@ def compared(
 
 
 def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Call]:
-    """The steps that are replayed from graphs; the report says which cannot be captured."""
+    """The steps as calls that replay graphs; the report says which cannot be captured."""
     calls: dict[str, Call] = {}
     pool = torch.cuda.graph_pool_handle()
     for name, step in steps.items():
@@ -153,7 +153,7 @@ def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Ca
             raise
         except RuntimeError as error:
             torch.cuda.synchronize()
-            pool = torch.cuda.graph_pool_handle()  # the capture may still hold the other one
+            pool = torch.cuda.graph_pool_handle()  # the failed capture may still hold the old one
             step.optimizer.zero_grad()
             report.leave_out(f"{shape}, {name}, in CUDA graphs: {first_line(error)}")
     return calls
@@ -164,9 +164,9 @@ def first_line(error: Exception) -> str:
 
 
 def figures(name: str, times: dict[str, Time], period: int) -> dict[str, float]:
-    """Times beside that of an ordinary launched step, and ratios to those of dense.
+    """The times besides that of an ordinary launched step, and ratios to those of dense.
 
-    period: steps of which one chooses masks.
+    period: every this many steps one chooses masks.
     """
     found: dict[str, float] = {}
     launched = times[name].ms
@@ -188,7 +188,7 @@ def precision(device: torch.device) -> str:
 
 
 def gate(name: str, job: Workload, device: torch.device, matmul: str) -> None:
-    """UserError if the products of a linear of the model are wrong."""
+    """Raise a `UserError` if the products of a linear of the model are wrong."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for widths in job.linears:
         linear.gate(name, (job.tokens, *widths), dtype, device, matmul)

@@ -1,2 +1,1 @@
-"""Writes models in the formats of other libraries: transformers, and torch's semi-structured
-tensors."""
+"""Export of models to the formats of transformers and of torch's semi-structured tensors."""

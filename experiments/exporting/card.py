@@ -19,7 +19,7 @@ from models.sparse import MASKS, RECORD, WEIGHTS
 if TYPE_CHECKING:
     from experiments.exporting.export import Form
 
-# What the pages of the hub call what such a model does.
+# The hub's name of the task of each kind of model.
 PIPELINES = {
     "LMHeadModel": "text-generation",
     "ForCausalLM": "text-generation",
@@ -47,7 +47,7 @@ def evaluations(run: FinishedRun, weights: str, source: Mapping[str, str]) -> li
     for directory in sorted((run.directory / "evaluate").glob("*")):
         try:
             result = results.read(directory, shape)
-        except results.NoResult:  # one that was begun, say
+        except results.NoResult:  # for example one that has not ended
             continue
         kind = "dense" if run.trained_with.ends_dense else weights
         if result["files"] == source and result["weights"] == kind:
@@ -57,8 +57,8 @@ def evaluations(run: FinishedRun, weights: str, source: Mapping[str, str]) -> li
 
 
 def result_files(measured: Sequence[Evaluation]) -> dict[str, str]:
-    """The results that the hub shows, as YAML by path: perplexity on WikiText-2 and whole tasks
-    of lm-eval, accuracies in percent. Other texts and tasks are no data sets of the hub."""
+    """The results for the hub's pages, as YAML by path: perplexity on WikiText-2, and lm-eval tasks
+    that were run in full, with accuracies in percent. Other texts are not on the hub."""
     import yaml
 
     entries: dict[str, list[dict[str, Any]]] = {}
@@ -98,8 +98,11 @@ def card(
     measured: Sequence[Evaluation],
     sizes: Mapping[str, int] | None,
 ) -> str:
-    """The text of README.md. kind: the model's class in transformers. rows: its converted linears
-    before low-rank terms were merged. sizes: see `files.compress`; None where it is not compressed.
+    """The text of README.md.
+
+    kind: the model's class in transformers.
+    rows: its converted linears before low-rank terms were merged.
+    sizes: the result of `files.compress`; None if the export is not compressed.
     """
     summed = legality.total(rows)
     facts = {
@@ -122,8 +125,8 @@ def card(
         )
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     merging = (
-        "\nLow-rank terms were merged into these weights here, which are dense therefore; the "
-        "table shows them before.\n"
+        "\nLow-rank terms were merged into these weights, which are therefore dense; the table "
+        "shows them before the merge.\n"
         if merged
         else ""
     )
@@ -165,7 +168,7 @@ which axis, its density, illegal groups and SHA-256. {_masks(form)}
 
 
 def _name(run: FinishedRun, kind: str) -> str:
-    """The model's name, for one of transformers that of its checkpoint on the hub or its class."""
+    """The model's name; for a transformers model, its checkpoint's id on the hub or its class."""
     if "path" not in run.config["model"]:
         return run.model_name
     return _on_hub(run.config["model"]["path"].partition("@")[0]) or kind
@@ -191,7 +194,7 @@ def _head(run: FinishedRun, form: Form, kind: str) -> str:
 
 
 def _on_hub(source: str) -> str | None:
-    """An id on the hub as it is; None for a local folder and for what is embedded."""
+    """`source` if it is an id on the hub; None for a local folder or embedded data."""
     return source if HUB_ID.fullmatch(source) and not Path(source).exists() else None
 
 
@@ -202,7 +205,7 @@ def _data(run: FinishedRun) -> str:
 
 
 def _losses(run: FinishedRun, form: Form, measured: Sequence[Evaluation]) -> dict[str, str]:
-    """Held-out loss of the run, where the exported weights had it, and what was evaluated since."""
+    """The run's held-out loss, if it is that of the exported weights, and later evaluations."""
     found: dict[str, str] = {}
     metrics = run.result.get("metrics", {})
     if form.weights == "sparse" or run.trained_with.ends_dense:

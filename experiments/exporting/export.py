@@ -1,4 +1,4 @@
-"""Writes a finished run as a folder that others load."""
+"""Writes a finished run as a folder for other libraries."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ from methods.nn.compressed import SparsePlusLowRank
 from models.sparse import FORMAT, MASKS, RECORD, VERSION, WEIGHTS, read_record
 
 FOLDER = "export"  # in the run directory
-EARLIER = "export.json"  # the record of exports before sparse24.json
+EARLIER = "export.json"  # the name of the record in older exports
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form in which a run is written. weights: `sparse` as the method ended, or the `dense`
-    master weights. dtype: that the weights are rounded to. compressed: 2:4 weights as values and
-    positions. license: an id of the hub for the model card."""
+    """The form in which a run is written.
+
+    weights: `sparse`, the final weights, or `dense`, the master weights.
+    dtype: the dtype to which weights are rounded.
+    compressed: write 2:4 weights as values and positions.
+    license: the hub's id of a license, for the model card.
+    """
 
     weights: str = "sparse"
     dtype: str = "fp32"
@@ -60,14 +64,14 @@ class Form:
 
     @property
     def folder(self) -> str:
-        """The name of its folder in the run directory."""
+        """The name of the export's folder in the run directory."""
         parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
         parts += [self.dtype] * (self.dtype != "fp32") + ["compressed"] * self.compressed
         return "-".join(parts)
 
     @property
     def kind(self) -> str:
-        """The form in a word or two."""
+        """A short name of the form, for messages."""
         return f"{self.folder.removeprefix(FOLDER).removeprefix('-') or self.weights} export"
 
 
@@ -79,11 +83,11 @@ def export(
 ) -> Path:
     """Write the export of a run and return its folder; an intact export of these weights is kept.
 
-    It is made beside the folder and renamed when it is complete.
+    It is written to a temporary folder and renamed when it is complete.
 
     Raises:
-        UserError: transformers has no such architecture, the method keeps no dense weights, or
-            `to` holds something else, if beside an export that must be written anew.
+        UserError: transformers has no such architecture, the method keeps no dense weights, or the
+            folder has files that are not part of an export of this run.
     """
     form = form or Form()
     if find_spec("transformers") is None:
@@ -113,7 +117,7 @@ def export(
                 "export; move it away, or give another folder, to=FOLDER"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Names of this run alone, which is locked: what is there was left by a killed process.
+        # The names are unique to this run, which is locked; existing folders are from killed runs.
         tag = digest({"run": str(run.directory.resolve())})[:8]
         building, old = (folder.with_name(f".export-{tag}-{name}") for name in ("new", "old"))
         for left in (building, old):
@@ -138,7 +142,7 @@ def _build(
     """Write all files of an export, the record last."""
     model = run.model(form.weights)
     patterns = {name: run.pattern(name) for name in run.converted}
-    rows = legality.measure(model, patterns)  # before merging, which ends the N:M pattern
+    rows = legality.measure(model, patterns)  # before merging, which destroys the N:M pattern
     merged = merge_low_rank(model)
     dtype = TORCH[form.dtype]
     files.round_weights(model, list(patterns), dtype)
@@ -160,7 +164,7 @@ def _build(
     hashes = {path.relative_to(folder).as_posix(): checkpoint.sha256(path) for path in paths}
     usual = (folder / "README.md").stat().st_mode
     for path in paths:
-        path.chmod(usual)  # safetensors makes files for their owner alone
+        path.chmod(usual)  # safetensors creates files that only their owner can read
         with path.open("rb") as file:
             os.fsync(file.fileno())
     head = {"format": FORMAT, "version": VERSION, **marks}
@@ -170,7 +174,7 @@ def _build(
 
 
 def _form(record: dict[str, Any]) -> Form | None:
-    """The form that a record tells of; None if it tells of none."""
+    """The form in a record; None if it has none."""
     try:
         return Form(**{field.name: record[field.name] for field in dataclasses.fields(Form)})
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -186,20 +190,20 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _is_whole(folder: Path, record: dict[str, Any]) -> bool:
-    """True if the files of an export are those that were written."""
+    """True if the files of an export are unchanged."""
     paths = {folder / name: sha256 for name, sha256 in record["files"].items()}
     return all(p.is_file() and checkpoint.sha256(p) == sha256 for p, sha256 in paths.items())
 
 
 def _others(folder: Path, record: dict[str, Any]) -> list[str]:
-    """The files in the folder of an export that were put there by others, a `.git` for one."""
+    """The files in an export's folder that are not part of the export, for example `.git`."""
     paths = (p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())
     return [path for path in paths if path not in record["files"] and path != RECORD]
 
 
 def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
-    """The N:M patterns of an exported folder by tensor name, each as `n`, `m` and `dim`; {} if it
-    is none of ours.
+    """The N:M patterns of an exported folder by tensor name, each with `n`, `m` and `dim`; {} for a
+    folder that this project did not export.
 
     Raises:
         UserError: its record is damaged.
@@ -233,9 +237,9 @@ def _image_processor(data: ImageConfig) -> Any:
 
 @torch.no_grad()
 def merge_low_rank(model: nn.Module) -> bool:
-    """Add the low-rank terms of SLoRB and SLoPe to the weights, in place; True if there were any.
+    """Add the low-rank terms of SLoRB and SLoPe to the weights in place; True if there were any.
 
-    The function stays, the N:M pattern does not.
+    The model computes the same, but loses its N:M pattern.
     """
     found = any(isinstance(m, slorb.BoostedLinear | SparsePlusLowRank) for m in model.modules())
     compressed.merge(slorb.merge(model))

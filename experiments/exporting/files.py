@@ -1,5 +1,6 @@
-"""Writes models in the files of transformers, and beside or in place of them the format of
-`models/sparse.py`: which tensors are sparse and how, their masks as bits, or their compressed form.
+"""Writes a model's files for transformers and, in addition or instead, in the format of
+`models/sparse.py`: a description of the sparse tensors, their masks as bits, or their compressed
+form.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def to_transformers(model: nn.Module) -> Any:
-    """The transformers model with the same weights as a plain model of ours; a `CausalLM` holds one
-    already.
+    """The transformers model with the weights of a plain model of this project; for a `CausalLM`,
+    the model that it wraps.
 
     Raises:
         UserError: transformers has no such architecture.
@@ -54,9 +55,9 @@ def write(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Write config and weights of a plain model as `save_pretrained` of transformers does, and its
-    tokenizer, whose end-of-text token then ends what a GPT-2 generates; returns the name of its
-    class there."""
+    """Write config and weights of a plain model as transformers' `save_pretrained` does, and its
+    tokenizer, whose end-of-text token becomes the one at which GPT-2 stops generating; return the
+    name of the transformers class."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -73,8 +74,8 @@ def write(
 
 @torch.no_grad()
 def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> None:
-    """Round all weights to `dtype`, in place and without changing theirs, and make each zero of
-    `linears` +0: a mask in the place of a weight leaves -0 behind.
+    """Round all weights to `dtype`, in place and without changing their own dtype, and make each
+    zero of `linears` +0: multiplying by a mask leaves -0 behind.
 
     Raises:
         UserError: a number is too large for `dtype`.
@@ -94,7 +95,7 @@ def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> N
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a linear's weight in the exported files: tensor `name`, with the inputs along
+    """Where a linear's weight is in the exported files: in tensor `name`, with the inputs along
     `axis`."""
 
     linear: str
@@ -105,15 +106,16 @@ class Stored:
 def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[Stored]:
     """The tensors that hold the weights of `linears` once `model` is written.
 
-    Nothing here knows the names, transpositions and splits (of a fused QKV, say) of transformers:
-    a copy of the model is written whose weights carry the number of their linear, and are found
-    again. The first input is told from the others by one half more.
+    To be independent of transformers' names, transpositions and splits (of a fused QKV, for
+    example), a copy of the model is written in which every weight has the number of its linear, and
+    the numbers are looked up in the files. Weights of the first input are larger by one half, which
+    shows the axis.
     """
     probe = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in probe.parameters():
             parameter.zero_()
-        for number, linear in enumerate(linears, 2):  # 0 and 1 may stand for anything
+        for number, linear in enumerate(linears, 2):  # other tensors may contain 0 and 1
             weight = probe.get_parameter(f"{linear}.weight")
             weight.fill_(number)
             weight[:, 0] += 0.5
@@ -160,10 +162,10 @@ def write_masks(folder: Path, names: Mapping[str, Any]) -> None:
 
 
 def compress(folder: Path, described: Mapping[str, Any]) -> dict[str, int]:
-    """Replace the weights in a folder by their compressed form; returns the bytes of the packed
-    tensors there, `compressed`, and before, `dense`.
+    """Replace the weights in a folder by their compressed form; return the bytes of the packed
+    tensors after (`compressed`) and before (`dense`).
 
-    What is not 2:4 stays dense, as where a low-rank term was merged.
+    Tensors that are not 2:4, for example after merging a low-rank term, stay dense.
     """
     kept: dict[str, Tensor] = {}
     sizes = {"compressed": 0, "dense": 0}
@@ -186,8 +188,8 @@ def compress(folder: Path, described: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and content of each tensor of the model in a folder, one at a time."""
+    """Yield the name and content of each tensor of the model in a folder, one at a time."""
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - not a dict
                 yield name, file.get_tensor(name)

@@ -29,8 +29,8 @@ def semi_structured_layout(device: torch.device, dtype: torch.dtype) -> str:
 class SemiStructuredLinear(nn.Linear):
     """`nn.Linear` with a `SparseSemiStructuredTensor` as its weight, for inputs of any strides.
 
-    torch's class has only products of two matrices; a batch of them that is not contiguous would
-    have to be expanded, which it cannot.
+    torch's class only multiplies two matrices. For a batch that is not contiguous torch would
+    expand the weight, which the class does not support.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,17 +41,18 @@ class SemiStructuredLinear(nn.Linear):
 
 @torch.no_grad()
 def to_semi_structured(model: nn.Module, layout: str | None = None) -> list[str]:
-    """Give the 2:4 linears of a plain model weights of torch's `SparseSemiStructuredTensor`.
-
-    In place, for inference. The tensors hold the very weights, half of them and their positions.
+    """Replace the weights of a plain model's 2:4 linears by torch's `SparseSemiStructuredTensor`,
+    in place, for inference. The values are unchanged.
 
     Args:
         model: on its device, in bf16 or fp16. Linears that are not 2:4 stay dense.
-        layout: of `Packed24`; None for what the device can multiply with.
+        layout: a layout of `Packed24`; None for one that the device can multiply with.
     Returns:
         The names of the linears.
     Raises:
-        UserError: the device cannot, no linear is 2:4, or one has a shape that torch does not take.
+        UserError: the device cannot run 2:4 products, no linear is 2:4, or one has a shape that
+        torch
+            does not support.
     """
     first = next(model.parameters())
     layout = layout or semi_structured_layout(first.device, first.dtype)

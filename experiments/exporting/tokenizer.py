@@ -37,7 +37,7 @@ def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase 
         fast = byte_level_tokenizer(encoding)
     else:
         fast = Tokenizer.from_str(encoding.text)
-        if "[CLS]" in encoding.special_tokens:  # BERT's, which has no other
+        if "[CLS]" in encoding.special_tokens:  # a BERT tokenizer
             roles = {f"{token[1:-1].lower()}_token": token for token in encoding.special_tokens}
     return PreTrainedTokenizerFast(
         tokenizer_object=fast, model_max_length=shape.block_size, **roles

@@ -1,8 +1,8 @@
-"""Bytes that a training step holds, counted on tensors without numbers.
+"""The memory of a training step, counted on fake tensors.
 
-Model, method and one micro-batch are made as the trainer makes them, of PyTorch's fake tensors:
-they have shapes, dtypes and storages, and take no memory. The forward pass runs on them under
-autocast, and what autograd keeps of it for the backward pass is counted, each storage once.
+Model, method and one micro-batch are built as in the trainer, but from PyTorch's fake tensors,
+which have shapes, dtypes and storages but take no memory. The forward pass runs on them under
+autocast, and the storages that autograd keeps for the backward pass are counted, each once.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from experiments.support.memory import buffer_bytes
 from experiments.training.blocks import trained_blocks
 from methods.nn.linear import SparseLinear
 
-# Moments that an optimizer keeps of each weight.
+# The number of moments that an optimizer keeps for each weight.
 MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1}
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a model under a method and of one micro-batch, before GPUs share them.
+    """The bytes of a model under a method and of one micro-batch, before sharding.
 
-    parameters: numbers of the plain model. trained, frozen: weights; the latter are a
-        teacher's. moments: of the optimizer. masks, packed, operands: of the converted layers.
-    bits: the masks at one bit an entry.
-    casts: copies of weights in autocast's dtype, from forward to backward. activations: what else
-        autograd keeps. checkpointed: the same if each block keeps its input alone, and one of them
-        what it computes anew.
-    loss: what the loss holds for a moment beside that.
+    parameters: number of parameters of the plain model.
+    trained, frozen: trained weights, and those of a teacher.
+    moments: the optimizer's moments.
+    masks, packed, operands: buffers of the converted layers. bits: the masks at one bit per entry.
+    casts: copies of weights in autocast's dtype, kept from forward to backward.
+    activations: everything else that autograd keeps.
+    checkpointed: the same with activation checkpointing: the inputs of all blocks, and everything
+        that one block recomputes.
+    loss: temporary memory of the loss.
     passing: packed and other operands of the block that has most of them.
-    block, root: numbers of the weights of the largest block, and of those outside of blocks.
-    width: bytes of a number under autocast.
+    block, root: number of weights in the largest block, and outside of blocks.
+    width: bytes per number under autocast.
     """
 
     parameters: int
@@ -79,11 +81,11 @@ def footprint(
     """The footprint of a training step.
 
     Args:
-        build: the plain model; called on the meta device. loss: that of one micro-batch; called
-            with the model, among fake tensors. dtype: of autocast, None for none.
-        compiled: the loss then keeps the logits in autocast's dtype, not their logarithms in fp32.
-        packed: products with a 2:4 operand take it in packed form. repack: that of dgrad is made
-            in each backward pass, where a layer can, and not held.
+        build: builds the plain model; called on the meta device. loss: computes the loss of one
+        micro-batch; called with the model and fake tensors. dtype: dtype of autocast, None for no
+        autocast. compiled: the loss keeps the logits in autocast's dtype, instead of
+        log-probabilities in fp32. packed: products with a 2:4 operand use its packed form. repack:
+        dgrad's operand is packed in each backward pass, if a layer supports it, and not kept.
     """
     with torch.device("meta"):
         model = build()
@@ -110,8 +112,7 @@ def footprint(
         numbers = {block: sum(p.numel() for p in block.parameters()) for block in saved.blocks}
         narrow = compiled and teacher is None and dtype is not None
         outside = saved.outside(narrow)
-        # The gradient of the logits' logarithms and that of the logits, or what the loss of a
-        # method with a teacher makes of the logits of both.
+        # The gradients of log-probabilities and logits, or the temporaries of a distillation loss.
         held = 0 if narrow else max(2 * saved.largest, watch.most - outside)
         return Footprint(
             parameters=parameters,
@@ -146,8 +147,8 @@ def _bits(layer: SparseLinear) -> int:
 
 
 def _hold_packed(layer: SparseLinear, repack: bool) -> None:
-    """Allocate the operands of the products that run sparse on a GPU, where they can: in half
-    precision, in shapes that fit. They are not filled: there are no numbers."""
+    """Allocate the operands of the products that could run sparse on a GPU: in half precision and
+    in suitable shapes. They are not written, since the tensors are fake."""
     fits = not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
     if layer.dtype.itemsize != 2 or not fits:
         return
@@ -159,8 +160,7 @@ def _hold_packed(layer: SparseLinear, repack: bool) -> None:
 
 
 def _on_cpu(model: nn.Module) -> None:
-    """Put fake tensors of the CPU, which autocast knows, in the place of those of the meta device;
-    what is tied stays so."""
+    """Replace meta tensors by fake CPU tensors, which autocast supports; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -176,8 +176,8 @@ def _on_cpu(model: nn.Module) -> None:
 
 
 class _Fused(TorchFunctionMode):
-    """Leaves out the dropout of attention, with which the CPU has no fused kernel. A GPU has, and
-    keeps nothing of it: the backward pass draws it anew."""
+    """Removes the dropout of attention, for which the CPU has no fused kernel. A GPU has one, and
+    keeps nothing for it: its backward pass draws the dropout again."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -187,9 +187,9 @@ class _Fused(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Gives 0 for a tensor's number that is asked for, such as a count of what is wrong, and
-    remembers in `casts` the copies of `weights` in another dtype; both are storages. `most` is the
-    most bytes that other tensors made `outside` of blocks had at a time."""
+    """Returns 0 when code reads a number from a tensor (such as a count of errors), and records in
+    `casts` the storages of copies of `weights` in another dtype. `most` is the peak of the bytes of
+    other tensors created `outside` of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,21 +218,21 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of operators that meet a tensor without numbers."""
+    """A context without the warnings of operators about fake tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class _Saved:
-    """Storages that autograd keeps of a forward pass, by the block that they belong to."""
+    """The storages that autograd keeps from a forward pass, by block."""
 
     def __init__(
         self, model: nn.Module, own: set[int], watch: _Watch, dtype: torch.dtype | None
     ) -> None:
         self.blocks, self.seen = trained_blocks(model), own
         self.watch, self.dtype = watch, dtype
-        self.kept: list[Any] = []  # so that no storage takes the place of another
+        self.kept: list[Any] = []  # keeps storages alive, so that their ids stay unique
         self.here: int | None = None
         self.of_blocks: dict[int, int] = {}
         self.others: list[Tensor] = []

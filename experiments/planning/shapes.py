@@ -1,7 +1,7 @@
-"""Models without their weights, and micro-batches without their numbers.
+"""Models and micro-batches as meta or fake tensors, for planning.
 
-A checkpoint of transformers is planned for by its shape: that in the `config.json` of a local
-folder, or a published one that is known here, so that nothing is downloaded.
+A transformers checkpoint is planned by its shape, which is read from the `config.json` of a local
+folder or, for some published checkpoints, known here, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _published(path: str) -> Any:
 
 
 def transformers_config(path: str) -> Any:
-    """The shape of a checkpoint: a local folder, or one that is known here.
+    """The transformers config of a checkpoint: a local folder, or one whose shape is known here.
 
     Raises:
         UserError: it is neither.
@@ -89,7 +89,8 @@ def transformers_config(path: str) -> Any:
 
 @contextmanager
 def stand_in(config: Any) -> Iterator[str]:
-    """A folder with this shape and no weights, as the path of a checkpoint."""
+    """A context with a temporary folder that has this config but no weights, as a checkpoint
+    path."""
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         save_file({}, Path(folder) / "model.safetensors")
@@ -97,7 +98,7 @@ def stand_in(config: Any) -> Iterator[str]:
 
 
 def build(run: RunConfig, hf: Any = None) -> nn.Module:
-    """The model of a run, with weights of no meaning; for the meta device.
+    """The model of a run with arbitrary weights; meant for the meta device.
 
     hf: the transformers config of its checkpoint, if it starts from one.
     """
@@ -118,8 +119,8 @@ def build(run: RunConfig, hf: Any = None) -> nn.Module:
 
 
 def tokens_per_sample(run: RunConfig, hf: Any = None) -> int:
-    """Tokens that a linear layer of the model sees of one sample; of a bundle of pairs, as many as
-    it can have."""
+    """The number of tokens per sample that a linear layer of the model sees; for a bundle of pairs,
+    the largest possible number."""
     shape: Any = run.model
     if isinstance(shape, ViTConfig):
         return shape.tokens
@@ -133,7 +134,7 @@ def tokens_per_sample(run: RunConfig, hf: Any = None) -> int:
 def loss_of(
     run: RunConfig, method: methods.Method, samples: int, tokens: int
 ) -> Callable[[Any], Tensor]:
-    """The loss of a micro-batch of so many samples, as a function of the model."""
+    """A function that computes the model's loss on a micro-batch of `samples` samples."""
     shape: Any = run.model
     if isinstance(shape, ViTConfig):
         size = (3, shape.image_size, shape.image_size)
@@ -168,7 +169,7 @@ def loss_of(
 
 
 def _masked_loss(model: BertLM, samples: int, tokens: int, predicted: int) -> Tensor:
-    """The loss of the hidden words. Which are hidden is a question of numbers: here the first."""
+    """The loss of masked words; here simply the first words are masked."""
     hidden = model.bert(torch.zeros(samples, tokens, dtype=torch.int64))
     logits = model.predictions(hidden.flatten(0, 1)[:predicted])
     return F.cross_entropy(logits, torch.zeros(predicted, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Predicts the speed of a training by the measured step of the model that is most like its own."""
+"""Predicts the speed of a training from the measured step of the most similar model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEASURED = Path(__file__).parents[1] / "bench_results" / "h200.json"
-# Shapes of the measured models of a family, and the weights of one in millions: None where the
-# shape says how many.
+# For each family, the shapes of its measured models, and a model's weights in millions; None if the
+# shape contains the number.
 _MODELS = {
     "causal": (re.compile(r"GPT-2 (\d+)M, \d+ x \d+"), None),
     "images": (re.compile(r"ViT-L/16, \d+ images"), 304),
 }
-TAUGHT = 3 / 4  # of the speed, with a teacher's forward pass beside forward and backward pass
+TAUGHT = 3 / 4  # relative speed with a teacher, whose forward pass adds a third of the work
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Samples or tokens a second on one GPU.
+    """The predicted samples or tokens per second on one GPU.
 
-    row: the measured one that it follows from. conditions: under which all rows of whole models
-    were measured (experiments/bench/train.py). factor: on its speed, how many times as many weights
-    it has. as_dense: the method itself was not measured. taught: the speed is 3/4 of that, for a
-    teacher's forward pass beside forward and backward pass.
+    row: the measured row on which it is based.
+    conditions: how all rows of whole models were measured (experiments/bench/train.py).
+    factor: by which the measured speed is multiplied: the measured model's number of weights over
+        that of this model.
+    as_dense: the method itself was not measured, so the dense row is used.
+    taught: the speed is multiplied by 3/4 for a teacher's forward pass.
     """
 
     per_second: float
@@ -38,13 +40,13 @@ class Speed:
 
 
 def nearest(family: str, method: str, parameters: int, taught: bool = False) -> Speed | None:
-    """The speed of the measured model that is nearest in size, with this method or, if it was never
-    measured, dense. None: no model of this family was measured.
+    """The speed predicted from the measured model nearest in size, with this method or, if that was
+    never measured, dense. None if no model of this family was measured.
 
     Args:
-        family: `causal` for language models whose tokens see those before them, `images` for ViTs.
-        method: as the rows name it, `s_ste, fp8` say.
-        taught: it has a teacher.
+        family: `causal` for causal language models, `images` for ViTs.
+        method: the method's name in the rows, for example `s_ste, fp8`.
+        taught: the method has a teacher.
     """
     if family not in _MODELS:
         return None
@@ -52,7 +54,7 @@ def nearest(family: str, method: str, parameters: int, taught: bool = False) -> 
     found = {}
     for row in json.loads(MEASURED.read_text(encoding="utf-8"))["benchmarks"]["train"]["rows"]:
         if match := pattern.fullmatch(row["shape"]):
-            # Of rows with several optimizers the last one, with that of `impl=gpu`.
+            # If there are rows with several optimizers, the last has that of `impl=gpu`.
             found[row["shape"], row["name"]] = 1e6 * (millions or int(match[1])), row
     for name in (method, "dense"):
         own = [(size, row) for size, row in found.values() if row["name"] == name]

@@ -176,7 +176,7 @@ def test_defaults():
     ("override", "message"),
     [
         ("candidates=[]", "candidates=[]; name at least one decay factor"),
-        ("candidates=[-1e-5]", "candidates has -1e-05; a decay factor is finite and from 0 on"),
+        ("candidates=[-1e-5]", "candidates has -1e-05; a decay factor must be finite and >= 0"),
         ("candidates=[nan]", "candidates has nan"),
         ("candidates=[many]", "candidates=['many']; it must be a list of numbers"),
         ("candidates=1e-3", "candidates=0.001; it must be a list of numbers, like [6e-5,2e-4]"),
