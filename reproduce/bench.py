@@ -1,7 +1,7 @@
-"""Measures one cell of a speed or memory table on the device at hand.
+"""Measures one cell of a speed or memory table on the present device.
 
-A driver like those of `experiments`: `load`, `run`, `finished`. `MEASURES` has what is timed, by
-module. The result is known by its config and the device, and is kept.
+It is a driver like those of `experiments`, with `load`, `run` and `finished`. `MEASURES` names the
+module of each measurement. A result is identified by its config and the device, and is kept.
 """
 
 from __future__ import annotations
@@ -45,28 +45,31 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of one measurement; everything is measured beside a dense model of the same shape.
+    """Settings of one measurement, which is always compared with a dense model of the same shape.
 
-    what: `linear` (batch * length tokens, width -> inner); `gpt2` (a feed-forward network and a
-        whole block); `decoder` (a layer of a language model, with `ranks` of adapters at
-        inference); `sam` (timm's image encoder of SAM, forward and backward); `search` (for
-        transposable masks of a weight width -> inner); `geglu` (batch * length tokens, inner
+    what: the measurement: `linear` (batch * length tokens, width -> inner); `gpt2` (a feed-forward
+        network and a whole block); `decoder` (a language model layer, with adapters of `ranks` at
+        inference); `sam` (timm's image encoder of SAM, forward and backward); `search` (the search
+        for transposable masks of a weight width -> inner); `geglu` (batch * length tokens, inner
         features); `product` (of two matrices width x width); `train` (whole steps of `model`);
-        `parts` (of the step of a linear width -> inner); `decode` (of `layers` layers of LLaMA,
-        `new` tokens after `length`); `sam_inference` (with the linears of `packed` 2:4); `kernels`
-        (product and packing of a weight width -> inner, alone); `mlp`; `layer` (of OPT's shapes,
-        with and without SLoPe's parts); `shapes` (products of weights around width x width);
-        `slow_down` (of a block by Bi-Mask); `imposed_zeros` (by the second mask of a weight width x
-        width, for an N:M `pattern`); `adapters` (of a training of `model`, `after` a percentage of
-        their steps). method: of experiments.bench.ARMS, or any other.
-    inner: width of the feed-forward network; null = 4 * width. kv_heads: of a LLaMA layer; null =
-        a GPT-2 block, which has OPT's shapes. ranks: of adapters, in percent of the width.
-    accumulate: micro-batches of a step. steps: of a whole training.
-    model, image: timm's name, and the side of its images; width and heads if not those of timm. For
-        `train` a size of GPT-2, `transformer_base` or `deit_base`.
-    precision: of weights and products on a GPU, bf16 or fp16; a CPU has fp32. repeats: samples of
-        each time. shrink: divisor of width and inner. device: `auto`, or `cuda` if nothing else
-        will do.
+        `parts` (the parts of a step of a linear width -> inner); `decode` (`new` tokens after
+        `length`, by `layers` layers of LLaMA); `sam_inference` (with the linears `packed` as 2:4);
+        `kernels` (product and packing of a weight width -> inner by themselves); `mlp`; `layer`
+        (with OPT's shapes, with and without SLoPe's parts); `shapes` (products of weights around
+        width x width); `slow_down` (of a block by Bi-Mask); `imposed_zeros` (zeros that the second
+        mask adds to a weight width x width, for an N:M `pattern`); `adapters` (of a training of
+        `model`, `after` a percentage of their steps).
+    method: one of experiments.bench.ARMS, or any other method.
+    inner: width of the feed-forward network; null = 4 * width.
+    kv_heads: number of key and value heads of a LLaMA layer; null = a GPT-2 block, which has OPT's
+        shapes.
+    ranks: ranks of adapters, in percent of the width.
+    accumulate: micro-batches per step. steps: steps of a whole training.
+    model, image: timm's name of a model, and the side of its images; width and heads if they differ
+        from timm's. For `train` a size of GPT-2, `transformer_base` or `deit_base`.
+    precision: dtype of weights and products on a GPU, bf16 or fp16; a CPU uses fp32.
+    repeats: samples of each time. shrink: divisor of width and inner.
+    device: `auto`, or `cuda` to require a GPU.
     """
 
     what: str
@@ -136,7 +139,7 @@ class Config:
         return dataclasses.replace(self, width=self.width // self.shrink, inner=inner, shrink=1)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the figures depend on, the device included, as plain values."""
+        """Everything that the result depends on, including the device, as plain values."""
         fields = dataclasses.asdict(self)
         for name in ("tier", "runs"):
             del fields[name]
@@ -181,7 +184,7 @@ def finished(config: Config) -> dict[str, Any] | None:
 
 
 def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure, or do nothing if it is done; returns the content of `result.json`.
+    """Measure, or do nothing if it is done; return the content of `result.json`.
 
     Raises:
         UserError: products that are wrong, or a package that is missing.

@@ -14,16 +14,16 @@ from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, COMPARING, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
-MARK = "*"  # behind ours, where the paper's value lies outside its interval
-OTHER = "†"  # behind a comparison with another row than the first
+MARK = "*"  # printed after our value if the paper's lies outside its interval
+OTHER = "†"  # printed after a comparison with another row than the first
 
 Numbers = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed cell: its text, and the numbers behind it by name. values: by seed, for the
-    mean that it shows."""
+    """One printed cell: its text, and the numbers in it by name. values: the values of the mean
+    that it shows, by seed."""
 
     text: str
     numbers: Numbers = field(default_factory=dict)
@@ -93,10 +93,10 @@ def ours(
     baseline: list[PlacedRun],
     unit: str = "",
 ) -> Cell:
-    """The cell of one row's runs, over the seeds; `baseline` are the runs of the row that it is
-    compared with.
+    """The cell of one row's runs, over the seeds. baseline: the runs of the row that it is compared
+    with.
 
-    unit: printed behind the numbers, as `in_unit` has it.
+    unit: printed after the numbers, as by `in_unit`.
     """
     path = column.value_in(tier)
     if path is None:
@@ -168,19 +168,19 @@ def _values(
 
 
 def compared(table: Table, tier: str) -> bool:
-    """True if a tier has the paper's setting, so that differences to it are taken: the full tier
-    alone, and never of speed, which was measured on another device."""
+    """True if a tier has the paper's setting, so that differences to the paper are shown: only the
+    full tier, and never for speed, which the paper measured on another device."""
     return tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
 
 
 def paper(
     table: Table, tier: str, variant: Variant, row: TableRow, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
-    """(cell of the published value, cell of our difference to it). The smoke tier trains and times
-    something else: it shows no published value.
+    """(cell of the published value, cell of our difference to it). The smoke tier shows no
+    published value, because it trains and times something else.
 
-    The text of the difference is `MARK` if its 95 % interval (Student's t over the seeds, the one
-    rule of this project's comparisons) does not hold 0, else "".
+    The text of the difference is `MARK` if its 95 % interval (Student's t over the seeds, as in all
+    comparisons of this project) does not contain 0, else "".
     """
     cell = published_cell(table, variant, row, column)
     if cell is None:
@@ -193,7 +193,7 @@ def paper(
     if not compared(table, tier) or cell.value is None or not isinstance(mean, float):
         return published, Cell("")
     low, high = stats.paired_interval([v - cell.value for v in own.values])
-    outside = low > 0 or high < 0  # False of one seed, which has no interval
+    outside = low > 0 or high < 0  # False for a single seed, which has no interval
     return published, Cell(MARK * outside, {"difference": mean - cell.value})
 
 
@@ -211,7 +211,7 @@ def published_cell(
 def published_name(
     table: Table, variant: Variant, row: TableRow, column: Column
 ) -> tuple[str, str] | None:
-    """(row, column) of a cell in `published.json`, which need not be there; None if the spec names
+    """The (row, column) of a cell in `published.json`, which may lack it; None if the spec names
     none."""
     names = {"row": row.published, "variant": variant.published, "column": column.published}
     templates = row.cells.get(column.label)

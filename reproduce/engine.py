@@ -24,8 +24,9 @@ Act = Callable[[Job, Report], Any]
 class PlacedRun:
     """A finished training or benchmark at one place of a table.
 
-    result: its `result.json`; log: the records of its `metrics.jsonl`; measures: the `result.json`
-    of the measurements that were made of it, by `<measure>` or `<measure>.<task>`.
+    result: its `result.json`.
+    log: the records of its `metrics.jsonl`.
+    measures: the `result.json` of each of its measurements, by `<measure>` or `<measure>.<task>`.
     """
 
     place: Place
@@ -41,8 +42,8 @@ def run_job(job: Job, report: Report) -> Any:
 
 
 def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
-    """Run the jobs that are not finished, in order, and return how many there were. A failure is
-    reported in one line, and the rest go on."""
+    """Run the jobs that are not finished, in order, and return their number. A failure is reported
+    in one line, and the other jobs continue."""
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     if waiting and needs_gpu(job.config for _, job in waiting):
@@ -78,7 +79,7 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
 
 
 def needs_gpu(configs: Iterable[Any]) -> bool:
-    """True if a config is for a GPU and there is none here. None stands for a job whose source is
+    """True if a config needs a GPU and there is none here. A config is None if the job's source is
     not finished."""
     settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
     wanted = any(getattr(one, "device", None) == "cuda" for one in settings)

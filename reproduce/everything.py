@@ -1,7 +1,7 @@
 """Makes all tables and figures of the papers, one after the other: `python -m reproduce all`.
 
-The summary says of each how it ended and how many minutes it has taken, those of earlier calls
-included. It is written after every table, so a call that was interrupted loses nothing.
+The summary says how each ended and how many minutes it took, including earlier calls. It is written
+after every table, so that an interrupted call loses nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from reproduce.spec import Table
 
 @dataclass
 class Line:
-    """One table in the summary. status: `complete`, `incomplete`, `failed` or `not offered`;
-    reason: why, of the last two. jobs, done: as of `making.Made`. minutes: of all calls."""
+    """One table in the summary. status: `complete`, `incomplete`, `failed` or `not offered`.
+    reason: why, for the last two. jobs, done: as in `making.Made`. minutes: of all calls."""
 
     spec: str
     script: str
@@ -32,14 +32,15 @@ class Line:
     reason: str = ""
 
     def end(self, made: Made) -> None:
-        """Take over how a table ended."""
+        """Record how a table ended."""
         self.jobs, self.done, self.reason = made.jobs, made.done, made.reason
         status = "failed" if made.reason else "incomplete"
         self.status = "complete" if made.complete else status
 
 
 def run(tables: list[Table], tier: str, runs: Path) -> bool:
-    """Make every table that has the tier, then the page of results; True if all are complete."""
+    """Make every table that has the tier, then the page of results; return True if all are
+    complete."""
     summary = Summary(tables, tier, runs)
     wanted = [table for table in tables if not not_offered(table, tier)]
     start = time.monotonic()
@@ -66,7 +67,7 @@ class Summary:
     def __init__(self, tables: list[Table], tier: str, runs: Path) -> None:
         self.tier, self.runs = tier, runs
         self.stem = runs / "tables" / f"all-{tier}"
-        self.lines = self._kept()  # also of papers that this call was not asked for
+        self.lines = self._kept()  # includes papers that this call does not make
         for table in tables:
             line = Line(table.name, script(table))
             if table.name in self.lines:
@@ -84,12 +85,12 @@ class Summary:
         return {line["spec"]: Line(**line) for line in content["tables"]}
 
     def make(self, table: Table) -> None:
-        """Make a table and write down how it ended, or that it was interrupted."""
+        """Make a table and record how it ended, or that it was interrupted."""
         line, start = self.lines[table.name], time.monotonic()
         line.status = "interrupted"
         try:
             line.end(attempt(table, self.tier, self.runs))
-        except Exception as error:  # an error of ours in one table shall not keep the others back
+        except Exception as error:  # a defect in one table must not prevent the others
             traceback.print_exc()
             line.end(Made(reason=f"{type(error).__name__}: {' '.join(str(error).split())}"))
         finally:
@@ -134,5 +135,5 @@ class Summary:
 
 
 def script(table: Table) -> str:
-    """The command that makes a table alone."""
+    """The command that makes only this table."""
     return f"reproduce/{table.command}.sh paper={table.paper}"

@@ -1,7 +1,7 @@
-"""Lays a table out as the papers do, and splits it into parts that fit 80 columns.
+"""The layout of a table as in the papers, split into parts that fit into 80 columns.
 
-A line has names (of its row) and values. The paper's values stand above ours, in lines of their
-own, so that a column is as wide as the wider of the two.
+A line has its row's names and values. The paper's values are on separate lines above ours, so that
+a column is only as wide as the wider of the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 WIDTH = 80
-BLANK = "-"  # a cell that the paper or the tier does not have
+BLANK = "-"  # a cell that is missing in the paper or the tier
 PAPER, OURS = "paper", "ours"
 SOURCE = "source"  # heading over these two
 STUBS = {"variant": "of", "row": "method", "column": "metric"}  # headings over names, by axis
@@ -27,8 +27,8 @@ class Line:
 @dataclass(frozen=True)
 class Grid:
     """A table as it is printed. stubs: headings over the names. columns: headings over the values.
-    groups: by column, the quantity that it belongs to, whose columns have a part of their own; ""
-    where the heading says it."""
+    groups: for each column the quantity that it belongs to, whose columns form a separate part; ""
+    if the heading names it."""
 
     stubs: list[str]
     groups: list[str]
@@ -36,8 +36,9 @@ class Grid:
     lines: list[Line]
 
     def parts(self, width: int = WIDTH) -> list[Grid]:
-        """The table cut into parts by columns, as many in each as fit into `width` characters of
-        Markdown. Names stand in every part; lines without a value there are left out."""
+        """The table split by columns into parts, each with as many columns as fit into `width`
+        characters of Markdown. Every part has the names; lines without a value in it are left
+        out."""
         names = sum(w + 3 for w in _widths([self.stubs, *(line.names for line in self.lines)]))
         values = _widths([self.columns, *(line.values for line in self.lines)])
         parts: list[list[int]] = []
@@ -56,11 +57,11 @@ class Grid:
         return Grid(self.stubs, groups, columns, kept)
 
     def markdown(self, width: int = WIDTH) -> str:
-        """The parts as Markdown, padded so that the text itself is a table, too."""
+        """The parts as Markdown, padded so that columns also align in plain text."""
         return "\n".join("".join(f"{line}\n" for line in _text(p)) for p in self.parts(width))
 
     def printed(self) -> list[Line]:
-        """The lines, where one below another of the same row leaves its names blank."""
+        """The lines, with names left blank if they repeat those of the line above."""
         lines = []
         before: list[str] | None = None
         for line in self.lines:
@@ -71,15 +72,15 @@ class Grid:
         return lines
 
     def of_source(self, source: str) -> Grid:
-        """The lines of `paper` or `ours` alone, without the column that says so."""
+        """Only the lines of `paper` or only those of `ours`, without the column that says which."""
         kept = [line for line in self.lines if line.names[-1] == source]
         lines = [Line(line.names[:-1], line.values) for line in kept]
         return Grid(self.stubs[:-1], self.groups, self.columns, lines)
 
 
 def read(text: str) -> Grid | None:
-    """The table that `Grid.markdown` wrote somewhere in the text, its parts put together again;
-    None if there is none."""
+    """The table that `Grid.markdown` wrote somewhere in the text, with its parts joined; None if
+    there is none."""
     parts: list[Grid] = []
     group = ""
     for paragraph in text.split("\n\n"):
@@ -103,7 +104,7 @@ def _part(rows: list[list[str]], group: str) -> Grid | None:
     lines: list[Line] = []
     for row in rows[2:]:  # the second is the rule below the headings
         names = row[:count]
-        if lines and stubs[-1] == SOURCE and not any(names[:-1]):  # as above it
+        if lines and stubs[-1] == SOURCE and not any(names[:-1]):  # the names of the line above
             names = [*lines[-1].names[:-1], names[-1]]
         lines.append(Line(names, row[count:]))
     return Grid(stubs, [group] * len(columns), columns, lines)
@@ -112,7 +113,7 @@ def _part(rows: list[list[str]], group: str) -> Grid | None:
 def _joined(parts: list[Grid]) -> Grid:
     stubs, found = parts[0].stubs, [{tuple(x.names): x.values for x in p.lines} for p in parts]
     sourced = stubs[-1] == SOURCE
-    # A part lacks the rows that have no value in it, so that the longest knows the order best.
+    # Parts lack rows without values, so the longest part gives most of the order.
     longest = sorted(found, key=len, reverse=True)
     order = {(key[:-1] if sourced else key): None for own in longest for key in own}
     keys = [(*key, source) for key in order for source in (PAPER, OURS)] if sourced else order

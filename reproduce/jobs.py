@@ -1,8 +1,8 @@
-"""Plans what a table needs: trainings or benchmarks, then measurements of them.
+"""Plans the jobs of a table: trainings or benchmarks, and then measurements of them.
 
-A job is known by its config alone, so tables, variants and rows share runs, and a second call does
-what is missing. What starts from a finished run, or measures one, has no config before that run is
-there: its directory and hash depend on it.
+A job is identified by its config, so tables, variants and rows share runs, and a second call does
+only what is missing. A job that starts from a finished run, or measures one, has no config before
+that run exists, because its directory and hash depend on the run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from experiments.support.errors import UserError
 from reproduce.spec import BENCH, Table, TableRow, Tier, Variant
 
-INPUTS = "smoke_tasks"  # folder below that of the runs: reproduce/smoke_tasks.py
+INPUTS = "smoke_tasks"  # folder below that of the runs, written by reproduce/smoke_tasks.py
 
 
 @dataclass(eq=False)
 class Job:
     """One training, benchmark or measurement.
 
-    source: the job whose finished run is given as `source_key`.
+    source: the job whose finished run is passed as the override `source_key`.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def config(self) -> Any:
-        """The config; None while the source is not finished."""
+        """The config; None as long as the source is not finished."""
         if self._config is None:
             if self.source is None:
                 self._config = self.compose(None)
@@ -60,8 +60,8 @@ class Job:
         return self._config
 
     def result(self) -> dict[str, Any] | None:
-        """The content of its `result.json`, or None if it is not finished. Also None if that cannot
-        be read or its data is gone; running the job then says what is wrong."""
+        """The content of its `result.json`; None if it is not finished, cannot be read, or its data
+        are missing. In the latter cases running the job reports the reason."""
         try:
             return None if self.config is None else self.module.finished(self.config)
         except UserError:
@@ -104,7 +104,7 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
     places: dict[Place, tuple[Job, dict[str, Job]]] = {}
 
     def job(place: Place, part: str, *work: Any) -> Job:
-        """The same work is done once, whoever asks first."""
+        """The job for this work; equal work shares one job."""
         driver, overrides, source, key = work
         label = f"{place}, {part}" if part else str(place)
         made = Job(label, driver, overrides, runs, source, key)
@@ -130,14 +130,14 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
     checked = set()
     for made in unique.values():
         key = (made.driver, *made.overrides)
-        if key not in checked:  # the same measurement of several runs fits all or none
+        if key not in checked:  # check a measurement once, as it fits all runs or none
             _check(table, tier, made)
         checked.add(key)
     return Plan(list(unique.values()), places)
 
 
 def needs_inputs(table: Table, tier: str) -> bool:
-    """True if the tier measures on files that reproduce/smoke_tasks.py writes."""
+    """True if the tier needs files that reproduce/smoke_tasks.py writes."""
     measures = table.tiers[tier].measure.values()
     return any("{inputs}" in override for measure in measures for override in measure.overrides)
 
@@ -150,8 +150,8 @@ def _training(chosen: Tier, tier: str, variant: Variant, row: TableRow) -> list[
 
 
 def _check(table: Table, tier: str, job: Job) -> None:
-    """Raise a `UserError` if the overrides of a job do not fit together, as far as can be known
-    without its source."""
+    """Raise a `UserError` if the overrides of a job do not fit together, as far as this can be
+    checked without its source."""
     try:
         if job.source is None:
             assert job.config is not None

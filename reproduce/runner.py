@@ -1,9 +1,9 @@
 """Runs a block: `python -m reproduce run BLOCK [minutes=N] [per_gpu=N]`.
 
-Every run is a process of its own, several on each GPU, because one small model does not fill one.
-What has a record, in `reproduce/evidence` or in `runs/evidence`, is done. A run that others start
-from is trained before them where its weights are missing, record or not. After the time budget no
-run is begun, and those that go on are told to stop: they save a checkpoint first.
+Every run is a separate process, several on each GPU, because one small model does not fill a GPU. A
+run is done if it has a record in `reproduce/evidence` or `runs/evidence`. A run from which others
+start is trained before them if its weights are missing, even if it has a record. After the time
+budget no run is started, and running ones are told to stop, which save a checkpoint first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from reproduce.jobs import quoted
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
-SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, of runs on images
+SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
 
 
 @dataclass
 class Worker:
-    """A process that trains. runs: the runs that it makes, all of one config; log: the file with
-    its output."""
+    """A process that trains. runs: the runs that it makes, all with the same config. log: the file
+    with its output."""
 
     runs: list[BlockRun]
     process: subprocess.Popen[bytes]
@@ -56,12 +56,13 @@ def run_block(
     report: Callable[[str], None] = print,
     committed: Path = EVIDENCE,
 ) -> bool:
-    """Run what has no record yet, seed by seed; True if all runs have a record in the end.
+    """Run everything that has no record yet, seed by seed; return True if all runs have a record in
+    the end.
 
     Args:
-        minutes: budget; None = until all is done. per_gpu: runs at a time on each GPU, or on the
-            CPU where there is none.
-        committed: folder of records that other machines made.
+        minutes: time budget; None = until all is done.
+        per_gpu: simultaneous runs on each GPU, or on the CPU if there is no GPU.
+        committed: folder of committed records.
 
     Raises:
         UserError: overrides that do not fit together, no GPU, or data that cannot be prepared.
@@ -85,9 +86,9 @@ def run_block(
         raise UserError(f"block {block.name} needs a GPU, and torch sees none here")
     for data in {config.data for config in configs}:
         if isinstance(data, DataConfig):
-            prepare(data)  # once, and not in every process
+            prepare(data)  # once here instead of in every process
         else:
-            load_images(data)  # are they there?
+            load_images(data)  # raises an error if they are missing
     begun = time.monotonic()
     deadline = begun + (minutes * 60 if minutes is not None else float("inf"))
     working: dict[int, Worker] = {}
@@ -135,8 +136,9 @@ def run_block(
 
 
 def _missing(everything: list[BlockRun], committed: Path, kept: Path) -> list[list[BlockRun]]:
-    """The trainings to do, in order, each with the runs that it makes: arms of the same config
-    share one. A source whose weights are missing comes before what starts from it."""
+    """The trainings to do, in order, each as a list of the runs that it makes: arms with the same
+    config share a training. A source whose weights are missing comes before runs that start from
+    it."""
     trainings: dict[str, list[BlockRun]] = {}
     for run in everything:
         if run.record(committed, kept) is None and run.keep(kept) is None:
@@ -147,16 +149,16 @@ def _missing(everything: list[BlockRun], committed: Path, kept: Path) -> list[li
 
 
 def _ended(run: BlockRun, committed: Path, kept: Path) -> bool:
-    """True if a run is finished and its weights are here. Its record is kept, unless there is one
-    already (of a source that was made again)."""
+    """True if a run is finished and its weights are here. Its record is saved, unless there is one
+    already (for a source that was made again)."""
     if run.job.result() is None:
         return False
     return (run.record(committed, kept) or run.keep(kept)) is not None
 
 
 def visible_gpus() -> list[str | None]:
-    """Names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. CUDA is not
-    initialised: it would take memory on each of them."""
+    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. CUDA is not
+    initialised for this, since it would take memory on each GPU."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     count = torch.cuda.device_count()
     return [*names[:count]] if names[0] else [str(number) for number in range(count)]
@@ -184,15 +186,15 @@ def _start(training: list[BlockRun], gpu: str | None, runs: Path, places: int) -
             stdout=file,
             stderr=file,
             env=environment,
-            # Otherwise Ctrl-C would reach the run, too, and SIGTERM, its second signal, would end
-            # it before it has saved.
+            # A separate session, so that Ctrl-C does not reach the run: our SIGTERM would be its
+            # second signal and end it before it has saved.
             start_new_session=True,
         )
     return Worker(training, process, log, time.monotonic())
 
 
 def _stop(workers: list[Worker]) -> None:
-    """Terminate the processes that still run; each ends its step and saves a checkpoint."""
+    """Terminate the running processes; each finishes its step and saves a checkpoint."""
     for worker in workers:
         worker.process.terminate()
     deadline = time.monotonic() + PATIENCE
@@ -221,6 +223,6 @@ def _reason(worker: Worker) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of what a process printed that is not empty."""
+    """The last line of a process's output that is not empty."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it printed nothing"
