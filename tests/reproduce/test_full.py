@@ -10,7 +10,7 @@ from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
 from reproduce.engine import execute, finished_runs
-from reproduce.jobs import plan
+from reproduce.jobs import Job, plan
 from reproduce.reading import read_tables
 from reproduce.render import render
 from reproduce.spec import TRAINING
@@ -100,6 +100,22 @@ def data(tmp_path_factory, hf_model):
 def runs(tmp_path_factory):
     """A folder for the runs of all tables, which share some."""
     return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composed_once():
+    """Every config is composed for the first of the tables that have it."""
+    configs, compose = {}, Job.compose
+
+    def once(job, source):
+        key = (job.driver, *job.overrides, job.runs, source)
+        if key not in configs:
+            configs[key] = compose(job, source)
+        return configs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "compose", once)
+        yield
 
 
 @pytest.mark.parametrize("name", TABLES)
