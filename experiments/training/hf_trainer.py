@@ -167,7 +167,7 @@ class MethodCallback(TrainerCallback):
                     f"{path} is missing; resume from a checkpoint saved with MethodCallback, and "
                     "name one outside output_dir in TrainingArguments(resume_from_checkpoint=...)"
                 )
-            self._load(path, args)
+            self._load(path)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -175,7 +175,7 @@ class MethodCallback(TrainerCallback):
         """Called after the Trainer has loaded the plain weights of the best model, if requested."""
         self._hook.remove()
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            self._load(Path(state.best_model_checkpoint) / STATE, args)
+            self._load(Path(state.best_model_checkpoint) / STATE)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -239,7 +239,7 @@ class MethodCallback(TrainerCallback):
             path = self._folder(args, state) / STATE
             checkpoint.write_atomic(path, lambda p: torch.save(found, p))
 
-    def _load(self, path: Path, args: TrainingArguments) -> None:
+    def _load(self, path: Path) -> None:
         found = torch.load(path, map_location="cpu", weights_only=True)
         layers = found.pop("layers", {})
         if self._mesh() is None:

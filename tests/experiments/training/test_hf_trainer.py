@@ -247,7 +247,7 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
     model = trainer.model
     model.load_state_dict(load_file(folder / "model.safetensors"))  # strict
     (callback,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "method"))
-    callback._load(folder / STATE, trainer.args)
+    callback._load(folder / STATE)
     loaded, found = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = sequences()[0]["input_ids"][None]
