@@ -101,8 +101,8 @@ def make_optimizer(
         return method.optimizer(groups, eps=train.eps, fused=True, **options)
     if method.needs_adamw:
         raise UserError(
-            f"train.optimizer={train.optimizer}, but the rule of this method is a variant of "
-            "AdamW; set train.optimizer=adamw"
+            f"train.optimizer={train.optimizer}, but the update rule of this method is a "
+            "variant of AdamW; set train.optimizer=adamw"
         )
     from timm.optim import Lamb, Lion
 

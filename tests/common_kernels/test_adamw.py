@@ -289,5 +289,5 @@ def test_the_largest_magnitude_of_the_operand(backend, choose, shape):
     adamw24_(weights, RATES, Rule(source="soft"), backend=backend)
     for weight in weights:
         assert weight.amax == (weight.scale * soft_threshold24(weight.weight)).abs().max()
-    with pytest.raises(ValueError, match="amax must be float32, and of a part of the weight"):
+    with pytest.raises(ValueError, match="needs a source other than"):
         adamw24_(weights, RATES, Rule(source="whole"), backend=backend)

@@ -178,7 +178,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen(trained, capsys):
         ({"temperature": 1.0, "top_k": 0}, "top_k=0; it must be at least 1"),
         ({"temperature": 1.0, "top_p": 0.0}, r"top_p=0.0; it must lie in \(0, 1\]"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
-        ({"top_k": 5}, "temperature=0 takes the most likely one; add temperature=1"),
+        ({"top_k": 5}, "temperature=0 takes the most likely token; add temperature=1"),
         ({"seed": -1}, "seed=-1; it must lie in"),
         ({"tokens": 0}, "tokens=0; it must be at least 1"),
         ({"batch": 10**22}, "it must be at most 1,000,000"),
