@@ -27,7 +27,6 @@ from reproduce.reading import TABLES, read_table
 from reproduce.spec import Table
 
 SHOWN = "shown, not judged"
-NO_INTERVAL = (math.nan, math.nan)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def build(runs: Path, folder: Path) -> str:
     body = tag(
         "body",
         tag("a", "Skip to the claims", href="#claims", class_="skip"),
-        tag("header", _opening(rules, evidence, found)),
+        tag("header", _opening(rules, evidence)),
         tag("nav", tag("ul", contents), aria_label="Contents"),
         tag("main", sections),
         tag(
@@ -138,7 +138,7 @@ def main_figure(rules: Claims, evidence: Evidence) -> Markup:
     return blocks.difference_figure(block, block.leading, rules.margin.share)
 
 
-def _opening(rules: Claims, evidence: Evidence, found: dict[str, Any]) -> Markup:
+def _opening(rules: Claims, evidence: Evidence) -> Markup:
     block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
     told = (
         "Five papers train transformers with 2:4 sparsity: two of every four weights are zero, "
