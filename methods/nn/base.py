@@ -106,6 +106,13 @@ class Method:
     acts_on_gradients: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
+        """Raises TypeError: the config is another method's, or none at all."""
+        if not isinstance(config, self.Config):
+            given = type(config)
+            raise TypeError(
+                f"{type(self).__module__}.Method takes a {self.Config.__module__}.Config, not a "
+                f"{given.__module__}.{given.__qualname__}"
+            )
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
         self._model: nn.Module | None = None  # the model that holds the layers

@@ -26,6 +26,14 @@ def mlp(width=8):
     )
 
 
+def test_the_config_of_another_method_is_refused():
+    told = r"methods\.s_ste\.Method takes a methods\.s_ste\.Config, not a methods\.ste\.Config"
+    with pytest.raises(TypeError, match=told):
+        s_ste.Method(ste.Config())
+    with pytest.raises(TypeError, match=r"methods\.ste\.Config, not a builtins\.dict"):
+        ste.Method({"include": "all"})
+
+
 def test_globs_choose_the_layers():
     model = mlp()
     report = ste.Method(ste.Config(include=["*"], exclude=["head", "mlp.2"])).convert(model)
