@@ -107,8 +107,8 @@ class Method:
 
     def __init__(self, config: Any) -> None:
         """Raises TypeError: the config is another method's, or none at all."""
-        if not isinstance(config, self.Config):
-            given = type(config)
+        given = type(config)
+        if not issubclass(given, self.Config):
             raise TypeError(
                 f"{type(self).__module__}.Method takes a {self.Config.__module__}.Config, not a "
                 f"{given.__module__}.{given.__qualname__}"
