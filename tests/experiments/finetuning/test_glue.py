@@ -179,7 +179,7 @@ def test_a_place_that_is_no_folder_and_not_on_the_hub_is_one_line(monkeypatch):
         raise FileNotFoundError("there is\nnone")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"data\.source=no/where is neither .* gives: there is$"):
+    with pytest.raises(UserError, match=r"data\.source=no/where is neither .* the hub: there is$"):
         load("rte", "no/where")
     for path in ("/no/where", "../where", "no/where/else"):  # no ids of the hub
         with pytest.raises(UserError, match=r"data\.source=.*where.* is missing: there is no such"):

@@ -256,7 +256,7 @@ def test_an_error_of_the_system_on_one_rank_is_that_of_all(killed):
     folder = killed[1]
     for rank in range(2):
         assert (folder / f"told{rank}").read_text().splitlines()[2] == (
-            f"{folder / 'said' / '.step-000000009.0'} cannot be written: Not a directory; mend "
+            f"{folder / 'said' / '.step-000000009.0'} cannot be written: Not a directory; fix "
             "that, and run the same command again"
         )
 
