@@ -10,7 +10,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.support.errors import Terminated, UserError, meant, raise_on_sigterm
+from experiments.support.errors import (
+    Terminated,
+    UserError,
+    after_broken_pipe,
+    meant,
+    raise_on_sigterm,
+)
 from reproduce import coverage, everything
 from reproduce.making import attempt
 from reproduce.reading import TABLES, read_tables
@@ -169,6 +175,8 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:
+        return after_broken_pipe()
     except (KeyboardInterrupt, Terminated) as stop:
         told = isinstance(stop, Terminated)
         what, status = ("terminated", 143) if told else ("interrupted", 130)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.stats import decimals, mean, paired_interval
+from experiments.runs.stats import difference_form, mean, paired_interval
 from experiments.support.checkpoint import csv_text, write_json, write_text
 from reproduce import decay_curve, scale
 from reproduce.beside import MEASURED
@@ -39,13 +40,13 @@ from reproduce.speed_claims import SHOWN, Measured, judge_speed
 Found = dict[str, Any]
 PRELIMINARY = 2  # seeds from which on g is shown beside an effect that is not tested
 LEGEND = (
-    "n is the number of seeds that both arms have, or of repeats of a measurement. [ ] is the",
-    "95 % interval of the mean paired difference (Student's t). p belongs to the expected result",
-    "or, where marked, to the contrary, and is adjusted for the number of contrasts in a claim",
-    "(Holm); so a single interval can exclude 0 although the verdict is inconclusive. More seeds",
-    "are asked for where an interval is wider than half of the effect (or of the margin, if that",
-    "is larger). Losses are in nats, flip rates are fractions of the mask per step, accuracies in",
-    "percentage points.",
+    "n is the number of seeds that both arms have, or of repeats of a measurement. [ ] is the "
+    "95 % interval of the mean paired difference (Student's t). p belongs to the expected result "
+    "or, where marked, to the contrary, and is adjusted for the number of contrasts in a claim "
+    "(Holm); so a single interval can exclude 0 although the verdict is inconclusive. More seeds "
+    "are asked for where an interval is wider than half of the effect (or of the margin, if that "
+    "is larger). Losses are in nats, flip rates are fractions of the mask per step, accuracies in "
+    "percentage points."
 )
 
 
@@ -201,7 +202,7 @@ def _released_lines(r: Found) -> list[str]:
 
 
 def _effect(c: Found) -> str:
-    form = f"+.{decimals(c['effect'], c['low'], c['high'])}f"
+    form = difference_form(c["effect"], c["low"], c["high"])
     return f"{c['effect']:{form}} [{c['low']:{form}}, {c['high']:{form}}], n = {c['n']}"
 
 
@@ -216,7 +217,7 @@ def _contrast_lines(c: Found) -> list[str]:
             f"{name}: {_effect(c)}, expected {c['expect']}{margin}, p = {p_told(c)}: {c['verdict']}"
         ]
     if c["by_seed"]:
-        form = f"+.{decimals(c['effect'], c['low'], c['high'])}f"
+        form = difference_form(c["effect"], c["low"], c["high"])
         seeds = ", ".join(f"{seed} {one:{form}}" for seed, one in c["by_seed"].items())
         more = "; more seeds are asked for" if c["more_seeds"] else ""
         told.append(f"      by seed: {seeds}{more}")
@@ -346,7 +347,7 @@ def main(runs: Path, report: Callable[[str], None] = print) -> None:
     claims = read_claims()
     evidence = read_evidence(EVIDENCE, runs / "evidence", only=claims.blocks)
     values, found = evidence.values, content(claims, evidence.values)
-    for line in [*LEGEND, *lines(found), *evidence.warnings()]:
+    for line in [*textwrap.wrap(LEGEND, 90), *lines(found), *evidence.warnings()]:
         report(line)
     folder = runs / "report"
     folder.mkdir(parents=True, exist_ok=True)

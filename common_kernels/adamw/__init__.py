@@ -61,7 +61,7 @@ class Weight24:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a step does to a weight besides AdamW's update.
+    """The work of a step on a weight besides AdamW's update.
 
     alpha: factor of the masked decay: alpha * weight is added to the gradient where the old mask is
         False.

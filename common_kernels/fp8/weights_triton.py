@@ -34,7 +34,7 @@ WHOLE, MASK, BITS = 0, 1, 2  # how a weight is given: without a mask, under bool
 
 
 class Target(NamedTuple):
-    """Where codes are written: the values and metadata of a packed matrix, or a dense matrix."""
+    """The destination of codes: the values and metadata of a packed matrix, or a dense matrix."""
 
     out: torch.Tensor
     meta: torch.Tensor | None

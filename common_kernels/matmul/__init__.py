@@ -462,7 +462,7 @@ def own_layout(problem: Problem, device: torch.device) -> str:
 def measured(
     problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
 ) -> Measured | None:
-    """As `fastest`, but from existing measurements only; None if there are none, or on a CPU."""
+    """The result of `fastest` from existing measurements only; None without any, or on a CPU."""
     if device.type != "cuda":
         return None
     from common_kernels.matmul import table

@@ -143,8 +143,8 @@ def sample(x0, x1, x2, x3, u):
 
 @triton.jit
 def sample_stored(x0, x1, x2, x3, u):
-    """As `sample`, but returns the two entries that a packed matrix stores and the nibble of their
-    positions.
+    """Return what `sample` draws as the two entries that a packed matrix stores and the nibble of
+    their positions.
 
     If fewer than two entries are kept, +0 is stored at the positions that pack.cpu.choose gives.
     """
@@ -164,8 +164,8 @@ def sample_stored(x0, x1, x2, x3, u):
 
 @triton.jit
 def sample_pairs(x0, x1, x2, x3, words, dtype: tl.constexpr):
-    """As `sample_stored`, from one random word per group. Returns the two entries in the 16-bit
-    `dtype` as one int32, the first in the lower half, and the nibble minus 4 as a float."""
+    """Return what `sample_stored` does, from one random word per group: the two entries in the
+    16-bit `dtype` as one int32, the first in the lower half, and the nibble minus 4 as a float."""
     if x0.dtype == dtype and not INTERPRETED:
         return tl.inline_asm_elementwise(
             PTX_BF16 if dtype == tl.bfloat16 else PTX_F16, CONSTRAINTS, [x0, x1, x2, x3, words],

@@ -164,7 +164,7 @@ def cusparselt_sm90_order(
 
 
 class Form(NamedTuple):
-    """What a layout requires of a matrix, and the words of its metadata."""
+    """The requirements of a layout on a matrix, and the words of its metadata."""
 
     rows: int  # the matrix's rows and columns must be multiples of these
     columns: int

@@ -73,7 +73,7 @@ def cutlass_sm90(nibbles: torch.Tensor, itemsize: int, tiles: int = 2) -> torch.
 
 
 def cutlass_sm90_k128(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """As `cutlass_sm90`, in blocks of 128 columns."""
+    """Metadata in the order of `cutlass_sm90`, in blocks of 128 columns."""
     return cutlass_sm90(nibbles, itemsize, tiles=4)
 
 

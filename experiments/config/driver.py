@@ -14,7 +14,12 @@ from experiments.config.command_line import help_text, take_texts
 from experiments.config.compose import one_line_errors
 from experiments.config.run import freeze
 from experiments.support import memory
-from experiments.support.errors import Terminated, UserError, raise_on_sigterm
+from experiments.support.errors import (
+    Terminated,
+    UserError,
+    after_broken_pipe,
+    raise_on_sigterm,
+)
 
 
 def driver(
@@ -108,9 +113,8 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         if error.elsewhere:
             sys.exit(1)
         sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
-    except BrokenPipeError:  # whoever read the output has enough of it: `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # is flushed at the end
-        sys.exit(141)  # as the shell has it for a program that SIGPIPE ends
+    except BrokenPipeError:
+        sys.exit(after_broken_pipe())
     except OSError as error:
         if error.errno is None:
             raise

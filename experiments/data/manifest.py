@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import platform
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from experiments.data import corpus_source
 from experiments.data.corpus_source import EMBEDDED, MIXTURE, PACKAGES
@@ -223,8 +223,7 @@ class DataConfig:
 def _published_source(name: str) -> str:
     """The source in the file of this name in conf/data."""
     path = Path(__file__).parents[1] / "conf" / "data" / f"{name}.yaml"
-    found = re.search(r"^source: (.*)$", path.read_text(encoding="utf-8"), re.M)
-    return found[1] if found else ""
+    return str(OmegaConf.select(OmegaConf.load(path), "source", default=""))
 
 
 def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | HFTokenizer:

@@ -95,7 +95,7 @@ def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> N
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a linear's weight is in the exported files: in tensor `name`, with the inputs along
+    """The place of a linear's weight in the exported files: tensor `name`, with the inputs along
     `axis`."""
 
     linear: str

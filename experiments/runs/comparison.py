@@ -14,7 +14,7 @@ from typing import Any
 from experiments.config.command_line import as_typed
 from experiments.runs.curves import Point, points
 from experiments.runs.finished import FinishedRun
-from experiments.runs.stats import decimals, mean, paired_interval, std
+from experiments.runs.stats import decimals, difference_form, mean, paired_interval, std
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, NoResult, check_shape, number, read_training
 from experiments.training.tracking import read_metrics
@@ -237,7 +237,7 @@ def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str
     for row in rows:
         line = f"| {row.label} | {with_spread(row.mean, row.std)} | {row.n} |"
         if len(rows) > 1:
-            form = f"+.{decimals(row.difference, row.low, row.high)}f"
+            form = difference_form(row.difference, row.low, row.high)
             interval = "-" if math.isnan(row.low) else f"{row.low:{form}} to {row.high:{form}}"
             less = f"{row.difference:{form}}" if row.pairs else "-"
             line += f" {less} | {interval} | {row.pairs or '-'} |"

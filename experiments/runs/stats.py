@@ -46,6 +46,11 @@ def decimals(value: float, low: float = math.nan, high: float = math.nan, least:
     return max(least, enough, min(near, enough + 2))
 
 
+def difference_form(value: float, low: float = math.nan, high: float = math.nan) -> str:
+    """The format of a difference and of the ends of its interval: signed, with `decimals`."""
+    return f"+.{decimals(value, low, high)}f"
+
+
 def _places(value: float) -> int:
     """The decimals that show the first digit of a value."""
     return -math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,6 +81,13 @@ def writing(path: Path) -> Iterator[None]:
 class Terminated(BaseException):
     """Raised on SIGTERM, which cluster managers send, and when the terminal is closed. It is no
     `Exception`, so that no `except Exception` catches it."""
+
+
+def after_broken_pipe() -> int:
+    """Drop further output, whose reader has enough of it (`--help | head`), and return the exit
+    status, which is the shell's for a program that SIGPIPE ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
+    return 141
 
 
 def raise_on_sigterm() -> None:

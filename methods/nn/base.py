@@ -98,6 +98,9 @@ class Method:
     Subclasses set `Config` and `Linear` and override the hooks they need. `mask_period` is the
     number of optimizer steps between two choices of the masks; `acts_on_gradients` is True where a
     training without `on_gradients` would be another method's.
+
+    Raises:
+        TypeError: `config` is not of this method's `Config`.
     """
 
     Config: ClassVar[type[Config]] = Config
@@ -106,7 +109,6 @@ class Method:
     acts_on_gradients: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
-        """Raises TypeError: the config is another method's, or none at all."""
         given = type(config)
         if not issubclass(given, self.Config):
             raise TypeError(

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from typing import Any
 
-from experiments.runs.stats import decimals
+from experiments.runs.stats import difference_form
 from reproduce.claims import verdict
 from reproduce.report import html
 from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
-from reproduce.verdicts import agreement, p_told, statement
+from reproduce.verdicts import LEGEND, agreement, p_told, statement
 
 PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Arms = set[tuple[str, str]]  # block and arm
@@ -34,21 +34,15 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
         tag(
             "p",
             "A verdict holds only at the scale or on the device given with it. Runs with the same "
-            "seed have the same initial weights and batches and are compared in pairs. An effect "
-            "is the mean of the paired differences (losses in nats, flip rates as a fraction of "
-            "the mask per step), and [ ] is its 95 % interval (Student's t). p belongs to the "
-            "expected result or, where marked, to the contrary, and is adjusted for the number of "
-            "contrasts in a claim (Holm); so a single interval can exclude 0 although the verdict "
-            "is inconclusive. Two arms are equal if they differ by less than "
-            f"{share['share']:g} of the gap between {share['lower']} and {share['upper']}.",
+            f"seed have the same initial weights and batches and are compared in pairs. {LEGEND} "
+            f"Two arms are equal if they differ by less than {share['share']:g} of the gap between "
+            f"{share['lower']} and {share['upper']}.",
         ),
         tag(
             "p",
             f"A verdict needs at least {rules['seeds']} seeds; an effect from fewer is marked "
             "'so far' and is preliminary. A + after the number of seeds means that more are asked "
-            "for, because the interval is wider than half of the effect (or of the margin, if that "
-            "is larger). The contrasts and rules, and which of them were fixed before the runs, "
-            "are in ",
+            "for. The contrasts and rules, and which of them were fixed before the runs, are in ",
             links.to(MEASURED.parent / "claims.yaml"),
             ".",
         ),
@@ -198,7 +192,7 @@ def formatted(value: float | None, form: str) -> str:
 def signed(value: float, low: float = math.nan, high: float = math.nan) -> str:
     """A difference with its sign and the decimals that its interval asks for; `-` if it is not
     finite."""
-    form = f"+.{decimals(value, low, high)}f"
+    form = difference_form(value, low, high)
     return f"{value:{form}}".replace("-", MINUS) if math.isfinite(value) else "-"
 
 
@@ -207,5 +201,5 @@ def interval(low: float, high: float, form: str = "") -> str:
     not finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "-"
-    form = form or f"+.{decimals(low, low, high)}f"
+    form = form or difference_form(low, low, high)
     return f"[{low:{form}}, {high:{form}}]".replace("-", MINUS)

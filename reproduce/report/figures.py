@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.runs.comparison import Summary
 from experiments.runs.curves import NAMES, Point
-from experiments.runs.stats import decimals
+from experiments.runs.stats import difference_form
 from reproduce.report.html import MINUS, Markup, tag, text
 
 STYLE = Path(__file__).with_name("figures.css")
@@ -178,7 +178,7 @@ def _estimate(row: Summary, x: Scale, y: float, name: float, is_yardstick: bool)
 
 
 def _form(row: Summary) -> str:
-    return f"+.{decimals(row.difference, row.low, row.high)}f"
+    return difference_form(row.difference, row.low, row.high)
 
 
 def _told(row: Summary) -> str:

@@ -25,7 +25,7 @@ def threads():
 
 
 def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
-    """Of a run of twelve steps with a record of each, evaluated three times."""
+    """The run has twelve steps, a record of each, and three evaluations."""
     out = tmp_path / "cpu.json"
     asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
     assert main(["driver", *overrides, "--device", "cpu", *asked]) == 0

@@ -23,7 +23,7 @@ COMMITS = {"main": "a" * 40, "old": "b" * 40}
 
 @pytest.fixture
 def hub_calls(tmp_path, monkeypatch, hf_model, corpus_dir):
-    """What was asked of the hub, which has `owner/tiny` with a tokenizer, main and old."""
+    """The list of requests to the hub, which has `owner/tiny` with a tokenizer, main and old."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

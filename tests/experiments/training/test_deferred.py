@@ -76,7 +76,7 @@ def work(rank, store, configs, folder):
 
 @pytest.fixture(scope="module")
 def said(corpus_dir, tmp_path_factory, hf_model):
-    """What `compare` said of each case on each rank."""
+    """The result of `compare` for each case on each rank."""
     folder = tmp_path_factory.mktemp("deferred")
     data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
     data += ["data.vocab_size=300", *SHORT]

@@ -1,4 +1,4 @@
-"""What ranks tell each other, without a second process."""
+"""Tests of the messages between ranks, without a second process."""
 
 import pickle
 
