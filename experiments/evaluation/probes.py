@@ -8,6 +8,7 @@ training and M test images, C features, K classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -151,29 +152,37 @@ def logistic_regression(
     """(weight [K, C], bias [K]) that minimise mean cross entropy + decay / 2 * |weight|^2, by
     L-BFGS over all N rows; the same problem as scikit-learn's `LogisticRegression(C=1 / (decay *
     N))`."""
-    weight = x.new_zeros(n_classes, x.shape[1], requires_grad=True)
-    bias = x.new_zeros(n_classes, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weight, bias],
-        max_iter=_ITERATIONS,
-        tolerance_grad=1e-6,
-        line_search_fn="strong_wolfe",
-    )
+    # scipy is imported here because it is slow to import, and only this function needs it.
+    from scipy.optimize import minimize
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        total = decay / 2 * weight.square().sum()
-        total.backward()
-        total = total.detach()
+    shape = n_classes, x.shape[1] + 1  # the last column is the bias
+
+    # scipy chooses the steps on the CPU, so that the GPU, which computes loss and gradient, is
+    # waited for once per iteration; torch's L-BFGS waits for it hundreds of times.
+    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        at = torch.from_numpy(flat).to(x).view(shape).requires_grad_()
+        weight, bias = at[:, :-1], at[:, -1]
+        loss = decay / 2 * weight.square().sum()
+        loss.backward()
+        total = loss.detach().double()
         for rows, classes in zip(_chunks(x, _ROWS), _chunks(y, _ROWS), strict=True):
             loss = F.cross_entropy(F.linear(rows, weight, bias), classes, reduction="sum") / len(x)
             loss.backward()
             total += loss.detach()
-        return total
+        assert at.grad is not None
+        found = torch.cat([total[None], at.grad.flatten().double()]).cpu().numpy()
+        return float(found[0]), found[1:]
 
     with torch.enable_grad():
-        optimizer.step(closure)
-    return weight.detach(), bias.detach()
+        found = minimize(
+            objective,
+            np.zeros(math.prod(shape)),
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": _ITERATIONS, "maxfun": 2 * _ITERATIONS, "gtol": 1e-6, "ftol": 0, "maxcor": 50},
+        )
+    fitted = torch.from_numpy(found.x).to(x).view(shape)
+    return fitted[:, :-1], fitted[:, -1]
 
 
 def top1(predicted: Tensor, y: Tensor) -> float:
