@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from experiments.support.checkpoint import write_atomic
-from reproduce.beside import MEASURED
 from reproduce.cells import Numbers
 from reproduce.figure import plot, values
+from reproduce.paper_speeds import MEASURED
 from reproduce.reading import read_tables
 from reproduce.render import units_of
 from reproduce.spec import Table

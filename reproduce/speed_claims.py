@@ -13,7 +13,6 @@ from pathlib import Path
 
 from experiments.runs.stats import holm, mean, p_value, paired_interval
 from experiments.support.errors import UserError
-from reproduce.beside import MEASURED
 from reproduce.claims import (
     CONFIRMED,
     INCONCLUSIVE,
@@ -23,6 +22,7 @@ from reproduce.claims import (
     Speed,
     verdict,
 )
+from reproduce.paper_speeds import MEASURED
 from reproduce.reading import TABLES, read_table
 from reproduce.spec import Table
 

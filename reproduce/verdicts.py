@@ -18,7 +18,6 @@ from typing import Any
 from experiments.runs.stats import difference_form, mean, paired_interval
 from experiments.support.checkpoint import csv_text, write_json, write_text
 from reproduce import decay_curve, scale
-from reproduce.beside import MEASURED
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import (
     CONFIRMED,
@@ -34,6 +33,7 @@ from reproduce.claims import (
     read_claims,
     verdict,
 )
+from reproduce.paper_speeds import MEASURED
 from reproduce.records import Values, read_evidence
 from reproduce.speed_claims import SHOWN, Measured, judge_speed
 

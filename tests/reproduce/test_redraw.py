@@ -4,8 +4,8 @@ import pytest
 from matplotlib.figure import Figure as Canvas
 
 from reproduce import redraw
-from reproduce.beside import MEASURED
 from reproduce.figure import Value, draw_values, limits, values
+from reproduce.paper_speeds import MEASURED
 from reproduce.reading import read_tables
 
 TABLES = {table.name: table for table in read_tables()}

@@ -1,8 +1,8 @@
-"""Writes the table that compares measured speeds with the papers' statements: `python -m
-reproduce.beside`.
+"""Writes the table that compares the papers' statements on speed with our measurements into
+reproduce/README.md: `python -m reproduce.paper_speeds`.
 
-Writes the table between the marks in README.md from the CSVs of `measured/h200` and from
-`published.json`; nothing of it is written by hand.
+Our values come from the CSV files of `measured/h200`, the papers' from `published.json`. The
+table is written between two marks; the rest of the README is left as it is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from reproduce.spec import Table, Variant
 
 HERE = Path(__file__).parent
 MEASURED, README = HERE / "measured" / "h200", HERE / "README.md"
-BEGIN, END = "<!-- beside: written by python -m reproduce.beside -->\n", "<!-- end -->\n"
-EQUAL = 0.01  # relative difference up to which two speeds are equal: the noise of timing
+BEGIN, END = "<!-- written by python -m reproduce.paper_speeds -->\n", "<!-- end -->\n"
+EQUAL = 0.01  # relative difference up to which two speeds count as equal: the noise of timing
 
 Cell = tuple[str, str, str]  # table, row, column
-Cells = tuple[Cell, ...]  # one, whose value is meant, or two, whose quotient is
+Cells = tuple[Cell, ...]  # one cell, for its value, or two, for the first over the second
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The statement that something is faster or smaller than dense. paper: where the paper's value
-    is, if not in the cells of ours."""
+    """The statement that something is faster or smaller than dense.
+
+    cells: where our value is. paper: where the paper's value is, if it is in other cells.
+    smaller: less is better, as for memory.
+    """
 
     text: str
     cells: Cells
@@ -40,7 +43,7 @@ class Gain:
     smaller: bool = False
 
     def line(self) -> list[str]:
-        """The cells of the statement's line: text, the paper's value, ours, verdict."""
+        """The row of the statement: its text, the paper's value, our value and the verdict."""
         paper, ours = quotient(self.paper or self.cells, published), quotient(self.cells, measured)
         if paper is None or ours is None:
             return [self.text, _number(paper), _number(ours), "not measured"]
@@ -59,7 +62,7 @@ class Ranking:
     cells: tuple[Cell, Cell]
 
     def line(self) -> list[str]:
-        """The cells of the statement's line: text, the paper's values, ours, verdict."""
+        """The row of the statement: its text, the paper's values, our values and the verdict."""
         paper, ours = ([read(cell) for cell in self.cells] for read in (published, measured))
         texts = [self.text, *(" / ".join(map(_number, values)) for values in (paper, ours))]
         first, second = ours
@@ -75,13 +78,14 @@ def _number(value: float | None) -> str:
 
 
 def quotient(cells: Cells, read: Callable[[Cell], float | None]) -> float | None:
-    """The value of one cell, or the first of two over the second; None if one is not there."""
+    """The value of one cell, or that of the first of two cells over that of the second; None if a
+    value is missing."""
     values = [read(cell) for cell in cells]
     return None if None in values else reduce(truediv, values)
 
 
 def measured(cell: Cell) -> float | None:
-    """Our value in a cell of a measured table; None if it is not there."""
+    """Our value in a cell of a measured table; None if it was not measured."""
     table, method, column = cell
     path = MEASURED / f"{table}-full.csv"
     if not path.exists():
@@ -94,7 +98,7 @@ def measured(cell: Cell) -> float | None:
 
 
 def published(cell: Cell) -> float | None:
-    """The paper's value in a cell of a table, measured or not; None if nobody confirmed it."""
+    """The paper's value in a cell of a table; None if `published.json` has none."""
     name, label, column = cell
     table = _tables()[name]
     rows = {row.label: row for row in table.rows}
@@ -109,13 +113,13 @@ def _tables() -> dict[str, Table]:
 
 
 def fst(shape: str, column: str) -> Gain:
-    """The statement on a row of FST's Figure 7."""
+    """The statement in a row of FST's Figure 7."""
     part = column.removesuffix(" speedup")
     return Gain(f"FST, Figure 7: {part}, {shape}", (("fst_figure7", shape, column),))
 
 
 def sste(column: str) -> Gain:
-    """The statement on a column of S-STE's Table 10."""
+    """The statement in a column of S-STE's Table 10."""
     table, quoted = "sste_table10", "as quoted, shape unknown"
     text = f"S-STE, Table 10: {column}; ours at d=4096, their shape is unknown"
     return Gain(text, ((table, "d=4096", column),), ((table, quoted, column),))
@@ -131,14 +135,15 @@ def faster_than_fst(model: str) -> Ranking:
 
 
 def slope(number: int, model: str, column: str) -> Gain:
-    """The statement on a model in SLoPe's Table 1 (speed) or 2 (memory)."""
+    """The statement on a model in SLoPe's Table 1 (speed) or Table 2 (memory)."""
     what = {1: "speed", 2: "memory"}[number]
     cell = (f"slope_table{number}", f"{model} / SLoPe", column)
     return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", (cell,), smaller=number == 2)
 
 
 def tiled(column: str, model: str) -> Ranking:
-    """The statement that products made square by square are faster, from SLoPe's Table 7."""
+    """The statement that products are faster when a wide weight is cut into square tiles, from
+    SLoPe's Table 7."""
     after, before = (("slope_table7", model, f"{column}, {when}") for when in ("after", "before"))
     text = f"SLoPe, Table 7: upsample tiling makes {column} faster, {model} (after / before)"
     return Ranking(text, (after, before))
@@ -152,7 +157,8 @@ def fused_adapters(rank: str, model: str) -> Ranking:
 
 
 def with_flash(column: str, model: str) -> Gain:
-    """The statement that SLoPe gains beside FlashAttention-2, too, from SLoPe's Table B.3."""
+    """The statement that SLoPe is also faster when both models use FlashAttention-2, from SLoPe's
+    Table B.3."""
     both, flash = (("slope_tableB3", model, f"{column}, {part}") for part in ("both", "FA"))
     text = f"SLoPe, Table B.3: {column}, {model}, over dense, both with FlashAttention-2"
     return Gain(text, (both, flash))
@@ -165,7 +171,8 @@ def product(part: str, size: str) -> Gain:
 
 
 def decoding(lengths: str, device: str) -> Gain:
-    """The statement on a row of AST's Table 6: lengths of prompt and text, on one of its GPUs."""
+    """The statement in a row of AST's Table 6, for these lengths of prompt and text and this
+    GPU."""
     table, column = "ast_table6", "speedup"
     what = f"decoding by transformers, prompt and text of {lengths} tokens"
     text = f"AST, Table 6: {what}; theirs by TensorRT-LLM on one {device}"
@@ -173,19 +180,18 @@ def decoding(lengths: str, device: str) -> Gain:
 
 
 def sparse_over_dense(text: str, row: str) -> Gain:
-    """The statement on a row of torchao's Table 4, of times: the dense one over that of 2:4."""
+    """The statement in a row of torchao's Table 4: its dense time over its 2:4 time."""
     cells = ("torchao_table4", row, "dense"), ("torchao_table4", row, "2:4")
     return Gain(f"torchao, Table 4: {text}", cells)
 
 
 def sam(text: str, row: str, column: str = "images a second") -> Gain:
-    """The statement on a row of torchao's Table 5, over its dense row."""
+    """The statement in a row of torchao's Table 5, relative to its dense row."""
     cells = ("torchao_table5", row, column), ("torchao_table5", "dense", column)
     smaller = column == "peak memory"
-    # Ours was measured in turns with dense.
+    # Our speed was measured in alternation with dense, which is more exact than a quotient of rows.
     ours = cells if smaller else (("torchao_table5", row, "speed-up"),)
-    told = f"torchao, Table 5: SAM's encoder at inference, {text}"
-    return Gain(told, ours, cells, smaller)
+    return Gain(f"torchao, Table 5: SAM's encoder at inference, {text}", ours, cells, smaller)
 
 
 STATEMENTS: tuple[Gain | Ranking, ...] = (
@@ -234,12 +240,14 @@ STATEMENTS: tuple[Gain | Ranking, ...] = (
 
 
 def table() -> str:
+    """The table of all statements in Markdown."""
     heads = ["statement", "paper", "one H200", ""]
     rows = [heads, ["---", "--:", "--:", "---"], *(s.line() for s in STATEMENTS)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def main() -> int:
+    """Write the table into the README; return the exit status."""
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

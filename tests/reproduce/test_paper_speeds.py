@@ -1,18 +1,19 @@
 """The README's table of the papers' statements and what was measured of them."""
 
-from reproduce import beside
-from reproduce.beside import Gain, Ranking
+from reproduce import paper_speeds
+from reproduce.paper_speeds import Gain, Ranking
 
 
 def test_the_readme_has_the_measured_numbers():
-    found = beside.README.read_text(encoding="utf-8").partition(beside.BEGIN)[2]
-    assert found.partition(beside.END)[0] == beside.table(), "run python -m reproduce.beside"
+    text = paper_speeds.README.read_text(encoding="utf-8").partition(paper_speeds.BEGIN)[2]
+    written = text.partition(paper_speeds.END)[0]
+    assert written == paper_speeds.table(), "run python -m reproduce.paper_speeds"
 
 
 def test_a_gain_an_order_and_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(beside, "MEASURED", tmp_path)
+    monkeypatch.setattr(paper_speeds, "MEASURED", tmp_path)
     paper = {"a": 1.2, "b": 1.2, "c": 1.25, "d": 1.5, "nowhere": 1.5}
-    monkeypatch.setattr(beside, "published", lambda cell: paper.get(cell[1]))
+    monkeypatch.setattr(paper_speeds, "published", lambda cell: paper.get(cell[1]))
     (tmp_path / "t-full.csv").write_text(
         "method,tier,speed: mean\na,full,1.11\nb,full,1.05\nc,full,0.99\nd,full,\n"
     )
@@ -40,6 +41,6 @@ def test_a_gain_an_order_and_what_is_missing(monkeypatch, tmp_path):
 
 
 def test_every_statement_is_of_a_published_value():
-    for statement in beside.STATEMENTS:
+    for statement in paper_speeds.STATEMENTS:
         told, paper, *_ = statement.line()
         assert "-" not in paper, told
