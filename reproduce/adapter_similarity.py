@@ -1,7 +1,7 @@
-"""Measures how soon adapters point where they end: SLoPe's Figure 3b.
+"""Measures how similar SLoPe's adapters are to their final values during training: Figure 3b.
 
-The trainer keeps the last weights alone, so here a small model is trained whose adapters are copied
-in every step. `MEASURES` as in speed.py.
+The trainer stores only the final weights, so a small model is trained here, and its adapters are
+copied after every step. `MEASURES` as explained in speed_setup.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from experiments.config.run import load
 from experiments.training.optimization import DTYPES, Optimization
 from methods.nn.compressed import CompressedLinear
-from reproduce.speed import Metrics, Told
+from reproduce.engine import Report
+from reproduce.speed_setup import Metrics
 
 if TYPE_CHECKING:
     from reproduce.bench import Config
 
-# The data and the training of a model, as blocks and the quickstart have them.
+# The overrides that choose the data and the training of a model, as in blocks and the quickstart.
 TRAININGS = {
     "gpt2_nano": ["data=stdlib", "train=nano"],
     "gpt2_5m": [
@@ -31,12 +32,12 @@ TRAININGS = {
         *("train.learning_rate=0.008", "train.min_learning_rate=0.0008"),
     ],
 }
-MOST = 100  # steps that train the adapters, as in the paper, at most a quarter of all
-State = dict[str, list[Tensor]]  # L^T and R of all layers, by `left` and `right`
+MOST = 100  # steps that train the adapters, as in the paper; never more than a quarter of all
+State = dict[str, list[Tensor]]  # of all layers, L^T under `left` and R under `right`
 
 
-def of_adapters(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Cosine similarity of the adapters `after` a percentage of their steps to those at the end,
+def of_adapters(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Cosine similarity of the adapters after `after` percent of their steps to the final ones, as
     the mean over the layers: of L (`down`), R (`up`) and their product (`both`)."""
     states = trained(dataclasses.replace(config, after=100))
     now, end = states[max(1, round(len(states) * config.after / 100)) - 1], states[-1]
@@ -50,7 +51,8 @@ def of_adapters(config: Config, _: Told) -> tuple[Metrics, str]:
 
 @functools.cache
 def trained(config: Config) -> list[State]:
-    """The adapters after each of the steps that train them. Kept: all rows show one training."""
+    """The adapters after each of the steps that train them. Cached, because all rows of the table
+    show the same training."""
     adapting = min(MOST, config.steps // 4)
     run = load([
         f"model={config.model}", *TRAININGS[config.model], "method=slope", f"seed={config.seed}",
@@ -62,8 +64,8 @@ def trained(config: Config) -> list[State]:
     model, method = run.build_model().to(config.on), run.build_method()
     method.convert(model, DTYPES[run.train.dtype])
     optimization = Optimization(model, method, run.train, config.on)
-    every = range(config.batch)
-    batches = run.open_source(model).batches((step, every) for step in range(config.steps))
+    samples = range(config.batch)
+    batches = run.open_source(model).batches((step, samples) for step in range(config.steps))
     states = []
     for step in range(config.steps):
         optimization.step(step, batches, [1.0])
@@ -77,8 +79,8 @@ def adapters(layers: Iterable[nn.Linear]) -> State:
     state: State = {"left": [], "right": []}
     for layer in layers:
         assert isinstance(layer, CompressedLinear)
-        for name, kept in state.items():
-            kept.append(getattr(layer, name).detach().float().cpu().clone())
+        for name, copies in state.items():
+            copies.append(getattr(layer, name).detach().float().cpu().clone())
     return state
 
 
@@ -88,9 +90,9 @@ def matrices(state: State) -> list[Tensor]:
 
 
 def mean_cosine(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Mean of the cosine similarity of pairs of tensors, each taken as one vector."""
-    found = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
-    return torch.stack(found).mean().item()
+    """The mean cosine similarity of pairs of tensors, each flattened to one vector."""
+    similarities = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
+    return torch.stack(similarities).mean().item()
 
 
 MEASURES = {"adapters": of_adapters}

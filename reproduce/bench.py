@@ -1,7 +1,7 @@
 """Measures one cell of a speed or memory table on the present device.
 
-It is a driver like those of `experiments`, with `load`, `run` and `finished`. `MEASURES` names the
-module of each measurement. A result is identified by its config and the device, and is kept.
+It is a driver like those of `experiments`, with `load`, `run` and `finished`. A result is
+identified by its config and the device, and is stored, so that it is measured only once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from reproduce import (
     adapter_similarity,
     inference_speed,
     operator_speed,
-    slope_parts,
+    sam,
+    slope_layer,
+    slope_products,
     speed,
     step_speed,
 )
@@ -37,7 +39,9 @@ MEASURES = {
     **operator_speed.MEASURES,
     **step_speed.MEASURES,
     **inference_speed.MEASURES,
-    **slope_parts.MEASURES,
+    **sam.MEASURES,
+    **slope_layer.MEASURES,
+    **slope_products.MEASURES,
     **adapter_similarity.MEASURES,
 }
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,30 +49,41 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of one measurement, which is always compared with a dense model of the same shape.
+    """Settings of one measurement. What is measured is compared with a dense model of the same
+    shape.
 
-    what: the measurement: `linear` (batch * length tokens, width -> inner); `gpt2` (a feed-forward
-        network and a whole block); `decoder` (a language model layer, with adapters of `ranks` at
-        inference); `sam` (timm's image encoder of SAM, forward and backward); `search` (the search
-        for transposable masks of a weight width -> inner); `geglu` (batch * length tokens, inner
-        features); `product` (of two matrices width x width); `train` (whole steps of `model`);
-        `parts` (the parts of a step of a linear width -> inner); `decode` (`new` tokens after
-        `length`, by `layers` layers of LLaMA); `sam_inference` (with the linears `packed` as 2:4);
-        `kernels` (product and packing of a weight width -> inner by themselves); `mlp`; `layer`
-        (with OPT's shapes, with and without SLoPe's parts); `shapes` (products of weights around
-        width x width); `slow_down` (of a block by Bi-Mask); `imposed_zeros` (zeros that the second
-        mask adds to a weight width x width, for an N:M `pattern`); `adapters` (of a training of
-        `model`, `after` a percentage of their steps).
-    method: one of experiments.bench.ARMS, or any other method.
+    what: the measurement, a key of `MEASURES`, whose function explains it:
+        `linear`: a linear width -> inner, with batch * length tokens.
+        `gpt2`: a feed-forward network and a whole GPT-2 block.
+        `decoder`: a decoder layer, at inference also with adapters of `ranks`.
+        `search`: the search for transposable masks of a weight width -> inner.
+        `geglu`: GEGLU on batch * length tokens with `inner` features.
+        `product`: the product of two matrices width x width.
+        `train`: whole training steps of `model`.
+        `slow_down`: training steps of a block under Bi-Mask.
+        `parts`: the parts of a training step of a linear width -> inner.
+        `decode`: decoding `new` tokens after `length` with `layers` layers of LLaMA.
+        `kernels`: the product and the packing of a weight width -> inner.
+        `mlp`: an MLP, forward and backward.
+        `sam`, `sam_inference`: SAM's image encoder, in training, and at inference with the linears
+        in the parts `packed` as 2:4.
+        `layer`: a layer of OPT's shapes, with and without the parts of SLoPe.
+        `shapes`: products with weights of several shapes made from width x width.
+        `imposed_zeros`: the zeros that the second mask adds to a weight width x width, for an N:M
+        `pattern`.
+        `adapters`: SLoPe's adapters in a training of `model`, `after` a percentage of their steps.
+    method: a key of experiments.bench.arms.ARMS, or the name of a method.
     inner: width of the feed-forward network; null = 4 * width.
     kv_heads: number of key and value heads of a LLaMA layer; null = a GPT-2 block, which has OPT's
         shapes.
     ranks: ranks of adapters, in percent of the width.
     accumulate: micro-batches per step. steps: steps of a whole training.
-    model, image: timm's name of a model, and the side of its images; width and heads if they differ
-        from timm's. For `train` a size of GPT-2, `transformer_base` or `deit_base`.
+    model: for `train` a size of GPT-2, `transformer_base` or `deit_base`; for SAM the name of a
+        model in timm. image: side of SAM's images in pixels. `width` and `heads` change timm's
+        model, if given.
     precision: dtype of weights and products on a GPU, bf16 or fp16; a CPU uses fp32.
-    repeats: samples of each time. shrink: divisor of width and inner.
+    repeats: samples of each time.
+    shrink: divisor of width and inner, for small tiers.
     device: `auto`, or `cuda` to require a GPU.
     """
 
@@ -144,8 +159,8 @@ class Config:
         for name in ("tier", "runs"):
             del fields[name]
         sustained = SUSTAINED_S if self.on.type == "cuda" else None
-        known_by = {"device": device_name(self.on), "torch": torch.__version__}
-        return {**fields, **known_by, "sustained_s": sustained}
+        machine = {"device": device_name(self.on), "torch": torch.__version__}
+        return {**fields, **machine, "sustained_s": sustained}
 
     def digest(self) -> str:
         """Hash of `identity()`."""
@@ -158,7 +173,7 @@ class Config:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name, for the identity."""
+    """The name of the GPU or the CPU."""
     return torch.cuda.get_device_name() if device.type == "cuda" else results.cpu_name()
 
 
@@ -184,14 +199,14 @@ def finished(config: Config) -> dict[str, Any] | None:
 
 
 def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure, or do nothing if it is done; return the content of `result.json`.
+    """Measure, unless there is a result already; return the content of `result.json`.
 
     Raises:
-        UserError: products that are wrong, or a package that is missing.
+        UserError: a product is wrong, a package is missing, or there is no GPU.
     """
-    done = finished(config)
-    if done is not None:
-        return done
+    stored = finished(config)
+    if stored is not None:
+        return stored
     if config.device == "cuda" and config.on.type != "cuda":
         raise UserError("device=cuda, but torch sees no GPU here; tier=smoke runs on a CPU")
     threads = torch.get_num_threads()
@@ -211,6 +226,6 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
         "metrics": metrics,
         "backend": used,
     }
-    known = {name: figure for name, figure in metrics.items() if figure is not None}
-    report(", ".join(f"{name} {figure:.4g}" for name, figure in known.items()))
+    measured = {name: number for name, number in metrics.items() if number is not None}
+    report(", ".join(f"{name} {number:.4g}" for name, number in measured.items()))
     return results.write_result(config.directory(), result)

@@ -1,16 +1,14 @@
-"""Measures what 2:4 weights give where nothing is trained: decoding, SAM's encoder, single kernels.
+"""Measures the speed of 2:4 weights outside of a training: decoding, and single kernels.
 
-Packed weights have agreed with the masked dense ones on the shapes that are timed. Every function
-of `MEASURES` is one as in speed.py.
+Before anything is timed, packed products are compared with masked dense ones of the same shapes.
+`MEASURES` as explained in speed_setup.py; sam.py measures SAM's encoder at inference.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +25,19 @@ from experiments.support.errors import UserError
 from models import packed
 from models.gpt2 import MLP, GPTConfig
 from models.packed import PackedProduct
-from reproduce import sam, speed
-from reproduce.speed import BUFFERS, Metrics, Told, clock_and_power
+from reproduce.engine import Report
+from reproduce.speed_setup import (
+    BUFFERS,
+    Metrics,
+    bench,
+    check_ffn,
+    clock_and_power,
+    launched,
+    llama_config,
+)
 
 if TYPE_CHECKING:
     from reproduce.bench import Config
-
-CLOCKS = {"graph": "in a CUDA graph", "events": "launched from Python", "host": "not in a graph"}
 
 
 # --- models with packed weights ------------------------------------------------------------------
@@ -43,14 +47,15 @@ CLOCKS = {"graph": "in a CUDA graph", "events": "launched from Python", "host": 
 def to_packed(
     model: nn.Module, chosen: Callable[[str], bool], tokens: Iterable[int], device: torch.device
 ) -> str:
-    """Make the linears of `model` whose names are chosen 2:4 by magnitude and pack them for any
-    number of tokens, in place; returns what multiplies. Without sparse products here they stay
-    dense.
+    """Prune the chosen linears of `model` to 2:4 by magnitude and pack them, in place; return the
+    name of the packed layout. Where the device has no sparse products, they are pruned but multiply
+    dense, and the name is `dense`.
 
-    tokens: numbers of tokens that will be multiplied; the fastest products for them are looked for.
-
+    Args:
+        chosen: True for the names of linears to pack.
+        tokens: numbers of tokens that will be multiplied; the fastest product for each is searched.
     Raises:
-        UserError: a packed product is not that of the masked weight.
+        UserError: a packed product differs from that of the masked weight.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and chosen(name):
@@ -75,10 +80,11 @@ def packed_layers(model: nn.Module) -> list[PackedProduct]:
 
 
 def check(layer: PackedProduct, tokens: int, device: torch.device) -> None:
-    """Find the fastest sparse product of so many tokens, and raise a `UserError` if it is wrong."""
+    """Search the fastest sparse product for this number of tokens, and raise a `UserError` if it is
+    wrong."""
     (rows, columns), dtype, bias = layer.packed.shape, layer.packed.dtype, layer.bias
     if (problem := layer.problem(tokens)) is not None:
-        is_faster(problem, device)
+        is_faster(problem, device)  # for its search: the answer is not needed
     x = torch.randn(tokens, columns, dtype=dtype, device=device)
     want = F.linear(x.float(), layer.weight.float(), None if bias is None else bias.float())
     error = arms.relative_error(layer(x), want)
@@ -90,16 +96,12 @@ def check(layer: PackedProduct, tokens: int, device: torch.device) -> None:
         )
 
 
-def used(what: str, times: dict[str, Time]) -> str:
-    """A description of what multiplied, and how it was launched."""
-    return f"{what}, {' and '.join(sorted({CLOCKS[time.clock] for time in times.values()}))}"
-
-
 # --- decoding ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let torch create tensors of this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -109,36 +111,36 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Decoding:
-    """A LLaMA with a cache of `length` tokens for one sequence, and the calls of a generation:
-    `prefill` of the prompt, and `step`, one token more at the last place of the cache.
+    """A LLaMA with a cache of `length` tokens for one sequence, and the two calls of a generation:
+    `prefill`, which reads the prompt, and `step`, which adds a token at the end of the cache.
 
-    A step costs the same at every place but for attention: with a cache as long as the text is on
-    average, all of it is attended to.
+    Only attention makes a step slower the longer the text is. All steps are therefore represented
+    by one whose cache has the average length of the text.
     """
 
     def __init__(self, model: Any, prompt: int, length: int) -> None:
         first = next(model.parameters())
         shape = model.config
-        heads, kept = shape.num_attention_heads, shape.num_key_value_heads
-        size = (2, shape.num_hidden_layers, 1, kept, length, shape.hidden_size // heads)
+        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        size = (2, shape.num_hidden_layers, 1, kv_heads, length, shape.hidden_size // heads)
         with first.device:
             self.model = model.eval()
             self.cache = cache_type()(torch.zeros(size, dtype=first.dtype))
             self.ids = torch.randint(shape.vocab_size, (1, length))
-            self.places = torch.arange(length)
+            self.positions = torch.arange(length)
         self.prompt, self.length = prompt, length
 
     @torch.no_grad()
     def logits(self, start: int, end: int) -> Tensor:
-        """Logits [V] after token number end - 1, from the tokens start to end, which go into
-        the cache."""
-        at = self.places[start:end]
-        self.cache.at = at
-        visible = self.places[None, None, None, :] <= at[None, None, :, None]
+        """Logits [V] of the token that follows position end - 1. Reads the tokens from `start` to
+        `end` and stores their keys and values in the cache."""
+        positions = self.positions[start:end]
+        self.cache.written = positions
+        visible = self.positions[None, None, None, :] <= positions[None, None, :, None]
         output = self.model(
             input_ids=self.ids[:, start:end],
             attention_mask=visible,
-            position_ids=at[None],
+            position_ids=positions[None],
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -146,27 +148,29 @@ class Decoding:
         return output.logits[0, -1]
 
     def prefill(self, _: int = 0) -> Tensor:
-        """Read the prompt; returns its most likely next token."""
+        """Read the prompt and return the most likely next token."""
         return self.logits(0, self.prompt).argmax()
 
     def step(self, _: int = 0) -> Tensor:
-        """Read one token more; returns the most likely next one."""
+        """Read one more token and return the most likely next one."""
         return self.logits(self.length - 1, self.length).argmax()
 
 
 def cache_type() -> Any:
-    """A class of caches of fixed size, which CUDA graphs can hold, for models of transformers."""
+    """A class of caches for models of transformers, of a fixed size, so that CUDA graphs can use
+    them."""
     from transformers import Cache
 
     class FixedCache(Cache):
-        """Keys and values [2, layers, 1, heads, length, dim]; `at` are the places written to."""
+        """Keys and values [2, layers, 1, heads, length, dim]; new ones are stored at the positions
+        `written`."""
 
         def __init__(self, states: Tensor) -> None:
-            self.states, self.at, self.layers = states, torch.empty(0), []
+            self.states, self.written, self.layers = states, torch.empty(0), []
 
         def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> Any:
             for own, new in zip(self.states[:, layer_idx], (keys, values), strict=True):
-                own.index_copy_(2, self.at, new)
+                own.index_copy_(2, self.written, new)
             return self.states[0, layer_idx], self.states[1, layer_idx]
 
     return FixedCache
@@ -174,32 +178,23 @@ def cache_type() -> Any:
 
 def llama(config: Config) -> Any:
     """A LLaMA of the config's shape with random weights."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise UserError(
-            "a LLaMA needs transformers: pip install -e '.[hf]' in the checkout"
-        ) from error
-    shape = LlamaConfig(
-        hidden_size=config.width,
-        intermediate_size=config.ffn,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads or config.heads,
-        num_hidden_layers=config.layers,
-        vocab_size=32_000 if config.on.type == "cuda" else 320,
-    )
+    vocab_size = 32_000 if config.on.type == "cuda" else 320
+    shape = llama_config(config, config.layers, vocab_size)
+    from transformers import LlamaForCausalLM
+
     torch.manual_seed(config.seed)
     with config.on, default_dtype(config.dtype):
         return LlamaForCausalLM(shape)
 
 
-def of_decode(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Tokens a second of one sequence, dense and with all linears of the layers packed: `new`
-    tokens after a prompt of `length`, from the time of the prompt and that of one more token."""
+def of_decode(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Generated tokens per second of one sequence, dense and with all linears of the layers packed,
+    for `new` tokens after a prompt of `length`. Computed from the time to read the prompt and the
+    time of one further token."""
     length = config.length + config.new // 2
     dense = llama(config)
     sparse = copy.deepcopy(dense)
-    what = to_packed(sparse, lambda name: ".layers." in name, (1, config.length), config.on)
+    layout = to_packed(sparse, lambda name: ".layers." in name, (1, config.length), config.on)
     built = {"dense": dense, "sparse": sparse}
     runs = {name: Decoding(model, config.length, length) for name, model in built.items()}
     for run in runs.values():
@@ -208,74 +203,22 @@ def of_decode(config: Config, _: Told) -> tuple[Metrics, str]:
     for name, run in runs.items():
         calls |= {f"{name} prompt": run.prefill, f"{name} step": run.step}
     times = in_turns(calls, config.on, config.repeats)
-    metrics = clock_and_power(times)
+    metrics, rates = clock_and_power(times), {}
     for name in built:
         prompt, step = (times[f"{name} {part}"].ms for part in ("prompt", "step"))
+        rates[name] = 1e3 * config.new / (prompt + config.new * step)
         metrics |= {f"{name}_prompt_ms": prompt, f"{name}_step_ms": step}
-        metrics[f"{name}_rate"] = 1e3 * config.new / (prompt + config.new * step)
-    metrics["speedup"] = rate(metrics, "sparse") / rate(metrics, "dense")
-    return metrics, used(what, times)
-
-
-def rate(metrics: Metrics, name: str) -> float:
-    found = metrics[f"{name}_rate"]
-    assert found is not None
-    return found
-
-
-# --- the image encoder of SAM --------------------------------------------------------------------
-
-
-def of_sam_inference(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Images a second of SAM's encoder with the linears of `packed` 2:4, its speed over dense, and
-    MiB at the peak of a pass."""
-    changed: dict[str, Any] = {"img_size": config.image}
-    if config.width:
-        changed |= {"embed_dim": config.width, "num_heads": config.heads}
-    torch.manual_seed(config.seed)
-    with config.on:
-        images = torch.randn(config.batch, 3, config.image, config.image, dtype=config.dtype)
-        dense: Any = sam.encoder(config.model, **changed).to(config.dtype).eval()
-    tokens = config.batch * (config.image // 16) ** 2
-    built, what = {"dense": dense}, "dense"
-    if config.packed:
-        built["sparse"] = copy.deepcopy(dense)
-        chosen = re.compile(rf"\.({'|'.join(config.packed)})\.").search
-        what = to_packed(built["sparse"], lambda name: bool(chosen(name)), (tokens,), config.on)
-
-    @torch.no_grad()
-    def run(model: Any, _: int) -> Any:
-        return model(images)
-
-    calls: dict[str, Call] = {name: partial(run, model) for name, model in built.items()}
-    times = in_turns(calls, config.on, config.repeats)
-    own = "sparse" if config.packed else "dense"
-    metrics = clock_and_power(times) | {
-        "rate": 1e3 * config.batch / times[own].ms,
-        "speedup": times["dense"].ms / times[own].ms,
-        "mib": peak(lambda: run(built[own], 0), built[own]) if config.on.type == "cuda" else None,
-    }
-    return metrics, used(what, times)
-
-
-def peak(call: Callable[[], Any], model: nn.Module) -> float:
-    """MiB that torch has allocated at most during a call on a GPU, with the weights of the model as
-    they are stored (packed ones alone) and none of others."""
-    own = sum(p.nbytes for p in model.parameters())
-    own += sum(m.packed.buffer.nbytes - m.weight.nbytes for m in packed_layers(model))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return (torch.cuda.max_memory_allocated() - before + own) / 2**20
+        metrics[f"{name}_rate"] = rates[name]
+    metrics["speedup"] = rates["sparse"] / rates["dense"]
+    return metrics, f"{layout}, {launched(times, on_cpu='not in a graph')}"
 
 
 # --- kernels -------------------------------------------------------------------------------------
 
 
-def of_kernels(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Microseconds of one product x [tokens, width] W^T, dense and 2:4, of pruning and packing W
-    [inner, width] both ways, of cuSPARSELt's own packing, and of a copy of W."""
+def of_kernels(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Times of one product x [tokens, width] W^T with W [inner, width], dense and 2:4, and of the
+    calls of `packing` on W, in microseconds."""
     generator = torch.Generator(config.on).manual_seed(config.seed)
 
     def normal(*size: int) -> list[Tensor]:
@@ -287,32 +230,35 @@ def of_kernels(config: Config, _: Told) -> tuple[Metrics, str]:
     for w in ws:
         model = nn.Sequential(nn.Linear(config.width, config.ffn, bias=False, device="meta"))
         model[0].weight = nn.Parameter(w.clone())
-        what = to_packed(model, lambda _: True, (config.tokens,), config.on)
+        layout = to_packed(model, lambda _: True, (config.tokens,), config.on)
         linears.append(model[0])
 
     @torch.no_grad()
     def product(i: int) -> Tensor:
         layer = linears[i]
-        if isinstance(layer, PackedProduct):  # which would fill the tokens up to multiples of STEP
+        if isinstance(layer, PackedProduct):  # its forward would pad the tokens to multiples
             return matmul24(layer.packed, xs[i])
         return layer(xs[i])
 
     calls: dict[str, Call] = {"dense": lambda i: F.linear(xs[i], ws[i]), "sparse": product}
     calls |= packing(ws)
     times = in_turns(calls, config.on, config.repeats, BUFFERS)
-    return microseconds(times) | clock_and_power(times), what
+    return microseconds(times) | clock_and_power(times), layout
 
 
 def packing(matrices: list[Tensor]) -> dict[str, Call]:
-    """The calls that choose a transposable mask of a matrix and pack it both ways (`pack`), that
-    pack a 2:4 matrix by cuSPARSELt's library (`library`, on a GPU), and that copy it (`copy`)."""
+    """The calls to time on these matrices, by name.
+
+    pack: choose a transposable mask, and pack the matrix and its transpose. library: pack a 2:4
+    matrix by cuSPARSELt itself; on a GPU only. copy: copy the matrix.
+    """
     first = matrices[0]
-    packs = first.dtype.itemsize == 2
+    packs = first.dtype.itemsize == 2  # other types have no packed form
     calls: dict[str, Call] = {"copy": lambda i: matrices[i].clone()}
     if packs:
         out = Packed24.empty(tuple(first.shape), first.dtype, first.device)
-        turned = Packed24.empty(tuple(first.shape[::-1]), first.dtype, first.device)
-        calls["pack"] = lambda i: pack_both24_(out, turned, matrices[i])
+        transposed = Packed24.empty(tuple(first.shape[::-1]), first.dtype, first.device)
+        calls["pack"] = lambda i: pack_both24_(out, transposed, matrices[i])
     if packs and first.is_cuda:
         pruned = [w * nm_mask(w) for w in matrices]
         calls["library"] = lambda i: torch.ops.aten._cslt_compress(pruned[i])
@@ -320,20 +266,19 @@ def packing(matrices: list[Tensor]) -> dict[str, Call]:
 
 
 def microseconds(times: dict[str, Time]) -> Metrics:
-    """The times, None where there is none, and how many times as fast as dense 2:4 is."""
+    """The times in microseconds, None for what was not timed, and the speedup of 2:4 over dense."""
     metrics: Metrics = {f"{name}_us": None for name in ("pack", "library", "copy")}
     metrics |= {f"{name}_us": 1e3 * time.ms for name, time in times.items()}
     return metrics | {"speedup": times["dense"].ms / times["sparse"].ms}
 
 
-def of_mlp(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Microseconds of forward and backward of an MLP, dense and with 2:4 weights that are chosen
-    and packed in every step; of pruning and packing its input both ways, and of a copy of that."""
+def of_mlp(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Times of forward and backward of an MLP, dense and with 2:4 weights that are chosen and
+    packed in every step, and of the calls of `packing` on its input, in microseconds."""
     shape = GPTConfig(1, 1, config.width, vocab_size=1, n_inner=config.inner)
-    for widths in ((config.width, config.ffn), (config.ffn, config.width)):
-        speed.gate(config, widths)
+    check_ffn(config)
     built = {
-        label: speed.bench(config, name, lambda: MLP(shape), ("*",))
+        label: bench(config, name, lambda: MLP(shape), ("*",))
         for label, name in {"dense": "dense", "sparse": config.method}.items()
     }
     inputs = [x.detach().flatten(0, 1) for x in built["dense"].inputs]
@@ -346,9 +291,4 @@ def of_mlp(config: Config, _: Told) -> tuple[Metrics, str]:
     return microseconds(times) | clock_and_power(times), built["sparse"].converted.used
 
 
-MEASURES = {
-    "decode": of_decode,
-    "sam_inference": of_sam_inference,
-    "kernels": of_kernels,
-    "mlp": of_mlp,
-}
+MEASURES = {"decode": of_decode, "kernels": of_kernels, "mlp": of_mlp}

@@ -1,7 +1,7 @@
-"""Measures the rates of single operators, for tables of throughput: mask search, GEGLU, products.
+"""Measures the throughput of single operators: mask search, GEGLU and products.
 
-Each operator has agreed with a plain formulation on the same shape before it is timed. Every
-function of `MEASURES` is one as in speed.py.
+Before an operator is timed, it is compared with a plain formulation on the same shape. `MEASURES`
+as explained in speed_setup.py.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ from common_kernels.pack import BUFFERED, Packed24
 from experiments.bench import arms, dense_fp8, ops
 from experiments.bench.timing import Call, in_turns
 from experiments.support.errors import UserError
-from reproduce.speed import BUFFERS, Metrics, Told, clock_and_power
+from reproduce.engine import Report
+from reproduce.speed_setup import BUFFERS, Metrics, clock_and_power
 
 if TYPE_CHECKING:
     from reproduce.bench import Config
 
-CACHE = 128 * 2**20  # bytes, more than any last cache here
+CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
 FP32 = torch.float32
 Product = Callable[[list[Tensor], Tensor, torch.dtype, int], Tensor]
 
 
 def buffers(config: Config, nbytes: int) -> int:
-    """The number of buffers of this size that no cache of a GPU holds together."""
+    """The number of buffers of this size that together do not fit into a GPU's cache."""
     return BUFFERS if config.on.type == "cpu" else max(BUFFERS, math.ceil(CACHE / nbytes))
 
 
-def of_search(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Rate of the search for transposable masks of a weight [inner, width], by algorithm, in the
-    precision of the config and in fp32: bytes of the weight that are read in a second."""
+def of_search(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Throughput of the search for transposable masks of a weight [inner, width], in bytes of the
+    weight per second: by algorithm, in the precision of the config and in fp32 (`_fp32`)."""
     shape = (config.ffn, config.width)
     dtypes = {"": config.dtype, "_fp32": FP32}
     count = buffers(config, math.prod(shape) * config.dtype.itemsize)
     with config.on:
         weights = {key: list(torch.randn(count, *shape, dtype=d)) for key, d in dtypes.items()}
     calls: dict[str, Call] = {}
-    for key, several in weights.items():
-        ops.check("transposable_mask24", ops.OPS["transposable_mask24"], several[0])
-        check_two_approx(several[0])
+    for key, rotating in weights.items():
+        ops.check("transposable_mask24", ops.OPS["transposable_mask24"], rotating[0])
+        check_two_approx(rotating[0])
         for algorithm in ALGORITHMS:
-            calls[algorithm + key] = partial(search, several, algorithm)
+            calls[algorithm + key] = partial(search, rotating, algorithm)
     times = in_turns(calls, config.on, config.repeats, count)
     metrics = clock_and_power(times)
-    for key, several in weights.items():
+    for key, rotating in weights.items():
         own = {algorithm: times[algorithm + key].ms for algorithm in ALGORITHMS}
         metrics |= {f"{a}{key}_ms": ms for a, ms in own.items()}
-        metrics |= {f"{a}{key}_gbs": several[0].nbytes / ms / 1e6 for a, ms in own.items()}
+        metrics |= {f"{a}{key}_gbs": rotating[0].nbytes / ms / 1e6 for a, ms in own.items()}
         metrics[f"over_two_approx{key}"] = own["two_approx"] / own["exact"]
     return metrics, backend.resolve(config.on)
 
@@ -67,20 +68,25 @@ def search(weights: list[Tensor], algorithm: str, i: int) -> Tensor:
 
 
 def check_two_approx(w: Tensor) -> None:
-    """Raise a `UserError` unless the 2-approximation keeps at most two in each row and column of a
-    tile, and at least half of what the exact search does."""
+    """Raise a `UserError` unless the 2-approximation keeps at most two entries in each row and
+    column of a tile, and at least half of the magnitude that the exact search keeps."""
     found, exact = (ops.tiles(transposable_mask24(w, a)) for a in ("two_approx", "exact"))
     magnitude = ops.tiles(w.abs())
     legal = (found.sum(-1) <= 2).all() and (found.sum(-2) <= 2).all()
     kept, best = ((magnitude * mask).sum((-1, -2)) for mask in (found, exact))
     if not (legal and (2 * kept >= best * (1 - 1e-6)).all()):
-        raise UserError(f"the 2-approximation is none on {tuple(w.shape)}: no time is reported")
+        raise UserError(
+            f"the masks of the 2-approximation are wrong on {tuple(w.shape)}: no time is reported"
+        )
 
 
-def of_geglu(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Rate of GEGLU, forward and backward, of ours and of torch's, on inputs [tokens, 2 inner]
-    whose neighbours in memory are tokens (`column`, as a sparse product leaves them) or features
-    (`row`): bytes that have to be read and written in a second."""
+def of_geglu(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Throughput of our GEGLU and of torch's, forward and backward, in bytes that must be read and
+    written per second.
+
+    The inputs [tokens, 2 inner] are column-major, as sparse products return them (`column`), or
+    row-major (`row`).
+    """
     tokens, wide = config.tokens, 2 * config.ffn
     count = buffers(config, tokens * wide * config.dtype.itemsize)
     functions = {"ours": geglu, "torch": plain_geglu}
@@ -119,7 +125,7 @@ def plain_geglu(x: Tensor) -> Tensor:
 
 
 def forward(function: Callable[[Tensor], Tensor], xs: list[Tensor], i: int) -> Tensor:
-    """The function of input number i, without what a backward pass needs."""
+    """The function of input number i, computed without autograd."""
     with torch.no_grad():
         return function(xs[i])
 
@@ -131,9 +137,10 @@ def both(
     return ops.gradients(function)(xs[i], dys[i])
 
 
-def of_product(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Rate of the product of two square matrices of `width`, in operations of the dense product:
-    with a 2:4 operand unless the method is dense, and of FP8 codes if it trains with such."""
+def of_product(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Throughput of the product of two square matrices of `width`, in operations of the dense
+    product. One operand is 2:4 unless the method is dense; both are FP8 values if the method
+    trains with such."""
     setup, size = arms.ARMS[config.method], config.width
     with config.on:
         x = list(torch.randn(BUFFERS, size, size, dtype=config.dtype))
@@ -161,7 +168,7 @@ def of_product(config: Config, _: Told) -> tuple[Metrics, str]:
 
 
 def multiply(x: list[Tensor], w: Tensor, dtype: torch.dtype, i: int) -> Tensor:
-    """x W^T in `dtype`, by one of torch's products."""
+    """x W^T in `dtype`, by torch's product for the dtype of W."""
     if w.dtype == dtype:
         return F.linear(x[i], w)
     one = torch.ones((), device=w.device)
@@ -169,7 +176,7 @@ def multiply(x: list[Tensor], w: Tensor, dtype: torch.dtype, i: int) -> Tensor:
 
 
 def multiply24(packed: Packed24) -> Product:
-    """`multiply` with a packed W."""
+    """A function as `multiply`, with a packed W."""
     return lambda x, _, dtype, i: linear24(packed, x[i], out_dtype=dtype)
 
 

@@ -1,10 +1,12 @@
-"""Measures whole training steps of the papers' models, and the parts of a layer's step.
+"""Measures training steps: of whole models, of one block, and of a single layer by its parts.
 
-Every function of `MEASURES` is one as in speed.py.
+For FST's Tables 11 and 12, S-STE's Table 12 and SLoPe's Table B.1, which is on Bi-Mask. `MEASURES`
+as explained in speed_setup.py.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +22,18 @@ from experiments.bench.timing import Call, in_turns
 from experiments.support.errors import UserError
 from methods.nn.gemms import groups_of, sample_tokens
 from methods.nn.linear import MaskedLinear
-from models import gpt2, transformer
-from reproduce.speed import BUFFERS, Metrics, Told, clock_and_power, gate, matmul
+from models import transformer
+from models.gpt2 import SIZES
+from reproduce.engine import Report
+from reproduce.speed_setup import (
+    BUFFERS,
+    Metrics,
+    bench,
+    check_products,
+    clock_and_power,
+    gpt2,
+    matmul,
+)
 
 if TYPE_CHECKING:
     from reproduce.bench import Config
@@ -30,19 +42,19 @@ if TYPE_CHECKING:
 # --- whole models --------------------------------------------------------------------------------
 
 
-def of_train(config: Config, report: Told) -> tuple[Metrics, str]:
+def of_train(config: Config, report: Report) -> tuple[Metrics, str]:
     """Speed of a whole optimizer step of `accumulate` micro-batches, dense and under the method,
-    and the hours of a training of `steps` such steps.
+    and the hours that a training of `steps` such steps takes.
 
-    A step is put together from what is timed: one of a single micro-batch with all hooks and
-    AdamW, further micro-batches, and the share of a step that chooses masks. `run_speedup` counts
-    the last sixth of the steps as dense ones, as FST trains.
+    The time of a step is the sum of what is timed: a step of one micro-batch with all hooks and
+    AdamW, the further micro-batches, and the step's share of the mask search. For `run_speedup` the
+    last sixth of the steps is dense, as in FST's trainings.
     """
     job = workload(config)
     built: dict[str, Step] = {}
     for name in ("dense", config.method):
         for widths in job.linears if name != "dense" else ():
-            gate(config, widths, job.tokens)
+            check_products(config, widths, job.tokens)
         built[name] = uncompiled(name, job, config)
     calls: dict[str, Call] = {}
     for name, step in built.items():
@@ -74,19 +86,19 @@ def workload(config: Config) -> Workload:
         UserError: there is no such model.
     """
     name, batch, length = config.model, config.batch, config.length
-    if name in gpt2.SIZES:
+    if name in SIZES:
         return jobs.gpt2(name, batch, length)
     family, _, size = name.partition("_")
     if family == "transformer" and size in transformer.SIZES:
         return jobs.translation(size, batch, length)
     if name == "deit_base":
         return jobs.vit("deit_base_patch16_224", batch, 768, 196)
-    sizes = ", ".join([*gpt2.SIZES, *(f"transformer_{s}" for s in transformer.SIZES), "deit_base"])
+    sizes = ", ".join([*SIZES, *(f"transformer_{s}" for s in transformer.SIZES), "deit_base"])
     raise UserError(f"model={name}; choose of {sizes}")
 
 
 def uncompiled(name: str, job: Workload, config: Config) -> Step:
-    """A warmed-up step, whose blocks are not compiled."""
+    """A training step under the method `name`, warmed up; its blocks are not compiled."""
     step = Step(name, job, config.on, matmul(config))
     for _ in range(2):
         step.ordinary(0)
@@ -94,8 +106,8 @@ def uncompiled(name: str, job: Workload, config: Config) -> Step:
 
 
 def micro_batch(step: Step) -> Call:
-    """A call: forward and backward pass of one micro-batch, whose gradients are added to those that
-    are there."""
+    """A call that runs the forward and backward pass of one micro-batch and adds its gradients to
+    existing ones, as every micro-batch of a step but the first does."""
     gradients = [torch.zeros_like(p) for p in step.parameters]
 
     def call(_: int) -> None:
@@ -108,16 +120,50 @@ def micro_batch(step: Step) -> Call:
     return call
 
 
+# --- a block under Bi-Mask ------------------------------------------------------------------------
+
+
+def of_slow_down(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Time of a training step of one GPT-2 block under Bi-Mask over that of a dense one, including
+    the choice of masks and the step's share of the search for permutations."""
+    dense = bench(config, "dense", gpt2(config), ("*",))
+    sparse = bench(config, config.method, gpt2(config), ("*",))
+    converted, period = sparse.converted, sparse.converted.method.config.permute_every
+
+    def step(i: int, number: int = 1) -> None:
+        converted.before(number)
+        sparse.forward_backward(i)
+        converted.after(number)
+
+    calls: dict[str, Call] = {
+        "dense": dense.forward_backward,
+        "step": step,
+        "step with a search": partial(step, number=0),
+    }
+    times = in_turns(calls, config.on, config.repeats, BUFFERS)
+    found = {name: time.ms for name, time in times.items()}
+    search = max(0.0, found["step with a search"] - found["step"])
+    metrics = clock_and_power(times) | {
+        "dense_ms": found["dense"],
+        "step_ms": found["step"],
+        "search_ms": search,
+        "slow_down": (found["step"] + search / period) / found["dense"],
+    }
+    return metrics, converted.used
+
+
 # --- the parts of a layer ------------------------------------------------------------------------
 
 
-def of_parts(config: Config, _: Told) -> tuple[Metrics, str]:
-    """Times of the parts of a step of one linear width -> inner under a method with masks: its
-    three products, dense and as the method runs them, the sample of dY, and what is done once in
-    a step of `accumulate` micro-batches or once in a mask period. `step` and `dense_step` are
-    their sums."""
+def of_parts(config: Config, _: Report) -> tuple[Metrics, str]:
+    """Times of the parts of a training step of one linear width -> inner under a method with masks.
+
+    The parts are the three products, dense and as the method runs them, the sample of dY, and the
+    decay, the packing and the mask search, which are done once in a step of `accumulate`
+    micro-batches or once in a mask period. `step` and `dense_step` are the sums over a step.
+    """
     shape = (config.tokens, config.width, config.ffn)
-    gate(config, (config.width, config.ffn))
+    check_products(config, (config.width, config.ffn))
     of = (shape, config.dtype, config.on, matmul(config), BUFFERS)
     dense, sparse = linear.build("dense", *of), linear.build(config.method, *of)
     method = sparse.converted.method
@@ -162,4 +208,4 @@ def of_parts(config: Config, _: Told) -> tuple[Metrics, str]:
     return metrics, sparse.converted.used
 
 
-MEASURES = {"train": of_train, "parts": of_parts}
+MEASURES = {"train": of_train, "slow_down": of_slow_down, "parts": of_parts}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from experiments.bench.timing import in_turns
+from experiments.bench.timing import Time, in_turns
 from experiments.support.errors import UserError
-from reproduce import bench, operator_speed, speed, step_speed
+from reproduce import bench, operator_speed, speed, speed_setup, step_speed
 from reproduce.bench import Config, load
 
 
@@ -50,7 +50,7 @@ def test_a_gpu_is_asked_for_in_vain():
 
 
 def test_wrong_products_stop_the_measurement(monkeypatch, tmp_path):
-    monkeypatch.setattr(speed.arms, "relative_error", lambda value, truth: 1.0)
+    monkeypatch.setattr(speed_setup.arms, "relative_error", lambda value, truth: 1.0)
     config = quick(what="linear", runs=str(tmp_path))
     with pytest.raises(UserError, match="no time is reported"):
         bench.run(config)
@@ -79,7 +79,7 @@ def test_moments_are_in_fp32_whatever_the_weights_are_in(monkeypatch):
     config = quick(what="decoder", method="slope", width=64)
     linears, norms = 12 * 64**2, 2 * 64
     dense, slope = (
-        speed.training_bytes(speed.bench(config, name, speed.gpt2(config), ("*",)))
+        speed.training_bytes(speed_setup.bench(config, name, speed_setup.gpt2(config), ("*",)))
         for name in ("dense", "slope")
     )
     assert dense == 12 * (linears + norms)
@@ -142,7 +142,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch):
         "transposable_mask24",
         lambda w, algorithm: approximate(w) & (algorithm == "exact"),
     )
-    with pytest.raises(UserError, match="the 2-approximation is none on"):
+    with pytest.raises(UserError, match="the 2-approximation are wrong on"):
         operator_speed.check_two_approx(torch.randn(8, 8))
 
 
@@ -156,7 +156,7 @@ def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(method, monk
             call(0)
         ms = {"dense": 5.0, "dense, micro-batch": 3.0, method: 9.0, f"{method}, micro-batch": 4.0}
         ms[f"{method}, masks chosen"] = 49.0
-        return {name: speed.Time(ms[name], 0.0, 0.0, "host") for name in calls}
+        return {name: Time(ms[name], 0.0, 0.0, "host") for name in calls}
 
     monkeypatch.setattr(step_speed, "in_turns", given)
     config = quick(what="train", method=method, model="nano", accumulate=8, steps=3600)
@@ -177,6 +177,15 @@ def test_workloads_of_whole_steps():
     assert step_speed.workload(quick(what="train", model="deit_base")).tokens == 197
     with pytest.raises(UserError, match="model=bert; choose of nano, 124M"):
         step_speed.workload(quick(what="train", model="bert"))
+
+
+def test_the_search_of_bi_mask_is_counted_once_in_its_period(tmp_path, monkeypatch):
+    ms = {"dense": 2.0, "step": 6.0, "step with a search": 206.0}
+    times = {name: Time(value, value, value, "host") for name, value in ms.items()}
+    monkeypatch.setattr(step_speed, "in_turns", lambda *_: times)
+    config = quick(what="slow_down", method="bi_mask", runs=str(tmp_path))
+    found = bench.run(config, lambda message: None)["metrics"]
+    assert found["search_ms"] == 200.0 and found["slow_down"] == (6 + 200 / 100) / 2
 
 
 def test_the_parts_of_a_layer_add_up(tmp_path):

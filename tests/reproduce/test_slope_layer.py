@@ -1,5 +1,7 @@
-"""The parts of SLoPe that are measured: tiles and adapters apart are right, and ratios are of what
-they say."""
+"""A layer under SLoPe: tiles and adapters with products of their own are right, and ratios are of
+the calls that their names say."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from common_kernels import nm_mask
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from methods.nn.compressed import CompressedLinear
-from reproduce import bench, slope_parts
+from reproduce import slope_layer, slope_products, speed_setup
 from reproduce.bench import Config
 
 
@@ -21,7 +23,7 @@ def quick(**changed):
 def emulated(monkeypatch):
     """Packed operands in bf16, as on a GPU, multiplied by an emulation."""
     monkeypatch.setattr(Config, "dtype", torch.bfloat16)
-    monkeypatch.setattr(slope_parts, "sparse_products", lambda config: "cusparselt")
+    monkeypatch.setattr(slope_layer, "sparse_products", lambda config: "cusparselt")
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def clock(monkeypatch):
         ms = {n: kinds.get(n.removeprefix("inference ").partition("_1")[0], 6.0) for n in several}
         return {name: Time(value, value, value, "host") for name, value in ms.items()}
 
-    monkeypatch.setattr(slope_parts, "in_turns", fake)
+    monkeypatch.setattr(slope_layer, "in_turns", fake)
     return calls
 
 
@@ -46,7 +48,7 @@ def clock(monkeypatch):
 def test_a_layer_with_and_without_its_parts(packed, clock, request):
     if packed:
         request.getfixturevalue("emulated")
-    found, used = slope_parts.of_layer(quick(ranks=(1.56,)), print)
+    found, used = slope_layer.of_layer(quick(ranks=(1.56,)), print)
     assert used == ("cusparselt fprop dgrad" if packed else "dense")
     assert found["training_sparse"] == 12 / (6 + 3) and found["training_sparse_fused"] == 12 / 11
     assert found["training_dense_fused"] == 12 / 8  # without hooks
@@ -59,70 +61,36 @@ def test_a_layer_with_and_without_its_parts(packed, clock, request):
 
 
 def test_tiles_take_part_and_wrong_ones_stop_the_measurement(clock, monkeypatch):
-    cut, asked = slope_parts.DenseTiles.linear, []
+    cut, asked = slope_layer.DenseTiles.linear, []
 
     def spy(self, x, bias):
         asked.append(tuple(self.matrix.shape))
         return cut(self, x, bias)
 
-    monkeypatch.setattr(slope_parts.DenseTiles, "linear", spy)
-    slope_parts.of_layer(quick(width=32), print)
+    monkeypatch.setattr(slope_layer.DenseTiles, "linear", spy)
+    slope_layer.of_layer(quick(width=32), print)
     assert set(asked) == {(96, 32), (128, 32)}  # queries, keys and values; the wide weight
-    monkeypatch.setattr(slope_parts.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
+    monkeypatch.setattr(slope_layer.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
     with pytest.raises(UserError, match=r"tiles: off by .* no time is reported"):
-        slope_parts.of_layer(quick(width=32), print)
+        slope_layer.of_layer(quick(width=32), print)
 
 
 def test_adapters_apart_leave_the_layers_as_they_were(clock):
     config = quick(width=32, ranks=(6.25,))
-    build = slope_parts.partial(
-        slope_parts.bench, config, build=slope_parts.gpt2(config), include=("*",)
-    )
-    arm = slope_parts.adapted(build, 2, "dense")
-    want = slope_parts.evaluating(arm)(0)
-    assert torch.allclose(slope_parts.apart(arm)(0), want, rtol=1e-5, atol=1e-5)
+    build = partial(speed_setup.bench, config, build=speed_setup.gpt2(config), include=("*",))
+    arm = slope_layer.adapted(build, 2, "dense")
+    want = speed_setup.evaluating(arm)(0)
+    assert torch.allclose(slope_layer.apart(arm)(0), want, rtol=1e-5, atol=1e-5)
     assert {type(layer) for layer in arm.converted.layers.values()} == {CompressedLinear}
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_squares_give_the_product_of_the_whole(packed):
+def test_tiles_give_the_product_of_the_whole(packed):
     dtype = torch.bfloat16 if packed else torch.float32
     w = torch.randn(256, 64).to(dtype)
     w = w * nm_mask(w)
     x = torch.randn(16, 64).to(dtype)
-    tiles = slope_parts.packed_tiles(w) if packed else slope_parts.DenseTiles(w)
-    want = slope_parts.whole(w, packed).linear(x, None)
+    tiles = slope_layer.packed_tiles(w) if packed else slope_layer.DenseTiles(w)
+    want = slope_products.whole(w, packed).linear(x, None)
     eps = torch.finfo(dtype).eps
     assert torch.allclose(tiles.linear(x, None).float(), want.float(), rtol=4 * eps, atol=64 * eps)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_products_by_shape(packed, clock, request):
-    if packed:
-        request.getfixturevalue("emulated")
-    found, used = slope_parts.of_shapes(quick(), print)
-    assert used == ("cusparselt" if packed else "dense")
-    assert found["tiled_speedup"] == found["attention_speedup"] == 1.0
-    assert found["rank_10_speedup"] == 1.0 and found["multiply_ms"] == found["setup_ms"] == 6.0
-
-
-def test_bi_mask_s_search_is_counted_once_in_its_period(tmp_path, monkeypatch):
-    ms = {"dense": 2.0, "step": 6.0, "step with a search": 206.0}
-    times = {name: Time(value, value, value, "host") for name, value in ms.items()}
-    monkeypatch.setattr(slope_parts, "in_turns", lambda *_: times)
-    config = quick(what="slow_down", method="bi_mask", width=32, runs=str(tmp_path))
-    found = bench.run(config, lambda message: None)["metrics"]
-    assert found["search_ms"] == 200.0 and found["slow_down"] == (6 + 200 / 100) / 2
-
-
-@pytest.mark.parametrize(
-    ("pattern", "zeros"), [("1:2", 1 / 8), ("2:4", 3 / 32), ("2:8", 0.058399), ("1:4", 0.079102)]
-)
-def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
-    """The standard deviation over n x n random masks is below 0.3 / n (2:4: 0.19)."""
-    found, _ = slope_parts.of_imposed_zeros(quick(width=1024, pattern=pattern), print)
-    assert found["closed_form"] == pytest.approx(zeros, abs=1e-6)
-    for kind in ("random", "magnitude"):
-        assert found[kind] == pytest.approx(zeros, abs=5 * 0.3 / 1024)
-        n, m = map(int, pattern.split(":"))
-        assert found[kind] + found[f"{kind}_density"] == pytest.approx(n / m)

@@ -1,0 +1,176 @@
+"""Builds what the speed and memory tables time: modules under a method, with inputs and calls.
+
+The modules of measurements (speed.py and others) share this. Every function in their `MEASURES`
+takes a config and a function that reports progress. It returns the metrics by name and a
+description of what ran the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import methods
+from experiments.bench import arms, linear
+from experiments.bench.arms import Bench, Converted
+from experiments.bench.timing import Call, Time
+from experiments.support.errors import UserError
+from models.gpt2 import Block, GPTConfig
+
+if TYPE_CHECKING:
+    from reproduce.bench import Config
+
+BUFFERS = 2  # inputs of every call, used in rotation
+Metrics = dict[str, float | None]  # None: it cannot be measured on this device
+LAUNCHED = {"graph": "in a CUDA graph", "events": "launched from Python"}  # by `Time.clock`
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+class Hidden(nn.Module):
+    """A transformers model without its embeddings: hidden states [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
+def gpt2(config: Config) -> Callable[[], nn.Module]:
+    """A function that builds one GPT-2 block of the config's shape."""
+    shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
+    return lambda: Block(shape)
+
+
+def llama_config(config: Config, layers: int, vocab_size: int) -> Any:
+    """transformers' config of a LLaMA of the config's shape.
+
+    Raises:
+        UserError: transformers is not installed.
+    """
+    try:
+        from transformers import LlamaConfig
+    except ImportError as error:
+        raise UserError(
+            "a LLaMA needs transformers: pip install -e '.[hf]' in the checkout"
+        ) from error
+    return LlamaConfig(
+        hidden_size=config.width,
+        intermediate_size=config.ffn,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads or config.heads,
+        num_hidden_layers=layers,
+        vocab_size=vocab_size,
+    )
+
+
+def llama_layer(config: Config) -> Callable[[], nn.Module]:
+    """A function that builds one LLaMA layer of the config's shape."""
+    shape = llama_config(config, layers=1, vocab_size=8)
+    from transformers import LlamaModel
+
+    return lambda: Hidden(LlamaModel(shape))
+
+
+# --- modules under a method ----------------------------------------------------------------------
+
+
+def matmul(config: Config) -> str:
+    """The backend of sparse products to measure with: `auto` on a GPU, `dense` on a CPU."""
+    return "auto" if config.on.type == "cuda" else "dense"
+
+
+def check_products(config: Config, widths: tuple[int, int], tokens: int | None = None) -> None:
+    """Raise a `UserError` if the products of a linear of these widths are wrong under the config's
+    method."""
+    shape = (tokens or config.tokens, *widths)
+    linear.gate(config.method, shape, config.dtype, config.on, matmul(config))
+
+
+def check_ffn(config: Config) -> None:
+    """Raise a `UserError` if the products of one of the two linears of a feed-forward network are
+    wrong under the config's method."""
+    for widths in ((config.width, config.ffn), (config.ffn, config.width)):
+        check_products(config, widths)
+
+
+def convert(
+    name: str,
+    model: nn.Module,
+    include: tuple[str, ...],
+    config: Config,
+    tokens: int,
+    products: str | None = None,
+    **options: Any,
+) -> Converted:
+    """The model converted by the method `name`, as by `experiments.bench.arms.convert`.
+
+    products: the backend of the products, instead of `matmul(config)`. options: further options of
+    the method.
+    """
+    arm = arms.arm(name)
+    chosen: dict[str, Any] = {**arm.options, **options, "include": include, "measure_every": 0}
+    if arm.method == "slope":
+        chosen["exclude"] = ()
+    method = methods.build(arm.method, **chosen)
+    method.convert(model, config.dtype)
+    sparse = {} if arm.method == "dense" else method.accelerate(tokens, products or matmul(config))
+    used = {arms.used_by(products) for products in sparse.values()} or {"dense"}
+    return Converted(model, method, "; ".join(sorted(used)), sparse)
+
+
+def bench(
+    config: Config,
+    name: str,
+    build: Callable[[], nn.Module],
+    include: tuple[str, ...],
+    **options: Any,
+) -> Bench:
+    """A module made by `build`, under the method, with random inputs and output gradients."""
+    torch.manual_seed(config.seed)
+    size = (BUFFERS, config.batch, config.length, config.width)
+    with config.on:
+        model = build().to(config.dtype)
+        xs, dys = (list(torch.randn(size, dtype=config.dtype)) for _ in range(2))
+    return Bench(convert(name, model, include, config, config.tokens, **options), xs, dys)
+
+
+def evaluating(arm: Bench) -> Call:
+    """A forward pass of the model in evaluation mode."""
+    model = arm.converted.model
+
+    def call(i: int) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            y = model(arm.inputs[i])
+        model.train()
+        return y
+
+    return call
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def clock_and_power(times: dict[str, Time]) -> Metrics:
+    """SM clock in MHz and power in W of the GPU during a comparison."""
+    first = next(iter(times.values()))
+    return {"sm_mhz": first.mhz, "watts": first.watts}
+
+
+def launched(times: dict[str, Time], on_cpu: str) -> str:
+    """A description of how the calls were launched. on_cpu: what it says of calls on a CPU."""
+    how = LAUNCHED | {"host": on_cpu}
+    return " and ".join(sorted({how[time.clock] for time in times.values()}))
+
+
+def rank_suffix(percent: float) -> str:
+    """The end of a metric's name that gives the rank of adapters, `_1_56` for 1.56 % of the
+    width."""
+    return f"_{percent:g}".replace(".", "_")
