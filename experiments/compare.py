@@ -94,10 +94,10 @@ def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
 
 def main(arguments: list[str]) -> None:
     """The command line with `arguments`."""
-    if not arguments or {"-h", "--help"} & {*arguments}:
-        print(__doc__)
-        return
     with exit_with_one_line("begins it anew"):
+        if not arguments or {"-h", "--help"} & {*arguments}:
+            print(__doc__)
+            return
         paths, options = parse(arguments)
         compare(paths, options["baseline"], options["metric"], Path(options["out"]))
 

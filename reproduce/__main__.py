@@ -145,33 +145,40 @@ def write_page(options: list[str], runs: Path) -> None:
         page.main(runs)
 
 
+def _do(arguments: list[str], folder: Path, runs: Path) -> int:
+    """Do what the arguments ask for and return the exit status."""
+    if not arguments or arguments in (["--help"], ["-h"]):
+        print(USAGE, file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "run":
+        return 0 if run(arguments[1:], runs) else 1
+    if arguments == ["claims"]:
+        from reproduce import verdicts
+
+        verdicts.main(runs)
+        return 0
+    if arguments[0] == "report":
+        write_page(arguments[1:], runs)
+        return 0
+    tables = read_tables(folder)
+    if arguments == ["--list"]:
+        for line in coverage.lines(tables, runs, coverage.items()):
+            print(line)
+        return 0
+    request = parse(arguments, tables)
+    if arguments[0] == ALL:
+        return 0 if everything.run(request.tables, request.tier, runs) else 1
+    made = [attempt(table, request.tier, runs) for table in request.tables]
+    return 0 if all(one.complete for one in made) else 1
+
+
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
     """Run the command line with these arguments and return the exit status."""
     raise_on_sigterm()
     try:
-        if not arguments or arguments in (["--help"], ["-h"]):
-            print(USAGE, file=sys.stdout if arguments else sys.stderr)
-            return 0 if arguments else 2
-        if arguments[0] == "run":
-            return 0 if run(arguments[1:], runs) else 1
-        if arguments == ["claims"]:
-            from reproduce import verdicts
-
-            verdicts.main(runs)
-            return 0
-        if arguments[0] == "report":
-            write_page(arguments[1:], runs)
-            return 0
-        tables = read_tables(folder)
-        if arguments == ["--list"]:
-            for line in coverage.lines(tables, runs, coverage.items()):
-                print(line)
-            return 0
-        request = parse(arguments, tables)
-        if arguments[0] == ALL:
-            return 0 if everything.run(request.tables, request.tier, runs) else 1
-        made = [attempt(table, request.tier, runs) for table in request.tables]
-        return 0 if all(one.complete for one in made) else 1
+        status = _do(arguments, folder, runs)
+        sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
+        return status
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

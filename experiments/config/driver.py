@@ -109,6 +109,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     raise_on_sigterm()
     try:
         yield
+        sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
     except UserError as error:
         if error.elsewhere:
             sys.exit(1)

@@ -1,6 +1,7 @@
 """`python -m reproduce`: arguments, and one table from the first command to the last file."""
 
 import csv
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -53,6 +54,22 @@ def test_usage_errors_come_before_torch():
         "sys.exit(status if not {'torch', 'matplotlib'} & set(sys.modules) else 99)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["reproduce --help", "reproduce --list", "reproduce claims", "experiments.compare --help"],
+)
+def test_a_reader_who_has_left_is_no_error(command):
+    """As in `python -m reproduce --list | head -3`. Output that fits into one buffer is written
+    only at the end."""
+    read, write = os.pipe()
+    os.close(read)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, env=environment)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_the_default_is_every_paper_and_the_smallest_tier():
