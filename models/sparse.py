@@ -181,9 +181,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     for kind_of in ("missing", "unexpected", "mismatched"):
         if found := sorted(loading[f"{kind_of}_keys"]):
             first = found[0] if isinstance(found[0], str) else found[0][0]
-            raise ValueError(
-                f"{Path(folder) / CONFIG} is of another model: {first} is {kind_of}"
-            )
+            raise ValueError(f"{Path(folder) / CONFIG} is of another model: {first} is {kind_of}")
     model.eval().to(device)
     if torch.device(device).type == "cuda":
         try:

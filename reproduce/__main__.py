@@ -1,7 +1,8 @@
-"""The command line of tables, blocks, claims and the report: `python -m reproduce --help`.
+"""The command line that makes tables, blocks, verdicts and the page of results: `python -m
+reproduce --help`.
 
-Trains what is missing and writes `runs/tables/<name>-<tier>` as .md, .csv, -runs.csv and .png.
-Exit status: 0 if every cell of the tier exists, 1 if not, 2 for invalid arguments.
+For a table it runs what is missing and writes `runs/tables/<name>-<tier>` as .md, .csv, -runs.csv
+and .png. Exit status: 0 if every cell of the tier has a value, 1 if not, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from experiments.support.errors import (
     UserError,
     after_broken_pipe,
     meant,
+    one_line,
     raise_on_sigterm,
 )
 from reproduce import coverage, everything
@@ -29,26 +31,28 @@ python -m reproduce quickstart
     compare seven methods with dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
     make Table 2 of every paper that has one, or of one paper; likewise table1,
-    figure7 and the others of --list; mini shows committed results of blocks
+    figure7 and all others that --list names. smoke takes minutes on a CPU, mini
+    has small models, mostly with committed results, full is the paper's setting
 python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
     make every table and figure, a summary in runs/tables, and the page of
-    results; finished runs are not repeated
+    results; runs that are finished are not repeated
 python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
-    run the many small trainings that test the claims, on all GPUs; the blocks
-    are in reproduce/blocks
+    run a block, many small trainings that test the papers' claims, on all GPUs;
+    minutes: stop after this time; per_gpu: so many runs at once on each GPU.
+    The blocks are in reproduce/blocks
 python -m reproduce claims
-    judge the papers' claims by the runs of the blocks and the measured speeds,
-    and write the verdicts to runs/report
+    judge the papers' claims by the runs of the blocks and the measured speeds;
+    print the verdicts and write them to runs/report
 python -m reproduce report [figure=FILE]
-    write one page with all results, runs/report/index.html, or only the main
-    figure of the committed results, as SVG
+    write one page with all results, runs/report/index.html, or, to FILE, only
+    the main figure of the committed results as SVG
 python -m reproduce --list
-    list every table of every paper: tiers, what they need, what has been run,
-    and which are not covered"""
+    list every table of every paper: its tiers, what they need and what has been
+    run, or why the table is not covered"""
 
 
 class UsageError(UserError):
-    """An error in the arguments: they ask for something that does not exist."""
+    """An error in the arguments of the command line."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,11 @@ class Request:
 
 
 def parse(arguments: list[str], tables: list[Table]) -> Request:
-    """The tables and the tier that the arguments name. Raises `UsageError`, in one line, if there
-    are none."""
+    """The tables and the tier that the arguments name.
+
+    Raises:
+        UsageError: there is no such table, paper, tier or option.
+    """
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if command == ALL:
@@ -93,20 +100,20 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
 
 
 def _refuse_uncovered(command: str, paper: str = "") -> None:
-    """Raise a `UsageError` with the reason if there is no such table on purpose."""
-    for item in (item for known in coverage.items().values() for item in known):
+    """Raise a `UsageError` with the reason if the table is in a paper but has no spec."""
+    for item in (item for listed in coverage.items().values() for item in listed):
         if item.reason and item.command == command and paper in ("", item.paper):
             raise UsageError(f"{item.name} of paper={item.paper} is not covered: {item.reason}")
 
 
 def run(arguments: list[str], runs: Path) -> bool:
-    """Run a block, `run BLOCK [minutes=N] [per_gpu=N]`; True if all its runs are done.
+    """Run a block, `run BLOCK [minutes=N] [per_gpu=N]`; return True if all its runs are done.
 
     Raises:
-        UsageError: arguments that mean nothing.
+        UsageError: no block is named, or an option does not exist or has no number as its value.
     """
     if not arguments:
-        raise UsageError("run what? Name a block: python -m reproduce run BLOCK")
+        raise UsageError("no block is named: python -m reproduce run BLOCK")
     name, *options = arguments
     given: dict[str, float] = {}
     for option in options:
@@ -116,7 +123,7 @@ def run(arguments: list[str], runs: Path) -> bool:
         except (KeyError, ValueError):
             raise UsageError(f"cannot use {option!r}; use minutes=N and per_gpu=N") from None
         if not 0 < given[key] < 1e6:
-            raise UsageError(f"{option}: it must be positive")
+            raise UsageError(f"{option}; the number must be positive and below a million")
     from reproduce.blocks import read_block
     from reproduce.runner import run_block
 
@@ -129,10 +136,10 @@ def run(arguments: list[str], runs: Path) -> bool:
 
 
 def write_page(options: list[str], runs: Path) -> None:
-    """Write the report page, `report`, or its main figure, `report figure=FILE`.
+    """Write the page of results (`report`) or its main figure alone (`report figure=FILE`).
 
     Raises:
-        UsageError: arguments that mean nothing.
+        UsageError: an option that does not exist.
     """
     key, _, value = options[0].partition("=") if options else ("figure", "", "")
     if len(options) > 1 or key != "figure" or (options and not value):
@@ -180,13 +187,13 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
         sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
         return status
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:
         return after_broken_pipe()
     except (KeyboardInterrupt, Terminated) as stop:
-        told = isinstance(stop, Terminated)
-        what, status = ("terminated", 143) if told else ("interrupted", 130)
+        terminated = isinstance(stop, Terminated)
+        what, status = ("terminated", 143) if terminated else ("interrupted", 130)
         print(f"{what}; start the same command again to go on", file=sys.stderr)
         return status
 

@@ -1,9 +1,10 @@
 """Blocks of many small runs, by which claims are judged: `reproduce/blocks/<name>.yaml`.
 
-A block trains the same small model under many arms (methods and their options), each with the same
-seeds, so that arms can be compared seed by seed. It may go on from models of another block: then
-all arms of a seed start from one finished run, and are known by its config and their own, so that
-they are recognised where there are no weights.
+A block trains the same small model in many variants, called arms: methods and their options. Every
+arm has the same seeds, so that arms can be compared seed by seed. A block may start from models
+that another block has trained: then all arms of a seed start from the same finished run. Such a run
+is identified by its own config and that of the run it starts from, so that its record is recognised
+on a machine that has no weights.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from experiments.support.checkpoint import lacks, write_json
 from experiments.support.errors import UserError
 from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job
-from reproduce.reading import build
+from reproduce.reading import build, errors_in, read_keys
 from reproduce.spec import TRAINING
 
 BLOCKS = Path(__file__).parent / "blocks"
 EVIDENCE = Path(__file__).parent / "evidence"
-POINTS = 100  # most points of a kept training curve
-RECORD = {
+POINTS = 100  # greatest number of points of a training curve in a record
+RECORD = {  # the entries of a record that others read, with their types
     "block": str,
     "arm": str,
     "seed": int,
@@ -41,8 +42,8 @@ RECORD = {
 
 @dataclass(frozen=True)
 class BlockSource:
-    """The source of a block's first weights: the finished run, with the same seed, of an arm of
-    another block."""
+    """Where the initial weights of a block's runs come from: the finished run of an `arm` of
+    another `block` with the same seed."""
 
     block: Block
     arm: str
@@ -62,9 +63,12 @@ class BlockSource:
 
 @dataclass(frozen=True)
 class Block:
-    """Many runs of one small model: every arm with every seed. title: what is trained. overrides:
-    hydra overrides of all arms. arms: own overrides of each arm by label, the most important first.
-    seeds: those of every arm. source: where the first weights come from; None = random."""
+    """Many runs of one small model: every arm with every seed.
+
+    title: what is trained. overrides: hydra overrides of all arms. arms: the further overrides of
+    each arm by its label, the most important arm first. driver: the driver that trains. source:
+    where the initial weights come from; None = random.
+    """
 
     name: str
     title: str
@@ -90,7 +94,7 @@ class Block:
                 raise ValueError(f"block {start.name}, its source, has no seeds {others}")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
-        """All runs, seed by seed, so that a stop in between leaves complete seeds."""
+        """All runs, seed by seed, so that an interrupted block has complete seeds."""
         for seed in self.seeds:
             source = None if self.source is None else self.source.run(seed, runs)
             start = None if source is None else source.job
@@ -103,10 +107,10 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One arm with one seed.
+    """The run of one arm with one seed.
 
-    overrides: those of all seeds of the arm. job: what trains it. source: the run whose weights it
-    starts from.
+    overrides: the arm's overrides without the seed. job: the job that trains it. source: the run
+    whose weights it starts from, if any.
     """
 
     block: str
@@ -117,13 +121,12 @@ class BlockRun:
     source: BlockRun | None = None
 
     def file(self, folder: Path) -> Path:
-        """The path of its record below a folder of evidence."""
+        """The path of its record in a folder of records."""
         return folder / self.block / f"{_file_name(self.arm)}-seed{self.seed}.json"
 
     @property
     def setup(self) -> dict[str, Any]:
-        """The entries of its record that say how it was asked for, without paths of this
-        machine."""
+        """The entries of its record that say what was trained, without paths of this machine."""
         if self.source is None:
             return {"overrides": self.job.overrides}
         start = self.source
@@ -132,7 +135,7 @@ class BlockRun:
 
     @cached_property
     def config(self) -> Any:
-        """Its config. The source need not be finished.
+        """Its config, even if the run it starts from is not finished.
 
         Raises:
             UserError: its overrides do not fit together.
@@ -143,13 +146,13 @@ class BlockRun:
             return self.job.compose(self.source.config.directory())
 
     def digest(self) -> str:
-        """The hash of its config; the hash of a source takes the place of its weights.
+        """The hash of its config, with the hash of the source in place of its weights.
 
         Raises:
             UserError: its overrides do not fit together.
         """
         with self._named():
-            own = _of_an_arm(self.job.driver, self.overrides).with_seed(self.seed)
+            own = _arm_config(self.job.driver, self.overrides).with_seed(self.seed)
         if self.source is None:
             return own.digest()
         return digest({**own.identity(), "init": self.source.digest()})
@@ -163,18 +166,19 @@ class BlockRun:
             raise UserError(f"block {self.block}, {self.job}: {error}") from error
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
-        """Its kept record, from the first folder with one of this very config; None without."""
+        """Its record, from the first folder that has one with the hash of this config; None if no
+        folder has."""
         for folder in folders:
             path = self.file(folder)
             if path.is_file():
-                record = read_kept(path)
+                record = read_record(path)
                 if record["config_hash"] == self.digest():
                     return record
         return None
 
     def keep(self, folder: Path) -> dict[str, Any] | None:
-        """Write the figures of the finished run into a folder of evidence and return them; None if
-        it is not finished."""
+        """Write the record of the finished run into a folder of records and return it; None if the
+        run is not finished."""
         result = self.job.result()
         if result is None:
             return None
@@ -199,9 +203,9 @@ class BlockRun:
 
 
 @cache
-def _of_an_arm(driver: str, overrides: tuple[str, ...]) -> RunConfig:
-    """The config of these overrides with seed 0 and random first weights. It is cached: composing
-    takes some 50 ms, and reading the records needs the hash of every arm and seed."""
+def _arm_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
+    """The config of these overrides with seed 0 and random initial weights. It is cached, because
+    composing it takes some 50 ms, and the hash of every arm and seed is needed to read records."""
     config: RunConfig = Job("", driver, [*overrides, "seed=0"], Path()).config
     return config
 
@@ -210,8 +214,8 @@ def _file_name(arm: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm)
 
 
-def read_kept(path: Path) -> dict[str, Any]:
-    """The content of a record, as `BlockRun.keep` wrote it.
+def read_record(path: Path) -> dict[str, Any]:
+    """The record that `BlockRun.keep` wrote to a file.
 
     Raises:
         UserError: the file is damaged.
@@ -226,27 +230,26 @@ def read_kept(path: Path) -> dict[str, Any]:
 
 
 def curves(log: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """The curves of a run's log by quantity, as [step, value]: every evaluation, and at most
-    `POINTS` points of what is logged in training (its loss is a mean over the steps since the last
-    log entry)."""
+    """The curves in a run's log by quantity, as lists of [step, value].
+
+    They have every evaluation, and at most `POINTS` points of what is logged during training, whose
+    loss is the mean over the steps since the previous entry.
+    """
     found: dict[str, list[list[float]]] = {}
     for name in ("val_loss", "loss", "flip_rate", "grad_norm"):
         points = [[r["step"], float(f"{r[name]:.6g}")] for r in log if r.get(name) is not None]
-        thin = 1 if name == "val_loss" else math.ceil(len(points) / POINTS)
-        found[name] = points[thin - 1 :: thin] if thin else points
+        every = 1 if name == "val_loss" else math.ceil(len(points) / POINTS)
+        found[name] = points[every - 1 :: every] if every else points
     return found
 
 
 def read_block(name: str, folder: Path = BLOCKS) -> Block:
-    """The block of `<name>.yaml`.
+    """The block that `<name>.yaml` in a folder describes.
 
     Raises:
-        UserError: there is none, it has other keys than `Block`, or values that do not fit.
+        UserError: there is no such file, a key does not exist, or a value does not fit.
     """
-    import yaml
-
-    path = folder / f"{name}.yaml"
-    try:
+    with errors_in(folder / f"{name}.yaml"):
         content = _content(name, folder)
         source = content.get("source")
         if isinstance(source, dict) and isinstance(source.get("block"), str):
@@ -255,19 +258,12 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
                 raise ValueError(f"source.block={source['block']} has a source itself")
             content["source"] = {**source, "block": start}
         return build(Block, content, "the file")
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def _content(name: str, folder: Path) -> dict[str, Any]:
-    """The content of a block's file, with its name."""
-    import yaml
-
+    """The keys in a block's file, and its name."""
     path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
         raise UserError(f"no block {name!r}; there is {known}")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError("it holds no keys")
-    return {"name": name, **content}
+    return {"name": name, **read_keys(path)}

@@ -1,8 +1,7 @@
-"""Judges the papers' claims of quality by the kept runs of the blocks, with the rules of
-`claims.yaml`.
+"""Judges the papers' claims on quality by the records of the blocks' runs.
 
-The rules stand in claims.yaml, which is older than the runs that they judge. speed_claims.py judges
-what is said of time and memory, verdicts.py tells all of it.
+The rules are in claims.yaml and were fixed before the runs that they judge. speed_claims.py judges
+claims on time and memory, and verdicts.py reports all verdicts.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experiments.runs.stats import equivalence_p_value, holm, mean, p_value, paired_interval
-from experiments.support.errors import UserError
 from experiments.support.results import number
-from reproduce.reading import build
+from reproduce.reading import build, errors_in, read_yaml
 from reproduce.records import Values
 
 FILE = Path(__file__).with_name("claims.yaml")
@@ -27,7 +25,7 @@ NOT_TESTED = "not tested"
 
 @dataclass(frozen=True)
 class Margin:
-    """The margin within which two arms count as equal: a `share` of the gap between the arms
+    """The difference up to which two arms count as equal: a `share` of the gap between the arms
     `lower` and `upper`."""
 
     share: float
@@ -37,10 +35,13 @@ class Margin:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A comparison of two arms of a block, `arm` and `against`, by `metric`, a dotted path into a
-    record.
+    """A comparison of two arms of a block.
 
-    margin_of: block whose gap gives the margin of `equal`, where it is not its own."""
+    arm, against: the difference is that of `arm` minus `against`. expect: its expected sign,
+    `lower` or `higher`, or `equal` if it should lie within the margin. metric: what is compared, a
+    dotted path into a record. margin_of: the block whose gap gives the margin, if it is not
+    `block`.
+    """
 
     block: str
     arm: str
@@ -56,10 +57,13 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Speed:
-    """A statement on time or memory: a column of `table` (in reproduce/measured) as factors of
-    dense, over all rows whose labels end with `rows`. kind: see claims.yaml. than: the end of
-    the labels of the rows that these should be faster than. less: it is memory, where less is
-    better."""
+    """A statement on time or memory, judged by a column of a measured table.
+
+    table, column: of reproduce/measured; the values are relative to dense. kind: what was timed,
+    explained in claims.yaml. rows: how the labels of the judged rows end. than: how the labels of
+    the rows end that these should be faster than, if the statement compares rows. less: the values
+    are bytes, where less is better.
+    """
 
     table: str
     column: str
@@ -77,8 +81,8 @@ class Speed:
 class Claim:
     """One claim, judged by contrasts of runs or by measurements of time and memory.
 
-    number: what the paper gives. decides: what the contrasts need explained. settles: what would
-    decide it, where it is not confirmed.
+    says: the claim in words. number: the number that the paper gives. decides: an explanation of
+    the contrasts. settles: what would decide the claim if it is not confirmed.
     """
 
     id: int
@@ -93,8 +97,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Released:
-    """A defect of released code that `arm` has and `against` has not. Its effect is shown but not
-    judged, since no paper claims anything about it."""
+    """A defect of released code that `arm` has and `against` does not have. Its effect is shown but
+    not judged, because no paper claims anything about it."""
 
     block: str
     arm: str
@@ -105,8 +109,11 @@ class Released:
 
 @dataclass(frozen=True)
 class Claims:
-    """All claims with the rules that they share. seeds: the least number of seeds for a test.
-    noise: the share of a single speed measurement that stands for its interval."""
+    """All claims with the rules that they share.
+
+    level: the significance level. seeds: the least number of seeds for a test. noise: half the
+    width of the interval that a single speed measurement is given, as a share of its value.
+    """
 
     margin: Margin
     level: float
@@ -121,7 +128,7 @@ class Claims:
 
     @property
     def blocks(self) -> set[str]:
-        """Names of the blocks that claims are judged by, or defects of released code shown by."""
+        """Names of the blocks whose records judge a claim or show a defect of released code."""
         contrasts = [c for claim in self.claims for c in claim.contrasts]
         margins = {c.margin_of for c in contrasts if c.margin_of is not None}
         return margins | {c.block for c in contrasts} | {r.block for r in self.released}
@@ -129,10 +136,13 @@ class Claims:
 
 @dataclass(frozen=True)
 class Judged:
-    """A contrast with its result: mean paired difference, its 95 % interval, the number of seeds,
-    the margin (if `equal` is expected), and Holm's p-values for what is expected and for the
-    contrary. by_seed: the paired differences. why: the reason why it was not tested; difference
-    and interval are preliminary then, and not there where two runs do not compare."""
+    """A contrast with its result.
+
+    n: number of seeds. effect, interval: the mean paired difference and its 95 % interval. margin:
+    if `equal` is expected. p_expected, p_contrary: p-values of the expected result and of the
+    contrary, adjusted by Holm's method. by_seed: the paired differences. why: the reason why it was
+    not tested; effect and interval are then preliminary, or nan if the runs cannot be compared.
+    """
 
     contrast: Contrast
     n: int
@@ -147,8 +157,8 @@ class Judged:
 
     @property
     def more_seeds(self) -> bool:
-        """True if it was tested and the rule asks for more seeds: its interval is wider than half
-        of the effect, or of the margin if that is larger."""
+        """True if it was tested and more seeds are needed by the rule: its interval is wider than
+        half of the effect, or of the margin if that is larger."""
         low, high = self.interval
         return not self.why and high - low > max(abs(self.effect), self.margin or 0.0) / 2
 
@@ -157,21 +167,18 @@ def read_claims(path: Path = FILE) -> Claims:
     """The claims and rules in a file.
 
     Raises:
-        UserError: a key that does not exist, or a value of the wrong kind.
+        UserError: a key does not exist, or a value is of the wrong kind.
     """
-    import yaml
-
-    try:
-        return build(Claims, yaml.safe_load(path.read_text(encoding="utf-8")), "the file")
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+    with errors_in(path):
+        return build(Claims, read_yaml(path), "the file")
 
 
 def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:
-    """The differences of `metric`, arm minus against, at every seed that both have.
+    """The differences of `metric`, `arm` minus `against`, at every seed that both have.
 
-    Runs that go on from a trained model are compared if it is the same one: trained twice, its loss
-    on a GPU differs by 0.01 nats (block pilot_b_decay), more than some arms do.
+    Runs that start from a trained model are compared only if it is the same model. A model that is
+    trained twice on a GPU differs by 0.01 nats (block pilot_b_decay), which is more than the
+    difference between some arms.
     """
     return list(_paired(values, block, arm, against, metric).values())
 
@@ -184,51 +191,66 @@ def _paired(values: Values, block: str, arm: str, against: str, metric: str) -> 
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
-    """The contrasts of a claim with their verdicts, Holm's correction made over all of them."""
-    return _with_verdicts([_compared(claims, c, values) for c in claim.contrasts], claims.level)
+    """The contrasts of a claim with their verdicts; p-values are corrected by Holm's method for
+    their number."""
+    return _with_verdicts([_tested(claims, c, values) for c in claim.contrasts], claims.level)
 
 
-def _compared(claims: Claims, contrast: Contrast, values: Values) -> Judged:
-    """A contrast tested by itself, still without a verdict; `why` tells if it cannot be tested."""
-    c, rule = contrast, claims.margin
+def _tested(claims: Claims, contrast: Contrast, values: Values) -> Judged:
+    """A contrast with the p-values of its own test, still without a verdict, or with the reason
+    why it cannot be tested."""
+    c = contrast
     by_seed = _paired(values, c.block, c.arm, c.against, c.metric)
-    paired, margin = list(by_seed.values()), None
-    other = _on_other_data(values, c)
-    found = Judged(contrast, len(paired))
-    if len(paired) > 1 and all(map(math.isfinite, paired)) and not other:
-        interval = paired_interval(paired)
-        found = replace(found, effect=mean(paired), interval=interval, by_seed=by_seed)
-    if why := _untestable(claims, c.arm, c.against, c.metric, paired) or other:
-        return replace(found, why=why)
+    paired = list(by_seed.values())
+    other_data = _on_other_data(values, c)
+    judged = Judged(c, len(paired))
+    if len(paired) > 1 and all(map(math.isfinite, paired)) and not other_data:
+        judged = _with_effect(judged, by_seed)
+    if why := _untestable(claims, c.arm, c.against, c.metric, paired) or other_data:
+        return replace(judged, why=why)
     if c.expect == "equal":
-        gaps = _paired(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
-        gap = [gaps[s] for s in by_seed if s in gaps]
-        if why := _no_gap(claims, c.metric, gap):
-            return replace(found, why=f"no margin: {why}")
-        by_seed = {s: d for s, d in by_seed.items() if s in gaps}
-        paired = list(by_seed.values())
-        margin = rule.share * abs(mean(gap))
-        # Seed by seed, because the gap has an error as the difference has.
-        ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
-        expected = equivalence_p_value(paired, ends)
-        above = p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
-        below = p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
-        contrary = min(1.0, 2 * min(above, below))  # the difference may lie beyond either end
-    else:
-        both = p_value(paired)
-        as_expected = (mean(paired) < 0) == (c.expect == "lower")
-        expected, contrary = (both, 1.0) if as_expected else (1.0, both)
+        return _tested_for_equality(claims, judged, values)
+    p = p_value(paired)
+    as_expected = (judged.effect < 0) == (c.expect == "lower")
+    expected, contrary = (p, 1.0) if as_expected else (1.0, p)
+    return replace(judged, p_expected=expected, p_contrary=contrary)
+
+
+def _with_effect(judged: Judged, by_seed: dict[int, float]) -> Judged:
+    paired = list(by_seed.values())
     return replace(
-        Judged(contrast, len(paired), mean(paired), paired_interval(paired), margin),
-        p_expected=expected,
-        p_contrary=contrary,
+        judged,
+        n=len(paired),
+        effect=mean(paired),
+        interval=paired_interval(paired),
         by_seed=by_seed,
     )
 
 
+def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judged:
+    """The contrast tested at the seeds that have both the difference and the gap of the margin."""
+    c, rule = judged.contrast, claims.margin
+    gaps = _paired(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
+    gap = [gaps[s] for s in judged.by_seed if s in gaps]
+    if why := _no_gap(claims, c.metric, gap):
+        return replace(judged, why=f"no margin: {why}")
+    by_seed = {s: difference for s, difference in judged.by_seed.items() if s in gaps}
+    paired = list(by_seed.values())
+    # The ends of the margin seed by seed, because the gap has an error as the difference has.
+    ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
+    above = p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
+    below = p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
+    return replace(
+        _with_effect(judged, by_seed),
+        margin=rule.share * abs(mean(gap)),
+        p_expected=equivalence_p_value(paired, ends),
+        p_contrary=min(1.0, 2 * min(above, below)),  # the difference may lie beyond either end
+    )
+
+
 def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: list[float]) -> str:
-    """The reason why pairs cannot be tested, or "". A pair without a finite number is not left out:
-    the rest would be the runs that went well."""
+    """The reason why pairs cannot be tested, or "". A pair without a finite number prevents the
+    test: without it only the runs that went well would be left."""
     if len(paired) < claims.seeds:
         return f"{len(paired)} of {claims.seeds} seeds of {arm} and {against}"
     if not all(map(math.isfinite, paired)):
@@ -237,30 +259,32 @@ def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: lis
 
 
 def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
-    """The reason why a gap gives no margin, or "". A share of a gap that may be zero
-    means nothing."""
+    """The reason why a gap gives no margin, or "": a share of a gap that may be zero means
+    nothing."""
     rule = claims.margin
     if why := _untestable(claims, rule.upper, rule.lower, metric, gap):
         return why
     low, high = paired_interval(gap, 1 - claims.level)
-    return f"{rule.upper} is not told from {rule.lower}" if low <= 0 <= high else ""
+    same = f"{rule.upper} does not differ significantly from {rule.lower}"
+    return same if low <= 0 <= high else ""
 
 
 def _on_other_data(values: Values, c: Contrast) -> str:
-    """The reason that at some seeds the two runs had different data, or ""."""
+    """The seeds at which the two runs had different data, as a reason in words, or ""."""
     first, second = (values.get((c.block, arm), {}) for arm in (c.arm, c.against))
     common = sorted(first.keys() & second.keys())
     unequal = [s for s in common if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
     seeds = ", ".join(map(str, unequal))
-    return f"{c.arm} and {c.against} had other data at seeds {seeds}" if unequal else ""
+    return f"{c.arm} and {c.against} had different data at seeds {seeds}" if unequal else ""
 
 
-def _with_verdicts(found: list[Judged], level: float) -> list[Judged]:
-    tested = [j for j in found if not j.why]
+def _with_verdicts(contrasts: list[Judged], level: float) -> list[Judged]:
+    """The contrasts with their corrected p-values and verdicts."""
+    tested = [j for j in contrasts if not j.why]
     expected = iter(holm([j.p_expected for j in tested]))
     contrary = iter(holm([j.p_contrary for j in tested]))
     judged = []
-    for j in found:
+    for j in contrasts:
         if j.why:
             judged.append(j)
             continue
@@ -271,7 +295,8 @@ def _with_verdicts(found: list[Judged], level: float) -> list[Judged]:
 
 
 def verdict(verdicts: Sequence[str]) -> str:
-    """The verdict on a claim from those on its parts: refuted if one is, confirmed if all are."""
+    """The verdict on a claim from the verdicts on its parts: refuted if a part is refuted, else not
+    tested if a part is not, confirmed if all parts are, else inconclusive."""
     if REFUTED in verdicts:
         return REFUTED
     if not verdicts or NOT_TESTED in verdicts:

@@ -1,4 +1,4 @@
-"""Runs the jobs of a table that are not finished, in order, and collects the results."""
+"""Runs the unfinished jobs of a table, one after the other, and collects the results."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from typing import Any
 import torch
 
 from experiments.support.checkpoint import write_text
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job, Place, Plan
 
-Report = Callable[[str], None]
-Act = Callable[[Job, Report], Any]
+Report = Callable[[str], None]  # prints a message on the progress
+Act = Callable[[Job, Report], Any]  # runs a job
 
 
 @dataclass(frozen=True)
 class PlacedRun:
-    """A finished training or benchmark at one place of a table.
+    """A finished training or benchmark, and its place in a table.
 
-    result: its `result.json`.
-    log: the records of its `metrics.jsonl`.
-    measures: the `result.json` of each of its measurements, by `<measure>` or `<measure>.<task>`.
+    result: the content of its `result.json`. log: the entries of its `metrics.jsonl`. measures: the
+    content of the `result.json` of each of its measurements, by `<measure>` or `<measure>.<task>`.
     """
 
     place: Place
@@ -37,17 +36,17 @@ class PlacedRun:
 
 
 def run_job(job: Job, report: Report) -> Any:
-    """Run a job by its driver and return the result."""
+    """Run a job by its driver; return the result."""
     return job.module.run(job.config, report)
 
 
 def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
-    """Run the jobs that are not finished, in order, and return their number. A failure is reported
-    in one line, and the other jobs continue."""
+    """Run the jobs that are not finished, in order; return how many they were. The failure of a job
+    is reported in one line, and the others are run."""
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     if waiting and needs_gpu(job.config for _, job in waiting):
-        report("nothing is run: they need a GPU, and torch sees none here; tier=smoke needs none")
+        report("nothing is run: a GPU is needed, and torch sees none here; tier=smoke needs none")
         return len(waiting)
     start = time.monotonic()
     for position, (number, job) in enumerate(waiting):
@@ -66,9 +65,9 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
             trace.unlink(missing_ok=True)
             act(job, lambda message: report_lines(message, report))
         except UserError as error:
-            report(f"failed: {job}: {_one_line(error)}")
+            report(f"failed: {job}: {one_line(error)}")
         except Exception as error:
-            reason = f"{type(error).__name__}: {_one_line(error)}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
             if trace is not None:
                 write_text(trace, traceback.format_exc())
                 reason += f" (see {trace})"
@@ -79,16 +78,16 @@ def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
 
 
 def needs_gpu(configs: Iterable[Any]) -> bool:
-    """True if a config needs a GPU and there is none here. A config is None if the job's source is
-    not finished."""
+    """True if a config needs a GPU and there is none here. A config may be None, that of a job
+    whose source is not finished."""
     settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
     wanted = any(getattr(one, "device", None) == "cuda" for one in settings)
     return wanted and not torch.cuda.is_available()
 
 
 def report_lines(message: str, report: Report) -> None:
-    """Report a driver's message, indented and without its tables, which are in the run's
-    own files."""
+    """Report a driver's message, indented and without its tables, which the run's own files
+    have."""
     for line in message.splitlines():
         if line.strip() and not line.startswith("|"):
             report(f"  {line}")
@@ -103,18 +102,14 @@ def finished_runs(plan: Plan) -> list[PlacedRun]:
             continue
         directory = job.config.directory()
         log = read_metrics(directory / "metrics.jsonl")
-        found = {part: measure.result() for part, measure in measures.items()}
-        made = {part: content for part, content in found.items() if content is not None}
-        runs.append(PlacedRun(place, directory, result, log, made))
+        results = {part: measure.result() for part, measure in measures.items()}
+        finished = {part: content for part, content in results.items() if content is not None}
+        runs.append(PlacedRun(place, directory, result, log, finished))
     return runs
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `m:ss`, or `h:mm:ss` from an hour on."""
+    """Seconds as `m:ss`, or as `h:mm:ss` if they are an hour or more."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -1,7 +1,7 @@
 """Makes all tables and figures of the papers, one after the other: `python -m reproduce all`.
 
-The summary says how each ended and how many minutes it took, including earlier calls. It is written
-after every table, so that an interrupted call loses nothing.
+A summary lists the outcome of every table and the minutes that it took in all calls. It is written
+after each table, so that an interrupted call loses nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from reproduce.making import Made, attempt, not_offered
 from reproduce.spec import Table
 
 
 @dataclass
 class Line:
-    """One table in the summary. status: `complete`, `incomplete`, `failed` or `not offered`.
-    reason: why, for the last two. jobs, done: as in `making.Made`. minutes: of all calls."""
+    """One table in the summary.
+
+    spec: the table's name. script: the command that makes it alone. status: `not begun`,
+    `complete`, `incomplete`, `interrupted`, `failed` or `not offered`. jobs, done: as in
+    `making.Made`. minutes: in all calls together. reason: why it failed or is not offered.
+    """
 
     spec: str
     script: str
@@ -39,22 +43,22 @@ class Line:
 
 
 def run(tables: list[Table], tier: str, runs: Path) -> bool:
-    """Make every table that has the tier, then the page of results; return True if all are
+    """Make every table that has the tier, then the page of results; return True if all tables are
     complete."""
     summary = Summary(tables, tier, runs)
     wanted = [table for table in tables if not not_offered(table, tier)]
     start = time.monotonic()
     for number, table in enumerate(wanted, 1):
         elapsed = time.monotonic() - start
-        told = f" after {elapsed / 60:.1f} minutes" if number > 1 else ""
-        print(f"== [{number}/{len(wanted)}] {table.name}{told}", flush=True)
+        after = f" after {elapsed / 60:.1f} minutes" if number > 1 else ""
+        print(f"== [{number}/{len(wanted)}] {table.name}{after}", flush=True)
         summary.make(table)
     try:
         from reproduce.report import page
 
         page.main(runs)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         summary.write()
         return False
     print(f"\n{summary.write()}\nwritten: {summary.stem}.md, .json")
@@ -62,12 +66,12 @@ def run(tables: list[Table], tier: str, runs: Path) -> bool:
 
 
 class Summary:
-    """The lines of all tables of a tier, kept in `runs/tables/all-<tier>.md` and `.json`."""
+    """The summary of a tier, stored in `runs/tables/all-<tier>.md` and `.json`."""
 
     def __init__(self, tables: list[Table], tier: str, runs: Path) -> None:
         self.tier, self.runs = tier, runs
         self.stem = runs / "tables" / f"all-{tier}"
-        self.lines = self._kept()  # includes papers that this call does not make
+        self.lines = self._stored()  # also of papers that this call does not make
         for table in tables:
             line = Line(table.name, script(table))
             if table.name in self.lines:
@@ -76,8 +80,8 @@ class Summary:
                 line.status, line.reason = "not offered", reason
             self.lines[table.name] = line
 
-    def _kept(self) -> dict[str, Line]:
-        """The lines of earlier calls, by spec."""
+    def _stored(self) -> dict[str, Line]:
+        """The lines of earlier calls by the name of their table."""
         try:
             content = json.loads(self.stem.with_suffix(".json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -92,7 +96,7 @@ class Summary:
             line.end(attempt(table, self.tier, self.runs))
         except Exception as error:  # a defect in one table must not prevent the others
             traceback.print_exc()
-            line.end(Made(reason=f"{type(error).__name__}: {' '.join(str(error).split())}"))
+            line.end(Made(reason=f"{type(error).__name__}: {one_line(error)}"))
         finally:
             line.minutes += (time.monotonic() - start) / 60
             self.write()
@@ -123,15 +127,15 @@ class Summary:
         grid = Grid(["spec"], [""] * 3, ["status", "runs", "minutes"], rows)
         done = sum(line.status == "complete" for line in lines)
         minutes = sum(line.minutes for line in lines)
-        told = [
+        parts = [
             f"# All tables and figures, tier {self.tier}\n",
             f"{done} of {len(lines)} complete, {minutes:.0f} minutes in all calls.\n",
             grid.markdown(),
         ]
         for line in self.lines.values():
             if line.reason:
-                told.append(f"- {line.spec}: {line.status}: {line.reason}")
-        return "\n".join(told).rstrip() + "\n"
+                parts.append(f"- {line.spec}: {line.status}: {line.reason}")
+        return "\n".join(parts).rstrip() + "\n"
 
 
 def script(table: Table) -> str:

@@ -1,4 +1,4 @@
-"""Fills the tiers that show a block: its records take the place of the table's own runs."""
+"""Collects the runs of a tier that shows a block: the block's records instead of own runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from reproduce.spec import Table
 
 @dataclass(frozen=True)
 class Collected:
-    """A table of a block's tier with its runs.
+    """A table whose tier shows a block, with the block's records.
 
-    table: with the seeds of the block. runs: the records of its rows, as runs. missing: the seeds
-    without a record, by arm. warnings: lines on records that do not count.
+    table: the table, with the seeds of the block. runs: the records of its rows, in the form of
+    runs. missing: the seeds without a record, by arm. warnings: lines on records that do not count.
     """
 
     table: Table
@@ -33,12 +33,12 @@ def collect(
     """The table with the records of the tier's block as its runs.
 
     Raises:
-        UserError: there is no such block or arm, or a record is damaged.
+        UserError: the block or an arm does not exist, or a record is damaged.
     """
     chosen = table.tiers[tier]
     block = read_block(chosen.block, blocks)
     asked = {(run.arm, run.seed): run for run in block.runs(runs)}
-    if (source := block.source) is not None:  # its models are rows of the papers' tables, too
+    if (source := block.source) is not None:  # the models that arms start from may be rows, too
         name = f"{source.block.name}/{source.arm}"
         asked |= {(name, seed): source.run(seed, runs) for seed in block.seeds}
     names = {run.block for run in asked.values()}
@@ -50,18 +50,18 @@ def collect(
         if (row.arm, seed) not in asked:
             raise UserError(f"{table.name}, {row.label!r}: block {block.name} has no arm {row.arm}")
         run = asked[row.arm, seed]
-        there = evidence.kept.get((run.block, run.arm), {}).get(seed)
-        if there is None:
+        stored = evidence.kept.get((run.block, run.arm), {}).get(seed)
+        if stored is None:
             if seed not in collected.missing.setdefault(row.arm, []):
                 collected.missing[row.arm].append(seed)
             continue
-        place, log = Place(variant.label, row.label, seed), _log(there.record["curves"])
-        collected.runs.append(PlacedRun(place, there.path, there.record, log, {}))
+        place, log = Place(variant.label, row.label, seed), _log(stored.record["curves"])
+        collected.runs.append(PlacedRun(place, stored.path, stored.record, log, {}))
     return collected
 
 
 def _log(curves: dict[str, list[list[float]]]) -> list[dict[str, float]]:
-    """The kept curves in the form of the entries of a `metrics.jsonl`."""
+    """The curves of a record in the form of the entries of a `metrics.jsonl`."""
     steps: dict[float, dict[str, float]] = {}
     for name, points in curves.items():
         for step, value in points:

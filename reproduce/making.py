@@ -6,18 +6,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from reproduce import coverage, smoke_tasks
 from reproduce.spec import Table
 
-NAMED = 5  # of what is missing, in the printed line
+NAMED = 5  # so many missing runs are named in the printed line
 
 
 @dataclass(frozen=True)
 class Made:
-    """The state of a table's tier after it was asked for. jobs: trainings, benchmarks and
-    measurements that it consists of; done: those that are finished, and `before` how many were when
-    it was asked for. reason: why it could not be made, if so."""
+    """The state of a table's tier after an attempt to make it.
+
+    jobs: number of trainings, benchmarks and measurements that it consists of. done: how many of
+    them are finished now. before: how many were finished before the attempt. reason: why the table
+    could not be made; "" if it could.
+    """
 
     jobs: int = 0
     done: int = 0
@@ -31,11 +34,11 @@ class Made:
 
 
 def make(table: Table, tier: str, runs: Path) -> Made:
-    """Run what a table misses, then write and print it."""
+    """Run the missing jobs of a table, then write and print the table."""
     if reason := not_offered(table, tier):
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return Made(reason=f"not offered: {reason}")
-    # Only now: these need torch, which takes seconds.
+    # These need torch, whose import takes seconds, so that a refusal above comes at once.
     from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import from_records
     from reproduce.engine import execute, finished_runs, needs_gpu
@@ -50,12 +53,14 @@ def make(table: Table, tier: str, runs: Path) -> Made:
     except OSError as error:
         raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
     if table.tiers[tier].block:
-        found = from_records.collect(table, tier, runs)
-        table, done, lacking = found.table, found.runs, found.missing
-        for warning in found.warnings:
+        collected = from_records.collect(table, tier, runs)
+        table, done = collected.table, collected.runs
+        for warning in collected.warnings:
             print(warning, file=sys.stderr)
-        missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in lacking.items()]
-        made = Made(len(done) + sum(map(len, lacking.values())), len(done), len(done))
+        seeds_of = collected.missing.items()
+        missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in seeds_of]
+        jobs = len(done) + sum(len(seeds) for _, seeds in seeds_of)
+        made = Made(jobs, len(done), len(done))
     else:
         planned = plan(table, tier, runs)
         if needs_inputs(table, tier):
@@ -76,36 +81,36 @@ def make(table: Table, tier: str, runs: Path) -> Made:
     }.items():
         write_text(stem.with_name(stem.name + suffix), text)
     drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
-    write_json(stem.with_name(f"{stem.name}.json"), coverage.record(made.jobs, made.done))
+    write_json(stem.with_name(f"{stem.name}.json"), coverage.progress(made.jobs, made.done))
     rendered.print()
     print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     if missing:
         block = table.tiers[tier].block
-        told = f" (python -m reproduce run {block})" if block else ""
-        print(f"missing: {abbreviated(missing)}{told}", file=sys.stderr)
+        remedy = f" (python -m reproduce run {block})" if block else ""
+        print(f"missing: {abbreviated(missing)}{remedy}", file=sys.stderr)
     return made
 
 
 def abbreviated(missing: list[str]) -> str:
-    """The names in one line: the first of them and how many more there are, if these are many."""
+    """The names in one line: all of them, or the first and the number of the others."""
     if len(missing) <= NAMED + 1:
         return "; ".join(missing)
     return f"{'; '.join(missing[:NAMED])}; and {len(missing) - NAMED} more"
 
 
 def not_offered(table: Table, tier: str) -> str:
-    """The reason why a table has no such tier; "" if it has."""
+    """The reason why a table has no such tier; "" if it has one."""
     if tier not in table.tiers:
         return "it has no such tier"
     return table.tiers[tier].unavailable
 
 
 def attempt(table: Table, tier: str, runs: Path) -> Made:
-    """`make`, with a `UserError` printed as one line, so that the next table is made all
-    the same."""
+    """What `make` returns. A `UserError` is printed as one line and recorded as the reason, so that
+    the next table can be made."""
     try:
         return make(table, tier, runs)
     except UserError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         print(f"error: {reason}", file=sys.stderr)
         return Made(reason=reason)

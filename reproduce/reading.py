@@ -1,6 +1,6 @@
-"""Reads the spec files into the dataclasses of spec.py.
+"""Reads YAML files into dataclasses: the specs of tables, blocks and claims.
 
-By the C parser of YAML and without OmegaConf, which takes seconds for all of them.
+OmegaConf is not used, because it would take seconds for all of the specs.
 """
 
 from __future__ import annotations
@@ -8,38 +8,31 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from reproduce.spec import Table
 
 TABLES = Path(__file__).parent / "tables"
 
 
 def read_table(path: Path) -> Table:
-    """The table of one spec file.
+    """The table that a spec file describes.
 
     Raises:
-        UserError: a key that does not exist or is missing, or a value of the wrong kind.
+        UserError: a key does not exist or is missing, or a value is of the wrong kind.
     """
-    import yaml
-
-    try:
+    with errors_in(path):
         return build(Table, {"name": path.stem, **_content(path)}, "the file")
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The content of a spec file; keys that it lacks come from the table that it is `based_on`, if
+    """The keys of a spec file; those that it lacks come from the table that it is `based_on`, if
     any."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content = yaml.load(path.read_text(encoding="utf-8"), loader)
-    if not isinstance(content, dict):
-        raise ValueError("it holds no keys")
+    content = read_keys(path)
     base = content.pop("based_on", None)
     if base is None:
         return content
@@ -54,11 +47,50 @@ def read_tables(folder: Path = TABLES) -> list[Table]:
     return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
 
 
-def build(kind: Any, given: Any, where: str) -> Any:
-    """The plain value `given` converted to the type `kind`, dataclasses included.
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file, read by the C parser if it is installed, which is much faster.
 
     Raises:
-        ValueError: it is none; the message says where.
+        yaml.YAMLError: the file is not YAML.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """The content of a YAML file that consists of keys with values.
+
+    Raises:
+        yaml.YAMLError: the file is not YAML.
+        ValueError: it has no keys.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ValueError("it has no keys")
+    return content
+
+
+@contextmanager
+def errors_in(path: Path) -> Iterator[None]:
+    """A context for reading `path`: an error in its content is raised as a `UserError` that names
+    the file."""
+    import yaml
+
+    try:
+        yield
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {one_line(error)}") from error
+
+
+def build(kind: Any, given: Any, where: str) -> Any:
+    """The plain value `given` converted to the type `kind`, which may be a dataclass.
+
+    Args:
+        where: where the value is, for error messages.
+    Raises:
+        ValueError: the value cannot be converted.
     """
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(given, dict):
@@ -72,8 +104,8 @@ def build(kind: Any, given: Any, where: str) -> Any:
             required = field.default is field.default_factory  # both are MISSING
             if required and name not in given:
                 raise ValueError(f"{where}: {name} is missing")
-        make: Any = kind
-        return make(**values)
+        constructor: Any = kind
+        return constructor(**values)
     if origin is list and isinstance(given, list):
         return [build(inside[0], v, f"{where}[{n}]") for n, v in enumerate(given)]
     if origin is dict and isinstance(given, dict):
@@ -84,5 +116,5 @@ def build(kind: Any, given: Any, where: str) -> Any:
         return float(given)
     if not isinstance(kind, type) or type(given) is not kind:
         name = getattr(kind, "__name__", str(kind))
-        raise ValueError(f"{where}: {given!r} is no {name}")
+        raise ValueError(f"{where}: {given!r} is not of type {name}")
     return given

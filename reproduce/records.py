@@ -1,8 +1,8 @@
-"""Decides which kept records of the blocks' runs count.
+"""Reads the records of the blocks' runs, and decides which of them count.
 
-A record counts while a block has a run of its arm and seed whose config has the record's hash. One
-that was made with another default, another override or another start is of another experiment: it
-is left out of claims, tables and page alike, and named.
+A record counts if a block has a run with its arm and seed whose config has the hash in the record.
+A record that was made with another default, override or initial model belongs to another
+experiment: claims, tables and the page of results leave it out and name it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reproduce.blocks import BLOCKS, BlockRun, read_block, read_kept
+from reproduce.blocks import BLOCKS, BlockRun, read_block, read_record
 
 Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, arm) -> seed -> record
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A record and its file. why: it does not count; empty if it does."""
+class StoredRecord:
+    """A record and its file. why: the reason why it does not count; "" if it counts."""
 
     path: Path
     record: dict[str, Any]
@@ -29,46 +29,49 @@ class Kept:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The records of some folders.
+    """The records in some folders.
 
-    kept: those that count, by (block, arm) and seed; of several the one in the first folder.
-    outdated: those that do not count.
+    kept: the records that count, by (block, arm) and seed. If several folders have a record of the
+        same run, it is that of the first folder.
+    outdated: the records that do not count.
     """
 
-    kept: dict[tuple[str, str], dict[int, Kept]]
-    outdated: list[Kept]
+    kept: dict[tuple[str, str], dict[int, StoredRecord]]
+    outdated: list[StoredRecord]
 
     @cached_property
     def values(self) -> Values:
         """The contents of the records that count."""
         return {
-            key: {seed: kept.record for seed, kept in seeds.items()}
+            key: {seed: stored.record for seed, stored in seeds.items()}
             for key, seeds in self.kept.items()
         }
 
     def warnings(self) -> list[str]:
-        """A line for each arm with records that do not count: seeds, reason and the first file."""
-        arms: dict[tuple[str, str, str], list[Kept]] = {}
-        for one in self.outdated:
-            arms.setdefault((one.record["block"], one.record["arm"], one.why), []).append(one)
+        """A line for each arm with records that do not count: the seeds, the reason and the first
+        file."""
+        arms: dict[tuple[str, str, str], list[StoredRecord]] = {}
+        for stored in self.outdated:
+            key = stored.record["block"], stored.record["arm"], stored.why
+            arms.setdefault(key, []).append(stored)
         return [
-            f"left out: block {block}, {arm}, seeds {_seeds(found)}: {why} ({found[0].path})"
-            for (block, arm, why), found in arms.items()
+            f"left out: block {block}, {arm}, seeds {_seeds(records)}: {why} ({records[0].path})"
+            for (block, arm, why), records in arms.items()
         ]
 
 
-def _seeds(found: list[Kept]) -> str:
-    return " ".join(str(seed) for seed in sorted({one.record["seed"] for one in found}))
+def _seeds(records: list[StoredRecord]) -> str:
+    return " ".join(str(seed) for seed in sorted({stored.record["seed"] for stored in records}))
 
 
 def read_evidence(
     *folders: Path, blocks: Path = BLOCKS, only: Collection[str] | None = None
 ) -> Evidence:
-    """The records below these folders.
+    """The records in these folders.
 
     Args:
-        only: names of the blocks whose records are wanted; None = all. Each arm costs the time to
-            compose its config, some 50 ms.
+        only: names of the blocks whose records are wanted; None = all. Fewer are faster: the config
+            of every arm is composed, which takes some 50 ms.
 
     Raises:
         UserError: a record is damaged, or a block's overrides do not fit together.
@@ -76,19 +79,20 @@ def read_evidence(
     evidence = Evidence({}, [])
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*/*.json"))):
-        record = read_kept(path)
+        record = read_record(path)
         block, arm, seed = record["block"], record["arm"], record["seed"]
         if only is not None and block not in only:
             continue
         if block not in runs:
-            there = (blocks / f"{block}.yaml").is_file()
-            known = read_block(block, blocks).runs(Path()) if there else ()
+            exists = (blocks / f"{block}.yaml").is_file()
+            known = read_block(block, blocks).runs(Path()) if exists else ()
             runs[block] = {(run.arm, run.seed): run for run in known}
         run = runs[block].get((arm, seed))
         if run is None:
-            evidence.outdated.append(Kept(path, record, "no block has such a run"))
+            evidence.outdated.append(StoredRecord(path, record, "no block has such a run"))
         elif run.digest() != record["config_hash"]:
-            evidence.outdated.append(Kept(path, record, "its config is another one now"))
+            evidence.outdated.append(StoredRecord(path, record, "its config is another one now"))
         else:
-            evidence.kept.setdefault((block, arm), {}).setdefault(seed, Kept(path, record))
+            stored = StoredRecord(path, record)
+            evidence.kept.setdefault((block, arm), {}).setdefault(seed, stored)
     return evidence

@@ -571,7 +571,7 @@ def test_how_much_two_runs_of_one_seed_differ():
     median = statistics.median(map(statistics.stdev, paired))
     told = " ".join(text(ROOT / "docs" / "evidence.md").split())
     assert f"{len(again)} runs of block a were made twice" in told
-    assert f"the {len(of_methods)} that are not \"as released\" the two losses differ by" in told
+    assert f'the {len(of_methods)} that are not "as released" the two losses differ by' in told
     assert f"by {spread:.4f} nats (root mean square)" in told
     assert f"the same standard deviation, a median of {median:.4f} over all arms" in told
 

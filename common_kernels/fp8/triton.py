@@ -37,9 +37,7 @@ def fp8_numbers(
     numbers, scales = torch.empty_like(x, dtype=dtype), torch.empty(2, device=x.device)
     codes = numbers
     if kept:  # stored in fp32 first under the interpreter, as above
-        codes = torch.empty_like(
-            x, dtype=torch.float32 if backend.interpreted() else FORMATS[kept]
-        )
+        codes = torch.empty_like(x, dtype=torch.float32 if backend.interpreted() else FORMATS[kept])
     flat = (chunks.in_memory_order(t) for t in (x, numbers, codes))
     launch(
         numbers_kernel, triton.cdiv(x.numel(), BLOCK), x.device,

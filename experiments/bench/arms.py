@@ -84,9 +84,7 @@ ARMS = {
     "dense fp8": Setup("dense", fp8="hybrid"),
     TORCHAO: Setup("dense", fp8="hybrid"),
     **ON_FP8_UNITS,
-    DELAYED: Setup(
-        "t_sr_ste", {**BF16["t_sr_ste"].options, "fp8": "hopper_delayed"}, fp8=ON_UNITS
-    ),
+    DELAYED: Setup("t_sr_ste", {**BF16["t_sr_ste"].options, "fp8": "hopper_delayed"}, fp8=ON_UNITS),
     SIMULATED: Setup("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
 }
 

@@ -20,9 +20,7 @@ def parts(converted: Converted, optimizer: torch.optim.Optimizer | None = None) 
     return sizes
 
 
-def trained_and_held(
-    converted: Converted, optimizer: torch.optim.Optimizer
-) -> tuple[int, int]:
+def trained_and_held(converted: Converted, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """The bytes of weights, gradients and optimizer state, and of everything held between steps."""
     sizes = parts(converted, optimizer)
     trained = 2 * sizes["weights"] + sizes["optimizer"]

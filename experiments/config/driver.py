@@ -18,6 +18,7 @@ from experiments.support.errors import (
     Terminated,
     UserError,
     after_broken_pipe,
+    one_line,
     raise_on_sigterm,
 )
 
@@ -113,7 +114,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except UserError as error:
         if error.elsewhere:
             sys.exit(1)
-        sys.exit("\n  ".join([f"error: {' '.join(str(error).split())}", *error.choices]))
+        sys.exit("\n  ".join([f"error: {one_line(error)}", *error.choices]))
     except BrokenPipeError:
         sys.exit(after_broken_pipe())
     except OSError as error:

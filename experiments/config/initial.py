@@ -23,7 +23,7 @@ from experiments.data.tokenizer import ALL_FILES
 from experiments.data.tokenizer import FILES as TOKENIZERS
 from experiments.support import hub, tensor_files
 from experiments.support.checkpoint import sha256
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from experiments.support.hashes import file_hash
 from experiments.support.results import FILE as RESULT
 from experiments.support.results import read_training
@@ -165,7 +165,7 @@ class HFConfig:
                 raise ValueError(f"{missing[0]} and {len(missing) - 1} more weights are missing")
             return convert(loaded.float())
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"{self.path}: {' '.join(str(error).split())}") from error
+            raise UserError(f"{self.path}: {one_line(error)}") from error
 
 
 def _names(path: Path) -> list[str]:

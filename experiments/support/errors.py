@@ -42,6 +42,11 @@ def closest(word: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(word, [*known], 1, 0.7)), "")
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error, its line breaks replaced by spaces."""
+    return " ".join(str(error).split())
+
+
 def told(error: BaseException) -> str:
     """The class of an error and the first line of its message, if any. For an error that only
     reports another one, as those of datasets do, the other one."""

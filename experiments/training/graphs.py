@@ -63,9 +63,7 @@ def _impossible(device: torch.device, ranks: int, model: nn.Module) -> str | Non
     if isinstance(model, CausalLM):
         return _TRANSFORMERS
     if isinstance(model, BertLM):
-        return (
-            "with the head for masked words: every pass reads their number back from the GPU"
-        )
+        return "with the head for masked words: every pass reads their number back from the GPU"
     if device.type != "cuda":
         return "without a GPU"
     if ranks > 1:

@@ -1,22 +1,22 @@
 """Code that the methods share: the base classes, sparse layers and their products.
 
-    base            `Config` and `Method`: the options and hooks of every method, with defaults
-    conversion      the choice of the linears to convert, and the report about it
-    acceleration    the record of which products run sparse, and why
-    linear          the sparse layer, and the masked layer
-    phases          layers and methods that are dense for a part of the training
-    transposable    the layer whose mask is 2:4 along both dims
-    compressed      the layer that stores only the kept values, and low-rank adapters;
-                    compressed_fp8: in FP8
-    optimizer       AdamW that also does a method's work on the sparse weights
-    slorb           the low-rank term of AST
-    gemms           the three products of a layer, dense or 2:4; fp8_gemms, fp8_linear: in FP8
-    operands        the operands of these products
-    delayed         FP8 scales from the magnitudes of earlier steps
-    distillation    methods whose loss includes a dense teacher
-    calibration     statistics of layer inputs
-    sparsegpt       pruning with these statistics
-    sharding        sparse layers under FSDP2
-    keys, ranks     random choices, and choices that must be equal on all ranks
-    order           a check that the training loop calls every hook
+base            `Config` and `Method`: the options and hooks of every method, with defaults
+conversion      the choice of the linears to convert, and the report about it
+acceleration    the record of which products run sparse, and why
+linear          the sparse layer, and the masked layer
+phases          layers and methods that are dense for a part of the training
+transposable    the layer whose mask is 2:4 along both dims
+compressed      the layer that stores only the kept values, and low-rank adapters;
+                compressed_fp8: in FP8
+optimizer       AdamW that also does a method's work on the sparse weights
+slorb           the low-rank term of AST
+gemms           the three products of a layer, dense or 2:4; fp8_gemms, fp8_linear: in FP8
+operands        the operands of these products
+delayed         FP8 scales from the magnitudes of earlier steps
+distillation    methods whose loss includes a dense teacher
+calibration     statistics of layer inputs
+sparsegpt       pruning with these statistics
+sharding        sparse layers under FSDP2
+keys, ranks     random choices, and choices that must be equal on all ranks
+order           a check that the training loop calls every hook
 """

@@ -176,17 +176,13 @@ class _Fp8Linear(torch.autograd.Function):
         elif ctx.needs_input_grad[1]:
             if ctx.mvue:
                 codes = quantized_sample(dy, codes.scale, key, ctx.mvue, formats)
-            grad_weight = weight_gradient(
-                codes, turned, x, x_scale, ctx.on_units, ctx.weight_dtype
-            )
+            grad_weight = weight_gradient(codes, turned, x, x_scale, ctx.on_units, ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
 
 
-def quantized_sample(
-    dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats: Fp8Formats
-) -> Fp8:
+def quantized_sample(dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats: Fp8Formats) -> Fp8:
     """The quantised sample of dY [T, out]; `scale` is dY's scale."""
     if not formats.on_units or mvue != "exact":
         return Fp8(*fp8_numbers(sample_tokens(dy, key, mvue), formats.gradient))

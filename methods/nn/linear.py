@@ -227,9 +227,7 @@ class SparseLinear(nn.Linear):
             key = self.key.clone()
         if products.wgrad and x.dtype == self.dtype:
             packs_sample = products.layouts.wgrad
-        return sparse_linear(
-            x, self.weight, fprop, dgrad, self.bias, key, mvue, packs_sample
-        )
+        return sparse_linear(x, self.weight, fprop, dgrad, self.bias, key, mvue, packs_sample)
 
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` whose weight is the one in use."""

@@ -14,7 +14,7 @@ from experiments.runs.curves import NAMES, Point
 from reproduce import scale
 from reproduce.cells import published_cell
 from reproduce.claims import Margin
-from reproduce.records import Evidence, Kept
+from reproduce.records import Evidence, StoredRecord
 from reproduce.report import claims, html
 from reproduce.report.figures import Scale, curves, forest, span
 from reproduce.report.gather import Shown
@@ -318,12 +318,12 @@ def _files(shown: Shown, links: Links) -> Markup:
     return html.details(f"The files behind every number of {shown.block.name}", parts)
 
 
-def device(kept: Kept) -> str:
+def device(kept: StoredRecord) -> str:
     """The device that made a record."""
     return kept.record["environment"]["device"]
 
 
-def revision(kept: Kept) -> str:
+def revision(kept: StoredRecord) -> str:
     """The short git revision that made a record; + if it had uncommitted changes."""
     environment = kept.record["environment"]
     short = (environment["git_revision"] or "unknown")[:7]

@@ -12,11 +12,11 @@ from experiments.runs import comparison
 from experiments.runs.comparison import Summary
 from experiments.runs.curves import Point
 from experiments.runs.stats import mean, paired_interval, std
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
 from reproduce.claims import Claims, differences
-from reproduce.records import Evidence, Kept
+from reproduce.records import Evidence, StoredRecord
 from reproduce.runner import last_line
 
 
@@ -29,7 +29,7 @@ class Shown:
     metric: str
     baseline: str
     yardstick: str
-    arms: dict[str, dict[int, Kept]]
+    arms: dict[str, dict[int, StoredRecord]]
 
     @property
     def quantity(self) -> str:
@@ -98,7 +98,7 @@ class Shown:
         return {arm: seeds for arm, seeds in found.items() if seeds}
 
     @property
-    def diverged(self) -> list[Kept]:
+    def diverged(self) -> list[StoredRecord]:
         """The records whose metric is not finite."""
         every = [kept for seeds in self.arms.values() for kept in seeds.values()]
         return [k for k in every if not math.isfinite(number(k.record, self.metric))]
@@ -191,5 +191,5 @@ def own_runs(runs: Path) -> Own:
             rows = comparison.table(arms, comparison.choose(arms, None))
             own.rows[folder] = [(row, files[row.label]) for row in rows]
         except UserError as error:
-            own.trouble.append(f"{folder}: {' '.join(str(error).split())}")
+            own.trouble.append(f"{folder}: {one_line(error)}")
     return own

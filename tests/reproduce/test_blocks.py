@@ -103,7 +103,7 @@ def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
         ("arm: dense", "arm: densest", "source.arm=densest; block t has dense, ste 2e-3"),
         ("block: t", "block: v", "no block 'v'; there is t, u"),
         ("block: t", "block: u", "source.block=u has a source itself"),
-        ("{block: t, arm: dense}", "t", "the file: source: 't' is no BlockSource"),
+        ("{block: t, arm: dense}", "t", "the file: source: 't' is not of type BlockSource"),
         ("seeds: [1]", "seeds: [0, 1]", "block t, its source, has no seeds [0]"),
     ],
 )
@@ -138,9 +138,13 @@ def test_block_d_has_the_rows_of_torchao_s_table():
     [
         ("title: T", "titel: T", "the file has no key titel; it takes name, title, overrides"),
         ("seeds: [3, 1]\n", "", "the file: seeds is missing"),
-        ("[3, 1]", "[3, three]", "the file: seeds[1]: 'three' is no int"),
+        ("[3, 1]", "[3, three]", "the file: seeds[1]: 'three' is not of type int"),
         ("[3, 1]", "[3, 3]", "two seeds are the same: [3, 3]"),
-        ("[method=dense]", "method=dense", "the file: arms.dense: 'method=dense' is no list"),
+        (
+            "[method=dense]",
+            "method=dense",
+            "the file: arms.dense: 'method=dense' is not of type list",
+        ),
         ("  dense:", "  ste_2e-3:", "arms 'ste_2e-3' and 'ste 2e-3' would have the same file"),
         (
             "title: T",
@@ -148,7 +152,7 @@ def test_block_d_has_the_rows_of_torchao_s_table():
             "driver=training; choose one of pretrain, dino, translate",
         ),
         ("seeds: [3, 1]", "seeds: [3, 1", "while parsing"),
-        (TEXT, "", "it holds no keys"),
+        (TEXT, "", "it has no keys"),
     ],
 )
 def test_a_block_that_means_nothing(old, new, message, block_file):

@@ -165,7 +165,7 @@ def test_seeds_of_one_arm_alone_are_left_out():
         (
             {"dense": BASE, "it": shifted(0.05), "half": shifted(0.001)},
             5,
-            "no margin: half is not told from dense",
+            "no margin: half does not differ significantly from dense",
         ),
         (
             {"dense": BASE, "it": [*BASE[:4], None], "half": BASE},
@@ -214,7 +214,10 @@ def test_runs_on_other_data_are_not_compared():
     for arm, seed, corpus in (("dense", 1, "aa"), ("it", 1, "aa"), ("it", 3, "bb")):
         values["a", arm][seed]["corpus_hash"] = corpus
     (found,) = judged(values, ("it", "dense", "lower"))
-    assert (found.verdict, found.why) == ("not tested", "it and dense had other data at seeds 3")
+    assert (found.verdict, found.why) == (
+        "not tested",
+        "it and dense had different data at seeds 3",
+    )
     assert math.isnan(found.effect)
 
 
@@ -331,7 +334,7 @@ def test_defects_are_those_of_the_arms_as_released():
     ("changed", "message"),
     [
         (("expect: lower", "expect: less"), "expect=less; choose one of lower, higher, equal"),
-        (("level: 0.05", "level: often"), "level: 'often' is no float"),
+        (("level: 0.05", "level: often"), "level: 'often' is not of type float"),
         (("says:", "tells:"), "has no key tells"),
         (("seeds: 5", "seeds: 1"), "seeds=1; one pair has no spread"),
         (("claims:", "claims: ["), "while parsing"),

@@ -200,6 +200,6 @@ def test_a_tier_for_a_gpu_without_one_writes_nothing(tmp_path, capsys, monkeypat
     assert main(["table10", "paper=sste", "tier=full"], runs=tmp_path) == 1
     captured = capsys.readouterr()
     _, _, reason, where = captured.out.splitlines()
-    assert reason.startswith("nothing is run: they need a GPU") and captured.err == ""
+    assert reason.startswith("nothing is run: a GPU is needed") and captured.err == ""
     assert where == "measured: reproduce/measured/h200/sste_table10-full.md"
     assert not list((tmp_path / "tables").iterdir())

@@ -57,7 +57,7 @@ def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     execute(planned.jobs, said.append, fake)
     assert fake.order == [] and len(said) == 2
-    assert said[1].startswith("nothing is run: they need a GPU")
+    assert said[1].startswith("nothing is run: a GPU is needed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     execute(planned.jobs, said.append, fake)
     assert len(fake.order) == 4

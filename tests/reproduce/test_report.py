@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from experiments.support.checkpoint import write_json
+from reproduce import verdicts
 from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import read_claims
 from reproduce.reading import read_tables
-from reproduce.report import figures, html, page, tables
+from reproduce.records import read_evidence
+from reproduce.report import claims, figures, html, page, tables
 from reproduce.report.html import tag
+from reproduce.report.links import Links
 
 
 class Page(HTMLParser):
@@ -126,7 +129,12 @@ def test_readers_of_all_kinds(parsed):
     assert {name for given in named for name in given["aria-labelledby"].split()} <= ids
 
 
-def test_effects_of_too_few_seeds_are_shown_as_preliminary(text):
+def test_effects_of_too_few_seeds_are_shown_as_preliminary(tmp_path):
+    values = {
+        key: {seed: record for seed, record in seeds.items() if seed < 2}
+        for key, seeds in read_evidence(EVIDENCE, only={"a"}).values.items()
+    }
+    text = claims.section(verdicts.content(read_claims(), values), set(), Links(tmp_path))
     assert '<td class="number">so far ' in text
     assert "and is preliminary" in text
 

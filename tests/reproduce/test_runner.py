@@ -201,7 +201,7 @@ def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_
     assert done and said[1].startswith(
         "[1/1] dense, seed 0: val_loss 3.5000, knn_top1 61.25, linear_top1 70.50, 2000.0 ms a step"
     )
-    record = blocks.read_kept(tmp_path / "evidence" / "t" / "dense-seed0.json")
+    record = blocks.read_record(tmp_path / "evidence" / "t" / "dense-seed0.json")
     assert record["metrics"].items() >= probed.items()
 
 
@@ -397,12 +397,12 @@ def test_the_exit_status(children, monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "run what? Name a block"),
+        ([], "no block is named: python -m reproduce run BLOCK"),
         (["smoke", "hours=1"], "cannot use 'hours=1'; use minutes=N and per_gpu=N"),
         (["smoke", "minutes=soon"], "cannot use 'minutes=soon'"),
         (["smoke", "per_gpu=1.5"], "cannot use 'per_gpu=1.5'"),
-        (["smoke", "per_gpu=0"], "per_gpu=0: it must be positive"),
-        (["smoke", "minutes=nan"], "minutes=nan: it must be positive"),
+        (["smoke", "per_gpu=0"], "per_gpu=0; the number must be positive"),
+        (["smoke", "minutes=nan"], "minutes=nan; the number must be positive"),
     ],
 )
 def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):

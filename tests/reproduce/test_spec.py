@@ -425,11 +425,11 @@ def test_a_table_of_benchmarks_needs_no_dense_row():
     ("text", "message"),
     [
         ("rows: [{label: a, overrides: [], colour: red}]", r"rows\[0\] has no key colour"),
-        ("tiers: {smoke: {seeds: [many]}}", r"tiers.smoke: seeds\[0\]: 'many' is no int"),
-        ("rows: [{label: a, stage: 1}]", "stage: 1 is no bool"),
-        ("number: 2", "number: 2 is no str"),
+        ("tiers: {smoke: {seeds: [many]}}", r"tiers.smoke: seeds\[0\]: 'many' is not of type int"),
+        ("rows: [{label: a, stage: 1}]", "stage: 1 is not of type bool"),
+        ("number: 2", "number: 2 is not of type str"),
         ("title: T", "tiers is missing"),
-        ("[a, b]", "it holds no keys"),
+        ("[a, b]", "it has no keys"),
         ("title: {", "while parsing a flow node"),
         (
             "{title: T, columns: [], tiers: {}, rows: [{label: a, overrides: [method=ste]}]}",

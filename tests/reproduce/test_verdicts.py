@@ -10,7 +10,7 @@ from experiments.runs.stats import paired_interval, ratio_interval
 from experiments.support.checkpoint import write_json
 from reproduce import decay_curve, scale, verdicts
 from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
-from reproduce.records import Evidence, Kept
+from reproduce.records import Evidence, StoredRecord
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
@@ -273,7 +273,9 @@ def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     from reproduce.__main__ import main
 
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
-    kept = {key: {s: Kept(tmp_path, r) for s, r in seeds.items()} for key, seeds in arms.items()}
+    kept = {
+        key: {s: StoredRecord(tmp_path, r) for s, r in seeds.items()} for key, seeds in arms.items()
+    }
     monkeypatch.setattr(verdicts, "read_evidence", lambda *_, only: Evidence(kept, []))
     asked = of(("it", "dense", "lower"), ("none", "dense", "equal"),
                measured=[Speed("torchao_table3", "speedup", "kernel")])  # fmt: skip

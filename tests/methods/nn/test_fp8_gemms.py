@@ -108,9 +108,7 @@ def chosen(device, matmul, **options):
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"], **options)
     method.convert(layer, dtype=torch.bfloat16)
-    return choose_products(
-        layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul
-    )
+    return choose_products(layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul)
 
 
 @pytest.mark.parametrize("matmul", gemms.MATMULS)
