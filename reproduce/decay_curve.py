@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.stats import mean, std
+from experiments.runs.stats import mean, paired_interval, std
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.results import number
 from reproduce.blocks import EVIDENCE
@@ -29,7 +30,8 @@ LINES = ("dense", "half")
 @dataclass(frozen=True)
 class Factor:
     """One decay factor. mu_from: where mu comes from, `pilot` or `records`; mu_records: mu by the
-    records, in either case. val_loss: mean over n seeds, with its standard deviation std."""
+    records, in either case. val_loss: mean over n seeds, with its standard deviation std and its
+    95 % interval from low to high; by_seed: the loss of each."""
 
     arm: str
     alpha: float
@@ -40,6 +42,15 @@ class Factor:
     n: int
     val_loss: float
     std: float
+    low: float
+    high: float
+    by_seed: dict[int, float]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its row of the CSV file, with a column for each seed."""
+        row = asdict(self)
+        return row | {f"seed {seed}": loss for seed, loss in row.pop("by_seed").items()}
 
 
 def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
@@ -61,8 +72,9 @@ def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
         by_records = anchor * mean(ratios) if ratios else math.nan
         mu = tried.get(alpha, by_records)
         source = "pilot" if alpha in tried else "records"
-        losses = [number(records[s], "metrics.val_loss") for s in sorted(records)]
-        loss = mean(losses), std(losses)
+        by_seed = {s: number(records[s], "metrics.val_loss") for s in sorted(records)}
+        losses = [*by_seed.values()]
+        loss = mean(losses), std(losses), *paired_interval(losses), by_seed
         feasible = low <= mu <= high
         found.append(Factor(arm, alpha, mu, source, by_records, feasible, len(losses), *loss))
     return sorted(found, key=lambda f: f.mu)
@@ -96,30 +108,39 @@ def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
         losses = [number(r, "metrics.val_loss") for r in values.get((BLOCK, arm), {}).values()]
         if losses and all(map(math.isfinite, losses)):
             lines[arm] = mean(losses)
-    write_text(stem.with_suffix(".csv"), csv_text([asdict(factor) for factor in found]))
+    write_text(stem.with_suffix(".csv"), csv_text([factor.row for factor in found]))
     write_atomic(stem.with_suffix(".png"), lambda path: _draw(found, lines, path))
     return True
 
 
-def _draw(found: list[Factor], lines: dict[str, float], path: Path) -> None:
+def draw(axes: Any, found: list[Factor], lines: dict[str, float]) -> None:
+    """Draw the mean loss of each factor over its mu, with its 95 % interval and each seed beside
+    it. lines: losses of other arms, drawn as horizontal lines."""
     from experiments.find_decay import FEASIBLE
-    from experiments.runs.curves import COLOURS, figure
+    from experiments.runs.curves import COLOURS
 
-    def panel(axes: Any) -> None:
-        axes.axvspan(*FEASIBLE, color=COLOURS[3], alpha=0.15, label="mu that FST calls feasible")
-        for number_, (arm, loss) in enumerate(lines.items()):
-            axes.axhline(loss, color=COLOURS[0], linestyle=("--", ":")[number_], label=arm)
-        shown = [f for f in found if math.isfinite(f.val_loss) and math.isfinite(f.mu)]
-        spread = [f.std if math.isfinite(f.std) else 0.0 for f in shown]
-        mus, losses = [f.mu for f in shown], [f.val_loss for f in shown]
-        axes.errorbar(
-            mus, losses, yerr=spread, marker="o", color=COLOURS[6], capsize=3, label="FST"
-        )
-        for f in shown:
-            place = {"textcoords": "offset points", "xytext": (4, 6), "fontsize": 7}
-            axes.annotate(f"{f.alpha:g}", (f.mu, f.val_loss), **place)
-        axes.set_xlabel("mu: flip rate over that of dense training", fontsize=9)
+    axes.axvspan(*FEASIBLE, color=COLOURS[3], alpha=0.15, label="mu that FST calls feasible")
+    for place, (arm, loss) in enumerate(lines.items()):
+        axes.axhline(loss, color=COLOURS[0], linestyle=("--", ":")[place], label=f"{arm}, mean")
+    shown = [f for f in found if math.isfinite(f.val_loss) and math.isfinite(f.mu)]
+    mus, losses = [f.mu for f in shown], [f.val_loss for f in shown]
+    ends = [[f.val_loss - f.low for f in shown], [f.high - f.val_loss for f in shown]]
+    whisker = "FST, mean and 95 % interval"
+    axes.errorbar(mus, losses, yerr=ends, marker="o", color=COLOURS[6], capsize=3, label=whisker)
+    beside = 0.015 * (max(mus, default=0.0) - min(mus, default=0.0))
+    seeds = [(f.mu + beside, loss) for f in shown for loss in f.by_seed.values()]
+    x, y = [at for at, _ in seeds], [loss for _, loss in seeds]
+    axes.plot(x, y, ".", color=COLOURS[0], alpha=0.55, label="one seed")
+    factor = axes.secondary_xaxis("top")
+    factor.set_xticks(mus, [f"{f.alpha:g}" for f in shown], fontsize=8)
+    factor.set_xlabel("decay factor", fontsize=9)
+    axes.set_xlabel("mu: flip rate over that of dense training", fontsize=9)
+
+
+def _draw(found: list[Factor], lines: dict[str, float], path: Path) -> None:
+    from experiments.runs.curves import figure
 
     n = " to ".join(dict.fromkeys(str(f(x.n for x in found)) for f in (min, max)))
-    title = f"FST by decay factor: loss against mu (block {BLOCK}, {n} seeds, ± std)"
-    figure({"validation loss, nats": panel}, title, path, width=5.0)
+    title = f"Loss of FST by its decay factor (block {BLOCK}, {n} seeds)"
+    panels = {"validation loss, nats": partial(draw, found=found, lines=lines)}
+    figure(panels, title, path, width=5.0)

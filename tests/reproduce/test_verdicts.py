@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -354,11 +355,28 @@ def test_loss_against_mu(tmp_path):
     assert [f.mu for f in found] == pytest.approx([0.2, 0.8, 0.9])
     assert [f.mu_records for f in found] == pytest.approx([0.2, 0.8, 0.88])
     assert [f.val_loss for f in found] == pytest.approx([3.0, 2.1, 2.5])
+    assert (found[1].low, found[1].high) == pytest.approx(paired_interval([2.0, 2.2]))
     assert decay_curve.write(arms, tmp_path / "mu", pilot)
     assert (tmp_path / "mu.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "mu.csv").open(encoding="utf-8") as file:
-        assert [row["arm"] for row in csv.DictReader(file)] == [f.arm for f in found]
+        rows = [*csv.DictReader(file)]
+    assert [row["arm"] for row in rows] == [f.arm for f in found]
+    assert [row["seed 1"] for row in rows] == ["3.0", "2.2", ""]
     assert not decay_curve.write({}, tmp_path / "none", pilot)
+
+
+def test_the_figure_of_loss_against_mu_shows_every_seed_and_the_interval():
+    from matplotlib.figure import Figure
+
+    two = decay_curve.Factor("fst", 3e-4, 0.8, "pilot", 0.8, True, 2, 2.1, 0.1, 1.2, 3.0,
+                             {0: 2.0, 1: 2.2})  # fmt: skip
+    one = replace(two, mu=0.9, n=1, low=math.nan, high=math.nan, by_seed={0: 2.1})
+    axes = Figure().subplots()
+    decay_curve.draw(axes, [two, one], {"dense": 2.0})
+    drawn = {line.get_label(): line for line in axes.get_lines()}
+    assert sorted(drawn["one seed"].get_ydata()) == [2.0, 2.1, 2.2]
+    (whiskers,) = [c for c in axes.collections if len(c.get_segments()) == 2]
+    assert whiskers.get_segments()[0][:, 1].tolist() == pytest.approx([1.2, 3.0])
 
 
 def test_the_pilot_knows_the_factor_of_block_a():
