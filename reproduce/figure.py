@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from reproduce.scatter import Pair
 from reproduce.spec import Figure, Table
 
 SOURCES = ("paper", "paper (second-hand)", "ours")
+STARTS = ("random weights", "a trained model")
 INTERVAL = "whisker: 95 % interval of our mean"
 
 
@@ -46,8 +47,10 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
     -values.csv), unless they show these runs already; True if the table has a figure."""
     figure, title = table.figure, f"{table.title} ({tier})"
     data: list[Point] | list[Value] | list[Pair]
+    retrained: set[str] = set()
     if figure.kind == "curves":
         data, beside = curves(runs, figure.quantities), "curves"
+        retrained = of_trained_models(runs)
     elif figure.kind == "blocks":
         data, beside = by_block.points(runs), "curves"
     elif figure.kind == "scatter":
@@ -56,25 +59,40 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
         data, beside = values(table, rendered.summary), "values"
     if figure.kind == "none" or not data:
         return False
-    text = csv_text([dataclasses.asdict(entry) for entry in data])
+    rows = [dataclasses.asdict(entry) for entry in data]
+    if retrained:
+        rows = [row | {"starts_from": STARTS[row["method"] in retrained]} for row in rows]
+    text = csv_text(rows)
     record = path.with_name(f"{path.stem}-{beside}.csv")
     if path.exists() and record.exists() and record.read_text(encoding="utf-8") == text:
         return True
     record.unlink(missing_ok=True)  # written last: it vouches for the picture
-    write_atomic(path, lambda p: plot(figure, data, title, rendered.units, p))
+    write_atomic(path, lambda p: plot(figure, data, title, rendered.units, p, retrained))
     write_text(record, text)
     return True
 
 
 def curves(runs: list[PlacedRun], quantities: Iterable[str]) -> list[Point]:
-    """The points of the curves of all panels."""
-    several = len({run.place.variant for run in runs}) > 1
-    labels = [", ".join(filter(None, [run.place.variant * several, run.place.row])) for run in runs]
+    """The points of the curves of all quantities."""
     logs = [
         (label, [*map(_with_perplexity, run.log)], run.result)
-        for label, run in zip(labels, runs, strict=True)
+        for label, run in zip(_labels(runs), runs, strict=True)
     ]
     return points(logs, quantities)
+
+
+def of_trained_models(runs: list[PlacedRun]) -> set[str]:
+    """The labels of the curves of runs that started from another run's weights, if there are other
+    ones beside them: the two kinds cannot be compared step by step and get panels of their own."""
+    labels = _labels(runs)
+    found = {label for label, run in zip(labels, runs, strict=True) if run.result.get("init")}
+    return found if found < {*labels} else set()
+
+
+def _labels(runs: list[PlacedRun]) -> list[str]:
+    """The label of the curve of each run."""
+    several = len({run.place.variant for run in runs}) > 1
+    return [", ".join(filter(None, [run.place.variant * several, run.place.row])) for run in runs]
 
 
 def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
@@ -112,16 +130,24 @@ def axis(label: str, unit: str) -> str:
     return f"{label} ({told})" if told else label
 
 
-def plot(figure: Figure, data: list[Any], title: str, units: dict[str, str], path: Path) -> None:
-    """Write the figure of these points, pairs or values. units: by the table's columns."""
+def plot(
+    figure: Figure,
+    data: list[Any],
+    title: str,
+    units: dict[str, str],
+    path: Path,
+    retrained: Collection[str] = (),
+) -> None:
+    """Write the figure of these points, pairs or values. units: by the table's columns. retrained:
+    the labels of curves that are drawn in panels of their own."""
     names = {label: axis(label, unit) for label, unit in units.items()} | NAMES
     lines, over_steps = figure.kind == "lines", figure.kind in ("curves", "blocks")
     of_values = figure.kind in ("lines", "bars")
     ranges = limits(data, units, from_zero=not lines) if of_values else {}
 
-    def panel(quantity: str, axes: Any) -> None:
+    def panel(quantity: str, axes: Any, labels: Collection[str] | None = None) -> None:
         if figure.kind == "curves":
-            draw_curves(axes, quantity, data)
+            draw_curves(axes, quantity, data, labels)
         elif figure.kind == "blocks":
             by_block.draw(axes, quantity, data)
         elif figure.kind == "scatter":
@@ -133,6 +159,13 @@ def plot(figure: Figure, data: list[Any], title: str, units: dict[str, str], pat
 
     quantities = list(dict.fromkeys(entry.quantity for entry in data))
     panels = {names.get(quantity, quantity): partial(panel, quantity) for quantity in quantities}
+    if retrained:
+        kinds = {entry.method for entry in data} - {*retrained}, retrained
+        panels = {
+            f"{label}, from {start}": partial(draw_panel, labels=labels)
+            for label, draw_panel in panels.items()
+            for start, labels in zip(STARTS, kinds, strict=True)
+        }
     if figure.kind == "scatter" and figure.distribution:
         panels[scatter.DISTRIBUTION] = partial(
             scatter.distribution, data=data, quantity=figure.quantities[1]

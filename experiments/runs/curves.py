@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -89,12 +89,14 @@ def look(number: int) -> tuple[str, str]:
     return COLOURS[1 + place], STYLES[again % len(STYLES)]
 
 
-def draw(axes: Any, quantity: str, data: list[Point]) -> None:
-    """Draw the curves of one quantity, one line for each label. A label looks the same in every
-    quantity, even if some quantities lack it."""
+def draw(
+    axes: Any, quantity: str, data: list[Point], labels: Collection[str] | None = None
+) -> None:
+    """Draw the curves of one quantity, one line for each label, or for those in `labels`. A label
+    looks the same in every panel, even if some panels lack it."""
     for number, label in enumerate(dict.fromkeys(point.method for point in data)):
         shown = [p for p in data if (p.quantity, p.method) == (quantity, label)]
-        if not shown:
+        if not shown or (labels is not None and label not in labels):
             continue
         steps, means = [p.step for p in shown], [p.mean for p in shown]
         colour, style = look(number)

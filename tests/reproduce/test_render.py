@@ -10,8 +10,9 @@ import pytest
 from experiments.support.checkpoint import csv_text
 from experiments.support.errors import UserError
 from reproduce import by_block, published, scatter
+from reproduce import figure as figures
 from reproduce.cells import value
-from reproduce.figure import axis, curves, draw, values
+from reproduce.figure import axis, curves, draw, of_trained_models, values
 from reproduce.reading import read_tables
 from reproduce.render import render
 from reproduce.spec import Column, Figure, Measure, Table, TableRow, Tier, Variant
@@ -456,6 +457,35 @@ def test_curves_and_figure(finished_run, tmp_path):
     assert draw(table, "smoke", runs[:1], rendered, path)
     assert path.read_bytes() != b"kept"
     assert not draw(table, "smoke", [], rendered, tmp_path / "nothing.png")
+
+
+def test_curves_of_trained_models_have_panels_of_their_own(finished_run, tmp_path, monkeypatch):
+    """Their steps and losses cannot be compared with those of the model they start from."""
+    from matplotlib.figure import Figure as Canvas
+
+    panels = {}
+    monkeypatch.setattr(figures, "draw_figure", lambda drawn, *_: panels.update(drawn))
+    log = [{"step": 5, "val_loss": 2.0}]
+    dense = finished_run("dense", 0, 1.0, log)
+    ast = finished_run("ste", 0, 1.0, log, init={"model.safetensors": "ab"})
+    for runs in ([dense], [ast]):
+        assert of_trained_models(runs) == set()
+    table = own_table([0])
+    draw(table, "smoke", [dense, ast], render(table, "smoke", [dense, ast]), tmp_path / "t.png")
+    lines = {}
+    for label, fill in panels.items():
+        axes = Canvas().subplots()
+        fill(axes)
+        lines[label] = [line.get_label() for line in axes.get_lines()]
+    assert lines == {
+        "validation loss, nats, from random weights": ["dense"],
+        "validation loss, nats, from a trained model": ["ste"],
+    }
+    data = (tmp_path / "t-curves.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.rpartition(",")[2] for line in data] == [
+        *("starts_from", "random weights", "random weights"),
+        *("a trained model", "a trained model"),
+    ]
 
 
 def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
