@@ -1,4 +1,4 @@
-"""The cells of a table: measured values over seeds, and the papers' values."""
+"""Makes the cells of a table: our values over the seeds, and the paper's values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from reproduce.published import Published, in_unit, look_up
 from reproduce.spec import BENCH, COMPARING, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
-MARK = "*"  # printed after our value if the paper's lies outside its interval
+MARK = "*"  # printed after our value if the paper's lies outside the interval of ours
 OTHER = "†"  # printed after a comparison with another row than the first
 
+Values = dict[int, float]  # by seed
 Numbers = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed cell: its text, and the numbers in it by name. values: the values of the mean
-    that it shows, by seed."""
+    """One printed cell. text: as printed. numbers: the numbers in it, by name. values: the values
+    of the single seeds, if it shows their mean."""
 
     text: str
     numbers: Numbers = field(default_factory=dict)
@@ -31,11 +32,12 @@ class Cell:
 
 
 def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | None:
-    """The quantity of a run that a column's `value` names; None if this run does not have it."""
+    """The number of a run that `path`, the `value` of a column, names; None if the run does not
+    have it."""
     if "," in path:
-        several = [value(run, part.strip(), measures) for part in path.split(",")]
-        known = [figure for figure in several if figure is not None]
-        return stats.mean(known) if len(known) == len(several) else None
+        parts = [value(run, part.strip(), measures) for part in path.split(",")]
+        known = [number for number in parts if number is not None]
+        return stats.mean(known) if len(known) == len(parts) else None
     name, _, rest = path.partition(".")
     if name == "exp":
         inner = value(run, rest, measures)
@@ -48,24 +50,25 @@ def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | No
         return _walk(run.result, path, run)
     tasks = measures[name].tasks
     if tasks and rest == "mean":
-        found = [value(run, f"{name}.{task}.score", measures) for task in tasks]
-        known = [score for score in found if score is not None]
+        scores = [value(run, f"{name}.{task}.score", measures) for task in tasks]
+        known = [score for score in scores if score is not None]
         return stats.mean(known) if len(known) == len(tasks) else None
     task, _, metric = rest.partition(".") if tasks else ("", "", rest)
     content = run.measures.get(f"{name}.{task}" if task else name)
     return None if content is None else _walk(content["metrics"], metric, run)
 
 
-def _walk(found: Any, path: str, run: PlacedRun) -> float | None:
+def _walk(results: Any, path: str, run: PlacedRun) -> float | None:
+    """The entry of nested results at a dotted path."""
     for key in path.split("."):
-        if key not in found:
+        if key not in results:
             raise UserError(f"the results of {run.directory} have no {path}")
-        found = found[key]
-    return found
+        results = results[key]
+    return results
 
 
 def offered(table: Table, tier: str, path: str) -> bool:
-    """True if the tier makes the measurements that a column's `value` names."""
+    """True if the tier makes the measurements that `path`, the `value` of a column, needs."""
     if "," in path:
         return all(offered(table, tier, part.strip()) for part in path.split(","))
     name, _, rest = path.partition(".")
@@ -80,7 +83,7 @@ def offered(table: Table, tier: str, path: str) -> bool:
 
 
 def measured(table: Table, tier: str, column: Column) -> bool:
-    """True if the tier measures a column."""
+    """True if a column has values in this tier."""
     path = column.value_in(tier)
     return path is not None and offered(table, tier, path)
 
@@ -93,10 +96,12 @@ def ours(
     baseline: list[PlacedRun],
     unit: str = "",
 ) -> Cell:
-    """The cell of one row's runs, over the seeds. baseline: the runs of the row that it is compared
-    with.
+    """Our cell of one row.
 
-    unit: printed after the numbers, as by `in_unit`.
+    Args:
+        runs: the row's runs, one for each seed.
+        baseline: the runs of the row that it is compared with.
+        unit: printed after the numbers, as by `in_unit`.
     """
     path = column.value_in(tier)
     if path is None:
@@ -113,74 +118,82 @@ def ours(
     if n and column.value == ILLEGAL and all(_ends_dense(run) for run in runs):
         return Cell("dense by design", {"n": n})
     if n == 0:
-        there = len(runs) == wanted and path.partition(".")[0] not in measures
+        finished = len(runs) == wanted and path.partition(".")[0] not in measures
         not_run = "not run yet" if table.tiers[tier].block else "not run"
-        return Cell("not measured" if there else not_run, {"n": 0})
-    few = f" (n={n})" if n < wanted else ""
-    form = column.format
+        return Cell("not measured" if finished else not_run, {"n": 0})
+    always = column.show == "mean_std" and table.paper is not None and n > 1
+    count = f" (n={n})" if n < wanted or always else ""
+    if column.show == "paired":
+        return _paired(column, own, base, count)
+    return _shown(column, own, base, unit, count)
+
+
+def _paired(column: Column, own: Values, base: Values, count: str) -> Cell:
+    """The mean difference to the baseline at equal seeds with its 95 % interval."""
+    form, n = column.format, len(own)
+    differences = [v - base[seed] for seed, v in own.items()]
+    mean, (low, high) = stats.mean(differences), stats.paired_interval(differences)
+    if n == 1:
+        return Cell(f"{mean:{form}}{count or ' (n=1)'}", {"mean": mean, "n": 1})
+    text = f"{mean:{form}} [{low:{form}}, {high:{form}}]{count}"
+    return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
+
+
+def _shown(column: Column, own: Values, base: Values, unit: str, count: str) -> Cell:
+    """The values as the column's `show` says, unless it is `paired`. count: printed at the end."""
+    form, n, values = column.format, len(own), list(own.values())
     match column.show:
         case "mean_std":
-            mean, std = stats.mean(list(own.values())), stats.std(list(own.values()))
+            mean, std = stats.mean(values), stats.std(values)
             spread = f" ± {std:{form}}" if n > 1 else ""
-            of_n = f" (n={n})" if table.paper and n > 1 else few
-            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{of_n}"
-            numbers: Numbers = {"mean": mean, "std": std if n > 1 else None, "n": n}
-            return Cell(text, numbers, list(own.values()))
-        case "paired":
-            differences = [v - base[seed] for seed, v in own.items()]
-            mean, (low, high) = stats.mean(differences), stats.paired_interval(differences)
-            if n == 1:
-                return Cell(f"{mean:{form}}{few or ' (n=1)'}", {"mean": mean, "n": 1})
-            text = f"{mean:{form}} [{low:{form}}, {high:{form}}]{few}"
-            return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
+            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{count}"
+            return Cell(text, {"mean": mean, "std": std if n > 1 else None, "n": n}, values)
         case "interval":
-            mean, (low, high) = (
-                stats.mean(list(own.values())),
-                stats.paired_interval([*own.values()]),
-            )
+            mean, (low, high) = stats.mean(values), stats.paired_interval(values)
             spread = f" [{low:{form}}, {high:{form}}]" if n > 1 else ""
-            numbers = {"mean": mean, "low": low, "high": high, "n": n} if n > 1 else {"mean": mean}
-            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{few}"
-            return Cell(text, {"n": n, **numbers}, list(own.values()))
+            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{count}"
+            ends: Numbers = {"low": low, "high": high} if n > 1 else {}
+            return Cell(text, {"n": n, "mean": mean, **ends}, values)
         case "ratio":
-            amount = stats.mean([v / base[seed] for seed, v in own.items()])
+            number = stats.mean([v / base[seed] for seed, v in own.items()])
         case "speedup":
-            amount = stats.mean([base[seed] / v for seed, v in own.items()])
+            number = stats.mean([base[seed] / v for seed, v in own.items()])
         case "sum":
-            amount = sum(own.values())
+            number = sum(values)
         case _:
-            amount = stats.mean(list(own.values()))
-    return Cell(f"{in_unit(f'{amount:{form}}', unit)}{few}", {column.show: amount, "n": n})
+            number = stats.mean(values)
+    text = f"{in_unit(f'{number:{form}}', unit)}{count}"
+    return Cell(text, {column.show: number, "n": n})
 
 
 def _ends_dense(run: PlacedRun) -> bool:
-    if "config" not in run.result:  # the record of a block does not tell
+    if "config" not in run.result:  # the record of a block does not say it
         return False
     return FinishedRun(run.directory, run.result).trained_with.ends_dense
 
 
 def _values(
     column: Column, path: str, runs: list[PlacedRun], measures: dict[str, Measure]
-) -> dict[int, float]:
-    """The column's value of each run that has it, by seed."""
-    found = {run.place.seed: value(run, path, measures) for run in runs}
-    return {seed: column.scale * v for seed, v in found.items() if v is not None}
+) -> Values:
+    """The scaled value of a column by seed, for the runs that have it."""
+    by_seed = {run.place.seed: value(run, path, measures) for run in runs}
+    return {seed: column.scale * v for seed, v in by_seed.items() if v is not None}
 
 
 def compared(table: Table, tier: str) -> bool:
-    """True if a tier has the paper's setting, so that differences to the paper are shown: only the
-    full tier, and never for speed, which the paper measured on another device."""
+    """True if our values of a tier are compared with the paper's: only in the full tier, whose
+    setting is the paper's, and never for speed, which the paper measured on another device."""
     return tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
 
 
 def paper(
     table: Table, tier: str, variant: Variant, row: TableRow, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
-    """(cell of the published value, cell of our difference to it). The smoke tier shows no
-    published value, because it trains and times something else.
+    """(the cell of the published value, the cell of our difference to it).
 
     The text of the difference is `MARK` if its 95 % interval (Student's t over the seeds, as in all
-    comparisons of this project) does not contain 0, else "".
+    comparisons of this project) does not contain 0, else "". The smoke tier shows no published
+    value, because it trains and times something else. own: our cell.
     """
     cell = published_cell(table, variant, row, column)
     if cell is None:
@@ -211,8 +224,8 @@ def published_cell(
 def published_name(
     table: Table, variant: Variant, row: TableRow, column: Column
 ) -> tuple[str, str] | None:
-    """The (row, column) of a cell in `published.json`, which may lack it; None if the spec names
-    none."""
+    """The (row, column) by which `published.json` names the value of a cell, if it has one; None if
+    the spec says that it has none."""
     names = {"row": row.published, "variant": variant.published, "column": column.published}
     templates = row.cells.get(column.label)
     if templates is None:

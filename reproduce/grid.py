@@ -1,7 +1,7 @@
-"""The layout of a table as in the papers, split into parts that fit into 80 columns.
+"""Lays out a table as in the papers, split into parts that are at most 80 characters wide.
 
-A line has its row's names and values. The paper's values are on separate lines above ours, so that
-a column is only as wide as the wider of the two.
+A line has the names and the values of a row. The paper's values are on a separate line above ours,
+so that a column is only as wide as the wider of the two.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 WIDTH = 80
 BLANK = "-"  # a cell that is missing in the paper or the tier
 PAPER, OURS = "paper", "ours"
-SOURCE = "source"  # heading over these two
-STUBS = {"variant": "of", "row": "method", "column": "metric"}  # headings over names, by axis
+SOURCE = "source"  # the heading over these two
+STUBS = {"variant": "of", "row": "method", "column": "metric"}  # headings over the names of rows
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of values with the names of its row."""
+    """One line of a table: the names of its row, and its values."""
 
     names: list[str]
     values: list[str]
@@ -26,9 +26,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as it is printed. stubs: headings over the names. columns: headings over the values.
-    groups: for each column the quantity that it belongs to, whose columns form a separate part; ""
-    if the heading names it."""
+    """A table as it is printed.
+
+    stubs: headings over the names. columns: headings over the values. groups: for each column the
+    quantity that it shows, or "" if its heading says so; the columns of a quantity form a part.
+    """
 
     stubs: list[str]
     groups: list[str]
@@ -36,9 +38,8 @@ class Grid:
     lines: list[Line]
 
     def parts(self, width: int = WIDTH) -> list[Grid]:
-        """The table split by columns into parts, each with as many columns as fit into `width`
-        characters of Markdown. Every part has the names; lines without a value in it are left
-        out."""
+        """The table split into parts, each with as many columns as fit into `width` characters of
+        Markdown. Every part repeats the names and leaves out lines without a value."""
         names = sum(w + 3 for w in _widths([self.stubs, *(line.names for line in self.lines)]))
         values = _widths([self.columns, *(line.values for line in self.lines)])
         parts: list[list[int]] = []
@@ -53,15 +54,15 @@ class Grid:
     def _of(self, chosen: list[int]) -> Grid:
         groups, columns = ([own[n] for n in chosen] for own in (self.groups, self.columns))
         lines = [Line(line.names, [line.values[n] for n in chosen]) for line in self.lines]
-        kept = [line for line in lines if set(line.values) != {BLANK}]
-        return Grid(self.stubs, groups, columns, kept)
+        filled = [line for line in lines if set(line.values) != {BLANK}]
+        return Grid(self.stubs, groups, columns, filled)
 
     def markdown(self, width: int = WIDTH) -> str:
         """The parts as Markdown, padded so that columns also align in plain text."""
         return "\n".join("".join(f"{line}\n" for line in _text(p)) for p in self.parts(width))
 
     def printed(self) -> list[Line]:
-        """The lines, with names left blank if they repeat those of the line above."""
+        """The lines; names that repeat those of the line above are left blank."""
         lines = []
         before: list[str] | None = None
         for line in self.lines:
@@ -72,15 +73,15 @@ class Grid:
         return lines
 
     def of_source(self, source: str) -> Grid:
-        """Only the lines of `paper` or only those of `ours`, without the column that says which."""
-        kept = [line for line in self.lines if line.names[-1] == source]
-        lines = [Line(line.names[:-1], line.values) for line in kept]
+        """The lines of one source, `paper` or `ours`, without the column that names it."""
+        own = [line for line in self.lines if line.names[-1] == source]
+        lines = [Line(line.names[:-1], line.values) for line in own]
         return Grid(self.stubs[:-1], self.groups, self.columns, lines)
 
 
 def read(text: str) -> Grid | None:
-    """The table that `Grid.markdown` wrote somewhere in the text, with its parts joined; None if
-    there is none."""
+    """The table that `Grid.markdown` wrote into a text, with its parts joined; None if the text has
+    none."""
     parts: list[Grid] = []
     group = ""
     for paragraph in text.split("\n\n"):
@@ -96,8 +97,9 @@ def read(text: str) -> Grid | None:
 
 
 def _part(rows: list[list[str]], group: str) -> Grid | None:
-    known = [head in (*STUBS.values(), SOURCE) for head in rows[0]]
-    count = known.index(False) if False in known else 0
+    """The part of a table in these rows of cells; None if they are another table."""
+    are_stubs = [head in (*STUBS.values(), SOURCE) for head in rows[0]]
+    count = are_stubs.index(False) if False in are_stubs else 0
     if count == 0 or len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
         return None
     stubs, columns = rows[0][:count], rows[0][count:]
@@ -111,10 +113,11 @@ def _part(rows: list[list[str]], group: str) -> Grid | None:
 
 
 def _joined(parts: list[Grid]) -> Grid:
-    stubs, found = parts[0].stubs, [{tuple(x.names): x.values for x in p.lines} for p in parts]
+    """The table of these parts."""
+    stubs, values = parts[0].stubs, [{tuple(x.names): x.values for x in p.lines} for p in parts]
     sourced = stubs[-1] == SOURCE
-    # Parts lack rows without values, so the longest part gives most of the order.
-    longest = sorted(found, key=len, reverse=True)
+    # Parts leave out rows without values, so the longest part gives most of the order.
+    longest = sorted(values, key=len, reverse=True)
     order = {(key[:-1] if sourced else key): None for own in longest for key in own}
     keys = [(*key, source) for key in order for source in (PAPER, OURS)] if sourced else order
     lines = [
@@ -122,12 +125,12 @@ def _joined(parts: list[Grid]) -> Grid:
             list(key),
             [
                 value
-                for part, own in zip(parts, found, strict=True)
+                for part, own in zip(parts, values, strict=True)
                 for value in own.get(key, [BLANK] * len(part.columns))
             ],
         )
         for key in keys
-        if any(key in own for own in found)
+        if any(key in own for own in values)
     ]
     groups = [group for part in parts for group in part.groups]
     return Grid(stubs, groups, [head for part in parts for head in part.columns], lines)

@@ -12,10 +12,12 @@ FILE = Path(__file__).with_name("published.json")
 
 @dataclass(frozen=True)
 class Published:
-    """A published value that was confirmed. value: None if the source says that there is none
-    (out of memory, say). evidence: `primary`, or `second-hand` (from somebody's notes or read
-    off a plot). confidence: `high` or `medium`. doubt: why the printed value is hard to believe,
-    if so."""
+    """A published value that was confirmed.
+
+    value: None if the source says that there is none, for example because memory ran out. evidence:
+    `primary`, or `second-hand` if it comes from somebody's notes or was read off a plot.
+    confidence: `high` or `medium`. doubt: why the printed value is hard to believe, or "".
+    """
 
     value: float | None
     unit: str
@@ -26,7 +28,7 @@ class Published:
     doubt: str = ""
 
     def text(self, spec: str) -> str:
-        """The value as printed; `spec` is a Python format."""
+        """The value as it is printed. spec: the Python format of the number."""
         labels = [self.evidence] * (self.evidence != "primary") + ["doubtful"] * bool(self.doubt)
         label = f" ({', '.join(labels)})" if labels else ""
         if self.value is None:
@@ -35,7 +37,7 @@ class Published:
 
     @property
     def reservation(self) -> str:
-        """The reason to read it with care, and its source; "" if there is none."""
+        """The reason to treat the value with care, with its source; "" if there is none."""
         if self.value is None:
             return f"some are none: {self.note}"
         if self.doubt:
@@ -69,5 +71,5 @@ def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
 
 
 def look_up(work: str, table: str, row: str, column: str, path: Path = FILE) -> Published | None:
-    """The published value of one cell; None if nobody confirmed it."""
+    """The published value of one cell; None if no confirmed value is known."""
     return _cells(path).get((work, table, row, column))

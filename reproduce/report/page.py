@@ -13,9 +13,9 @@ from experiments.support.results import git_state
 from reproduce import verdicts
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import Claims, read_claims
+from reproduce.header import revision
 from reproduce.reading import read_tables
 from reproduce.records import Evidence, read_evidence
-from reproduce.render import revision
 from reproduce.report import blocks, claims, html, speed, tables
 from reproduce.report.figures import STYLE, standalone
 from reproduce.report.gather import (

@@ -52,11 +52,11 @@ TEXT = """\
 - The paper: Big thing.
 - Ours is marked * where the paper's value lies outside the 95 % interval of our
   mean over the seeds (Student's t).
-- Not measured in this tier: BLEU; epoch loss. Left out, the paper's values
-  being not available either: epoch loss.
-- Runs: 8 of 9, seeds 0, 1, 2. ± is the standard deviation over seeds; in
-  brackets stands the 95 % interval of the difference at equal seeds, that is,
-  equal initial weights and data.
+- Not measured in this tier: BLEU; epoch loss. Left out, because the paper's
+  values are not available either: epoch loss.
+- Runs: 8 of 9, seeds 0, 1, 2. ± is the standard deviation over seeds; square
+  brackets give the 95 % interval of the difference at equal seeds, that is,
+  with equal initial weights and data.
 - Corpus: tiny, 1,000 training and 50 validation tokens (sha256 abababababab,
   abababababab).
 - Device: abacus, 2 threads, fp32, backend cpu, torch 2.0.

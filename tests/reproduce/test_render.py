@@ -64,9 +64,9 @@ def test_whole_table(runs):
 # T
 
 - Tier smoke: A small thing.
-- Runs: 6 of 6, seeds 0, 1, 2. ± is the standard deviation over seeds; in
-  brackets stands the 95 % interval of the difference at equal seeds, that is,
-  equal initial weights and data.
+- Runs: 6 of 6, seeds 0, 1, 2. ± is the standard deviation over seeds; square
+  brackets give the 95 % interval of the difference at equal seeds, that is,
+  with equal initial weights and data.
 - Corpus: tiny, 1,000 training and 50 validation tokens (sha256 abababababab,
   abababababab).
 - Device: abacus, 2 threads, fp32, backend cpu, torch 2.0.
@@ -230,7 +230,7 @@ def test_paper_and_ours(beside, runs):
         "| | ours | 2.50 ± 1.32 (n=3) |",
     ]
     assert (
-        "Not measured in this tier: BLEU. Left out, the paper's values being not available "
+        "Not measured in this tier: BLEU. Left out, because the paper's values are not available "
         "either: all of them." in rendered.header
     )
     assert rendered.summary[1]["loss: difference"] == 0.5
@@ -240,7 +240,8 @@ def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
     rendered = render(beside, "smoke", runs)
     assert body(rendered) == ["| dense | 2.00 ± 1.00 (n=3) |", "| S-STE | 2.50 ± 1.32 (n=3) |"]
     assert "Not measured in this tier: BLEU." in rendered.header
-    assert "This tier is not the paper's setting: no difference to it is taken." in rendered.header
+    told = "This tier is not the paper's setting, so no difference to the paper is computed."
+    assert told in rendered.header
     assert "The paper: Big thing." in rendered.header
 
 
@@ -268,7 +269,7 @@ def test_what_is_no_full_comparison_says_why(beside, runs):
     assert body(rendered)[1:] == [
         "| S-STE | paper | 2.00 (second-hand) |", "| | ours | 2.50 ± 1.32 (n=3) |",
     ]  # fmt: skip
-    assert "No difference to the paper is taken: other data." in rendered.header
+    assert "No difference to the paper is computed: other data." in rendered.header
 
 
 def test_published_values_are_noted_with_their_source_unless_they_are_sure(beside, runs):
