@@ -26,16 +26,19 @@ from common_kernels import nm_mask, register_cpu_operators
 from experiments.bench.__main__ import parser as bench_parser
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
+from experiments.runs.stats import difference_form, paired_interval
 from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
+from reproduce import verdicts
 from reproduce.__main__ import parse
 from reproduce.blocks import EVIDENCE
-from reproduce.claims import read_claims
+from reproduce.claims import differences, read_claims
 from reproduce.reading import TABLES, read_tables
 from reproduce.records import read_evidence
 from reproduce.report import page as report_page
 from reproduce.report.gather import shown_blocks
+from reproduce.scale import gap_closed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -90,7 +93,7 @@ def test_named_files_exist(page):
 
 def test_every_page_is_in_the_index():
     linked = set(re.findall(r"\]\((\w+\.md)", text(ROOT / "docs" / "index.md")))
-    assert linked == {path.name for path in PAGES if path.parent.name == "docs"} - {"index.md"}
+    assert linked == {path.name for path in PAGES if path.parent == ROOT / "docs"} - {"index.md"}
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
@@ -535,25 +538,140 @@ def test_step_times_are_those_of_the_record():
         assert float(shown.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
 
 
+@cache
+def evidence():
+    """The claims' rules and the committed records."""
+    return read_claims(), read_evidence(EVIDENCE)
+
+
+def part(heading):
+    """A part of the page on evidence, in which line breaks are spaces except before a table."""
+    page = text(ROOT / "docs" / "evidence.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.sub(r"\n(?=[^|\n-])", " ", page)
+
+
+def compared(block, arm, against):
+    """The mean difference of two arms as `claims` writes it, with its interval."""
+    found = differences(evidence()[1].values, block, arm, against, "metrics.val_loss")
+    effect, (low, high) = statistics.fmean(found), paired_interval(found)
+    form = difference_form(effect, low, high)
+    return f"{effect:{form}} [{low:{form}}, {high:{form}}]"
+
+
 def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
-    """If not: the table of docs/evidence.md by hand, the figure by the command there."""
-    told = text(ROOT / "docs" / "evidence.md").split("\n## Measured so far\n")[1].split("\n## ")[0]
-    by_name = {s.block.name: s for s in shown_blocks(read_claims(), read_evidence(EVIDENCE))}
+    """If not: the tables of docs/evidence.md by hand, the figure by the command there."""
+    told = part("Measured so far")
+    rules, records = evidence()
+    by_name = {s.block.name: s for s in shown_blocks(rules, records)}
     main, other = by_name[report_page.MAIN], by_name["b"]
 
     def cell(row):
         return f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]"
 
-    rows = [main.rows[arm] for arm in main.leading if arm != main.baseline]
-    want = [(r.label, cell(r), str(r.pairs)) for r in sorted(rows, key=lambda row: row.difference)]
-    assert re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d) \|$", told, re.M) == want
-    ast = other.rows["ast"]
-    assert f"`ast` is {cell(ast)} above" in told and f"({ast.pairs} seeds)" in told
-    assert other.baseline == "dense_trained_on"
+    def sorted_rows(shown, arms):
+        return sorted((shown.rows[arm] for arm in arms), key=lambda row: row.difference)
+
+    want = []
+    for row in sorted_rows(main, set(main.leading) - {main.baseline}):
+        g = gap_closed(records.values, "a", row.label, main.metric, rules.margin, rules.seeds)
+        share = "1" if row.label == "half" else f"{g.value:.2f} [{g.low:.2f}, {g.high:.2f}]"
+        want.append((row.label, cell(row), share, str(row.pairs)))
+    assert want == re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d.*) \| (\d) \|$", told, re.M)
+    found = re.findall(r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (\d) \|$", told, re.M)
+    rows = sorted_rows(other, [arm for arm, *_ in found])
+    assert found == [(row.label, cell(row), str(row.pairs)) for row in rows]
+    assert other.baseline == "dense_trained_on" and {"ast", "naive", "gmp"} < {x for x, *_ in found}
     report_page.write_figure(tmp_path / "figure.svg")
     figures = ROOT / "reproduce" / "report" / "figure.svg", tmp_path / "figure.svg"
     kept, drawn = (re.sub(r"figure-\d+-", "", text(path)) for path in figures)  # ids
     assert drawn == kept
+    short = text(ROOT / "README.md").split("Measured (")[1].split("\n## ")[0]
+    groups = re.findall(r"((?:`\w+`(?:,? and |, )?)+(?:half the width)?)[\w ]* (0\.\d\d)", short)
+    arms = {"t_sr_ste": "fst", "one_shot": "naive"}
+    for names, rounded in groups:
+        for name in re.findall(r"`(\w+)`", names) + ["half"] * ("half" in names):
+            arm = arms.get(name, name)
+            row = other.rows[arm] if arm in ("ast", "naive") else main.rows[arm]
+            assert (f"{row.difference:.2f}", row.pairs) == (rounded, 5), name
+    assert len(groups) == 3
+
+
+def test_the_arms_beside_half_the_width_are_where_their_intervals_put_them():
+    rules, records = evidence()
+    (main,) = (s for s in shown_blocks(rules, records) if s.block.name == report_page.MAIN)
+    where = {"better than `half`": set(), "no difference shown": set(), "worse": set()}
+    for arm in set(main.leading) - {"dense", "half", "shallow"}:
+        assert main.rows[arm].low > 0
+        g = gap_closed(records.values, "a", arm, main.metric, rules.margin, rules.seeds)
+        name = (
+            "worse" if g.low > 1 else "better than `half`" if g.high < 1 else "no difference shown"
+        )
+        where[name].add(arm)
+    told = re.findall(r"^- (.*?): (`.*)$", part("What the evidence says"), re.M)
+    assert {name: set(re.findall(r"`(\w+)`", arms)) for name, arms in told} == where
+
+
+def test_what_is_said_of_the_claims_is_what_the_records_say():
+    rules, records = evidence()
+    claims = verdicts.content(rules, records.values)["claims"]
+    told = part("What the evidence says")
+    comparison = re.compile(r"`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| ([a-z ]+) \|$", told, re.M)
+    assert [(int(row[0]), row[-1]) for row in rows] == [(c["id"], c["verdict"]) for c in claims]
+    for claim, (_, words, measured, _) in zip(claims, rows, strict=True):
+        assert not re.search(r"\d\.\d", words)
+        pairs = [(c["arm"], c["against"]) for c in claim["contrasts"]]
+        found = comparison.findall(measured)
+        assert {(arm, against) for arm, against, _ in found} <= {*pairs}
+        assert found or not pairs or claim["verdict"] == "not tested"
+        factors = set()
+        for lines in (m["lines"] for m in claim["measured"]):
+            ends = [[x[who] for x in lines if x[who] is not None] for who in ("ours", "paper")]
+            factors.add(tuple(" to ".join(dict.fromkeys(f"{end:.3f}" for end in (min(x), max(x))))
+                              for x in ends if x))  # fmt: skip
+        read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
+        assert {*read} <= factors and bool(read) == bool(claim["measured"])
+        assert measured == "-" or len(measured.split("; ")) == len(found) + len(read)
+    for arm, against, effect in comparison.findall(told):
+        block = "a" if ("a", arm) in records.kept else "b"
+        assert effect == compared(block, arm, against), (arm, against)
+    (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
+    refuted = {re.search(r"d=(\d+)", x["label"])[1] for x in slow if x["verdict"] == "refuted"}
+    assert refuted == {"768", "1024"}
+    told = part("Claims")
+    (gap,) = (g for g in verdicts.content(rules, records.values)["blocks"] if g["block"] == "a")
+    assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in told
+
+
+def test_what_is_said_of_pairs_fp8_and_time_is_what_the_records_say():
+    _, records = evidence()
+    told, values = part("Measured so far"), records.values
+    in_b = {(arm, seed): run for (name, arm), runs in values.items() if name == "b"
+            for seed, run in runs.items()}  # fmt: skip
+    unpaired = {key for key, run in in_b.items() if run["init"] != in_b["ast", key[1]]["init"]}
+    assert unpaired == {("imp", 2), ("ast_as_released", 2)}
+    pairs = [(arm, arm.partition("_fp8")[0]) for block, arm in values if block == "fp8"]
+    fp8 = [
+        differences(values, "fp8", *pair, "metrics.val_loss") for pair in pairs if len({*pair}) > 1
+    ]
+    means = sorted(map(statistics.fmean, fp8))
+    intervals = [paired_interval(found) for found in fp8]
+    assert f"lie between {means[0]:+.2f} and {means[-1]:+.2f} nats" in told
+    assert len(fp8) == 10 and {len(found) for found in fp8} == {3}
+    assert all(low < 0 < high for low, high in intervals)
+    reach = sorted((high - low) / 2 for low, high in intervals)
+    assert f"reach {reach[0]:.2f} to {reach[-1]:.2f} to either side" in told
+    minutes = {}
+    for (block, _), runs in values.items():
+        took = [(run["ended"] - run["started"]) / 60 for run in runs.values()]
+        minutes.setdefault(block, []).extend(took)
+    a, b, of_fp8 = (minutes[block] for block in ("a", "b", "fp8"))
+    assert (
+        f"add up to {sum(a):.0f} minutes for the {len(a)} runs of block a, {sum(b):.0f} for the "
+        f"{len(b)} of block b and {sum(of_fp8):.0f} for the {len(of_fp8)} of block fp8"
+    ) in told
+    shared = [f"{sum(found) / 8:.0f}" for found in (a, b, of_fp8)]
+    assert f"these are {shared[0]}, {shared[1]} and {shared[2]} minutes of an H200" in told
 
 
 def test_how_much_two_runs_of_one_seed_differ():
