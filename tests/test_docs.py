@@ -643,9 +643,12 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
     assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in told
 
 
-def test_what_is_said_of_pairs_fp8_and_time_is_what_the_records_say():
+def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
     _, records = evidence()
     told, values = part("Measured so far"), records.values
+    *others, unstable = (values["a", "fst"][seed]["metrics"]["val_loss"] for seed in range(5))
+    ends = f"{min(others):.3f} to {max(others):.3f}"
+    assert f"ended at {unstable:.3f}; the other four ended at {ends}" in told
     in_b = {(arm, seed): run for (name, arm), runs in values.items() if name == "b"
             for seed, run in runs.items()}  # fmt: skip
     unpaired = {key for key, run in in_b.items() if run["init"] != in_b["ast", key[1]]["init"]}
