@@ -55,7 +55,8 @@ class BlockSource:
 
     def run(self, seed: int, runs: Path) -> BlockRun:
         """The run whose weights the runs of this seed start from."""
-        one = replace(self.block, arms={self.arm: self.block.arms[self.arm]}, seeds=[seed])
+        arms = {self.arm: self.block.arms[self.arm]}
+        one = replace(self.block, arms=arms, against={}, seeds=[seed])
         run = next(one.runs(runs))
         run.job.label = f"{self.block.name}: {run.job}"
         return run
@@ -78,8 +79,13 @@ class Block:
     driver: str = "pretrain"
     source: BlockSource | None = None
     notes: list[str] = field(default_factory=list)
+    against: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for arm, other in self.against.items():
+            if not {arm, other} <= self.arms.keys() or arm == other:
+                known = ", ".join(self.arms)
+                raise ValueError(f"against: {{{arm}: {other}}}; name two of the arms {known}")
         if self.driver not in TRAINING:
             raise ValueError(f"driver={self.driver}; choose one of {', '.join(TRAINING)}")
         if len(set(self.seeds)) < len(self.seeds):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.comparison import with_spread
+from experiments.runs.comparison import Summary, with_spread
 from experiments.runs.curves import NAMES, Point
 from reproduce import scale
 from reproduce.cells import published_cell
@@ -24,15 +24,23 @@ from reproduce.runner import command
 from reproduce.spec import TIERS, Table
 
 LOSSES = ("val_loss", "loss")  # the first one that a block has is drawn
+NOTHING = "-"  # a cell without a value
 FROM = 0.15  # share of the steps left out: all curves fall from the same height there
 Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
 def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
-    """The figure of differences to the baseline for some arms of a block."""
-    rows = [shown.rows[arm] for arm in arms]
-    ends = shown.baseline, shown.yardstick
-    return forest(rows, shown.by_seed, *ends, shown.gap, share, shown.quantity)
+    """The figure of differences for some arms of a block: to the baseline, or each to the arm that
+    the block compares it with, which is then named beside it."""
+    rows = [shown.rows[arm] for arm in arms if shown.rows[arm].pairs]
+    by_seed = shown.by_seed
+    if {shown.against(row.label) for row in rows} == {shown.baseline}:
+        ends = shown.baseline, shown.yardstick
+        return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
+    names = {row.label: f"{row.label} {html.MINUS} {shown.against(row.label)}" for row in rows}
+    rows = [replace(row, label=names[row.label]) for row in rows]
+    named = {name: by_seed[arm] for arm, name in names.items()}
+    return forest(rows, named, "", "", math.nan, share, shown.quantity)
 
 
 def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | None:
@@ -77,7 +85,7 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
     parts += [tag("p", _gap(gap)) for gap in found["blocks"] if gap["block"] == name]
     parts.append(_table(shown, evidence, margin, found))
     if kind != "pilot":
-        if shown.baseline in shown.arms:
+        if any(row.pairs for row in shown.rows.values()):
             caption = (
                 f"All arms of block {name}, best first; an arrow marks a value beyond the axis"
             )
@@ -114,42 +122,84 @@ def _run(name: str) -> str:
 
 
 def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Found) -> Markup:
-    name = shown.block.name
-    rows = [
-        [_anchored(name, arm), *_cells(shown, arm, evidence, margin, found)]
-        for arm in shown.block.arms
-    ]
-    heads = ["arm", *_heads(shown)]
-    return html.table(f"Arms of block {name}", heads, rows, words=(0, 4, 5, 6, 7, 8))
+    name, arms = shown.block.name, [*shown.block.arms]
+    first = Column("arm", True, [_anchored(name, arm) for arm in arms])
+    columns = [first, *_columns(shown, arms, evidence, margin, found)]
+    return _of_columns(f"Arms of block {name}", columns)
 
 
-def _heads(shown: Shown) -> list[str]:
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. words: True if it holds words, False for numbers."""
+
+    head: str
+    words: bool
+    cells: Sequence[Any]
+
+
+def _of_columns(caption: str, columns: list[Column]) -> Markup:
+    """A table of these columns, without those that are empty."""
+    kept = [column for column in columns if any(cell != NOTHING for cell in column.cells)]
+    rows = zip(*(column.cells for column in kept), strict=True)
+    words = [place for place, column in enumerate(kept) if column.words]
+    return html.table(caption, [column.head for column in kept], rows, words)
+
+
+def _columns(
+    shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, found: Found
+) -> list[Column]:
+    """What is known of each of these arms: its values, differences, verdicts and sources."""
+    name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
+    kept = [[*shown.arms.get(arm, {}).values()] for arm in arms]
     better = "less" if shown.lower_is_better else "more"
+    several = len({shown.against(arm) for arm in arms} - {""}) > 1
+    baseline = [shown.against(row.label) if row and row.pairs else NOTHING for row in rows]
+    minus = next((other for other in baseline if other != NOTHING), "")
     return [
-        *(f"ours ± std (n): {shown.quantity}, {better} is better",),
-        *(f"minus {shown.baseline or 'dense'} [95 %]", "gap left open, g [95 %]", "verdict"),
-        *("tier", "revision", "device", "source"),
+        Column(
+            f"ours ± std (n): {shown.quantity}, {better} is better",
+            False,
+            [f"{with_spread(r.mean, r.std)} (n={r.n})" if r else NOTHING for r in rows],
+        ),
+        Column(
+            "difference [95 %] (n pairs)" if several else f"minus {minus} [95 %] (n pairs)",
+            False,
+            [_difference(row) if row and row.pairs else NOTHING for row in rows],
+        ),
+        Column("compared with", True, baseline if several else [NOTHING] * len(baseline)),
+        Column(
+            "gap left open, g [95 %]",
+            False,
+            [_gap_closed(evidence, shown, row.label, margin) if row else NOTHING for row in rows],
+        ),
+        Column(
+            "verdict",
+            True,
+            [claims.of_arm(found, name, row.label) if row else "not run" for row in rows],
+        ),
+        Column("tier", True, ["mini" if row else NOTHING for row in rows]),
+        Column("revision", True, [_joined(map(revision, one)) for one in kept]),
+        Column("device", True, [html.unbroken(_joined(map(device, one))) for one in kept]),
+        Column(
+            "source",
+            True,
+            [
+                tag("a", "files", href=f"#{html.slug('files', name, row.label)}")
+                if row
+                else NOTHING
+                for row in rows
+            ],
+        ),
     ]
 
 
-def _cells(shown: Shown, arm: str, evidence: Evidence, margin: Margin, found: Found) -> list[Any]:
-    """The cells of an arm's row, in the order of `_heads`."""
-    name = shown.block.name
-    if arm not in shown.rows:
-        return [*["-"] * 3, "not run", "mini", "-", "-", "-"]
-    row, kept = shown.rows[arm], list(shown.arms[arm].values())
+def _difference(row: Summary) -> str:
     told = claims.signed(row.difference, row.low, row.high)
-    difference = f"{told} {claims.interval(row.low, row.high)}"
-    return [
-        f"{with_spread(row.mean, row.std)} (n={row.n})",
-        difference.removesuffix(" -") if row.pairs else "-",
-        _gap_closed(evidence, shown, arm, margin),
-        claims.of_arm(found, name, arm),
-        "mini",
-        ", ".join(dict.fromkeys(map(revision, kept))),
-        html.unbroken(", ".join(dict.fromkeys(map(device, kept)))),
-        tag("a", "files", href=f"#{html.slug('files', name, arm)}"),
-    ]
+    return f"{told} {claims.interval(row.low, row.high)}".removesuffix(" -") + f" (n={row.pairs})"
+
+
+def _joined(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words)) or NOTHING
 
 
 def of_table(
@@ -166,15 +216,16 @@ def of_table(
     if not any(arm in shown.arms for arm in arms.values()):
         return None
     column, papers = _published(table)
-    rows = [
-        [label, papers.get(label, "not available"), *_cells(shown, arm, evidence, margin, found)]
-        for label, arm in arms.items()
+    theirs = [papers.get(label, "not available") for label in arms]
+    columns = [
+        Column("method", True, [*arms]),
+        Column(f"paper: {column}" if papers else "paper", False, theirs),
+        *_columns(shown, arms.values(), evidence, margin, found),
     ]
-    heads = ["method", f"paper: {column}" if papers else "paper", *_heads(shown)]
     told = "Small models: compare the order of the rows with the paper's, not the numbers. "
     link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
     return text(
-        html.table(f"{table.title}, by block {name}", heads, rows, words=(0, 5, 6, 7, 8, 9)),
+        _of_columns(f"{table.title}, by block {name}", columns),
         tag("p", told, link, "."),
     )
 
@@ -201,7 +252,7 @@ def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> s
         return str(int(arm == shown.yardstick))
     g = scale.gap_closed(evidence.values, shown.block.name, arm, shown.metric, margin, 2)
     if g is None:
-        return "-"
+        return NOTHING
     return f"{g.value:.2f} {claims.interval(g.low, g.high, '.2f')}".removesuffix(" -")
 
 
@@ -210,26 +261,27 @@ def _curves(shown: Shown) -> Markup:
     last = max(k.record["steps"] for seeds in shown.arms.values() for k in seeds.values())
     first = FROM * last
     small = Scale(first, last, 40, 206)
-    base, half = shown.baseline, shown.yardstick
-    loss_name = next((n for n in LOSSES if shown.curve(base, n)), LOSSES[0])
-    over = {arm: shown.curve(arm, loss_name, base) for arm in shown.arms if arm != base}
+    half, anyone = shown.yardstick, next(iter(shown.arms))
+    loss_name = next((n for n in LOSSES if shown.curve(anyone, n)), LOSSES[0])
+    base = {arm: shown.against(arm) for arm in shown.arms if shown.against(arm)}
+    over = {arm: shown.curve(arm, loss_name, other) for arm, other in base.items()}
     flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
     parts: list[Any] = [_losses(shown, loss_name, first, last)]
-    late = [abs(p.mean) for points in over.values() for p in points if p.step > first]
-    most = sorted(late)[int(0.9 * (len(late) - 1))] * 1.3 if late else 1.0
-    y = Scale(-0.25 * most, most, 96, 6)
+    late = sorted(p.mean for points in over.values() for p in points if p.step > first)
+    y = Scale(*_bulk(late), 96, 6)
     log = _flip_scale(flips, first)
     panels = []
     for arm, points in over.items():
         drawn = [("other", over.get(half, []))]
         drawn += [("", points)] if arm != half else []
-        loss = curves(f"{arm}: {NAMES[loss_name]}, minus {base}", drawn, y, small)
+        loss = curves(f"{arm}: {NAMES[loss_name]}, minus {base[arm]}", drawn, y, small)
         flip = None
         if log is not None and any(p.mean for p in flips[arm]):
             flip = curves(f"{arm}: flip rate", [("", flips[arm])], log, small)
         panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
+    other = shown.baseline if {*base.values()} == {shown.baseline} else "the arm compared with"
     more = (
-        f"Above: {NAMES[loss_name]}, minus that of {base} at the same seeds, from step "
+        f"Above: {NAMES[loss_name]}, minus that of {other} at the same seeds, from step "
         f"{first:,.0f} on{f', {half} dashed' * (half in shown.arms)}; all arms share one scale, "
         "and curves are cut off where they leave it. "
         "Below, for arms whose masks change: the fraction of the mask that flips per step, on a "
@@ -238,6 +290,16 @@ def _curves(shown: Shown) -> Markup:
     inside = tag("p", more), tag("div", panels, class_="panels")
     parts.append(html.details(f"Curves of every arm ({len(panels)})", inside, open=True))
     return text(parts)
+
+
+def _bulk(values: list[float]) -> tuple[float, float]:
+    """The ends of an axis for nine tenths of these sorted differences, most of which are not
+    negative as a rule."""
+    if not any(values):
+        return -0.25, 1.0
+    last = len(values) - 1
+    most = 1.3 * (sorted(map(abs, values))[int(0.9 * last)] or max(map(abs, values)))
+    return -most if values[int(0.1 * last)] < -0.25 * most else -0.25 * most, most
 
 
 def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:

@@ -98,19 +98,26 @@ def forest(
     share: float,
     quantity: str,
 ) -> Markup:
-    """Differences to the baseline with their intervals and a dot for each seed, sorted; the upper
-    axis counts them in units of the yardstick's difference, and a band of `share` marks what counts
-    as equal."""
+    """Differences with their intervals and a dot for each seed, sorted; the upper axis counts them
+    in units of the yardstick's difference, and a band of `share` marks what counts as equal.
+
+    baseline: what all are compared with; "" if the rows' labels say it.
+    """
     ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
-    left = 14 + 7.4 * max(len(r.label) for r in [*ordered, *rows])
+    left = 14 + 7.4 * max(len(label) for label in [baseline, *(r.label for r in rows)])
     known = math.isfinite(gap) and gap != 0
     name, right, top, pitch = left - 8, left + 250, 44 if known else 8, 22
-    bottom = top + pitch * (len(ordered) + 1)
+    above = 1 if baseline else 0  # rows above the differences
+    bottom = top + pitch * (len(ordered) + above)
     each = {r.label: by_seed.get(r.label, ()) for r in ordered}
     ends = [v for r in ordered for v in (r.difference, r.low, r.high, *each[r.label])]
     ends = [v for v in ends if math.isfinite(v)]
     # Far values become arrows, so that the others can be told apart.
-    sizes = [abs(r.difference) for r in ordered if math.isfinite(r.difference)]
+    sizes = [
+        max(abs(v) for v in (r.difference, r.low, r.high) if math.isfinite(v))
+        for r in ordered
+        if math.isfinite(r.difference)
+    ]
     reach = 3 * (abs(gap) if known else statistics.median(sizes or [0.0]))
     if reach:
         ends = [v for v in ends if abs(v) <= reach] + [gap] * known
@@ -133,18 +140,20 @@ def forest(
         parts.append(line(x(tick), bottom, x(tick), bottom + 4, "axis"))
         parts.append(label(x(tick), bottom + 16, short(tick), "tick", "middle"))
     parts.append(line(left, bottom, right, bottom, "axis"))
-    unit = f"{NAMES.get(quantity, quantity)}, minus {baseline} at equal seeds"
+    minus = f"minus {baseline}" if baseline else "difference"
+    unit = f"{NAMES.get(quantity, quantity)}, {minus} at equal seeds"
     parts.append(label(left, bottom + 34, unit))
-    parts.append(label(name, top + 16, baseline, anchor="end"))
-    parts.append(label(x(0) + 4, top + 16, "0", "value"))
-    for place, row in enumerate(ordered, 1):
+    if baseline:
+        parts.append(label(name, top + 16, baseline, anchor="end"))
+        parts.append(label(x(0) + 4, top + 16, "0", "value"))
+    for place, row in enumerate(ordered, above):
         y = top + pitch * place + 11
         parts += _estimate(row, x, y, name, row.label == yardstick)
         seeds = [v for v in each[row.label] if row.pairs > 1 and x.low <= v <= x.high]
         parts += [tag("circle", cx=x(v), cy=y + 7, r=1.6, class_="seed") for v in seeds]
     told = "; ".join(f"{r.label} {_told(r)}" for r in ordered)
     return svg(
-        f"Differences in {quantity} to {baseline}",
+        f"Differences in {quantity}" + (f" to {baseline}" if baseline else ""),
         f"Mean paired difference with its 95 % interval, small dots are seeds: {told}."
         + (f" {yardstick} is the yardstick, {gap:+.4f}." if known else ""),
         max(right + 66, left + 6.8 * len(unit)),
@@ -165,7 +174,8 @@ def _estimate(row: Summary, x: Scale, y: float, name: float, is_yardstick: bool)
     if math.isfinite(row.low):
         low, high = x(max(row.low, x.low)), x(min(row.high, x.high))
         parts.append(line(low, y, high, y, "interval"))
-        parts += [line(end, y - 4, end, y + 4, "interval") for end in (low, high)]
+        ends = [x(end) for end in (row.low, row.high) if x.low <= end <= x.high]
+        parts += [line(end, y - 4, end, y + 4, "interval") for end in ends]
         kind = "mark"
     else:
         kind = "mark hollow"  # one seed has no interval

@@ -23,7 +23,8 @@ from reproduce.runner import last_line
 @dataclass(frozen=True)
 class Shown:
     """A block with its records. metric: what its arms are compared by, a dotted path into a record;
-    baseline, yardstick: the arms whose difference is the gap; arms: those with records."""
+    baseline, yardstick: the arms whose difference is the gap, "" without one; arms: those with
+    records."""
 
     block: Block
     metric: str
@@ -41,23 +42,30 @@ class Shown:
         """True for losses and perplexities."""
         return any(word in self.quantity for word in ("loss", "perplexity"))
 
+    def against(self, arm: str) -> str:
+        """The arm that an arm is compared with: the one that the block names, or else the baseline;
+        "" if there is none."""
+        other = self.block.against.get(arm, self.baseline)
+        return "" if other == arm else other
+
     @cached_property
     def by_seed(self) -> dict[str, list[float]]:
-        """The differences of each arm to the baseline, as `claims` pairs them."""
+        """The differences of each arm to the one it is compared with, as `claims` pairs them."""
         name = self.block.name
         values = {
             (name, arm): {seed: kept.record for seed, kept in seeds.items()}
             for arm, seeds in self.arms.items()
         }
         return {
-            arm: differences(values, name, arm, self.baseline, self.metric)
+            arm: differences(values, name, arm, self.against(arm), self.metric)
             for arm in self.arms
-            if arm != self.baseline
+            if self.against(arm)
         }
 
     @cached_property
     def rows(self) -> dict[str, Summary]:
-        """The row of each arm: mean and spread, and the difference to the baseline seed by seed."""
+        """The row of each arm: mean and spread, and the difference to the arm that it is compared
+        with, seed by seed."""
         found = {}
         for arm, seeds in self.arms.items():
             numbers = [number(kept.record, self.metric) for kept in seeds.values()]
@@ -71,7 +79,8 @@ class Shown:
     @property
     def gap(self) -> float:
         """Mean difference of the yardstick to the baseline; nan if one of them is missing."""
-        found = self.by_seed.get(self.yardstick)
+        own = self.against(self.yardstick) == self.baseline
+        found = self.by_seed.get(self.yardstick) if own else None
         return mean(found) if found else math.nan
 
     @cached_property

@@ -55,6 +55,13 @@ def test_runs_come_seed_by_seed(block_file, tmp_path):
     assert config.runs == tmp_path / "runs"
 
 
+@pytest.mark.parametrize("pair", ["ste 2e-3: nobody", "nobody: dense", "dense: dense"])
+def test_arms_are_compared_with_arms(block_file, pair):
+    assert read_block("t", block_file("seeds:", "against: {ste 2e-3: dense}\nseeds:")).against
+    with pytest.raises(UserError, match="name two of the arms dense, ste 2e-3"):
+        read_block("t", block_file("seeds:", f"against: {{{pair}}}\nseeds:"))
+
+
 SECOND = """
 title: U
 overrides: [train.steps=30]

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.runs.comparison import Summary
+from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce import verdicts
 from reproduce.__main__ import main as reproduce
@@ -212,6 +215,33 @@ def test_the_arms_of_tables_are_those_of_blocks():
         for place in table.arms.values():
             block, arm = place.split("/")
             assert arm in known[block].arms, f"{table.name}: {place}"
+
+
+def test_each_fp8_arm_is_compared_with_its_method_in_bf16(text):
+    part = text.partition('id="block-fp8"')[2].partition('id="arm-fp8-ste-fp8-delayed"')[0]
+    values = {
+        run.seed: [json.loads(run.file(EVIDENCE).read_text())["metrics"]["val_loss"]]
+        for run in read_block("fp8").runs(EVIDENCE)
+        if run.arm == "ste"
+    }
+    for run in read_block("fp8").runs(EVIDENCE):
+        if run.arm == "ste_fp8":
+            record = json.loads(run.file(EVIDENCE).read_text())
+            values[run.seed] += [record["metrics"]["val_loss"]]
+    differences = [fp8 - bf16 for bf16, fp8 in values.values()]
+    low, high = paired_interval(differences)
+    told = f"{mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] (n=3)</td><td>ste</td>"
+    assert told.replace("-", "\N{MINUS SIGN}") in part
+    assert "gap left open" not in part  # a column that would be empty
+    assert "ste_fp8 \N{MINUS SIGN} ste</text>" in text
+
+
+def test_an_interval_beyond_the_axis_has_no_end_on_it():
+    of = {"a": (0.1, 0.05, 0.15), "b": (0.1, 0.04, 0.16), "c": (0.2, -9.0, 9.4)}
+    rows = [Summary(name, 3, 1.0, 0.1, 3, *effect) for name, effect in of.items()]
+    drawn = figures.forest(rows, {}, "", "", math.nan, 0.25, "val_loss")
+    assert drawn.count('class="interval"') == 3 + 2 + 2
+    assert "difference at equal seeds" in drawn
 
 
 def test_a_paper_s_table_made_of_small_models(text):
