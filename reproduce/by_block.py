@@ -1,6 +1,6 @@
-"""Draws the flip rate of each block of a model over the steps, a panel for each method.
+"""Draws the flip rate of each transformer block over the steps, a panel for each method.
 
-The runs have `method.flips_by_layer=true`: a block's rate is the mean of its layers'.
+The runs have `method.flips_by_layer=true`; the rate of a block is the mean over its layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ PANEL = "flip rate, "
 
 
 def block_of(name: str) -> str:
-    """The block of a layer: its name up to the first number, or the whole of it without one."""
-    found = re.match(r"(?:[^.\d]\w*\.)*\d+(?=\.|$)", name)
-    return found[0] if found else name
+    """The name of a layer's block: the layer's name up to the first number, or all of it if it has
+    none."""
+    match = re.match(r"(?:[^.\d]\w*\.)*\d+(?=\.|$)", name)
+    return match[0] if match else name
 
 
 def points(runs: list[PlacedRun]) -> list[Point]:
     """The curves of all blocks, panel by panel; step 0 is left out."""
-    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    by_point: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for run in runs:
         panel = PANEL + ", ".join(filter(None, [run.place.variant, run.place.row]))
         for record in run.log:
@@ -35,10 +36,10 @@ def points(runs: list[PlacedRun]) -> list[Point]:
                 if key.startswith(PREFIX) and record["step"] > 0:
                     blocks[block_of(key.removeprefix(PREFIX))].append(rate)
             for block, rates in blocks.items():
-                found[panel, block, record["step"]].append(mean(rates))
+                by_point[panel, block, record["step"]].append(mean(rates))
     return [
         Point(*key, mean(rates), std(rates) if len(rates) > 1 else None, len(rates))
-        for key, rates in found.items()
+        for key, rates in by_point.items()
     ]
 
 

@@ -1,10 +1,10 @@
-"""Draws loss against mu, the ratio of flip rates, for the decay factors of claim 2: CSV and figure.
+"""Draws the loss against mu, a ratio of flip rates, for the decay factors of claim 2.
 
-mu is the flip rate with the factor over that of a dense run, both in the last quarter of the
-warm-up (experiments.find_decay). The dense rate is known from the pilot alone, evidence/
-pilot_decay.json. Of a factor that the pilot did not try, mu is that of the recommended one times
-the ratio of the flip rates of their records: there both choose masks by the same period, so that
-it cancels.
+mu is the flip rate with a decay factor over that of a dense run, both in the last quarter of the
+warm-up (experiments.find_decay). The dense flip rate was measured only in the pilot,
+evidence/pilot_decay.json. For a factor that the pilot did not try, mu is computed from that of the
+recommended factor and the ratio of the flip rates in their records. The period between two choices
+of masks is the same for both and cancels.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from reproduce.records import Values
 
 PILOT = EVIDENCE / "pilot_decay.json"
 BLOCK, ARM, PREFIX = "a", "fst", "fst_alpha_"  # ARM has the recommended factor
-LINES = ("dense", "half")
+LINES = ("dense", "half")  # the arms whose loss is drawn as a horizontal line
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One decay factor. mu_from: where mu comes from, `pilot` or `records`; mu_records: mu by the
-    records, in either case. val_loss: mean over n seeds, with its standard deviation std and its
-    95 % interval from low to high; by_seed: the loss of each."""
+    """One decay factor, alpha, and its arm.
+
+    mu_from: where mu comes from, `pilot` or `records`. mu_records: mu computed from the records, in
+    either case. feasible: True if FST calls this mu feasible. val_loss: the mean over n seeds, with
+    its standard deviation std and its 95 % interval from low to high. by_seed: the loss of each.
+    """
 
     arm: str
     alpha: float
@@ -54,7 +57,7 @@ class Factor:
 
 
 def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
-    """The decay factors in ascending order of mu; empty without records of the arms."""
+    """The decay factors in ascending order of mu; [] without records of the recommended one."""
     arms = {a: r for (b, a), r in values.items() if b == BLOCK and (a == ARM or PREFIX in a)}
     if ARM not in arms:
         return []
@@ -81,7 +84,7 @@ def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
 
 
 def _search(pilot: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The pilot's search that has the learning rate of the record."""
+    """The pilot's search with the learning rate of the record."""
     rate = _option(record, "train.learning_rate")
     searches = json.loads(pilot.read_text(encoding="utf-8"))["searches"].values()
     wanted = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": rate}
@@ -93,13 +96,14 @@ def _option(record: dict[str, Any], key: str) -> float:
 
 
 def _flips(record: dict[str, Any], window: list[int]) -> float:
+    """The mean flip rate between two steps."""
     first, last = window
     inside = [rate for step, rate in record["curves"]["flip_rate"] if first <= step <= last]
     return mean(inside) if inside else math.nan
 
 
 def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
-    """Write `<stem>.csv` and `<stem>.png`; True if there was anything to show."""
+    """Write `<stem>.csv` and `<stem>.png`; return False if there are no records to show."""
     found = factors(values, pilot)
     if not found:
         return False

@@ -1,6 +1,6 @@
-"""Draws the figure of a table: training curves, or its values beside the paper's.
+"""Draws the figure of a table: training curves, or our values and the paper's.
 
-The data of a figure stands beside it as CSV.
+The data of a figure is written as CSV into the same folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERVAL = "whisker: 95 % interval of our mean"
 @dataclass(frozen=True)
 class Value:
     """One bar, or one point of a line. source: one of `SOURCES`. low, high: the interval of the
-    mean, if it has one."""
+    mean, if there is one."""
 
     quantity: str
     method: str
@@ -43,32 +43,32 @@ class Value:
 
 
 def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, path: Path) -> bool:
-    """Write the figure to `path` (.png) and its data beside it (-curves.csv, -pairs.csv or
-    -values.csv), unless they show these runs already; True if the table has a figure."""
+    """Write the figure to `path` (.png) and its data into the same folder (-curves.csv, -pairs.csv
+    or -values.csv), unless they show these runs already; return True if the table has a figure."""
     figure, title = table.figure, f"{table.title} ({tier})"
     data: list[Point] | list[Value] | list[Pair]
     retrained: set[str] = set()
     if figure.kind == "curves":
-        data, beside = curves(runs, figure.quantities), "curves"
+        data, suffix = curves(runs, figure.quantities), "curves"
         retrained = of_trained_models(runs)
     elif figure.kind == "blocks":
-        data, beside = by_block.points(runs), "curves"
+        data, suffix = by_block.points(runs), "curves"
     elif figure.kind == "scatter":
-        data, beside = scatter.pairs(runs, figure.quantities), "pairs"
+        data, suffix = scatter.pairs(runs, figure.quantities), "pairs"
     else:
-        data, beside = values(table, rendered.summary), "values"
+        data, suffix = values(table, rendered.summary), "values"
     if figure.kind == "none" or not data:
         return False
     rows = [dataclasses.asdict(entry) for entry in data]
     if retrained:
         rows = [row | {"starts_from": STARTS[row["method"] in retrained]} for row in rows]
     text = csv_text(rows)
-    record = path.with_name(f"{path.stem}-{beside}.csv")
-    if path.exists() and record.exists() and record.read_text(encoding="utf-8") == text:
+    csv = path.with_name(f"{path.stem}-{suffix}.csv")
+    if path.exists() and csv.exists() and csv.read_text(encoding="utf-8") == text:
         return True
-    record.unlink(missing_ok=True)  # written last: it vouches for the picture
+    csv.unlink(missing_ok=True)  # it is written last, so that it never describes an older picture
     write_atomic(path, lambda p: plot(figure, data, title, rendered.units, p, retrained))
-    write_text(record, text)
+    write_text(csv, text)
     return True
 
 
@@ -82,8 +82,10 @@ def curves(runs: list[PlacedRun], quantities: Iterable[str]) -> list[Point]:
 
 
 def of_trained_models(runs: list[PlacedRun]) -> set[str]:
-    """The labels of the curves of runs that started from another run's weights, if there are other
-    ones beside them: the two kinds cannot be compared step by step and get panels of their own."""
+    """The labels of the curves of runs that started from another run's weights; empty if all did.
+
+    The two kinds of runs cannot be compared step by step, so they have separate panels.
+    """
     labels = _labels(runs)
     found = {label for label, run in zip(labels, runs, strict=True) if run.result.get("init")}
     return found if found < {*labels} else set()
@@ -101,10 +103,10 @@ def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def values(table: Table, summary: list[Numbers]) -> list[Value]:
-    """The values of the figure's columns, row by row, the paper's and ours, from the long form of
-    the table."""
+    """The paper's values and ours in the figure's columns, row by row. summary: as in
+    `Rendered`."""
     wanted = table.figure.columns or [c.label for c in table.columns if c.published]
-    found = []
+    bars = []
     for quantity in wanted:
         for line in summary:
             label = ", ".join(str(line[part]) for part in ("of", "method") if part in line)
@@ -116,18 +118,18 @@ def values(table: Table, summary: list[Numbers]) -> list[Value]:
             published = number("paper")
             if published is not None:
                 second_hand = line[f"{quantity}: evidence"] == "second-hand"
-                found.append(Value(quantity, label, SOURCES[second_hand], published))
+                bars.append(Value(quantity, label, SOURCES[second_hand], published))
             for name in ("mean", "ratio", "speedup", "sum"):
                 own = number(name)
                 if own is not None:
-                    found.append(Value(quantity, label, "ours", own, number("low"), number("high")))
-    return found
+                    bars.append(Value(quantity, label, "ours", own, number("low"), number("high")))
+    return bars
 
 
 def axis(label: str, unit: str) -> str:
-    """A column's label on an axis, with its unit."""
-    told = "x dense" if unit == "x" else unit
-    return f"{label} ({told})" if told else label
+    """The title of an axis: a column's label with its unit."""
+    words = "x dense" if unit == "x" else unit
+    return f"{label} ({words})" if words else label
 
 
 def plot(
@@ -138,8 +140,11 @@ def plot(
     path: Path,
     retrained: Collection[str] = (),
 ) -> None:
-    """Write the figure of these points, pairs or values. units: by the table's columns. retrained:
-    the labels of curves that are drawn in panels of their own."""
+    """Write the figure of these points, pairs or values.
+
+    units: of the table's columns, by label. retrained: labels of curves that are drawn in separate
+    panels, because their runs started from a trained model.
+    """
     names = {label: axis(label, unit) for label, unit in units.items()} | NAMES
     lines, over_steps = figure.kind == "lines", figure.kind in ("curves", "blocks")
     of_values = figure.kind in ("lines", "bars")
@@ -171,21 +176,24 @@ def plot(
             scatter.distribution, data=data, quantity=figure.quantities[1]
         )
     labels = len({entry.method for entry in data}) if of_values else 0
-    told = f"\n{SPREAD}" if over_steps else ""
+    explanation = f"\n{SPREAD}" if over_steps else ""
     if of_values and any(entry.low is not None for entry in data):
-        told = f"\n{INTERVAL}"
-    # Wide enough that no label covers another, and as high as the longest asks for.
+        explanation = f"\n{INTERVAL}"
+    # Wide enough that no label covers another, and high enough for the longest one.
     longest = max(len(entry.method) for entry in data) if labels else 0
     size = max(3.6, 0.17 * labels), 3.4 + 0.05 * max(0, longest - 16)
-    draw_figure(panels, title + told, path, *size)
+    draw_figure(panels, title + explanation, path, *size)
 
 
 def limits(
     data: list[Value], units: dict[str, str], from_zero: bool
 ) -> dict[str, tuple[float, float]]:
-    """The range of the y axis by quantity: the same for all of a unit, so that panels can be
-    compared. One whose values would all lie in the lowest twentieth has its own."""
-    found = {}
+    """The range of the y axis by quantity.
+
+    It is the same for all quantities with the same unit, so that panels can be compared. A quantity
+    whose values would all lie in the lowest twentieth has a range of its own.
+    """
+    ranges = {}
     ends: dict[str, list[float]] = {}
     for entry in data:
         ends.setdefault(entry.quantity, []).extend(
@@ -199,12 +207,12 @@ def limits(
         of_panel = [end for seen in large for end in seen] if own in large else own
         low, high = 0.0 if from_zero else min(of_panel), max(of_panel)
         margin = 0.05 * (high - low)
-        found[quantity] = low if from_zero else low - margin, high + margin
-    return found
+        ranges[quantity] = low if from_zero else low - margin, high + margin
+    return ranges
 
 
 def draw_values(axes: Any, data: list[Value], lines: bool) -> None:
-    """Draw the values of one quantity, as bars or as lines; second-hand ones are hatched or
+    """Draw the values of one quantity, as bars or as lines; second-hand values are hatched or
     hollow."""
     labels = list(dict.fromkeys(entry.method for entry in data))
     place = {label: float(number) for number, label in enumerate(labels)}
@@ -228,8 +236,8 @@ def draw_values(axes: Any, data: list[Value], lines: bool) -> None:
                 markerfacecolor="white" if second_hand else colour,
             )
         else:
-            beside = (0.2 if mine else -0.2) * both
-            at = [x + beside for x in at]
+            offset = (0.2 if mine else -0.2) * both
+            at = [x + offset for x in at]
             hatch: Any = {"hatch": "///", "edgecolor": "white"} if second_hand else {}
             axes.bar(at, heights, width=0.4, label=source, color=colour, linewidth=0, **hatch)
         for x, entry in zip(at, shown, strict=True):

@@ -1,8 +1,8 @@
-"""Plans the jobs of a table: trainings or benchmarks, and then measurements of them.
+"""Plans the jobs of a table: trainings or benchmarks, and then measurements of what was trained.
 
-A job is identified by its config, so tables, variants and rows share runs, and a second call does
-only what is missing. A job that starts from a finished run, or measures one, has no config before
-that run exists, because its directory and hash depend on the run.
+A job is identified by its config, so that tables, variants and rows share runs, and a second call
+does only what is missing. A job that starts from a finished run, or measures one, has no config
+before that run exists, because its directory and hash depend on the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ INPUTS = "smoke_tasks"  # folder below that of the runs, written by reproduce/sm
 class Job:
     """One training, benchmark or measurement.
 
-    source: the job whose finished run is passed as the override `source_key`.
+    runs: the folder of all runs. source: the job whose finished run this one starts from or
+    measures; the path of that run is passed as the override `source_key`.
     """
 
     label: str
@@ -60,8 +61,8 @@ class Job:
         return self._config
 
     def result(self) -> dict[str, Any] | None:
-        """The content of its `result.json`; None if it is not finished, cannot be read, or its data
-        are missing. In the latter cases running the job reports the reason."""
+        """The content of its `result.json`; None if the job is not finished, the file cannot be
+        read, or the job's data are missing. Running the job reports the reason."""
         try:
             return None if self.config is None else self.module.finished(self.config)
         except UserError:
@@ -70,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """A training's place in a table: the labels of variant and row, and the seed."""
+    """The place of a training in a table: the labels of its variant and row, and its seed."""
 
     variant: str
     row: str
@@ -82,9 +83,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a table in the order in which they run, and the jobs that each place needs.
+    """All jobs of a table in the order in which they run.
 
-    places: the training or benchmark, and the measurements by `<measure>` or `<measure>.<task>`.
+    places: the jobs of each place: its training or benchmark, and its measurements by `<measure>`
+    or `<measure>.<task>`.
     """
 
     jobs: list[Job]
@@ -104,11 +106,11 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
     places: dict[Place, tuple[Job, dict[str, Job]]] = {}
 
     def job(place: Place, part: str, *work: Any) -> Job:
-        """The job for this work; equal work shares one job."""
+        """The job that does this work; equal work shares one job."""
         driver, overrides, source, key = work
         label = f"{place}, {part}" if part else str(place)
-        made = Job(label, driver, overrides, runs, source, key)
-        return unique.setdefault((driver, *overrides, id(source)), made)
+        new = Job(label, driver, overrides, runs, source, key)
+        return unique.setdefault((driver, *overrides, id(source)), new)
 
     for variant, row, seed in table.trainings(tier):
         place = Place(variant.label, row.label, seed)
@@ -124,14 +126,14 @@ def plan(table: Table, tier: str, runs: Path, extra: Iterable[str] = ()) -> Plan
             given = [o.replace("{inputs}", str(runs / INPUTS)) for o in given]
             for task in measure.tasks or [""]:
                 part = f"{name}.{task}" if task else name
-                asked = [f"task={task}", *given] if task else given
-                measures[part] = job(place, part, measure.driver, asked, trained, "run")
+                with_task = [f"task={task}", *given] if task else given
+                measures[part] = job(place, part, measure.driver, with_task, trained, "run")
         places[place] = trained, measures
     checked = set()
-    for made in unique.values():
-        key = (made.driver, *made.overrides)
-        if key not in checked:  # check a measurement once, as it fits all runs or none
-            _check(table, tier, made)
+    for planned in unique.values():
+        key = (planned.driver, *planned.overrides)
+        if key not in checked:  # a measurement fits all runs or none, so one check is enough
+            _check(table, tier, planned)
         checked.add(key)
     return Plan(list(unique.values()), places)
 
@@ -143,6 +145,7 @@ def needs_inputs(table: Table, tier: str) -> bool:
 
 
 def _training(chosen: Tier, tier: str, variant: Variant, row: TableRow) -> list[str]:
+    """The overrides of a training."""
     started = chosen.started if row.starts_from is not None else []
     own = [*row.overrides, *row.tiers.get(tier, [])]
     given = [*chosen.overrides, *variant.overrides, *started, *own]

@@ -1,7 +1,7 @@
-"""Draws the figures of the committed measurements anew from their CSVs: `python -m
-reproduce.redraw [TABLE ...]`.
+"""Redraws the figures of committed measurements from their CSV files: `python -m reproduce.redraw
+[TABLE ...]`.
 
-For measurements that were made before the drawing changed: nothing is measured for it.
+It is needed after the drawing has changed. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIER = "full"
 
 
 def summary(path: Path) -> list[Numbers]:
-    """The long form of a table from its CSV: numbers where there are some, else text."""
+    """The lines of a table's CSV file; entries that are numbers are converted."""
 
     def parsed(text: str) -> float | str:
         try:
@@ -38,13 +38,13 @@ def summary(path: Path) -> list[Numbers]:
 
 
 def redraw(table: Table, source: Path, path: Path) -> None:
-    """Write the figure of a measured table, whose CSV is `source`, to `path` (.png)."""
+    """Write the figure of a measured table to `path` (.png). source: the table's CSV file."""
     data, title = values(table, summary(source)), f"{table.title} ({TIER})"
     write_atomic(path, lambda p: plot(table.figure, data, title, units_of(table, TIER), p))
 
 
 def main(names: list[str]) -> None:
-    """Redraw the tables of these names, or all that are measured."""
+    """Redraw the figures of the named tables; without names, of all that were measured."""
     for table in read_tables():
         source = MEASURED / f"{table.name}-{TIER}.csv"
         if source.exists() and (not names or table.name in names):

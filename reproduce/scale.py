@@ -1,5 +1,5 @@
-"""Measures what a block's records can tell: the gap to half the width, the part of it that a method
-loses, and the scale of the runs."""
+"""Puts a block's results into scale: the gap between dense and half the width, the share of it
+that a method loses, and the size of the runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from experiments.runs.stats import mean, ratio_interval, std
 from reproduce.claims import Margin, differences
 from reproduce.records import Values
 
-ENOUGH = 5.0  # half the width should cost so many paired deviations, before arms are compared
+# Before arms are compared, half the width should cost at least so many standard deviations of a
+# paired difference.
+ENOUGH = 5.0
 
 
 @dataclass(frozen=True)
 class GapClosed:
-    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 as good as dense, 1 as
-    bad as half the width. With Fieller's interval over the n seeds that all three have."""
+    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 is as good as dense, 1
+    as bad as half the width. low, high: Fieller's interval over the n seeds that all three have."""
 
     value: float
     low: float
@@ -29,9 +31,12 @@ class GapClosed:
 
 @dataclass(frozen=True)
 class HalfWidthGap:
-    """The cost of half the width in a block: `gap`, its standard deviation over seeds `std`, and
-    `ratio` of the two; `other_std`, the median standard deviation of the other arms' differences to
-    `lower`, and the ratio to it."""
+    """The cost of half the width in a block.
+
+    gap: mean difference of the arms `upper` and `lower`. std: its standard deviation over n seeds.
+    ratio: of the two. other_std: the median, over `other_arms` other arms, of the standard
+    deviation of their differences to `lower`. other_ratio: of gap and other_std.
+    """
 
     block: str
     metric: str
@@ -49,23 +54,24 @@ class HalfWidthGap:
 def gap_closed(
     values: Values, block: str, arm: str, metric: str, margin: Margin, seeds: int
 ) -> GapClosed | None:
-    """g of an arm; None with fewer than `seeds` finite triples, and for the dense arm itself."""
+    """g of an arm; None for the dense arm itself, with fewer than `seeds` seeds that all three arms
+    have, and if a value is not finite."""
     lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, arm))
     common = lower.keys() & upper.keys() & own.keys()
     if arm == margin.lower or len(common) < seeds:
         return None
     three = {(block, a): {s: values[block, a][s] for s in common}
              for a in (margin.lower, margin.upper, arm)}  # fmt: skip
-    above = differences(three, block, arm, margin.lower, metric)
-    below = differences(three, block, margin.upper, margin.lower, metric)
-    if not all(map(math.isfinite, [*above, *below])) or mean(below) == 0:
+    losses = differences(three, block, arm, margin.lower, metric)
+    gaps = differences(three, block, margin.upper, margin.lower, metric)
+    if not all(map(math.isfinite, [*losses, *gaps])) or mean(gaps) == 0:
         return None
-    low, high = ratio_interval(above, below)
-    return GapClosed(mean(above) / mean(below), low, high, len(common))
+    low, high = ratio_interval(losses, gaps)
+    return GapClosed(mean(losses) / mean(gaps), low, high, len(common))
 
 
 def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> HalfWidthGap | None:
-    """The gap of a block; None with fewer than two pairs."""
+    """The gap of a block; None with fewer than two pairs of finite values."""
     paired = differences(values, block, margin.upper, margin.lower, metric)
     if len(paired) < 2 or not all(map(math.isfinite, paired)):
         return None
@@ -96,31 +102,31 @@ def _amount(count: int) -> str:
 
 
 def of_records(records: Iterable[dict[str, Any]]) -> str:
-    """Model, length of training, data and seeds of runs, in words, and the seeds at which they
-    started from different weights (a source that was trained again); "" without runs."""
-    found: dict[str, dict[str, None]] = {}
+    """Model, length of training, data and seeds of runs, in words; "" without runs. Seeds at which
+    runs started from different weights, because their first model was trained twice, are named."""
+    texts: dict[str, dict[str, None]] = {}
     seeds: set[int] = set()
     starts: dict[tuple[str, int], set[str]] = {}
     for record in records:
         chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
         model = chosen.get("model", "?")
         unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "images"
-        told = {
+        setting = {
             "model": model,
             "length": f"{_amount(record['tokens'])} {unit}",
             "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
             "data": f"data={chosen.get('data', '?')} ({record['corpus_hash'][:12]})",
         }
-        for name, text in told.items():
-            found.setdefault(name, {})[text] = None
+        for name, text in setting.items():
+            texts.setdefault(name, {})[text] = None
         seeds.add(record["seed"])
         if "source" in record:
             starts.setdefault((record["block"], record["seed"]), set()).add(str(record.get("init")))
     if not seeds:
         return ""
-    parts = [" or ".join(texts) for texts in found.values()]
+    parts = [" or ".join(several) for several in texts.values()]
     parts.append(f"seeds {', '.join(map(str, sorted(seeds)))}")
     if unequal := sorted({seed for (_, seed), weights in starts.items() if len(weights) > 1}):
         at = ", ".join(map(str, unequal))
-        parts.append(f"from unequal trainings of the first model at seeds {at}")
+        parts.append(f"from different trainings of the first model at seeds {at}")
     return ", ".join(parts)

@@ -1,7 +1,7 @@
-"""Draws two quantities of every step against each other, a panel for each method, and how one of
-them is distributed.
+"""Draws two quantities of every step against each other, a panel for each method, and the
+distribution of the second one.
 
-The quantities are entries of `metrics.jsonl`, those of `train.descent_every` for example.
+The quantities are entries of `metrics.jsonl`, for example those of `train.descent_every`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NAMES = {
     "old_masks_change": "change, old masks (nats)",
 }
 DISTRIBUTION = "share of steps with less"
-INNER = (0.02, 0.98)  # the quantiles that panels show: single steps lie far out
+INNER = (0.02, 0.98)  # the quantiles that panels show, because single steps lie far outside
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One step of one run. quantity: the panel, which is that of its method."""
+    """The two quantities, x and y, of one step of one run. quantity: the title of its panel."""
 
     quantity: str
     method: str
@@ -35,23 +35,23 @@ class Pair:
 
 
 def pairs(runs: list[PlacedRun], quantities: Sequence[str]) -> list[Pair]:
-    """The steps of all runs that have both quantities, x and y; step 0 is left out."""
+    """The steps of all runs that have both quantities; step 0 is left out."""
     x, y = quantities
     several = len({run.place.variant for run in runs}) > 1
-    found = []
+    steps = []
     for run in runs:
         label = ", ".join(filter(None, [run.place.variant * several, run.place.row]))
         panel = f"{NAMES.get(y, y)}, {label}"
-        found += [
+        steps += [
             Pair(panel, label, run.place.seed, record["step"], record[x], record[y])
             for record in run.log
             if record["step"] > 0 and record.get(x) is not None and record.get(y) is not None
         ]
-    return found
+    return steps
 
 
 def draw(axes: Any, panel: str, data: list[Pair], quantities: Sequence[str]) -> None:
-    """Draw one method's steps, with the diagonal on which both quantities are equal."""
+    """Draw the steps of one method, and the diagonal on which both quantities are equal."""
     methods = list(dict.fromkeys(pair.method for pair in data))
     shown = [pair for pair in data if pair.quantity == panel]
     colour, _ = look(methods.index(shown[0].method))
@@ -72,7 +72,7 @@ def distribution(axes: Any, data: list[Pair], quantity: str) -> None:
     methods = list(dict.fromkeys(pair.method for pair in data))
     for number, method in enumerate(methods):
         values = sorted(pair.y for pair in data if pair.method == method)
-        shares = [(place + 1) / len(values) for place in range(len(values))]
+        shares = [(rank + 1) / len(values) for rank in range(len(values))]
         colour, style = look(number)
         axes.step(values, shares, where="post", color=colour, ls=style)
     axes.axvline(0.0, color="black", linewidth=0.6)
@@ -81,9 +81,9 @@ def distribution(axes: Any, data: list[Pair], quantity: str) -> None:
 
 
 def inner(values: list[float]) -> tuple[float, float]:
-    """The limits between which most of the values lie, with 0 and some room."""
+    """The limits of an axis for most of the values (`INNER`), with 0 and a margin."""
     values = sorted(values)
     low, high = (values[round(share * (len(values) - 1))] for share in INNER)
     low, high = min(low, 0.0), max(high, 0.0)
-    room = 0.05 * (high - low) or 1.0
-    return low - room, high + room
+    margin = 0.05 * (high - low) or 1.0
+    return low - margin, high + margin

@@ -1,14 +1,15 @@
-"""Writes the files that the smoke tiers are measured on, from the source of the Python standard
+"""Writes small evaluation tasks for the smoke tiers, made from the source of the Python standard
 library.
 
-Files in the formats of GLUE, SQuAD, WikiText and lm-eval, so that the real loaders read them, with
-questions that a tiny model can learn on a CPU. They are not those benchmarks, and no number on them
-can be compared with one. All follow from the version of Python alone; nothing is downloaded.
+The files have the formats of GLUE, SQuAD, WikiText and lm-eval, so that the real loaders read them,
+and questions that a tiny model can learn on a CPU. They are not these benchmarks, and results on
+them cannot be compared with results on the benchmarks. They depend only on the version of Python;
+nothing is downloaded.
 
     SST-2    is this line code, or is it from a comment?
     RTE      does the second line follow the first in the file?
     SQuAD    which function does this piece of code define?
-    text     the last of the modules, for perplexity
+    text     the source of one more module, for perplexity
     lm-eval  which of two lines comes next?
 """
 
@@ -27,14 +28,14 @@ from typing import Any
 TRAIN = ("argparse", "inspect", "tarfile", "typing", "ast", "pickle", "zipfile/__init__", "zipfile")
 DEV = ("optparse", "configparser", "textwrap", "shlex", "pprint")
 TEXT = "shutil"
-SIZES = {"train": 128, "dev": 64}  # examples, at most
+SIZES = {"train": 128, "dev": 64}  # greatest number of examples
 TASK = "stdlib_next_line"
 COMMENT, DEFINITION = re.compile(r"#+ "), re.compile(r"def (\w+)\(")
 CODE = re.compile(r"(if|for|return|self\.|def|\w+ =) ?.*[:)\]]$")
 
 
 def write(folder: Path) -> Path:
-    """Write the files into `folder`, unless it is there, and return it."""
+    """Write the files into `folder`, unless it exists already, and return it."""
     if folder.exists():
         return folder
     building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
@@ -52,7 +53,7 @@ def write(folder: Path) -> Path:
         try:
             building.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # otherwise another process has written it meanwhile
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -70,21 +71,21 @@ def _modules(names: Any) -> Iterator[list[str]]:
 
 
 def _kinds(modules: list[list[str]], size: int) -> Iterator[list[str]]:
-    """Yields [line, label] for equally many comments (0) and lines of code (1)."""
+    """Yields [line, label] for comments (0) and lines of code (1), as many of each."""
     lines = [line for module in modules for line in module if len(line) > 12]
     comments = [COMMENT.sub("", line) for line in lines if COMMENT.match(line)]
     code = [line for line in lines if CODE.match(line)]
     generator = random.Random(0)
-    for kind, found in enumerate((comments, code)):
-        generator.shuffle(found)
-        found[:] = [f"{line}\t{kind}" for line in found[: size // 2]]
+    for label, some in enumerate((comments, code)):
+        generator.shuffle(some)
+        some[:] = [f"{line}\t{label}" for line in some[: size // 2]]
     pairs = [line for pair in zip(comments, code, strict=False) for line in pair]
     yield from (line.split("\t") for line in pairs)
 
 
 def _followers(modules: list[list[str]], size: int) -> Iterator[list[str]]:
-    """Yields [number, line, second line, label]: the second line is the next one, or one from
-    elsewhere in the module."""
+    """Yields [number, line, second line, label]; the second line is the next one or a random one
+    of the module."""
     generator = random.Random(1)
     for number in range(size):
         module = generator.choice(modules)
@@ -95,8 +96,8 @@ def _followers(modules: list[list[str]], size: int) -> Iterator[list[str]]:
 
 
 def _questions(modules: list[list[str]], size: int) -> dict[str, Any]:
-    """Questions in the format of SQuAD 1.1: a few lines of code, and the name of the function in
-    them."""
+    """Questions in the format of SQuAD 1.1: the context is a few lines of code, the answer the name
+    of the function that they define."""
     found = []
     for module in modules:
         for at, line in enumerate(module):
@@ -124,8 +125,8 @@ def _questions(modules: list[list[str]], size: int) -> dict[str, Any]:
 
 
 def _lm_eval(folder: Path, final: Path, modules: list[list[str]], size: int) -> None:
-    """Write a multiple-choice task of lm-eval with its data; `final` is where the folder
-    will be."""
+    """Write a multiple-choice task of lm-eval with its data. final: the path that the folder will
+    have when all files are written."""
     generator, documents = random.Random(3), []
     for number in range(size):
         module = generator.choice(modules)

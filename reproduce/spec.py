@@ -1,9 +1,9 @@
-"""The dataclasses of a table, into which `reproduce/tables/<name>.yaml` is read.
+"""The dataclasses that describe a table, read from `reproduce/tables/<name>.yaml`.
 
-A table has rows (methods), may have variants (sizes, tasks, patterns) and has tiers (budgets). For
-every variant, row and seed of a tier there is one training, or one benchmark, and then the tier's
-measurements on what was trained. Columns say which of the resulting numbers are shown. A tier may
-instead show what a block (reproduce/blocks) has measured: then nothing is run for it.
+A table has rows (methods) and tiers (budgets), and may have variants (sizes, tasks, patterns). For
+every variant, row and seed of a tier there is one training or one benchmark, and then the tier's
+measurements of what was trained. Columns say which of the resulting numbers are shown. A tier may
+instead show the records of a block (reproduce/blocks); then nothing is run for it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ FIGURES = ("curves", "blocks", "scatter", "bars", "lines", "none")
 
 @dataclass
 class Measure:
-    """A measurement of every finished training.
+    """A measurement that is made of every finished training.
 
-    driver: `finetune` or `evaluate`. tasks: one fine-tuning each; none for `evaluate`.
-    overrides: hydra overrides; `{inputs}` stands for the folder of reproduce/smoke_tasks.py.
+    driver: `finetune` or `evaluate`.
+    overrides: hydra overrides; `{inputs}` is replaced by the folder with the files of
+        reproduce/smoke_tasks.py.
+    tasks: the tasks to fine-tune on, each separately; empty for `evaluate`.
     """
 
     driver: str
@@ -36,10 +38,12 @@ class Measure:
 
 @dataclass
 class Variant:
-    """One of several settings that all rows are run in, a model size for example.
+    """One of several settings in which all rows are run, for example a model size.
 
-    key: takes the place of `{variant}` in overrides. rows: labels of those that it has; all if
-        empty. published: its name in `published.json`.
+    key: replaces `{variant}` in overrides.
+    overrides: hydra overrides of all its rows.
+    rows: labels of the rows that it has; empty = all.
+    published: its name in `published.json`.
     """
 
     label: str
@@ -53,14 +57,20 @@ class Variant:
 class Tier:
     """One budget at which a table can be made.
 
-    setting: what is trained, and what of the paper's setting it replaces; printed. needs: data and
-        machine. overrides: hydra overrides of every row; started: further ones of rows that start
-        from another one. measure: what is measured afterwards, by a name that columns refer to.
-        variants: instead of the table's. rows: labels of those that this tier has; all if empty.
-        block: whose records it shows, those of the rows' arms; it has the block's seeds and runs
-        nothing. pretrained: the model brings trained weights, from which all rows start.
-        incomparable: why no difference to the paper is taken even in the tier `full`, if so.
-        unavailable: why there is no such tier, if so.
+    setting: what is trained, and what it replaces of the paper's setting; printed.
+    needs: the data and the machine that are needed, in words.
+    overrides: hydra overrides of every row.
+    started: further overrides of the rows that start from another row.
+    seeds: the seeds of every row; empty if the tier shows a block.
+    measure: the measurements of what was trained, by names that columns refer to.
+    variants: the variants of this tier, instead of the table's.
+    rows: labels of the rows that it has; empty = all.
+    block: name of the block whose records it shows: those of the rows' arms, with the block's
+        seeds.
+    pretrained: True if the model comes with trained weights, from which all rows start.
+    incomparable: the reason why our values are not compared with the paper's even in the tier
+        `full`; "" if they are.
+    unavailable: the reason why the tier cannot be made; "" if it can.
     """
 
     setting: str = ""
@@ -81,16 +91,20 @@ class Tier:
 class TableRow:
     """One row of a table: a method with its options.
 
-    tiers: further overrides by tier. measure: further overrides of a measurement, by its name.
-    published: the row's name in `published.json`, in `published_table` if not in the table's.
-    cells: where a column's published value is, as
-        [row, column], instead of where the table's `published_row` and `published_column` say.
-    starts_from: label of an earlier row, whose finished run of the same variant and seed gives the
-        first weights. against: label of the row that it is compared with, instead of the first
-        one. stage: it is there to start from: trained, but neither measured nor shown.
-    not_run: why it stands there with the paper's values alone, if so. arm: of the block that a
-        tier shows, or `<block>/<arm>` of the one that it goes on from; a row that has nothing else
-        is there in such tiers only.
+    overrides: hydra overrides.
+    tiers: further overrides by tier.
+    measure: further overrides of a measurement, by its name.
+    published: the row's name in `published.json`.
+    published_table: the table there, if it is not the table's own `published_table`.
+    cells: the place of a column's published value as [row, column], by the column's label, where
+        the table's `published_row` and `published_column` do not give it.
+    starts_from: label of an earlier row; the initial weights are those of its finished run with the
+        same variant and seed.
+    against: label of the row that it is compared with, instead of the first row.
+    stage: True if the row is only trained for others to start from, and neither measured nor shown.
+    not_run: the reason why only the paper's values are shown; "" if the row is run.
+    arm: the row's arm in the block that a tier shows, or `<block>/<arm>` for an arm of the block
+        that it starts from. A row without overrides appears only in tiers that show a block.
     """
 
     label: str
@@ -111,17 +125,23 @@ class TableRow:
 class Column:
     """One column of a table: a quantity of a run.
 
-    value: dotted path into `result.json`, `tail.<name>` for the mean of that entry of
-        `metrics.jsonl` over the last tenth of the steps, or `<measure>.<metric>` and
-        `<measure>.<task>.<metric>` for a measurement's metrics, `<measure>.mean` for the mean of
-        its tasks' scores; several with commas for their mean; `exp.<value>` for the exponential
-        of one. None cannot be measured. tiers: another value in some tiers, or None.
-    show: over the seeds, `mean_std`, `mean`, `interval` (the mean with its 95 % interval) or `sum`;
-        against the first row, or the row's `against`, at the same seeds, `paired` (mean difference
-        with its 95 % interval), `ratio` (mean quotient) or `speedup` (mean of its inverse).
-    format: Python format of a number. published: the column's name in `published.json`; then the
-        published value and our difference to it are shown beside ours. scale: factor of what is
-        shown, 100 for a share in percent. unit: printed, where no published value has one.
+    value: the number of a run, one of
+        a dotted path into `result.json`;
+        `tail.<name>`: the mean of this entry of `metrics.jsonl` over the last tenth of the steps;
+        `<measure>.<metric>` or `<measure>.<task>.<metric>`: a metric of a measurement;
+        `<measure>.mean`: the mean of the scores of its tasks;
+        several of these, separated by commas: their mean;
+        `exp.<value>`: the exponential of another one;
+        None: it cannot be measured.
+    show: how the numbers of all seeds are shown: `mean_std`, `mean`, `interval` (the mean with its
+        95 % interval) or `sum`; or compared at equal seeds with the first row, or the row's
+        `against`: `paired` (mean difference with its 95 % interval), `ratio` (mean quotient) or
+        `speedup` (mean inverse quotient).
+    format: Python format of a number.
+    published: the column's name in `published.json`, if the published values are shown.
+    scale: factor of what is shown, for example 100 for a share in percent.
+    unit: the printed unit, if published values do not give one.
+    tiers: another `value` in some tiers.
     """
 
     label: str
@@ -140,13 +160,18 @@ class Column:
 
 @dataclass
 class Figure:
-    """The figure of a table. kind: `curves` (loss and flip rate against the step), `blocks` (the
-    flip rate of each block, of runs with `method.flips_by_layer`), `scatter` (two quantities of
-    the steps against each other, row by row), `bars` or `lines` (the values of `columns`, the
-    paper's beside ours, row by row; `lines` for ordered rows), `none`.
+    """The figure of a table.
 
-    columns: labels; empty = those with a published name. quantities: panels of `curves`; of
-    `scatter` x and y. distribution: a further panel of `scatter` shows that of y.
+    kind: one of
+        `curves`: quantities of the log, such as the loss, against the step;
+        `blocks`: the flip rate of each transformer block, of runs with `method.flips_by_layer`;
+        `scatter`: two quantities of all steps against each other, row by row;
+        `bars` or `lines`: the paper's values and ours in `columns`, row by row (`lines` for rows
+        that have an order);
+        `none`: no figure.
+    columns: labels of the columns in `bars` or `lines`; empty = those with published values.
+    quantities: the panels of `curves`; x and y of `scatter`.
+    distribution: True for a further panel of `scatter` with the distribution of y.
     """
 
     kind: str = "curves"
@@ -160,11 +185,14 @@ class Table:
     """A table of a paper or of this project. Its first row is the dense baseline, except for
     benchmarks and searches for decay factors, which measure their baseline themselves.
 
-    paper, number: whose table it is, None for our own; `figure 7` is given as `figure7`, an
-        appendix table as `B2`. driver: what a row is run by. published_table: its name in
-        `published.json`. published_setting: what the paper did; printed. published_row,
-        published_column: names of a cell there, with `{row}`, `{variant}` and `{column}` for the
-        published names of these. notes: printed below the settings.
+    driver: the driver that runs its rows.
+    paper, number: the paper and the number of the table; None for this project's own. Table 2 is
+        `2`, Table 2 of an appendix `B2`, Figure 7 `figure7`.
+    published_table: the table's name in `published.json`.
+    published_setting: the paper's setting; printed.
+    published_row, published_column: the names of a cell in `published.json`, with `{row}`,
+        `{variant}` and `{column}` for the published names of these.
+    notes: lines that are printed below the settings.
     """
 
     name: str
@@ -200,7 +228,9 @@ class Table:
             raise ValueError("the first row must be the dense baseline (method=dense)")
         for position, row in enumerate(self.rows):
             if row.starts_from is not None and row.starts_from not in labels[:position]:
-                raise ValueError(f"{row.label!r} starts from {row.starts_from!r}, no earlier row")
+                raise ValueError(
+                    f"{row.label!r} starts from {row.starts_from!r}, which is no earlier row"
+                )
         for name, tier in self.tiers.items():
             self._check_tier(name, tier)
         for column in self.columns:
@@ -213,20 +243,22 @@ class Table:
     def _check_tier(self, name: str, tier: Tier) -> None:
         _check("tier", name, TIERS)
         if tier.block and (tier.overrides or tier.measure):
-            raise ValueError(f"tier {name} shows block {tier.block}: it runs nothing of its own")
+            raise ValueError(
+                f"tier {name} shows block {tier.block}, so it cannot have overrides or measurements"
+            )
         distinct = len(set(tier.seeds))
-        none = distinct == 0 and not tier.block
-        if not tier.unavailable and (none or distinct < len(tier.seeds)):
-            raise ValueError(f"tier {name} needs seeds, each once, got {tier.seeds}")
+        without_seeds = distinct == 0 and not tier.block
+        if not tier.unavailable and (without_seeds or distinct < len(tier.seeds)):
+            raise ValueError(f"tier {name} needs seeds, each once, but has {tier.seeds}")
         for label in tier.rows:
             _check(f"tier {name}: rows", label, tuple(row.label for row in self.rows))
         shown = [row.label for row in self.rows if not row.stage]
         if self.has_baseline and tier.rows and shown[0] not in tier.rows:
             raise ValueError(f"tier {name}: rows must have the baseline, {shown[0]!r}")
-        there = tuple(row.label for row in self.rows_of(name) if not row.stage)
+        comparable = tuple(row.label for row in self.rows_of(name) if not row.stage)
         for row in self.rows_of(name):
             if row.against is not None:
-                _check(f"tier {name}: {row.label!r}: against", row.against, there)
+                _check(f"tier {name}: {row.label!r}: against", row.against, comparable)
         for part, measure in tier.measure.items():
             _check(f"tier {name}: {part}: driver", measure.driver, MEASURING)
         for row in self.rows:
@@ -238,21 +270,21 @@ class Table:
 
     @property
     def has_baseline(self) -> bool:
-        """True if its rows are trainings, whose first is the dense baseline."""
+        """True if its rows are trainings, the first of which is the dense baseline."""
         return self.driver in TRAINING
 
     @property
     def command(self) -> str:
-        """The word of the command line that asks for it: `table<number>`, `figure<number>` or its
-        own name."""
+        """The table's name on the command line: `table<number>`, `figure<number>` or its own
+        name."""
         if self.number is None:
             return self.name
         return self.number if self.number.startswith("figure") else f"table{self.number}"
 
     @property
     def arms(self) -> dict[str, str]:
-        """The arm that trains the same on a small model, as `<block>/<arm>`, by row; of tiers that
-        show a block."""
+        """The arm that trains a row's method on a small model, as `<block>/<arm>`, by the row's
+        label; for tiers that show a block."""
         shown = [
             (tier.block, self.rows_of(name)) for name, tier in self.tiers.items() if tier.block
         ]

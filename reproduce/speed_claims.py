@@ -1,14 +1,14 @@
-"""Judges what the papers say of time and memory, by the tables in `measured/h200` and
-`claims.yaml`.
+"""Judges the papers' claims on time and memory by the measured tables in `measured/h200`.
 
-A verdict holds on the device of the measurement, which is not the paper's.
+The rules are in `claims.yaml`. A verdict holds for the device of the measurement, which is not the
+paper's.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.runs.stats import holm, mean, p_value, paired_interval
@@ -31,8 +31,8 @@ SHOWN = "shown, not judged"
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a measured table: the paper's factor and ours, which is the mean of n repeats,
-    with its interval."""
+    """One row of a measured table. paper: the paper's factor over dense, if it has one. ours: our
+    factor, the mean of n repeats, with its `interval`."""
 
     label: str
     paper: float | None
@@ -44,8 +44,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """A statement with its verdict. device, code: the device and the revision that it was measured
-    with. why: the reason why it was not tested."""
+    """A statement with its verdict.
+
+    lines: the rows of the table that it is about. device, code: the device and the revision of the
+    measurement. why: the reason why it was not tested.
+    """
 
     speed: Speed
     verdict: str
@@ -56,31 +59,32 @@ class Measured:
 
 
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
-    """The verdict on a statement by the measured tables in `folder`.
+    """A statement with its verdict by the measured tables in `folder`.
 
     Raises:
-        UserError: the measured table has no such column or rows.
+        UserError: the measured table does not have the column or the rows.
     """
     if not _file(folder, speed, ".csv").is_file():
         return Measured(speed, NOT_TESTED, [], why=f"not measured ({_command(speed)})")
-    paper, ours = _papers(folder, speed), _repeats(folder, speed)
+    paper, ours = _published(folder, speed), _repeats(folder, speed)
     labels = [label for label in ours if label.endswith(speed.rows)]
     if not labels:
         raise UserError(f"{folder}: {speed.table} has no {speed.column!r} of rows {speed.rows!r}")
-    where = _fact(folder, speed, "Device"), _fact(folder, speed, "Code")
+    device, code = _fact(folder, speed, "Device"), _fact(folder, speed, "Code")
     if speed.than:
         lines, why = _faster(claims, speed, labels, paper, ours)
     else:
         lines = [_gain(claims, speed, label, paper.get(label), ours[label]) for label in labels]
         why = ""
     judged = [line.verdict for line in lines if line.verdict != SHOWN]
-    found = verdict(judged) if judged or why else SHOWN
-    return Measured(speed, found, lines, *where, why=why)
+    result = verdict(judged) if judged or why else SHOWN
+    return Measured(speed, result, lines, device, code, why)
 
 
 def _gain(
     claims: Claims, speed: Speed, label: str, paper: float | None, repeats: dict[int, float]
 ) -> Line:
+    """The verdict on one row: our gain over dense is at least half of the paper's, or not."""
     values = list(repeats.values())
     ours, interval = mean(values), paired_interval(values)
     if paper is None:
@@ -90,8 +94,8 @@ def _gain(
         low, high = ours * (1 - claims.noise), ours * (1 + claims.noise)
     least, most = (1 - high, 1 - low) if speed.less else (low - 1, high - 1)
     half = (1 - paper if speed.less else paper - 1) / 2
-    found = CONFIRMED if least >= half else REFUTED if most < half else INCONCLUSIVE
-    return Line(label, paper, ours, len(values), interval, found)
+    result = CONFIRMED if least >= half else REFUTED if most < half else INCONCLUSIVE
+    return Line(label, paper, ours, len(values), interval, result)
 
 
 def _faster(
@@ -101,8 +105,8 @@ def _faster(
     paper: dict[str, float],
     ours: dict[str, dict[int, float]],
 ) -> tuple[list[Line], str]:
-    """(the rows as factors of the rows that end with `than`, the reason why they were not tested or
-    "")."""
+    """(the rows with verdicts, the reason why they were not tested or ""). Their factors are
+    relative to the rows whose labels end with `than`."""
     lines, logs = [], []
     for label in labels:
         other = label.removesuffix(speed.rows) + speed.than
@@ -116,11 +120,9 @@ def _faster(
     if fewest < claims.seeds:
         return lines, f"{fewest} of {claims.seeds} repeats ({_command(speed)})"
     judged = []
-    for line, p, found in zip(lines, holm([p_value(log) for log in logs]), logs, strict=True):
-        sure = p < claims.level
-        told = CONFIRMED if mean(found) > 0 else REFUTED
-        told = told if sure else INCONCLUSIVE
-        judged.append(Line(line.label, line.paper, line.ours, line.n, line.interval, told))
+    for line, p, log in zip(lines, holm([p_value(log) for log in logs]), logs, strict=True):
+        direction = CONFIRMED if mean(log) > 0 else REFUTED
+        judged.append(replace(line, verdict=direction if p < claims.level else INCONCLUSIVE))
     return judged, ""
 
 
@@ -136,16 +138,17 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _papers(folder: Path, speed: Speed) -> dict[str, float]:
+def _published(folder: Path, speed: Speed) -> dict[str, float]:
+    """The paper's factors by row."""
     rows, name = _rows(_file(folder, speed, ".csv")), f"{speed.column}: paper"
     return {row["method"]: float(row[name]) for row in rows if row.get(name)}
 
 
 def _repeats(folder: Path, speed: Speed) -> dict[str, dict[int, float]]:
-    """Our factors by row and seed: those of every run if they were kept beside the table, else the
-    mean alone."""
+    """Our factors by row and seed: those of every run if the file of runs is there, else only the
+    mean, as that of seed 0."""
     runs = _file(folder, speed, "-runs.csv")
-    found: dict[str, dict[int, float]] = {}
+    factors: dict[str, dict[int, float]] = {}
     if not runs.is_file():
         rows = _rows(_file(folder, speed, ".csv"))
         name = f"{speed.column}: mean"
@@ -154,8 +157,8 @@ def _repeats(folder: Path, speed: Speed) -> dict[str, dict[int, float]]:
     value = columns.get(speed.column) or ""
     for row in _rows(runs):
         if row.get(value):
-            found.setdefault(row["method"], {})[int(row["seed"])] = float(row[value])
-    return found
+            factors.setdefault(row["method"], {})[int(row["seed"])] = float(row[value])
+    return factors
 
 
 def _table(speed: Speed) -> Table:
@@ -169,7 +172,7 @@ def _command(speed: Speed) -> str:
 
 
 def _fact(folder: Path, speed: Speed, name: str) -> str:
-    """A line of the table's header by its name, Device or Code."""
+    """The line of the table's header with this name, `Device` or `Code`."""
     text = _file(folder, speed, ".md").read_text(encoding="utf-8")
     start = f"- {name}: "
     lines = (line for line in text.splitlines() if line.startswith(start))

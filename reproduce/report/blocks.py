@@ -22,11 +22,11 @@ from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.runner import command
 from reproduce.spec import TIERS, Table
+from reproduce.verdict_text import Json
 
 LOSSES = ("val_loss", "loss")  # the first one that a block has is drawn
 NOTHING = "-"  # a cell without a value
 FROM = 0.15  # share of the steps left out: all curves fall from the same height there
-Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
 def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
@@ -65,7 +65,7 @@ def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | 
     )  # fmt: skip
 
 
-def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, links: Links) -> Markup:
+def section(shown: Shown, evidence: Evidence, margin: Margin, found: Json, links: Links) -> Markup:
     """The section on one block."""
     name, block = shown.block.name, shown.block
     kind = "pilot" if name.startswith("pilot") else f"block {name}"
@@ -100,7 +100,7 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Found, link
     return tag("section", parts)
 
 
-def _gap(gap: Found) -> str:
+def _gap(gap: Json) -> str:
     """A sentence on what half the width costs, in standard deviations of that difference."""
     quantity = gap["metric"].rpartition(".")[2]
     met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
@@ -121,7 +121,7 @@ def _run(name: str) -> str:
     return f"python -m reproduce run {name}"
 
 
-def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Found) -> Markup:
+def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Json) -> Markup:
     name, arms = shown.block.name, [*shown.block.arms]
     first = Column("arm", True, [_anchored(name, arm) for arm in arms])
     columns = [first, *_columns(shown, arms, evidence, margin, found)]
@@ -146,7 +146,7 @@ def _of_columns(caption: str, columns: list[Column]) -> Markup:
 
 
 def _columns(
-    shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, found: Found
+    shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, found: Json
 ) -> list[Column]:
     """What is known of each of these arms: its values, differences, verdicts and sources."""
     name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
@@ -203,7 +203,7 @@ def _joined(words: Iterable[str]) -> str:
 
 
 def of_table(
-    table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, found: Found
+    table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, found: Json
 ) -> Markup | None:
     """The rows of a paper's table that have an arm in a block, with the paper's values; None if no
     such arm was run."""

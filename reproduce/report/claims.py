@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 from experiments.runs.stats import difference_form
 from reproduce.claims import verdict
@@ -13,14 +12,13 @@ from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
-from reproduce.verdicts import LEGEND, agreement, p_told, statement
+from reproduce.verdict_text import LEGEND, Json, agreement, p_value, statement
 
 PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Arms = set[tuple[str, str]]  # block and arm
-Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
-def section(found: Found, arms: Arms, links: Links) -> Markup:
+def section(found: Json, arms: Arms, links: Links) -> Markup:
     """The section on the claims. arms: those that have a place on the page to link to."""
     counts = Counter(claim["verdict"] for claim in found["claims"])
     rules = found["rules"]
@@ -52,12 +50,12 @@ def section(found: Found, arms: Arms, links: Links) -> Markup:
     )
 
 
-def _entry(claim: Found) -> Markup:
+def _entry(claim: Json) -> Markup:
     words = f"{PAPERS.get(claim['paper'], claim['paper'])}: {claim['says']}"
     return text(badge(claim["verdict"]), " ", tag("a", words, href=f"#claim-{claim['id']}"))
 
 
-def _claim(claim: Found, arms: Arms, links: Links) -> Markup:
+def _claim(claim: Json, arms: Arms, links: Links) -> Markup:
     paper = PAPERS.get(claim["paper"], claim["paper"])
     heading = tag("h3", f"{claim['id']}. {paper}: {claim['says']}")
     parts = f": {claim['parts']}," if claim["parts"] else ""
@@ -74,7 +72,7 @@ def _claim(claim: Found, arms: Arms, links: Links) -> Markup:
     return tag("article", heading, lines, id=f"claim-{claim['id']}", class_="claim")
 
 
-def _contrasts(claim: Found, arms: Arms) -> Markup:
+def _contrasts(claim: Json, arms: Arms) -> Markup:
     rows = []
     for c in claim["contrasts"]:
         name = [
@@ -86,7 +84,7 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
         so_far = "so far " if c["why"] and math.isfinite(c["effect"]) else ""
         effect = so_far + signed(c["effect"], c["low"], c["high"])
         n = f"{c['n']}{' +' * c['more_seeds']}"
-        p = "-" if c["why"] else p_told(c)
+        p = "-" if c["why"] else p_value(c)
         expected = f"{c['expect']}{within}"
         rows.append([name, told, effect, interval(c["low"], c["high"]), expected, n, p])
     heads = ["contrast", "verdict", "effect", "95 % interval", "expected", "seeds", "p"]
@@ -94,7 +92,7 @@ def _contrasts(claim: Found, arms: Arms) -> Markup:
     return text(drawn, _by_seed(claim))
 
 
-def _by_seed(claim: Found) -> Markup | None:
+def _by_seed(claim: Json) -> Markup | None:
     """The paired differences behind the effects, in which a run that went apart shows."""
     seeds = sorted({seed for c in claim["contrasts"] for seed in c["by_seed"]})
     rows = []
@@ -108,7 +106,7 @@ def _by_seed(claim: Found) -> Markup | None:
     return html.details("Differences by seed", html.table(caption, heads, rows))
 
 
-def _released(released: list[Found], arms: Arms) -> Markup:
+def _released(released: list[Json], arms: Arms) -> Markup:
     rows = [
         [
             [_arm(arms, r["block"], r["arm"]), f" {MINUS} ", _arm(arms, r["block"], r["against"])],
@@ -138,7 +136,7 @@ def _arm(arms: Arms, block: str, arm: str) -> Markup:
     return tag("a", arm, href=f"#{html.slug('arm', block, arm)}")
 
 
-def _measured(claim: Found, measured: Found, links: Links) -> Markup:
+def _measured(claim: Json, measured: Json, links: Links) -> Markup:
     name = statement(measured)
     count = "".join(f": {told}" for told in (agreement(measured), measured["why"]) if told)
     rows = [
@@ -162,7 +160,7 @@ def _measured(claim: Found, measured: Found, links: Links) -> Markup:
     )
 
 
-def verdicts(found: Found) -> Verdicts:
+def verdicts(found: Json) -> Verdicts:
     """The verdicts on rows of measured tables, by (table, column, row)."""
     return {
         (measured["table"], measured["column"], line["label"]): line["verdict"]
@@ -173,7 +171,7 @@ def verdicts(found: Found) -> Verdicts:
     }
 
 
-def of_arm(found: Found, block: str, arm: str) -> Markup:
+def of_arm(found: Json, block: str, arm: str) -> Markup:
     """The verdicts on contrasts whose first arm is this one, grouped by claim."""
     told = []
     for claim in found["claims"]:

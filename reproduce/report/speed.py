@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from experiments import bench
 from reproduce.report import html
@@ -12,6 +11,7 @@ from reproduce.report.figures import factors
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED
+from reproduce.verdict_text import Json
 
 RECORDS = Path(bench.__file__).parents[1] / "bench_results"
 MEANS = {
@@ -21,10 +21,9 @@ MEANS = {
 }
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
 SHORT = 8  # rows of a figure that is open at first
-Found = dict[str, Any]  # plain values made by reproduce/verdicts.py
 
 
-def section(found: Found, links: Links) -> Markup:
+def section(found: Json, links: Links) -> Markup:
     """The section on speed and memory."""
     kinds = [tag("li", tag("strong", kind), f": {meaning}") for kind, meaning in MEANS.items()]
     drawn = [
@@ -50,7 +49,7 @@ def section(found: Found, links: Links) -> Markup:
     )
 
 
-def _measured(measured: Found, claim: int, links: Links) -> Markup:
+def _measured(measured: Json, claim: int, links: Links) -> Markup:
     rows = [(line["label"], line["paper"], line["ours"]) for line in measured["lines"]]
     unit = "of dense's memory; less is better" if measured["less"] else "times as fast as dense"
     title = f"{measured['table']}: {measured['column']}"

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.runs.stats import paired_interval, ratio_interval
 from experiments.support.checkpoint import write_json
-from reproduce import decay_curve, scale, verdicts
+from reproduce import decay_curve, scale, verdict_text, verdicts
 from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
 from reproduce.records import Evidence, StoredRecord
 
@@ -79,13 +79,13 @@ def test_whether_a_block_can_tell_arms_apart():
     # Of two arms with a number at every seed the median is between them.
     assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
     asked = of(("one", "dense", "lower"))
-    text = verdicts.lines(verdicts.content(asked, arms))[-1]
+    text = verdict_text.lines(verdicts.content(asked, arms))[-1]
     assert text.startswith(
         "Can block a tell methods apart? Half the width changes val_loss by +0.0800, "
     )
-    assert "(n = 5 seeds); at least 5 are asked for: met. By the deviations of the 2 oth" in text
+    assert "(n = 5 seeds); at least 5 are needed: met. It is " in text
     wide = values(dense=BASE, half=shifted(0.012))
-    assert verdicts.lines(verdicts.content(asked, wide))[-1].endswith("asked for: missed.")
+    assert verdict_text.lines(verdicts.content(asked, wide))[-1].endswith("needed: missed.")
     assert scale.half_width_gap(values(dense=BASE), "a", LOSS, MARGIN) is None
 
 
@@ -102,13 +102,13 @@ def test_the_scale_of_runs():
     assert scale.of_records(retrained) == scale.of_records(records)
     again = {**retrained[0], "arm": "other", "init": {"weights": "bb"}}
     assert scale.of_records([*retrained, again]).endswith(
-        "seeds 0, 1, from unequal trainings of the first model at seeds 1"
+        "seeds 0, 1, from different trainings of the first model at seeds 1"
     )
 
 
 def test_what_a_terminal_shows():
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02), so_so=shifted(0.001))
-    shown = verdicts.lines(verdicts.content(of(("it", "dense", "lower")), arms))
+    shown = verdict_text.lines(verdicts.content(of(("it", "dense", "lower")), arms))
     assert shown[:3] == ["1. [confirmed] fst: it trains.", "   the paper: 1.0",
                          "   " + AT + "0, 1, 2, 3, 4"]  # fmt: skip
     assert shown[3].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
@@ -117,15 +117,16 @@ def test_what_a_terminal_shows():
     assert shown[5].startswith(
         "      g (0: as good as dense, 1: as bad as half the width): it -0.25 [-0."
     )
-    assert not any("would settle it" in line for line in shown)
+    assert not any("would decide it" in line for line in shown)
     for arm in ("so_so", "half"):  # inconclusive and refuted
-        shown = verdicts.lines(verdicts.content(of((arm, "dense", "lower")), arms))
-        assert "   would settle it: More of it." in shown
+        shown = verdict_text.lines(verdicts.content(of((arm, "dense", "lower")), arms))
+        assert "   what would decide it: More of it." in shown
     # In part: one contrast is open, the claim is refuted by the other; and if one is not tested.
     for other in ("half", "not_run"):
         asked = of(("so_so", "dense", "lower"), (other, "dense", "lower"))
-        assert "   would settle it: More of it." in verdicts.lines(verdicts.content(asked, arms))
-    shown = verdicts.lines(verdicts.content(of(("none", "dense", "lower")), arms))
+        shown = verdict_text.lines(verdicts.content(asked, arms))
+        assert "   what would decide it: More of it." in shown
+    shown = verdict_text.lines(verdicts.content(of(("none", "dense", "lower")), arms))
     assert (  # and no scale
         shown[2]
         == "   none - dense (val_loss, block a): not tested, 0 of 5 seeds of none and dense"
@@ -135,7 +136,7 @@ def test_what_a_terminal_shows():
 def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3], near=shifted(0.0)[:1])
     found = verdicts.content(of(("it", "dense", "lower"), ("near", "dense", "lower")), arms)
-    shown = verdicts.lines(found)
+    shown = verdict_text.lines(found)
     assert shown[0].startswith("1. [not tested] ")
     assert shown[3].startswith(
         "   it - dense (val_loss, block a): not tested, 3 of 5 seeds of it and dense: so far -0.0"
@@ -155,7 +156,7 @@ def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(0.05), near=shifted(0.001))
     contrasts = [("it", "dense", expect) for expect in ("equal", "lower", "higher")]
     claims = verdicts.content(of(*contrasts), arms)["claims"]
-    told = [(c["verdict"], verdicts.p_told(c)) for c in claims[0]["contrasts"]]
+    told = [(c["verdict"], verdict_text.p_value(c)) for c in claims[0]["contrasts"]]
     assert [(verdict, p.partition(" ")[2]) for verdict, p in told] == [
         ("refuted", "(contrary)"),
         ("refuted", "(contrary)"),
@@ -174,8 +175,8 @@ def test_more_seeds_are_asked_for_where_the_interval_is_wide():
     assert [c["more_seeds"] for c in found["claims"][0]["contrasts"]] == [
         True, False, True, False, False
     ]  # fmt: skip
-    told = [line for line in verdicts.lines(found) if line.startswith("      by seed: ")]
-    assert told[0].endswith("-0.0130; more seeds are asked for") and told[1].endswith("-0.0230")
+    told = [line for line in verdict_text.lines(found) if line.startswith("      by seed: ")]
+    assert told[0].endswith("-0.0130; more seeds are needed") and told[1].endswith("-0.0230")
 
 
 def test_the_scale_names_the_seeds_that_are_compared():
@@ -183,7 +184,7 @@ def test_the_scale_names_the_seeds_that_are_compared():
     found = verdicts.content(of(("it", "dense", "lower"), ("half", "it", "lower")), arms)
     assert found["claims"][0]["at"].endswith("seeds 0, 1, 2")
     # Their parts of the gap have the seeds of each, and say so where these are others.
-    assert "n = 3" in verdicts._part({"value": 0.5, "low": 0.4, "high": 0.6, "n": 3}, 2)
+    assert "n = 3" in verdict_text._gap_closed({"value": 0.5, "low": 0.4, "high": 0.6, "n": 3}, 2)
     assert all("half" not in c["gap_closed"] for c in found["claims"][0]["contrasts"])
 
 
@@ -191,7 +192,7 @@ def test_defects_are_told_without_a_verdict():
     arms = values(it=BASE, bad=shifted(0.02), blown=[*BASE[:4], float("nan")], new=BASE[:1])
     asked = [Released("a", arm, "it", f"what is {arm}") for arm in ("bad", "blown", "new", "none")]
     found = verdicts.content(replace(of(), claims=[], released=asked), arms)
-    shown = verdicts.lines(found)
+    shown = verdict_text.lines(found)
     assert shown[1].startswith("   bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
     assert shown[2] == "      what is bad"
     assert [line.rpartition(": ")[2] for line in shown[3::2]] == [
@@ -239,7 +240,7 @@ def test_measurements_are_of_a_device(tmp_path):
     measurements(tmp_path, [1.5, 0.9, 0.95, 1.0, 1.1, 1.25])
     asked = of(measured=[Speed("slope_table1", "training", "kernel"),
                          Speed("slope_table1", "training", "step", rows="r0")])  # fmt: skip
-    shown = verdicts.lines(verdicts.content(asked, {}, tmp_path))
+    shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
     assert shown == [
         "1. [refuted] fst: it trains.",
         "   the paper: 1.0",
@@ -253,9 +254,9 @@ def test_measurements_are_of_a_device(tmp_path):
         "      inconclusive: r5: 1.250, the paper 1.500",
         "   training (slope_table1, step): 1.500; the paper 1.500; n = 1; at least half of "
         "the paper's gain in 1 of 1 rows: confirmed on NVIDIA Toy",
-        "   would settle it: More of it.",
+        "   what would decide it: More of it.",
     ]
-    other = verdicts.lines(verdicts.content(asked, {}, tmp_path / "none"))
+    other = verdict_text.lines(verdicts.content(asked, {}, tmp_path / "none"))
     assert other[2].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
 
 
@@ -263,11 +264,11 @@ def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
     measurements(tmp_path, [1.5, 0.9])
     gain = Speed("slope_table1", "training", "kernel", rows="r0")
     asked = of(measured=[gain, replace(gain, than="r1")])
-    shown = verdicts.lines(verdicts.content(asked, {}, tmp_path))
+    shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
     assert shown[0] == "1. [not tested: 1 confirmed of 2 parts] fst: it trains."
     assert "   training, times as fast as r1 (slope_table1, kernel): 1.667;" in shown[4]
     memory = verdicts.content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
-    assert "   memory of training (slope_table1, kernel): 1.500;" in verdicts.lines(memory)[3]
+    assert "   memory of training (slope_table1, kernel): 1.500;" in verdict_text.lines(memory)[3]
 
 
 def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
