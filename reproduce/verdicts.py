@@ -38,6 +38,8 @@ from reproduce.speed_claims import SHOWN, Measured, judge_speed
 from reproduce.verdict_text import LEGEND, Json, lines
 
 PRELIMINARY = 2  # least number of seeds for which g is shown with an effect that is not tested
+
+
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
     """All claims with their verdicts and evidence, and how well the blocks can tell methods apart,
     in the form of claims.json."""
