@@ -1,10 +1,10 @@
-"""Train a causal model of transformers with a 2:4 method, save it, and load it as a plain model.
+"""Train a causal language model of transformers with a 2:4 method, save it, and load it again.
 
     python examples/transformers_model.py                       # a tiny LLaMA with random weights
     python examples/transformers_model.py --model FOLDER --text FILE
 
-Needs `pip install -e '.[hf]'`. The saved model is one that `from_pretrained` reads: zeros are
-written out, and nothing of this repository is needed to use it.
+Needs `pip install -e '.[hf]'`. transformers alone can load the saved model: it is a plain one, in
+which pruned weights are zeros. Prints how many they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tiny_llama() -> PreTrainedModel:
 
 
 def sequences(text: str, folder: str | None) -> list[dict[str, torch.Tensor]]:
-    """The text as samples of `LENGTH` tokens: bytes, or tokens of the model in `folder`."""
+    """The text as samples of `LENGTH` tokens: bytes, or those of the tokenizer in `folder`."""
     ids = (
         list(text.encode())
         if folder is None
@@ -49,13 +49,18 @@ def sequences(text: str, folder: str | None) -> list[dict[str, torch.Tensor]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder that transformers loads; default: a tiny LLaMA")
+    parser.add_argument("--model", help="folder of a model to train; default: a tiny LLaMA")
     parser.add_argument(
         "--text", type=Path, default=Path(argparse.__file__), help="file to train on"
     )
-    parser.add_argument("--method", default="s_ste")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--to", type=Path, default=Path("runs/examples/transformers_model"))
+    parser.add_argument("--method", default="s_ste", choices=methods.available(), help="2:4 method")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=Path("runs/examples/transformers_model"),
+        help="folder to save the model in",
+    )
     options = parser.parse_args()
 
     model = (

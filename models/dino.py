@@ -1,8 +1,9 @@
 """DINO: self-distillation without labels (Caron et al., ICCV 2021, arXiv 2104.14294).
 
-A student sees every crop of an image, a teacher only the global ones; the student predicts the
-teacher's output for the other crops. The teacher is the moving average of the student; its output
-is centred and sharpened, which keeps both from collapsing to a constant.
+A student network gets all crops of an image, a teacher only the large ones ("global"). For each
+crop, the student predicts the teacher's output for the other global crops. The weights of the
+teacher are a moving average of the student's. Its output is centred and sharpened, so that the
+outputs do not collapse to a constant.
 
 Shapes: B images, G = 2 global crops, n local crops, V = G + n views, C features, K prototypes.
 """
@@ -28,25 +29,29 @@ from models.vit import ViT, ViTConfig
 @dataclass(frozen=True, kw_only=True)
 class DinoConfig:
     """Crops, head, loss and schedules of a self-distillation. The defaults are those of the
-    authors' code for ImageNet, except the teacher's temperature: that code keeps it at 0.04, and
-    its authors document the rise to 0.07 over the first 30 epochs as an improvement.
+    authors' code for ImageNet, except the teacher's temperature: their code leaves it at 0.04, but
+    they document that a rise to 0.07 over the first 30 epochs is better.
 
-    local_crops: beside the two global ones, which have the model's image size; `local_size` is
-        theirs in pixels a side. global_scale, local_scale: share of the image's area in a crop.
-    jitter: of brightness and contrast, in four crops of five. color: half of it of saturation, a
-        quarter of hue as well, and one crop of five is grey. blur: Gaussian, of every first global
-        crop, a tenth of the second and half of the local ones. solarize: rate in second global
-        crops.
-    total_steps: optimizer steps of the whole training; the fractions are resolved against it.
+    total_steps: optimizer steps of the whole training, of which other fields are fractions.
+    local_crops: number of local crops. There are two global ones, with the model's image size.
+    local_size: side of local crops in pixels.
+    global_scale, local_scale: least and greatest share of the image's area in a crop.
+    jitter: strength of random brightness and contrast, in four of five crops.
+    color: True for random saturation (half of the strength) and hue (a quarter of it) as well, and
+        for one grey crop of five.
+    blur: True for Gaussian blur of every first global crop, a tenth of the second ones and half of
+        the local ones.
+    solarize: share of the second global crops that are solarized.
     prototypes, hidden, bottleneck: widths of the head.
-    student_temperature: of the student's softmax. teacher_temperature: of the teacher's, which
-        rises to it linearly from `first_teacher_temperature` over the first `teacher_warmup` of
-        the steps.
-    momentum: of the teacher's weights at the first step; a cosine takes it to 1 at the last.
+    student_temperature: of the student's softmax.
+    teacher_temperature: of the teacher's softmax, after a linear rise from
+        `first_teacher_temperature` over the first `teacher_warmup` of the steps.
+    momentum: of the teacher's weights at the first step; it rises to 1 at the last along a cosine.
     centre_momentum: of the centre.
-    frozen_fraction: share of the steps, the first ones, in which the prototypes stay as they are.
-    layer_decay: factor on the learning rate from a block to the one before it; patches, class token
-        and positions are before the first. patch_rate: another, of the patch projection.
+    frozen_fraction: share of the steps, at the start, in which the prototypes are not trained.
+    layer_decay: factor on the learning rate from a block to the previous one. Patch projection,
+        class token and position embeddings count as the block before the first.
+    patch_rate: a further factor for the patch projection.
     """
 
     total_steps: int
@@ -126,8 +131,10 @@ def _check_fits(shape: ViTConfig, config: DinoConfig) -> None:
 
 
 class Prototypes(nn.Module):
-    """Cosines of x with K directions, [..., bottleneck] -> [..., K]: a linear layer without bias
-    whose rows are normalised (weight normalisation with all lengths fixed at 1).
+    """Cosine similarities with K learned directions, [..., bottleneck] -> [..., K].
+
+    It is a linear without bias whose input and rows are normalised: weight normalisation with all
+    lengths fixed at 1.
     """
 
     def __init__(self, features: int, prototypes: int) -> None:
@@ -162,7 +169,7 @@ class Head(nn.Module):
 
 
 class Network(nn.Module):
-    """Backbone and head, as student and teacher both have them."""
+    """The backbone and the head of a student or a teacher."""
 
     def __init__(self, backbone: ViT, head: Head) -> None:
         super().__init__()
@@ -170,9 +177,9 @@ class Network(nn.Module):
         self.head = head
 
     def forward(self, *crops: Tensor) -> Tensor:
-        """Crops [B, n_i, 3, H_i, W_i], each group of one size, -> [B, sum of n_i, K].
+        """Groups of crops [B, n_i, 3, H_i, W_i], each of one size -> [B, sum of n_i, K].
 
-        One forward pass of the backbone for each size, one of the head for all.
+        The backbone runs once for each size, the head once for all crops.
         """
         features = [
             self.backbone.features(group.flatten(0, 1)).unflatten(0, group.shape[:2])
@@ -186,8 +193,8 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: Tensor | float) -> 
     """Mean cross entropy, in nats, of the student against the teacher over pairs of two views.
 
     Args:
-        student: outputs [B, V, K]. The first G views are those of the teacher; a view is never
-            compared with itself.
+        student: outputs [B, V, K]. The first G views are those of the teacher; no view is compared
+            with itself.
         teacher: probabilities [B, G, K].
         temperature: of the student's softmax.
     """
@@ -199,19 +206,19 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: Tensor | float) -> 
 
 
 class DINO(Model):
-    """Student and teacher of one ViT; the loss is that of `dino_loss` between them.
+    """The student and the teacher of a ViT; the loss is `dino_loss` between them.
 
-    All that a step depends on is set by the hooks that a trainer calls around its own work:
+    Everything that depends on the step is set by hooks, which a trainer calls in this order:
 
         model.on_step_begin(step)
         ... forward and backward of every micro-batch ...
         model.on_gradients(step)        # before the optimizer
         optimizer.step()
-        model.on_step_end(step)         # before a sparse method's, which then derives the masks
-                                        # of the teacher from its new weights
+        model.on_step_end(step)         # before that of a sparse method, which then derives the
+                                        # teacher's masks from its new weights
 
-    Centre and figures are sums over a step's micro-batches and over all ranks, so neither changes
-    what is computed. The teacher is always in evaluation mode: it knows no stochastic depth.
+    Centre and metrics are computed over all micro-batches and ranks of a step, so that their number
+    does not change the result. The teacher is always in evaluation mode, without stochastic depth.
     """
 
     centre: Tensor
@@ -227,10 +234,11 @@ class DINO(Model):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False).eval()
         self.register_buffer("centre", torch.zeros(config.prototypes))
         self.register_buffer("teacher_temperature", torch.tensor(config.teacher_temperature_at(0)))
-        # Sums over the current step: the teacher's outputs [K], its entropy, the loss, images.
+        # Sums over the current step: the teacher's outputs [K], its entropy, the loss, and the
+        # number of images.
         sums = torch.zeros(config.prototypes + 3)
         self.register_buffer("sums", sums, persistent=False)
-        # Means over the last step: entropy of the teacher, loss.
+        # Means over the last step: the entropy of the teacher and the loss.
         self.register_buffer("figures", torch.zeros(2), persistent=False)
 
     def train(self, mode: bool = True) -> DINO:
@@ -260,9 +268,9 @@ class DINO(Model):
         return self.teacher.backbone
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups of the student, as in DINO's released code: biases and norms are not
-        decayed; all else is, class token and position embeddings included. `lr_scale` is the factor
-        of a group's learning rate."""
+        """Optimizer groups of the student as in DINO's released code: biases and norms without
+        weight decay; everything else with it, class token and position embeddings included.
+        `lr_scale` is the factor on the learning rate of a group."""
         named: dict[float, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.student.named_parameters():
             named.setdefault(self._rate(name), []).append((name, parameter))
@@ -273,9 +281,9 @@ class DINO(Model):
         ]
 
     def _rate(self, name: str) -> float:
-        """The factor of a student parameter's learning rate (DINOv2)."""
+        """The factor on the learning rate of a student's parameter, as in DINOv2."""
         trunk = re.match(r"backbone\.vit\.(blocks\.(\d+)|cls_token|pos_embed|patch_embed)", name)
-        if not trunk:  # the last norm and the head
+        if not trunk:  # the last layer norm and the head
             return 1.0
         layer = int(trunk[2]) + 1 if trunk[2] else 0
         depth = self.student.backbone.config.depth
@@ -286,9 +294,9 @@ class DINO(Model):
 
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:
-        """Set the teacher's temperature for the step. At step 0 the teacher becomes a copy of
-        the student, since a sparse method may have given its layers another state (random masks,
-        say)."""
+        """Set the teacher's temperature for the step. At step 0 the teacher becomes a copy of the
+        student, because a sparse method may have given its layers a different state, for example
+        other random masks."""
         if step == 0:
             self.teacher.load_state_dict(self.student.state_dict())
         self.teacher_temperature.fill_(self.config.teacher_temperature_at(step))
@@ -305,7 +313,7 @@ class DINO(Model):
             dist.all_reduce(self.sums)
         means = self.sums[:-1] / self.sums[-1]
         self.sums.zero_()
-        # A step that a loss scaler skips has outputs that are not finite: they would stay for ever.
+        # A step that the loss scaler skips may have infinite outputs; the centre would keep them.
         weight = torch.where(means.isfinite().all(), 1.0 - self.config.centre_momentum, 0.0)
         self.centre.lerp_(means[:-2].nan_to_num(0.0, 0.0, 0.0), weight)
         self.figures.copy_(means[-2:])
@@ -316,10 +324,11 @@ class DINO(Model):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Signs of collapse, over the batch of the last step, in nats.
+        """Signs of a collapse, as means over the batch of the last step, in nats.
 
-        teacher_entropy: mean entropy of the teacher's output; log K when it says nothing, 0 when it
-            is sure. teacher_kl: divergence of the student from it; 0 when both are constant.
+        teacher_entropy: entropy of the teacher's output; log K if it is uniform, 0 if one prototype
+            has all of it. teacher_kl: Kullback-Leibler divergence of the student from the teacher;
+            0 if both are constant.
         """
         entropy, loss = self.figures.tolist()
         return {"teacher_entropy": entropy, "teacher_kl": loss - entropy}

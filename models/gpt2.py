@@ -2,8 +2,8 @@
 
 Shapes: B sequences, T tokens, C = n_embd channels, H = n_head heads, V = vocab_size, L = n_layer.
 
-The head is tied to the token embedding: `lm_head.weight is transformer.wte.weight`, one entry of
-`parameters()`, two names in `state_dict()`. Checkpoints of nanoGPT load with `load_state_dict`.
+The head is tied to the token embedding: `lm_head.weight is transformer.wte.weight`, which is one
+entry of `parameters()` and two of `state_dict()`. `load_state_dict` takes checkpoints of nanoGPT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, check_sizes
+from models.base import Model, check_length, check_sizes
+from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -34,12 +35,14 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a GPT-2. `vocab_size` 50304 is GPT-2's 50257 rounded up to a multiple of 64.
+    """Shape of a GPT-2.
 
-    `gelu` is "erf" (exact) or "tanh" (the approximation of the released GPT-2 weights). `bias`
-    switches the biases of all linears and layer norms; the head and the embeddings have none.
-    `n_inner` is the width of the feed-forward networks, None for 4 * n_embd; 2 * n_embd makes the
-    dense model with as many weights there as a 2:4 sparse one ("half", FST's baseline).
+    vocab_size: 50304 is GPT-2's 50257 rounded up to a multiple of 64.
+    block_size: longest sequence.
+    bias: True for biases in all linears and layer norms; the head and the embeddings have none.
+    gelu: `erf` (exact) or `tanh` (the approximation that the released GPT-2 uses).
+    n_inner: width of the feed-forward networks; None = 4 * n_embd. With 2 * n_embd a dense model
+        has as many weights there as a 2:4 model has non-zero ones (FST's baseline "half").
     """
 
     n_layer: int
@@ -61,12 +64,13 @@ class GPTConfig:
 
     @property
     def ffn_width(self) -> int:
+        """Width of the feed-forward networks."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> GPTConfig:
-        """The config of a published size (or `nano`, for the CPU); `overrides` are fields of this
-        class."""
+        """The config of a published size, or of `nano` for the CPU. overrides: fields with other
+        values."""
         if size not in SIZES:
             raise ValueError(f"unknown GPT-2 size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
@@ -106,7 +110,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, [B, T, C] -> [B, T, C]."""
+    """Transformer block with layer norm before each sub-layer, [B, T, C] -> [B, T, C]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -121,7 +125,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks and the final norm: token ids [B, T] -> hidden states [B, T, C]."""
+    """Embeddings, blocks and the final layer norm: token ids [B, T] -> hidden states [B, T, C]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -154,7 +158,8 @@ class GPT(Model):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """N(0, 0.02), zero biases; the 2L projections into the residual stream 0.02/sqrt(2L)."""
+        """Draw the weights from N(0, 0.02), the 2L projections into the residual stream from
+        N(0, 0.02 / sqrt(2L)), and set biases to zero."""
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
@@ -166,21 +171,20 @@ class GPT(Model):
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
 
-        `target` [B, T] holds the ids to predict, already shifted by one; -1 is ignored. The loss is
-        the mean cross entropy in nats. A ValueError tells of a sequence longer than `block_size`.
+        `target` [B, T] has the ids to predict, already shifted by one; -1 is ignored. The loss is
+        the mean cross entropy in nats.
+
+        Raises:
+            ValueError: the sequence is longer than `block_size`.
         """
-        if input.shape[1] > self.config.block_size:
-            raise ValueError(
-                f"sequence of {input.shape[1]} tokens is longer than the model's "
-                f"block_size={self.config.block_size}"
-            )
+        check_length(input.shape[1], self.config.block_size)
         logits = self.lm_head(self.transformer(input))
         if target is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
 
     def num_params(self) -> int:
-        """Number of parameters: the tied head counts once, position embeddings are included."""
+        """Number of parameters, position embeddings included; the tied head is counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -190,8 +194,8 @@ _GELU_FROM_HF = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
 def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with those of `Conv1D` layers transposed, which converts between transformers'
-    layout and ours; the names are the same."""
+    """The tensors with the weights of `Conv1D` layers transposed, which converts the layout of
+    transformers into ours and back. The names are the same in both."""
     return {k: v.t().contiguous() if k.endswith(_CONV1D) else v for k, v in state.items()}
 
 
@@ -199,13 +203,13 @@ def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
     """Our GPT with a copy of the weights of transformers' `GPT2LMHeadModel`, in its dtype.
 
-    In `transformers.Trainer` it works as `models.hf.ForTrainer(from_hf(...))`.
+    `transformers.Trainer` takes it as `models.hf.ForTrainer(from_hf(...))`.
 
     Args:
-        source: the model, or the local folder of its checkpoint, with safetensors.
+        source: the model, or the local folder of its checkpoint in safetensors.
     Raises:
-        ValueError: naming every setting of its config that this model does not have, or what is
-            wrong with the folder.
+        ValueError: the model has settings that ours does not have, all of which are named, or the
+            folder cannot be read.
     """
     if isinstance(source, str | Path):
         from transformers import GPT2LMHeadModel
@@ -226,16 +230,11 @@ def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
         "resid_pdrop": hf.embd_pdrop,  # one dropout rate for all places
         "attn_pdrop": hf.embd_pdrop,
     }
-    problems = [
-        f"{name}={getattr(hf, name)!r} (needs {value!r})"
-        for name, value in required.items()
-        if getattr(hf, name) != value
-    ]
+    problems = []
     if hf.activation_function not in _GELU_FROM_HF:
         choices = ", ".join(_GELU_FROM_HF)
         problems.append(f"activation_function={hf.activation_function!r} (needs one of {choices})")
-    if problems:
-        raise ValueError(f"this GPT-2 cannot be converted: {'; '.join(problems)}")
+    check_settings("GPT-2", hf, required, problems)
     model = GPT(
         GPTConfig(
             n_layer=hf.n_layer,
@@ -257,20 +256,18 @@ def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
 def to_hf(model: GPT) -> GPT2LMHeadModel:
     """transformers' `GPT2LMHeadModel` with a copy of our weights, in their dtype.
 
-    It has biases always: those that we lack are written as zeros. Its begin and end tokens are
-    unset, because the model does not know its tokenizer. Raises a ValueError when the model holds
-    tensors that GPT-2 does not have, as it does while a sparse method is attached.
+    It always has biases, which are zeros if our model has none. Its begin and end tokens are unset,
+    because our model does not know its tokenizer.
+
+    Raises:
+        ValueError: the model has tensors that GPT-2 does not have, as while a sparse method is
+            attached.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     state = model.state_dict()
     with torch.device("meta"):
-        expected = GPT(model.config).state_dict()
-    if extra := sorted(state.keys() ^ expected.keys()):
-        raise ValueError(
-            f"not a plain GPT-2 ({extra[0]} and {len(extra) - 1} more names differ); "
-            "call the method's finalize(model) first"
-        )
+        check_plain("GPT-2", state, GPT(model.config).state_dict())
     config = model.config
     hf_model: Any = GPT2LMHeadModel(
         GPT2Config(

@@ -12,7 +12,7 @@ def param_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, spared: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters: matrices and embeddings with weight decay; biases,
-    norms and the names in `spared` without."""
+    norms and the parameters named in `spared` without."""
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in named:
         if parameter.requires_grad:

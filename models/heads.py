@@ -1,11 +1,12 @@
-"""Heads for fine-tuning: one classifies a text or gives it a number, one finds a span in it.
+"""Heads for fine-tuning: one classifies a text or predicts a number for it, one finds a span in it.
 
 Shapes: B sequences, T tokens, C channels. Sequences are padded on the right; `attention_mask`
-[B, T] is 1 at their tokens and 0 at the padding, and without it nothing is padding.
+[B, T] is 1 at tokens and 0 at padding, and None means no padding.
 
-The trunk of the pretrained model is kept, not copied, under the name that it has there, so that
-its linears keep their names and a method's globs mean the same as in pre-training. The heads are
-`classifier` and `qa_outputs`, as in transformers: names that methods leave dense.
+The pretrained model without its own head, the trunk, is used itself, not a copy, and under the
+same name, so that its linears have the same names as in pre-training and match the same globs of a
+method. The heads are called `classifier` and `qa_outputs`, as in transformers; methods leave
+linears with these names dense.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.base import Model
-from models.bert import Bert, BertLM, Pooler
+from models.bert import BertLM
+from models.bert_encoder import Bert, Pooler
 from models.gpt2 import GPT, Transformer
 from models.hf import CausalLM
 
 
 class Head(Model):
-    """Base class of the heads: the trunk of the pretrained model, and its last hidden states.
+    """Base class of models with a head: the trunk of a pretrained model and its last hidden states.
 
-    `block_size` is the longest sequence it takes, `width` its number of channels.
+    block_size: longest sequence. width: channels of the hidden states.
     """
 
     def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
@@ -34,7 +36,7 @@ class Head(Model):
         self.add_module(self.trunk_name, getattr(pretrained, self.trunk_name))
         if isinstance(pretrained, CausalLM):
             self.block_size = pretrained.block_size
-            # Not always the width of the blocks: OPT-350M projects its last hidden states.
+            # It may differ from the width of the blocks: OPT-350M projects its last hidden states.
             embeddings: Any = pretrained.model.get_input_embeddings()
             self.width: int = embeddings.weight.shape[1]
         else:
@@ -61,19 +63,20 @@ class Head(Model):
 
 @torch.no_grad()
 def _fresh(module: nn.Module) -> nn.Module:
-    """`module` with new weights from N(0, 0.02) by torch's generator and zero biases."""
+    """The module with new weights from N(0, 0.02), drawn by torch's generator, and zero biases."""
     for parameter in module.parameters():
         parameter.normal_(std=0.02) if parameter.dim() == 2 else parameter.zero_()
     return module
 
 
 class Classifier(Head):
-    """Classifies each sequence into `n_labels` classes; with `n_labels` 1 it predicts a number.
+    """A classifier of sequences into `n_labels` classes, or, with `n_labels` 1, a regression.
 
-    BERT sees a sequence through its first token, [CLS], and a tanh pooler, a fresh one if it was
-    pre-trained without; causal models see it through its last token, the only one that has seen all
-    others. As in transformers, the classifier of causal models has no bias. `dropout` is the rate
-    before the head.
+    With BERT it reads the first token, [CLS], through a tanh pooler, which is new if BERT was
+    pre-trained without one. With causal models it reads the last token, the only one that attends
+    to all others. As in transformers, the classifier of causal models has no bias.
+
+    dropout: the rate before the classifier.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class Classifier(Head):
     ) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, n_labels], loss or None).
 
-        `target` [B] holds classes (int64), and the loss is the mean cross entropy in nats; with one
-        label it holds numbers, and the loss is the mean squared error.
+        `target` [B] has the classes (int64), and the loss is the mean cross entropy in nats. With
+        one label it has the numbers to predict, and the loss is the mean squared error.
         """
         logits = self.classifier(self.dropout(self._pooled(input, attention_mask, token_types)))
         if target is None:
@@ -139,9 +142,9 @@ class SpanPredictor(Head):
     ) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, 2] of start and end, loss or None).
 
-        `target` [B, 2] holds the positions of the first and the last token, 0 and 0 where the
-        answer is not in the sequence. The loss is the mean of the two cross entropies in nats.
-        Padding has logits of minus infinity.
+        `target` [B, 2] has the positions of the first and the last token, both 0 if the answer is
+        not in the sequence. The loss is the mean of the two cross entropies in nats. The logits of
+        padding are minus infinity.
         """
         logits = self.qa_outputs(self.hidden(input, attention_mask, token_types)).float()
         if attention_mask is not None:

@@ -1,11 +1,11 @@
 """Adapts causal language models of transformers (GPT-2, OPT, LLaMA, Mistral) to this project's
-trainer.
+trainer, and this project's models to `transformers.Trainer`.
 
 Shapes: B sequences, T tokens, V = vocab_size.
 
-GPT-2 of transformers keeps its linears as `Conv1D`, with the weight as [in, out]; here they become
-`nn.Linear` with the weight as [out, in], so that methods see one kind of linear, and go back into
-their own form in `save_pretrained`. No remote code is run and no pickle is loaded.
+transformers' GPT-2 has `Conv1D` modules with weights [in, out] for its linears. Here they become
+`nn.Linear` with weights [out, in], the only kind that methods convert; `save_pretrained` converts
+them back. No remote code is run and no pickle is loaded.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
+from models.base import Model, check_length
+from models.conversion import check_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# `model_type` of their configs. transformers makes a "causal model" of others as well, such as
-# BERT, whose tokens see those after them.
+# The `model_type` of the supported configs. transformers also makes "causal models" of others, such
+# as BERT, whose tokens attend to later ones.
 FAMILIES = ("gpt2", "opt", "llama", "mistral")
-# The rates of dropout and layer drop in their configs.
+# The names of the rates of dropout and layer drop in these configs.
 DROPOUT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     *("dropout", "attention_dropout", "activation_dropout", "layerdrop"),
@@ -35,16 +36,17 @@ DROPOUT = (
 
 
 class CausalLM(Model):
-    """A causal language model of transformers, held as `model`, which is changed in place.
+    """A causal language model of transformers, as the module `model`; its linears are replaced in
+    place.
 
-    `block_size` is the longest sequence it takes.
+    block_size: longest sequence.
     """
 
     TRUNK: ClassVar[str] = "model"
 
     def __init__(self, model: PreTrainedModel, block_size: int | None = None) -> None:
         super().__init__()
-        self.dropout: dict[str, float] = {}  # what the config says, to be exported again
+        self.dropout: dict[str, float] = {}  # the rates in the checkpoint, which exports get back
         self.conv1d = tuple(_linearize(model))
         self.model = model
         self.names = frozenset(model.state_dict())
@@ -53,11 +55,11 @@ class CausalLM(Model):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """The checkpoint in a local folder, in fp32 and without dropout.
+        """The model of a checkpoint in a local folder, in fp32 and without dropout.
 
         Raises:
-            ValueError: it is not a model of one of `FAMILIES` in safetensors, or is made for
-                shorter sequences than `block_size`.
+            ValueError: it is not a model of one of `FAMILIES` in safetensors, or `block_size` is
+                more than the model's longest sequence.
         """
         from transformers import AutoModelForCausalLM
 
@@ -74,8 +76,11 @@ class CausalLM(Model):
 
     @classmethod
     def shape_of(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """The model that `from_pretrained` gives, on the meta device. Raises ValueError as it does,
-        but for the weights, which are not read."""
+        """The model that `from_pretrained` gives, on the meta device. The weights are not read.
+
+        Raises:
+            ValueError: the config is not that of a model of one of `FAMILIES`.
+        """
         from transformers import AutoModelForCausalLM
 
         config, dropout = _config(folder)
@@ -88,14 +93,13 @@ class CausalLM(Model):
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
 
-        `target` [B, T] holds the ids to predict, already shifted by one; -1 is ignored. The loss is
-        the mean cross entropy in nats. A ValueError tells of a sequence longer than `block_size`.
+        `target` [B, T] has the ids to predict, already shifted by one; -1 is ignored. The loss is
+        the mean cross entropy in nats.
+
+        Raises:
+            ValueError: the sequence is longer than `block_size`.
         """
-        if input.shape[1] > self.block_size:
-            raise ValueError(
-                f"sequence of {input.shape[1]} tokens is longer than the model's "
-                f"block_size={self.block_size}"
-            )
+        check_length(input.shape[1], self.block_size)
         logits = self.model(input_ids=input, use_cache=False).logits
         if target is None:
             return logits, None
@@ -103,18 +107,14 @@ class CausalLM(Model):
 
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a checkpoint in safetensors that plain transformers loads.
+        """Write a checkpoint in safetensors that transformers alone can load.
 
         Raises:
-            ValueError: the model holds tensors that its architecture does not have, as it does
-                while a sparse method is attached.
+            ValueError: the model has tensors that its architecture does not have, as while a sparse
+                method is attached.
         """
         state = self.model.state_dict()
-        if extra := sorted(state.keys() ^ self.names):
-            raise ValueError(
-                f"not a plain {type(self.model).__name__} ({extra[0]} and {len(extra) - 1} more "
-                "names differ); call the method's finalize(model) first"
-            )
+        check_plain(type(self.model).__name__, state, self.names)
         for name in self.conv1d:
             state[f"{name}.weight"] = state[f"{name}.weight"].t().contiguous()
         config = self.model.config
@@ -127,9 +127,10 @@ class CausalLM(Model):
 
 
 class ForTrainer(nn.Module):
-    """A causal language model of this project in the form that `transformers.Trainer` takes.
+    """A causal language model of this project, as the module `model`, in the form that
+    `transformers.Trainer` takes.
 
-    It is held as `model`; `models.gpt2.to_hf(trained.model)` makes one of transformers of it.
+    After the training, `models.gpt2.to_hf(trained.model)` converts it to transformers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -143,13 +144,19 @@ class ForTrainer(nn.Module):
         """Token ids [B, T] -> transformers' `CausalLMOutput` with the logits [B, T, V] and, given
         labels, the loss.
 
-        `labels` [B, T] are the ids themselves, which are shifted here; -100 is ignored. What is
-        padded must follow the text, where it changes nothing: a ValueError tells of other masks.
+        `labels` [B, T] are the ids themselves, which are shifted here; -100 is ignored. Padding
+        must follow the text: there it does not change the result, and the mask is not needed.
+
+        Raises:
+            ValueError: the mask hides a token before a visible one.
         """
         from transformers.modeling_outputs import CausalLMOutput
 
         if attention_mask is not None and bool(attention_mask.diff(dim=1).gt(0).any()):
-            raise ValueError("tokens follow a hidden one; pad on the right, and mask nothing else")
+            raise ValueError(
+                "attention_mask hides a token before a visible one; pad on the right, and mask "
+                "nothing else"
+            )
         target = None
         if labels is not None:
             target = F.pad(labels[:, 1:], (0, 1), value=-1)
@@ -159,7 +166,7 @@ class ForTrainer(nn.Module):
 
 
 def _unshare(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    """Give tied tensors copies of their own: safetensors takes no two names for one storage."""
+    """Copy tied tensors, because safetensors does not accept two names for one storage."""
     seen: set[int] = set()
     for name, tensor in state.items():
         if tensor.data_ptr() in seen:
@@ -169,7 +176,8 @@ def _unshare(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata:
 
 @contextmanager
 def one_line(folder: str | Path, what: str = "causal language model") -> Iterator[None]:
-    """Raise errors of transformers while it reads `folder` as a `ValueError` in one line."""
+    """A context in which transformers reads `folder`; its errors are raised as a `ValueError` with
+    one line."""
     from safetensors import SafetensorError
 
     try:
@@ -180,7 +188,7 @@ def one_line(folder: str | Path, what: str = "causal language model") -> Iterato
 
 
 def _config(folder: str | Path) -> tuple[Any, dict[str, float]]:
-    """(the config of a checkpoint, without dropout, the rates that it had)."""
+    """(the config of a checkpoint with all dropout rates set to 0, the rates that it had)."""
     from transformers import AutoConfig
 
     with one_line(folder):
@@ -194,11 +202,11 @@ def _config(folder: str | Path) -> tuple[Any, dict[str, float]]:
 
 
 def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:
-    """`kind.from_pretrained` of a local folder with safetensors, all of whose weights are there.
+    """The model that `kind.from_pretrained` reads from the safetensors in a local folder.
 
     Raises:
-        ValueError: there is no such folder or model in it, or weights are missing, which
-            transformers would fill with random numbers.
+        ValueError: the folder does not exist or has no model, or weights are missing, which
+            transformers would initialise at random.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"no causal language model in {folder}: there is no such folder")
@@ -209,14 +217,14 @@ def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(
             f"no causal language model in {folder}: its files lack {missing[0]} and "
-            f"{len(missing) - 1} more, which would be random"
+            f"{len(missing) - 1} more, which would be initialised at random"
         )
     return loaded
 
 
 @torch.no_grad()
 def _linearize(model: nn.Module) -> list[str]:
-    """Replace every `Conv1D` by an `nn.Linear` of the same function; returns their names."""
+    """Replace every `Conv1D` by an `nn.Linear` with the same output; return their names."""
     from transformers.pytorch_utils import Conv1D
 
     names = [name for name, module in model.named_modules() if isinstance(module, Conv1D)]

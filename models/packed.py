@@ -1,12 +1,14 @@
-"""Linears of a finished model that multiply with packed 2:4 weights, from so many tokens on as that
-is faster.
+"""Runs the 2:4 linears of a finished model with packed weights where this is faster.
 
-A product of few tokens reads weights and launches kernels, and a sparse one is slower to launch;
-one of many tokens computes, half as much where it is sparse. Between them lies a crossover. It is
-measured for each shape of weight on the GPU at hand, as the layers run: launched from Python one
-after the other, or in a CUDA graph. Below it a layer multiplies with its dense weight, which it
-keeps: packed weights take 9/16 of its memory in addition. They lie in one layout, that of the
-kernel, cuSPARSELt's or one of our own, that was measured to be the fastest with many tokens.
+With few tokens, a product spends its time on reading weights and launching kernels, and a sparse
+product takes longer to launch. With many tokens it spends its time on arithmetic, of which a sparse
+product has half. The number of tokens from which on the sparse product is faster is called the
+crossover. It is measured for each shape of weight on the present GPU, with the layers launched from
+Python or replayed from a CUDA graph, as they will run.
+
+With fewer tokens a layer multiplies with its dense weight, so it has both: the packed weight takes
+9/16 of the dense one's memory in addition. All layers of a shape are packed in the layout of the
+kernel, cuSPARSELt's or our own, that was fastest with many tokens.
 """
 
 from __future__ import annotations
@@ -27,28 +29,30 @@ from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, check_form
 from common_kernels.pack.operands import fill_up, pack24_
 
-COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # tokens at which products are measured
-# Every number of tokens has a plan of its own; beyond this many they are filled up to multiples.
-STEP, LEAST = 64, 8  # LEAST: what cuSPARSELt takes of 16-bit types
-MANY = 4096  # tokens at which the kernels of a shape are compared
+COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # numbers of tokens for which products are measured
+# cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
+# to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
+STEP, LEAST = 64, 8
+MANY = 4096  # the number of tokens for which the kernels of a shape are compared
 TORCH = "cutlass_sm80"  # the layout of torch's own products
-LAYOUTS = {"cusparselt": BUFFERED, "cutlass": TORCH}
+LAYOUTS = {"cusparselt": BUFFERED, "cutlass": TORCH}  # by backend
 
 
 class PackedProduct(nn.Module):
-    """A linear with a packed copy of its 2:4 weight beside it, used from `crossover` tokens on.
+    """A linear with an additional packed copy of its 2:4 weight, which it uses from `crossover`
+    tokens on, for inference.
 
-    For inference. Where a gradient is asked for, in another dtype or on another device than that
-    of the copy, in a copy of the layer, and once the weight has been changed or replaced, it is the
-    dense linear that it was. A change that goes round autograd is not seen (`weight.data += ...`,
-    as peft merges), and in a compiled model none is: `pack` again.
+    It multiplies dense if a gradient is needed, if the input has another dtype or device than the
+    packed copy, in a copy of the layer, and after the weight was changed or replaced. Changes that
+    bypass autograd are not noticed (`weight.data += ...`, as peft merges adapters), and in a
+    compiled model no change is: call `pack` again.
     """
 
     packed: Packed24
     crossover: int
     weight: Tensor
     bias: Tensor | None
-    source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version
+    source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version then
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -64,32 +68,32 @@ class PackedProduct(nn.Module):
         return y[:tokens].reshape(*x.shape[:-1], -1)
 
     def runs_packed(self, x: Tensor, tokens: int) -> bool:
-        """True if the product with `x`, of so many tokens, is the packed one."""
+        """True if `x`, which has so many tokens, is multiplied with the packed weight."""
         if tokens < max(1, self.crossover) or x.dtype != self.packed.dtype:
             return False
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
             return False
         if x.device != self.packed.values.device:
             return False
-        if torch.compiler.is_compiling():  # a graph cannot ask for versions
+        if torch.compiler.is_compiling():  # a compiled graph cannot read versions
             return True
         weight, version = self.source  # another tensor may have the same version
         return weight() is self.weight and self.weight._version == version
 
     def problem(self, tokens: int) -> Problem | None:
-        """The product for so many tokens, filled up; None if it is torch's, which has no algorithms
-        to measure."""
+        """The product for this number of tokens after padding; None if it is torch's, which has no
+        algorithms to measure."""
         if self.packed.layout == TORCH:
             return None
         step = STEP if tokens > STEP else LEAST
-        filled, dtype, biased = -(-tokens // step) * step, self.packed.dtype, self.bias is not None
-        of = *self.packed.shape, filled, dtype, dtype, True, True, biased
+        padded, dtype, biased = -(-tokens // step) * step, self.packed.dtype, self.bias is not None
+        of = *self.packed.shape, padded, dtype, dtype, True, True, biased
         return Problem(*of, layout=self.packed.layout)
 
 
 @functools.cache
 def _class_of(kind: Any) -> Any:
-    """The class of packed layers of a `kind`, of which they keep everything else."""
+    """The class of packed layers made from layers of the class `kind`, which it extends."""
     return type(f"Packed{kind.__name__}", (PackedProduct, kind), {})
 
 
@@ -97,7 +101,7 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
     """The layout of packed weights that `device` can multiply with.
 
     Raises:
-        ValueError: it can run none, and why.
+        ValueError: the device has no 2:4 products for this dtype; the reasons are named.
     """
     reasons = {name: unavailable(name, device, dtype) for name in LAYOUTS}
     for name, layout in LAYOUTS.items():
@@ -107,8 +111,8 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _layout_of(module: Any, measures: bool) -> str:
-    """The layout for the packed weight of a linear: where it `measures`, that of the kernels, our
-    own or cuSPARSELt's, whose products of many tokens are fastest."""
+    """The layout for the packed weight of a linear. If it `measures`, that of the kernels, our own
+    or cuSPARSELt's, that are fastest with many tokens."""
     weight = module.weight
     layout = layout_for(weight.device, weight.dtype)
     if layout == TORCH or weight.device.type != "cuda" or not measures:
@@ -119,24 +123,25 @@ def _layout_of(module: Any, measures: bool) -> str:
     return layout if found is None else found.layout
 
 
-@torch.inference_mode(False)  # tensors made in it have no version, which tells that they changed
+@torch.inference_mode(False)  # tensors made in that mode have no version, by which a change shows
 @torch.no_grad()
 def pack(
     model: nn.Module, crossover: int | None = None, graphs: bool = False
 ) -> dict[str, int | None]:
     """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster.
 
-    In place, for inference: their weights need no gradient any more. Names and forms of parameters
-    stay, so the model is saved as before. What is packed already is packed anew.
+    This is for inference and changes the model in place: the weights of these linears no longer
+    require a gradient. Names and shapes of parameters stay the same, so the model is saved as
+    before. Linears that are packed already are packed again.
 
     Args:
         model: on its device, in bf16 or fp16.
-        crossover: the least number of tokens to run packed; None measures it for each shape.
+        crossover: the least number of tokens to run packed; None = measure it for each shape.
         graphs: measure it for a model that will be replayed from CUDA graphs, where launching
             costs nothing.
     Returns:
-        For each 2:4 linear by name its crossover; None where dense products are always faster, and
-        for a shape that cannot be packed.
+        The crossover of each 2:4 linear by name; None if dense products are always faster, or if
+        the shape cannot be packed.
     Raises:
         ValueError: the device or dtype has no 2:4 products, no linear is 2:4 and can be packed, or
             the weights were made in `inference_mode`.
@@ -150,8 +155,8 @@ def pack(
     for name, module in linears.items():
         if module.get_parameter("weight").is_inference():
             raise ValueError(
-                f"{name} was made in torch.inference_mode, and does not tell when it is changed; "
-                "make or load the model outside of it"
+                f"{name} was made in torch.inference_mode, where changes of a tensor cannot be "
+                "noticed; make or load the model outside of that mode"
             )
     alike: dict[Any, list[str]] = {}
     unfit: dict[str, str] = {}
@@ -189,13 +194,14 @@ def pack(
 
 
 def crossovers(model: nn.Module) -> dict[str, int]:
-    """From how many tokens on each packed linear of a model runs packed, by name."""
+    """The crossover of each packed linear of a model by name: the least number of tokens with which
+    it runs packed."""
     layers = model.named_modules()
     return {name: layer.crossover for name, layer in layers if isinstance(layer, PackedProduct)}
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """True for GPT-2's linears in transformers, whose weight is [in, out]."""
+    """True for the linears of transformers' GPT-2, whose weights are [in, out]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
@@ -207,6 +213,7 @@ def _shape(module: Any) -> tuple[int, int]:
 
 
 def _is_24(module: nn.Module) -> bool:
+    """True for a linear whose weight is 2:4 along its inputs."""
     if type(module) is not nn.Linear and not _is_conv1d(module):
         return False
     weight: Any = module.weight
@@ -215,7 +222,7 @@ def _is_24(module: nn.Module) -> bool:
 
 
 def _packed(module: Any, layout: str) -> PackedProduct:
-    """The module itself, with packed weights, which it uses for any number of tokens."""
+    """The module itself with its weight packed and a crossover of 0."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if _is_conv1d(module) else weight
     if layout in LAYOUTS.values():
@@ -233,23 +240,24 @@ def _packed(module: Any, layout: str) -> PackedProduct:
 
 
 def _restore(module: Any) -> None:
-    """Make a packed module the linear that it was."""
+    """Turn a packed module back into the linear that it was."""
     module.__class__ = type(module).__mro__[2]
     del module.packed, module.crossover, module.source
 
 
 def _measured(layers: Sequence[PackedProduct], graphs: bool) -> int | None:
-    """The crossover of layers of one shape."""
+    """The measured crossover of layers of one shape."""
     device = layers[0].weight.device
     if device.type != "cuda":
-        raise ValueError(f"nothing is measured on a {device.type}; give the crossover")
+        raise ValueError(f"a crossover cannot be measured on a {device.type}; pass it as crossover")
     return least(functools.partial(_faster, layers, graphs))
 
 
 def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
-    """True if layers of one shape are faster packed with so many tokens."""
+    """True if layers of one shape are faster packed with this number of tokens."""
     packed, device, problem = layers[0].packed, layers[0].weight.device, layers[0].problem(tokens)
-    # It finds the fastest algorithm, and its verdict is of a weight that stays in the cache.
+    # `is_faster` also searches the fastest algorithm. It times one weight again and again, which
+    # stays in the cache, unlike the weights of a model: in graphs its answer does not decide.
     if problem is not None and not is_faster(problem, device) and not graphs:
         return False
     x = torch.randn(tokens, packed.shape[1], dtype=packed.dtype, device=device)
@@ -267,8 +275,8 @@ def _dense(layer: PackedProduct, x: Tensor) -> Tensor:
 
 
 def least(faster: Callable[[int], bool]) -> int | None:
-    """The least number of tokens from which on `faster` holds, to a factor of 2; None if it does
-    not hold for the largest of `COUNTS`."""
+    """The least number of tokens from which on `faster` is true, up to a factor of 2; None if it is
+    false for the largest of `COUNTS`."""
     found = None
     for tokens in reversed(COUNTS):
         if not faster(tokens):
@@ -282,11 +290,15 @@ def least(faster: Callable[[int], bool]) -> int | None:
 def times_ms(
     variants: Sequence[Sequence[Callable[[], Any]]], graphs: bool, repeats: int = 5
 ) -> list[float]:
-    """Median milliseconds of a call of each variant, launched from Python one after the other, or
-    replayed from a CUDA graph of all.
+    """The median milliseconds of a call of each variant.
 
-    The calls of a variant work on memory of their own, as the layers of a model do; the variants
-    take turns, so that the GPU's clock is the same for all.
+    Args:
+        variants: the calls of each variant. Every call should use its own memory, as the layers of
+            a model do.
+        graphs: replay all calls of a variant from a CUDA graph, instead of launching them from
+            Python one after the other.
+        repeats: the variants are timed in turns, this many times, so that the GPU's clock is the
+            same for all.
     """
     runs = [_captured(calls) if graphs else functools.partial(_launch, calls) for calls in variants]
     samples: list[list[float]] = [[] for _ in variants]
@@ -298,7 +310,7 @@ def times_ms(
             for _ in range(rounds):
                 run()
             torch.cuda.synchronize()
-            if turn:  # the first one plans and allocates
+            if turn:  # the first turn makes plans and allocates memory
                 found.append(1e3 * (time.perf_counter() - start) / rounds / len(calls))
     return [statistics.median(found) for found in samples]
 
@@ -308,7 +320,7 @@ def _launch(calls: Sequence[Callable[[], Any]]) -> None:
         call()
 
 
-@functools.cache  # cuSPARSELt's plans are kept for each stream
+@functools.cache  # cuSPARSELt's plans are cached for each stream
 def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
@@ -318,10 +330,10 @@ def _captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        _launch(calls)  # plans, which nothing can while a graph is captured
+        _launch(calls)  # makes plans, which is impossible while a graph is captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What another thread does (pinning memory, say) does not disturb the capture.
+        # Otherwise work of another thread, such as pinning memory, would break the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             _launch(calls)
     return graph.replay

@@ -1,18 +1,20 @@
-"""Reads a folder that `experiments.export` wrote, its 2:4 weights compressed or not.
+"""Reads a folder that `experiments.export` wrote, with compressed or dense 2:4 weights.
 
-    sparse24.json             FORMAT, VERSION, and for each sparse tensor by its name in the model:
-                              shape, dtype, pattern, the axis that its groups run along, density,
-                              illegal groups, and the SHA-256 of its bytes as a dense tensor
-    sparse24.safetensors      of a compressed folder: every tensor of the model. A 2:4 one, X, is
-                              X.values [rows, columns / 2] and X.positions uint8 [rows, columns / 8]
-                              (`common_kernels.Packed24`, layout `neutral`: two bits a value), its
-                              groups along the columns; where `axis` is 0, X is their transpose
-    sparse24/masks.safetensors  of another folder: for each sparse tensor uint8 [rows, columns / 8],
-                              a set bit where the weight is not 0, the lowest bit first. It lies in
-                              a folder of its own because some engines read every .safetensors
-                              file beside config.json
+    sparse24.json               FORMAT, VERSION, and a description of each sparse tensor by its name
+                                in the model: shape, dtype, pattern, the axis along which its groups
+                                run, density, illegal groups, and the SHA-256 of its bytes as a
+                                dense tensor
+    sparse24.safetensors        only if compressed: all tensors of the model. A 2:4 tensor X is
+                                stored as X.values [rows, columns / 2] and X.positions, uint8
+                                [rows, columns / 8] with two bits per value
+                                (`common_kernels.Packed24`, layout `neutral`), with groups along the
+                                columns. If `axis` is 0, it is the transpose of X that is stored
+    sparse24/masks.safetensors  only if not compressed: for each sparse tensor uint8 [rows,
+                                columns / 8], with a bit for each weight, the lowest bit first, set
+                                if the weight is not 0. It has a folder of its own because some
+                                engines read every .safetensors file in the folder of config.json
 
-Nothing is unpickled, and no remote code is run.
+No pickle is loaded, and no remote code is run.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     """The content of sparse24.json in a folder.
 
     Raises:
-        ValueError: there is none, it is damaged, or of a later version.
+        ValueError: the file does not exist, is damaged, or has another version.
     """
     path = Path(folder) / RECORD
     try:
@@ -54,19 +56,19 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); export the run again") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path} is no record of an export of sparse24")
+        raise ValueError(f"{path} was not written by an export of sparse24")
     if record.get("version") != VERSION:
         raise ValueError(
-            f"{path} is of version {record.get('version')}, and this library reads {VERSION}; "
-            "export the run again, or take the library that wrote it"
+            f"{path} has version {record.get('version')}, and this library reads {VERSION}; "
+            "export the run again, or use the library that wrote it"
         )
     tensors, files = record.get("tensors"), record.get("files")
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         raise ValueError(f"{path} is damaged (no tensors or files in it); export the run again")
-    for name, told in tensors.items():
+    for name, entry in tensors.items():
         kinds = {"shape": list, "pattern": str, "axis": int}
-        fits = isinstance(told, dict) and all(isinstance(told.get(k), t) for k, t in kinds.items())
-        if not fits:
+        fits = isinstance(entry, dict)
+        if not (fits and all(isinstance(entry.get(k), t) for k, t in kinds.items())):
             raise ValueError(f"{path} is damaged (at {name}); export the run again")
     return record
 
@@ -78,10 +80,10 @@ def sha256_of(tensor: Tensor) -> str:
 
 
 def read_compressed(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors of the model in a compressed folder by name, all dense, on the CPU.
+    """The tensors of the model in a compressed folder, all dense and on the CPU, by name.
 
     Raises:
-        ValueError: a file is missing, damaged or of something else.
+        ValueError: a file is missing, damaged, or not of this export.
     """
     record = read_record(folder)
     check_file(Path(folder), WEIGHTS, record)
@@ -101,7 +103,7 @@ def _dense(folder: str | Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_file(folder: Path, name: str, record: Mapping[str, Any]) -> None:
-    """ValueError unless a file is the one that the record was written with."""
+    """Raise a `ValueError` unless a file has the SHA-256 that the record says."""
     path = folder / name
     try:
         with path.open("rb") as file:
@@ -116,7 +118,8 @@ def check_file(folder: Path, name: str, record: Mapping[str, Any]) -> None:
 
 
 def expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The dense tensors of a compressed file, of which `described` tells shape and axis."""
+    """The dense tensors of a compressed file. described: the entries of its sparse tensors in
+    sparse24.json."""
     parts = {f"{name}.{part}": name for name in described for part in (VALUES, POSITIONS)}
     dense = {name: tensor for name, tensor in stored.items() if name not in parts}
     for name in dict.fromkeys(parts[part] for part in stored if part in parts):
@@ -130,18 +133,18 @@ def expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[s
     return dense
 
 
-@torch.inference_mode(False)  # weights made in it cannot be packed
+@torch.inference_mode(False)  # weights made in that mode cannot be packed
 def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The model of transformers in an exported folder, on `device`, in evaluation mode and in the
-    dtype that it was exported in.
+    """The transformers model in an exported folder, on `device`, in evaluation mode and in the
+    dtype of the export.
 
-    On a GPU its 2:4 linears run packed from so many tokens on as that is faster
-    (`models.packed.pack`), and their weights ask for no gradient: to train, take `from_pretrained`
-    or `load` on the CPU. A warning says why if none can run packed. The first time a shape is met,
-    all algorithms for it are tried, which takes some seconds and is kept.
+    On a GPU its 2:4 linears run packed where this is faster (`models.packed.pack`), and their
+    weights do not require gradients; to train, use `from_pretrained`, or `load` on the CPU. If none
+    can run packed, a warning says why. For each new shape all algorithms are tried, which takes
+    some seconds; the result is stored.
 
     Raises:
-        ValueError: a file is missing, damaged or of something else; its name is in the line.
+        ValueError: a file is missing, damaged, or not of this export; the file is named.
     """
     import transformers
 
@@ -150,7 +153,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     record, state = read_record(folder), None
     weights = [name for name in record["files"] if name.endswith(".safetensors") and name != MASKS]
     if not weights:
-        raise ValueError(f"{Path(folder) / RECORD} names no weights; export the run again")
+        raise ValueError(f"{Path(folder) / RECORD} lists no weights; export the run again")
     for file in [CONFIG, *weights]:
         check_file(Path(folder), file, record)
     with one_line(folder, "model"):
@@ -158,11 +161,13 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     name = (getattr(config, "architectures", None) or [""])[0]
     kind: Any = getattr(transformers, name, None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise ValueError(f"{Path(folder) / CONFIG} names no model of transformers: {name!r}")
+        raise ValueError(
+            f"{Path(folder) / CONFIG} names {name!r}, which is no model of transformers"
+        )
     if WEIGHTS in record["files"]:
         state = _dense(folder, record)
     transformers.utils.logging.disable_progress_bar()
-    # transformers 4 takes fp32 unless told.
+    # transformers 4 loads as fp32 by default.
     release = int(transformers.__version__.split(".")[0])
     auto: Any = {"torch_dtype" if release < 5 else "dtype": "auto"}
     with one_line(folder, "model"):
@@ -172,11 +177,11 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             state_dict=state,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below
+            ignore_mismatched_sizes=True,  # they are an error below
             **auto,
         )
         model, loading = answer
-        if state is not None and (Path(folder) / GENERATION).is_file():  # as of a plain folder
+        if state is not None and (Path(folder) / GENERATION).is_file():  # else it is read already
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     for kind_of in ("missing", "unexpected", "mismatched"):
         if found := sorted(loading[f"{kind_of}_keys"]):

@@ -3,9 +3,9 @@
 Shapes: B pairs, S source and T target tokens, C = n_embd channels, H = n_head heads, V =
 vocab_size.
 
-Every sub-layer's sum is normed (post-norm), or, with `pre_norm`, its input, and the output of
-either stack. One embedding serves source, target and the output: one entry of `parameters()`, two
-names in `state_dict()`. Names are fairseq's, but for the `mlp` of a layer.
+Layer norm follows each residual sum (post-norm); with `pre_norm` it precedes each sub-layer and
+follows both stacks. Source, target and output share one embedding, which is one entry of
+`parameters()` and two of `state_dict()`. Names are those of fairseq, except `mlp`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, check_sizes
+from models.base import Model, check_length, check_sizes
 from models.positions import sinusoids
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -29,13 +29,16 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a Transformer. `vocab_size` 37056 is the paper's 37000 rounded up to a multiple of
-    64.
+    """Shape of a Transformer.
 
-    n_layer: of the encoder, and of the decoder. n_inner: width of the feed-forward networks; None =
-    4 * n_embd. block_size: longest source and longest target. dropout: after each sub-layer and on
-    the sums of embeddings and positions. label_smoothing: share of a target in training that all
-    tokens have.
+    n_layer: layers of the encoder, and as many of the decoder.
+    n_inner: width of the feed-forward networks; None = 4 * n_embd.
+    vocab_size: 37056 is the paper's 37000 rounded up to a multiple of 64.
+    block_size: longest source and longest target.
+    pre_norm: True for layer norm before each sub-layer, False for after each residual sum.
+    dropout: rate after each sub-layer and on the sums of embeddings and positions.
+    label_smoothing: the share of the target distribution that is spread over all tokens, in
+        training.
     """
 
     n_layer: int
@@ -58,12 +61,13 @@ class TransformerConfig:
 
     @property
     def ffn_width(self) -> int:
+        """Width of the feed-forward networks."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> TransformerConfig:
-        """The config of a named size: `base`, or `nano` for the CPU; `overrides` are fields of this
-        class."""
+        """The config of a named size: `base`, or `nano` for the CPU. overrides: fields with other
+        values."""
         if size not in SIZES:
             raise ValueError(f"unknown Transformer size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
@@ -73,7 +77,7 @@ KeysValues = tuple[Tensor, Tensor]  # each [B, H, T, C/H]
 
 
 class Attention(nn.Module):
-    """Multi-head attention of x [B, T, C] to keys and values -> [B, T, C]."""
+    """Multi-head attention from x [B, T, C] to keys and values -> [B, T, C]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -88,6 +92,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def keys_values(self, memory: Tensor) -> KeysValues:
+        """The keys and values of hidden states [B, T, C]."""
         return self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
 
     def forward(
@@ -112,7 +117,7 @@ class MLP(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Source [B, S, C] -> [B, S, C]; mask [B, 1, 1, S] or None."""
+    """Layer of the encoder, [B, S, C] -> [B, S, C]; mask [B, 1, 1, S] or None."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -133,28 +138,32 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class LayerState:
-    """Keys and values of one decoder layer during generation: of the encoder's output, and of the
-    tokens so far."""
+    """The keys and values of one decoder layer during generation: those of the encoder's output
+    (`source`) and those of the tokens generated so far (`own`)."""
 
     source: KeysValues
     own: KeysValues | None = None
 
     def extend(self, new: KeysValues) -> KeysValues:
+        """Append the keys and values of new tokens to `own`, and return all of them."""
         if self.own is not None:
             new = torch.cat([self.own[0], new[0]], 2), torch.cat([self.own[1], new[1]], 2)
         self.own = new
         return new
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in place; a row may be repeated."""
+        """Replace the batch by these of its rows, in place; a row may be repeated."""
         self.source = self.source[0][rows], self.source[1][rows]
         if self.own is not None:
             self.own = self.own[0][rows], self.own[1][rows]
 
 
 class DecoderLayer(nn.Module):
-    """Target [B, T, C] -> [B, T, C]. `memory` is the encoder's output [B, S, C], or a state in its
-    place; then there is one token, which follows those of the state and is added to them."""
+    """Layer of the decoder, [B, T, C] -> [B, T, C].
+
+    memory: the encoder's output [B, S, C]; or, during generation, the state of the layer. Then x is
+    the one token that follows those of the state, and its keys and values are added to the state.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -188,7 +197,8 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """The layers of the encoder or of the decoder, and the norm at their end if there is one."""
+    """The layers of the encoder or of the decoder, and, with `pre_norm`, the layer norm at their
+    end."""
 
     def __init__(self, config: TransformerConfig, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -215,8 +225,8 @@ class Transformer(Model):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Embeddings N(0, 1/C); linears uniform by Glorot, those of queries, keys and values as if
-        they were one (fairseq); zero biases."""
+        """Draw the embeddings from N(0, 1/C) and the linears from Glorot's uniform distribution;
+        set biases to zero. As in fairseq, queries, keys and values count as one linear."""
         for name, parameter in self.named_parameters():
             if name == "embedding.weight":
                 parameter.normal_(std=self.config.n_embd**-0.5)
@@ -227,31 +237,29 @@ class Transformer(Model):
                 parameter.zero_()
 
     def _embed(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """The embeddings of tokens whose first one has position `first`."""
         last = first + tokens.shape[1]
-        if last > self.config.block_size:
-            raise ValueError(
-                f"sequence of {last} tokens is longer than the model's "
-                f"block_size={self.config.block_size}"
-            )
+        check_length(last, self.config.block_size)
         x = self.embedding(tokens) * math.sqrt(self.config.n_embd)
         return self.dropout(x + self.positions[first:last])
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Source tokens [B, S] -> [B, S, C]. source_mask: [B, S], 0 where there is padding."""
+        """Source tokens [B, S] -> hidden states [B, S, C]. source_mask: [B, S], 0 at padding."""
         x = self._embed(source)
         for layer in self.encoder.layers:
             x = layer(x, _broadcast(source_mask))
         return self.encoder.norm(x)
 
     def decode(self, input: Tensor, memory: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Target tokens [B, T] -> logits [B, T, V] of the token that follows each."""
+        """Target tokens [B, T] -> logits [B, T, V] of the token that follows each. memory: the
+        encoder's output."""
         x = self._embed(input)
         for layer in self.decoder.layers:
             x = layer(x, memory, _broadcast(source_mask))
         return self.head(self.decoder.norm(x))
 
     def start(self, memory: Tensor) -> list[LayerState]:
-        """The state of `decode_next` before the first token, from the encoder's output."""
+        """The state of `decode_next` before the first token. memory: the encoder's output."""
         states = []
         for layer in self.decoder.layers:
             assert isinstance(layer, DecoderLayer)
@@ -261,9 +269,9 @@ class Transformer(Model):
     def decode_next(
         self, input: Tensor, state: list[LayerState], source_mask: Tensor | None = None
     ) -> Tensor:
-        """One target token [B, 1] after those in `state` -> logits [B, V] of the one that follows.
+        """One target token [B, 1] -> logits [B, V] of the token that follows it.
 
-        Attention looks at the keys and values in `state`, to which those of this token are added.
+        The token follows those in `state`, and its keys and values are added to the state.
         """
         before = 0 if state[0].own is None else state[0].own[0].shape[2]
         x = self._embed(input, before)
@@ -287,8 +295,9 @@ class Transformer(Model):
         Args:
             source: [B, S]. input: [B, T], the target tokens before those to predict.
             target: [B, T], the tokens to predict; -1 is ignored.
-            source_mask: [B, S], 0 where there is padding; None = nowhere.
-            target_tokens: scalar; None = as many as are predicted, so that the loss is a mean.
+            source_mask: [B, S], 0 at padding; None = no padding.
+            target_tokens: scalar; None = the number of predicted tokens, so that the loss is a
+                mean.
         Raises:
             ValueError: a sequence is longer than `block_size`.
         """
@@ -306,7 +315,7 @@ class Transformer(Model):
         return logits, loss / count
 
     def num_params(self) -> int:
-        """Number of parameters: the shared embedding counts once."""
+        """Number of parameters; the shared embedding is counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 

@@ -2,8 +2,9 @@
 
 Shapes: B images, C = width channels, K = n_classes, S = image_size pixels a side.
 
-`ViT` holds timm's `VisionTransformer` as `vit`, so that its linears are `vit.blocks.0.attn.qkv`,
-`vit.blocks.0.mlp.fc1` and so on, and `vit.head`. timm and transformers are imported where used.
+`ViT` has timm's `VisionTransformer` as its module `vit`, so that its linears are called
+`vit.blocks.0.attn.qkv`, `vit.blocks.0.mlp.fc1` and so on, and `vit.head`. timm and transformers are
+imported where they are used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.base import Model
+from models.conversion import check_plain, check_settings
 from models.groups import param_groups
 
 if TYPE_CHECKING:
@@ -38,14 +40,18 @@ SIZES: dict[str, dict[str, int]] = {
 class ViTConfig:
     """Shape of a vision transformer.
 
-    image_size, patch_size: pixels a side. n_classes: 0 for a model that ends in its features.
-    drop_path: rate of stochastic depth at the last block, rising linearly from 0 at the first; with
-    `drop_path_uniform` that of every block.
-    init_values: of layer scale; None for no layer scale. pool: what of the last hidden states is
-    the feature, the class "token" or the "avg" of the patches. norm_eps: of the layer norms.
-    dynamic_image_size: take images of other sizes too, whose sides are multiples of the patch
-    (position embeddings are interpolated). init: of fresh linears, `timm` (normal, 0.02) or `jax`
-    (Xavier-uniform, as in the original code of ViT, which small widths need).
+    image_size, patch_size: side in pixels.
+    n_classes: 0 = no classifier; the output is the features.
+    drop_path: rate of stochastic depth at the last block; it rises linearly from 0 at the first.
+    drop_path_uniform: True for the same rate at every block.
+    init_values: initial values of layer scale; None = no layer scale.
+    pool: the features are the last hidden state of the class token (`token`), or the mean over the
+        patches (`avg`).
+    norm_eps: epsilon of the layer norms.
+    dynamic_image_size: True to take images of other sizes, too, if their sides are multiples of the
+        patch size; position embeddings are interpolated.
+    init: initialisation of linears, `timm` (normal, 0.02) or `jax` (Xavier-uniform, as in the
+        original code of ViT; small widths need it).
     """
 
     width: int
@@ -92,20 +98,20 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image of `image_size`: patches and class token."""
+        """Number of tokens of an image of `image_size`: its patches and the class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> ViTConfig:
-        """The config of a named size: tiny, small, base (DeiT's), large, or `nano` for the CPU;
-        `overrides` are fields."""
+        """The config of a named size: `tiny`, `small`, `base` (DeiT's), `large`, or `nano` for the
+        CPU. overrides: fields with other values."""
         if size not in SIZES:
             raise ValueError(f"unknown ViT size {size!r}; choose from {', '.join(SIZES)}")
         return cls(**{**SIZES[size], **overrides})
 
 
 class ViT(Model):
-    """Vision transformer for classification, or for features when it has no classes."""
+    """Vision transformer for classification or, without classes, for features."""
 
     TRUNK: ClassVar[str] = "vit"
 
@@ -135,20 +141,20 @@ class ViT(Model):
                 block.drop_path1, block.drop_path2 = (DropPath(config.drop_path) for _ in range(2))
 
     def features(self, images: Tensor) -> Tensor:
-        """The features [B, C] that go into the head, from images [B, 3, S, S]."""
+        """Images [B, 3, S, S] -> the features [B, C] that the head takes."""
         return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Images [B, 3, S, S] -> (logits [B, K], loss or None); features [B, C] if K is 0.
 
-        `target` is a class each, int64 [B], or a distribution each, [B, K] (mixup, label
-        smoothing). The loss is the mean cross entropy in nats.
+        `target` has the class of each image, int64 [B], or a distribution over the classes, [B, K]
+        (for mixup or label smoothing). The loss is the mean cross entropy in nats.
         """
         output = self.vit.head(self.features(input))
         if target is None:
             return output, None
         if not self.config.n_classes:
-            raise ValueError("a ViT with n_classes=0 has no loss; give it a target-free forward")
+            raise ValueError("a ViT with n_classes=0 has no loss; call it without target")
         return output, F.cross_entropy(output, target)
 
     def num_params(self) -> int:
@@ -156,8 +162,8 @@ class ViT(Model):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups, as timm and DeiT have them: matrices and the patch projection are
-        decayed; biases, norms, layer scales, the class token and position embeddings are not."""
+        """Optimizer groups as in timm and DeiT: weight decay for matrices and the patch projection;
+        none for biases, norms, layer scales, the class token and position embeddings."""
         spared = {f"vit.{name}" for name in self.vit.no_weight_decay()}
         return param_groups(self.named_parameters(), weight_decay, spared)
 
@@ -166,8 +172,9 @@ class ViT(Model):
 def from_timm(model: VisionTransformer) -> ViT:
     """Our ViT with a copy of the weights of timm's `VisionTransformer`, in their dtype.
 
-    Raises a ValueError naming the first part of it that this model does not have (distillation or
-    register tokens, other activations, dropout, ...).
+    Raises:
+        ValueError: the model has a part that ours does not have, for example distillation or
+            register tokens, another activation, or dropout; the first one is named.
     """
     block: Any = model.blocks[0]
     config = ViTConfig(
@@ -194,7 +201,7 @@ def from_timm(model: VisionTransformer) -> ViT:
 
 def _check_same(theirs: nn.Module, ours: nn.Module) -> None:
     """Raise a `ValueError` unless both have the same modules, settings and tensors."""
-    # `repr` shows activations, epsilons and rates of dropout, which no tensor tells.
+    # `repr` shows activations, epsilons and rates of dropout, which the tensors do not show.
     for line, plain in zip(repr(theirs).splitlines(), repr(ours).splitlines(), strict=False):
         if line != plain:
             raise ValueError(
@@ -212,7 +219,8 @@ def _check_same(theirs: nn.Module, ours: nn.Module) -> None:
 def to_timm(model: ViT) -> VisionTransformer:
     """timm's `VisionTransformer` with a copy of our weights, in their dtype.
 
-    Raises a ValueError while a sparse method is attached.
+    Raises:
+        ValueError: a sparse method is attached.
     """
     _check_plain(model)
     return copy.deepcopy(model.vit)
@@ -220,16 +228,11 @@ def to_timm(model: ViT) -> VisionTransformer:
 
 def _check_plain(model: ViT) -> None:
     with torch.device("meta"):
-        expected = ViT(model.config).state_dict()
-    if extra := sorted(model.state_dict().keys() ^ expected.keys()):
-        raise ValueError(
-            f"not a plain ViT ({extra[0]} and {len(extra) - 1} more names differ); "
-            "call the method's finalize(model) first"
-        )
+        check_plain("ViT", model.state_dict(), ViT(model.config).state_dict())
 
 
-# From the names of transformers to timm's, which keeps query, key and value in one linear. The
-# first of two alternatives is of transformers 5, the second of version 4.
+# Patterns of names in transformers, and timm's names. Of two alternatives the first is that of
+# transformers 5, the second that of transformers 4. timm has query, key and value in one linear.
 _FROM_HF = (
     (r"^vit\.", ""),
     (r"^embeddings\.cls_token", "cls_token"),
@@ -250,6 +253,7 @@ _FROM_HF = (
 
 
 def _timm_name(name: str) -> str:
+    """timm's name of a tensor of transformers."""
     for pattern, replacement in _FROM_HF:
         name = re.sub(pattern, replacement, name)
     return name
@@ -259,8 +263,11 @@ def _timm_name(name: str) -> str:
 def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
     """Our ViT with a copy of the weights of transformers' model, in its dtype.
 
-    A `ViTModel` gives one without classes; its pooler, which is no part of the features, is left
-    out. Raises a ValueError naming every setting of its config that this model does not have.
+    A `ViTModel` becomes a ViT without classes; its pooler is left out, because the features do not
+    depend on it.
+
+    Raises:
+        ValueError: the model has settings that ours does not have; all of them are named.
     """
     hf: Any = hf_model.config
     required = {
@@ -271,13 +278,7 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    problems = [
-        f"{name}={getattr(hf, name)!r} (needs {value!r})"
-        for name, value in required.items()
-        if getattr(hf, name) != value
-    ]
-    if problems:
-        raise ValueError(f"this ViT cannot be converted: {'; '.join(problems)}")
+    check_settings("ViT", hf, required)
     classifier = getattr(hf_model, "classifier", None)
     config = ViTConfig(
         width=hf.hidden_size,
@@ -302,9 +303,12 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
 def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
     """transformers' `ViTForImageClassification` with a copy of our weights, in their dtype.
 
-    A model without classes becomes a `ViTModel`, whose first hidden state is the feature. Drop path
-    is not kept: transformers has none. Raises a ValueError for what that model does not have
-    (layer scale, average pooling), and while a sparse method is attached.
+    A model without classes becomes a `ViTModel`, whose first hidden state is the features.
+    Stochastic depth is lost, because transformers does not have it.
+
+    Raises:
+        ValueError: the model has layer scale or average pooling, which transformers does not have,
+            or a sparse method is attached.
     """
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification, ViTModel

@@ -68,7 +68,9 @@ class Block:
 
     title: what is trained. overrides: hydra overrides of all arms. arms: the further overrides of
     each arm by its label, the most important arm first. driver: the driver that trains. source:
-    where the initial weights come from; None = random.
+    where the initial weights come from; None = random. notes: shown on the page of results.
+    against: the arms that are not compared with the baseline, each with the arm that it is compared
+    with.
     """
 
     name: str

@@ -290,7 +290,7 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="no linear of this model is 2:4"):
         packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), 0)
     model = pruned(64, 64)
-    with pytest.raises(ValueError, match="nothing is measured on a cpu; give the crossover"):
+    with pytest.raises(ValueError, match="cannot be measured on a cpu; pass it as crossover"):
         packed.pack(model)
     assert type(model[0]) is nn.Linear and not hasattr(model[0], "packed")
     with pytest.raises(ValueError, match=r"cuSPARSELt takes bf16, .* here, not torch\.float32"):

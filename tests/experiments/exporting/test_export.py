@@ -321,8 +321,8 @@ def test_foreign_and_damaged_records(tmp_path):
     for content, said in {
         b"": r"is damaged \(",
         b"\xff": r"is damaged \(",
-        b"[]": "is no record of an export of sparse24",
-        b'{"format": "sparse24", "version": 9}': "is of version 9, and this library reads 1",
+        b"[]": "was not written by an export of sparse24",
+        b'{"format": "sparse24", "version": 9}': "has version 9, and this library reads 1",
         b'{"format": "sparse24", "version": 1, "files": []}': "no tensors or files",
         b'{"format": "sparse24", "version": 1, "files": {}, "tensors": {"a": {}}}': "at a",
         b'{"format": "sparse24", "version": 1, "files": {}, "tensors": {"a": 1}}': "at a",
