@@ -1,5 +1,5 @@
-"""The report, one page of everything that was measured: `python -m reproduce report`.
+"""Writes the page of all results: `python -m reproduce report`.
 
-gather.py collects, html.py and figures.py know how to write elements and figures, sections.py and
-tables.py make the parts of the page, page.py puts them together.
+gather.py collects the data. html.py and figures.py write elements and figures. claims.py, blocks.py
+(with block_curves.py), tables.py and speed.py make the sections, and page.py assembles the page.
 """

@@ -1,4 +1,4 @@
-"""The page's sections on blocks: differences, the table of arms, curves, commands and files."""
+"""Makes the page's sections on blocks: differences, tables of arms, commands and files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs.comparison import Summary, with_spread
-from experiments.runs.curves import NAMES, Point
+from experiments.runs.curves import NAMES
 from reproduce import scale
 from reproduce.cells import published_cell
 from reproduce.claims import Margin
 from reproduce.records import Evidence, StoredRecord
 from reproduce.report import claims, html
-from reproduce.report.figures import Scale, curves, forest, span
+from reproduce.report.block_curves import curves_of
+from reproduce.report.figures import forest
 from reproduce.report.gather import Shown
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
@@ -24,14 +25,12 @@ from reproduce.runner import command
 from reproduce.spec import TIERS, Table
 from reproduce.verdict_text import Json
 
-LOSSES = ("val_loss", "loss")  # the first one that a block has is drawn
 NOTHING = "-"  # a cell without a value
-FROM = 0.15  # share of the steps left out: all curves fall from the same height there
 
 
 def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
-    """The figure of differences for some arms of a block: to the baseline, or each to the arm that
-    the block compares it with, which is then named beside it."""
+    """The figure of the differences of some arms of a block to the baseline. If the block compares
+    them with other arms, each label names both."""
     rows = [shown.rows[arm] for arm in arms if shown.rows[arm].pairs]
     by_seed = shown.by_seed
     if {shown.against(row.label) for row in rows} == {shown.baseline}:
@@ -44,8 +43,7 @@ def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup
 
 
 def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | None:
-    """The table of what each arm loses of the gap in every block that has it; None if no arm is in
-    two blocks."""
+    """The table of g by arm and block; None if no arm is in two blocks."""
     known = [s for s in blocks if math.isfinite(s.gap) and not s.block.name.startswith("pilot")]
     shared = {arm: [s for s in known if arm in s.arms] for s in known for arm in s.arms}
     rows = [
@@ -58,14 +56,14 @@ def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | 
     heads = ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)]
     return text(
         tag("h3", "The same arms in several blocks"),
-        tag("p", "g is an arm's distance from dense as a fraction of the half-width model's: 0 is "
-                 "as good as dense, 1 as bad as half the width. Unlike losses, it can be compared "
-                 "between scales."),
+        tag("p", "g is the distance of an arm from dense as a fraction of that of the half-width "
+                 "model: 0 is as good as dense, 1 as bad as half the width. Unlike losses, it can "
+                 "be compared between models of different size."),
         html.table("Gap left open, g [95 %], by block", heads, rows),
     )  # fmt: skip
 
 
-def section(shown: Shown, evidence: Evidence, margin: Margin, found: Json, links: Links) -> Markup:
+def section(shown: Shown, evidence: Evidence, margin: Margin, judged: Json, links: Links) -> Markup:
     """The section on one block."""
     name, block = shown.block.name, shown.block
     kind = "pilot" if name.startswith("pilot") else f"block {name}"
@@ -82,8 +80,8 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Json, links
     ]
     if not done:
         return text(parts, tag("p", "No runs yet. To make them:"), html.command(_run(name)))
-    parts += [tag("p", _gap(gap)) for gap in found["blocks"] if gap["block"] == name]
-    parts.append(_table(shown, evidence, margin, found))
+    parts += [tag("p", _gap(gap)) for gap in judged["blocks"] if gap["block"] == name]
+    parts.append(_table(shown, evidence, margin, judged))
     if kind != "pilot":
         if any(row.pairs for row in shown.rows.values()):
             caption = (
@@ -91,24 +89,24 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, found: Json, links
             )
             drawn = difference_figure(shown, shown.rows, margin.share)
             parts.append(html.details(caption, tag("figure", drawn), open=True))
-            parts.append(_curves(shown))
+            parts.append(curves_of(shown))
         parts.append(_notes(shown))
-    parts.append(tag("p", "To make the missing runs:"))
+    parts.append(tag("p", "To make missing runs:"))
     parts.append(html.command(_run(name)))
-    parts.append(_again(shown))
+    parts.append(_commands(shown))
     parts.append(_files(shown, links))
     return tag("section", parts)
 
 
 def _gap(gap: Json) -> str:
-    """A sentence on what half the width costs, in standard deviations of that difference."""
+    """Sentences on what half the width costs, in standard deviations of that difference."""
     quantity = gap["metric"].rpartition(".")[2]
-    met = "met" if gap["ratio"] >= scale.ENOUGH else "missed"
+    met = "has" if gap["ratio"] >= scale.ENOUGH else "does not have"
     return (
         f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])} "
-        f"({NAMES.get(quantity, quantity)}), "
-        f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds; to rank methods, "
-        f"a block should have at least {scale.ENOUGH:g}: {met}. "
+        f"({NAMES.get(quantity, quantity)}), which is {gap['ratio']:.1f} times its standard "
+        f"deviation over {gap['n']} seeds. To rank methods, a block should have at least "
+        f"{scale.ENOUGH:g} times, which this one {met}. "
     ) + (
         f"It is {gap['other_ratio']:.1f} times the median standard deviation of the other arms' "
         "differences."
@@ -121,16 +119,16 @@ def _run(name: str) -> str:
     return f"python -m reproduce run {name}"
 
 
-def _table(shown: Shown, evidence: Evidence, margin: Margin, found: Json) -> Markup:
+def _table(shown: Shown, evidence: Evidence, margin: Margin, judged: Json) -> Markup:
     name, arms = shown.block.name, [*shown.block.arms]
     first = Column("arm", True, [_anchored(name, arm) for arm in arms])
-    columns = [first, *_columns(shown, arms, evidence, margin, found)]
+    columns = [first, *_columns(shown, arms, evidence, margin, judged)]
     return _of_columns(f"Arms of block {name}", columns)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. words: True if it holds words, False for numbers."""
+    """A column of a table. words: True for a column of words, False for numbers."""
 
     head: str
     words: bool
@@ -138,19 +136,19 @@ class Column:
 
 
 def _of_columns(caption: str, columns: list[Column]) -> Markup:
-    """A table of these columns, without those that are empty."""
-    kept = [column for column in columns if any(cell != NOTHING for cell in column.cells)]
-    rows = zip(*(column.cells for column in kept), strict=True)
-    words = [place for place, column in enumerate(kept) if column.words]
-    return html.table(caption, [column.head for column in kept], rows, words)
+    """A table of these columns without those that are empty."""
+    filled = [column for column in columns if any(cell != NOTHING for cell in column.cells)]
+    rows = zip(*(column.cells for column in filled), strict=True)
+    words = [place for place, column in enumerate(filled) if column.words]
+    return html.table(caption, [column.head for column in filled], rows, words)
 
 
 def _columns(
-    shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, found: Json
+    shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, judged: Json
 ) -> list[Column]:
-    """What is known of each of these arms: its values, differences, verdicts and sources."""
+    """The columns on these arms: values, differences, verdicts and sources."""
     name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
-    kept = [[*shown.arms.get(arm, {}).values()] for arm in arms]
+    records = [[*shown.arms.get(arm, {}).values()] for arm in arms]
     better = "less" if shown.lower_is_better else "more"
     several = len({shown.against(arm) for arm in arms} - {""}) > 1
     baseline = [shown.against(row.label) if row and row.pairs else NOTHING for row in rows]
@@ -175,11 +173,11 @@ def _columns(
         Column(
             "verdict",
             True,
-            [claims.of_arm(found, name, row.label) if row else "not run" for row in rows],
+            [claims.of_arm(judged, name, row.label) if row else "not run" for row in rows],
         ),
         Column("tier", True, ["mini" if row else NOTHING for row in rows]),
-        Column("revision", True, [_joined(map(revision, one)) for one in kept]),
-        Column("device", True, [html.unbroken(_joined(map(device, one))) for one in kept]),
+        Column("revision", True, [_joined(map(revision, some)) for some in records]),
+        Column("device", True, [html.unbroken(_joined(map(device, some))) for some in records]),
         Column(
             "source",
             True,
@@ -194,16 +192,18 @@ def _columns(
 
 
 def _difference(row: Summary) -> str:
-    told = claims.signed(row.difference, row.low, row.high)
-    return f"{told} {claims.interval(row.low, row.high)}".removesuffix(" -") + f" (n={row.pairs})"
+    difference = claims.signed(row.difference, row.low, row.high)
+    interval = claims.interval(row.low, row.high)
+    return f"{difference} {interval}".removesuffix(" -") + f" (n={row.pairs})"
 
 
 def _joined(words: Iterable[str]) -> str:
+    """The different words, separated by commas."""
     return ", ".join(dict.fromkeys(words)) or NOTHING
 
 
 def of_table(
-    table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, found: Json
+    table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, judged: Json
 ) -> Markup | None:
     """The rows of a paper's table that have an arm in a block, with the paper's values; None if no
     such arm was run."""
@@ -220,19 +220,19 @@ def of_table(
     columns = [
         Column("method", True, [*arms]),
         Column(f"paper: {column}" if papers else "paper", False, theirs),
-        *_columns(shown, arms.values(), evidence, margin, found),
+        *_columns(shown, arms.values(), evidence, margin, judged),
     ]
-    told = "Small models: compare the order of the rows with the paper's, not the numbers. "
+    advice = "Small models: compare the order of the rows with the paper's, not the numbers. "
     link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
     return text(
         _of_columns(f"{table.title}, by block {name}", columns),
-        tag("p", told, link, "."),
+        tag("p", advice, link, "."),
     )
 
 
 def _published(table: Table) -> tuple[str, dict[str, str]]:
-    """(label, values by row) of the table's first column with published values, for the size
-    nearest to a small model."""
+    """(label, values by row) of the first column with published values, for the first variant of
+    the smallest tier."""
     variant = table.variants_of(TIERS[0])[0]
     for column in table.columns:
         cells = {row.label: published_cell(table, variant, row, column) for row in table.rows}
@@ -256,103 +256,25 @@ def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> s
     return f"{g.value:.2f} {claims.interval(g.low, g.high, '.2f')}".removesuffix(" -")
 
 
-def _curves(shown: Shown) -> Markup:
-    """A small figure for each arm: its training loss minus the baseline's, and its flip rate."""
-    last = max(k.record["steps"] for seeds in shown.arms.values() for k in seeds.values())
-    first = FROM * last
-    small = Scale(first, last, 40, 206)
-    half, anyone = shown.yardstick, next(iter(shown.arms))
-    loss_name = next((n for n in LOSSES if shown.curve(anyone, n)), LOSSES[0])
-    base = {arm: shown.against(arm) for arm in shown.arms if shown.against(arm)}
-    over = {arm: shown.curve(arm, loss_name, other) for arm, other in base.items()}
-    flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
-    parts: list[Any] = [_losses(shown, loss_name, first, last)]
-    late = sorted(p.mean for points in over.values() for p in points if p.step > first)
-    y = Scale(*_bulk(late), 96, 6)
-    log = _flip_scale(flips, first)
-    panels = []
-    for arm, points in over.items():
-        drawn = [("other", over.get(half, []))]
-        drawn += [("", points)] if arm != half else []
-        loss = curves(f"{arm}: {NAMES[loss_name]}, minus {base[arm]}", drawn, y, small)
-        flip = None
-        if log is not None and any(p.mean for p in flips[arm]):
-            flip = curves(f"{arm}: flip rate", [("", flips[arm])], log, small)
-        panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
-    other = shown.baseline if {*base.values()} == {shown.baseline} else "the arm compared with"
-    more = (
-        f"Above: {NAMES[loss_name]}, minus that of {other} at the same seeds, from step "
-        f"{first:,.0f} on{f', {half} dashed' * (half in shown.arms)}; all arms share one scale, "
-        "and curves are cut off where they leave it. "
-        "Below, for arms whose masks change: the fraction of the mask that flips per step, on a "
-        "logarithmic scale. Lines are means over seeds, bands ± one standard deviation."
-    )
-    inside = tag("p", more), tag("div", panels, class_="panels")
-    parts.append(html.details(f"Curves of every arm ({len(panels)})", inside, open=True))
-    return text(parts)
-
-
-def _bulk(values: list[float]) -> tuple[float, float]:
-    """The ends of an axis for nine tenths of these sorted differences, most of which are not
-    negative as a rule."""
-    if not any(values):
-        return -0.25, 1.0
-    last = len(values) - 1
-    most = 1.3 * (sorted(map(abs, values))[int(0.9 * last)] or max(map(abs, values)))
-    return -most if values[int(0.1 * last)] < -0.25 * most else -0.25 * most, most
-
-
-def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
-    """The figure of losses in absolute terms: dense, half the width and the leading methods."""
-    names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
-    lines = [(f"arm-{n % 8}", shown.curve(arm, quantity)) for n, arm in enumerate(names)]
-    lines += [
-        ("other", shown.curve(shown.yardstick, quantity)),
-        ("base", shown.curve(shown.baseline, quantity)),
-    ]
-    inside = [p.mean for _, points in lines for p in points if p.step >= first]
-    if not inside:
-        return text()
-    drawn = curves(
-        f"{NAMES[quantity]} of the leading arms",
-        lines,
-        Scale(*span(inside), 250, 8),
-        Scale(first, last, 44, 380),
-        named=True,
-    )
-    caption = (
-        f"{NAMES[quantity].capitalize()} of the leading arms from step {first:,.0f} on, means over "
-        "seeds. The figures below show their differences from dense."
-    )
-    return tag("figure", drawn, tag("figcaption", caption))
-
-
-def _flip_scale(flips: dict[str, list[Point]], first: float) -> Scale | None:
-    seen = [p.mean for points in flips.values() for p in points if p.step >= first and p.mean > 0]
-    if not seen:
-        return None
-    low = 10 ** math.floor(math.log10(max(min(seen), 1e-6)))
-    return Scale(low, 10 ** math.ceil(math.log10(max(seen))), 76, 6, log=True)
-
-
 def _notes(shown: Shown) -> Markup:
     return tag("ul", [tag("li", note.strip()) for note in shown.block.notes])
 
 
-def _again(shown: Shown) -> Markup:
-    """The list of every arm's command."""
+def _commands(shown: Shown) -> Markup:
+    """The list of the commands that train each arm."""
     runs = Path("runs")  # the drivers' default
     rows = []
     for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
         words = ["python", *command(run, runs)[1:]]
         line = shlex.join(word for word in words if not word.startswith("runs="))
         rows.append([run.arm, tag("code", line)])
-    told = f"These are for seed {shown.block.seeds[0]}; change seed= for the others."
+    explanation = f"These are for seed {shown.block.seeds[0]}; change seed= for the others."
     if shown.block.source is not None:
-        told += " Each starts from a finished run (init=), which its own block makes."
+        source = shown.block.source.block.name
+        explanation += f" Each starts from a finished run of block {source} (init=)."
     return html.details(
         "The command of every row",
-        tag("p", told),
+        tag("p", explanation),
         html.table(f"Commands of block {shown.block.name}", ["arm", "command"], rows, words=(0, 1)),
     )
 
@@ -361,16 +283,16 @@ def _files(shown: Shown, links: Links) -> Markup:
     parts = []
     for arm, seeds in shown.arms.items():
         rows = []
-        for seed, kept in seeds.items():
-            record = kept.record
+        for seed, stored in seeds.items():
+            record = stored.record
             value = record["metrics"].get(shown.quantity)
             rows.append(
                 [
-                    links.to(kept.path),
+                    links.to(stored.path),
                     seed,
                     "not finite" if value is None else f"{value:.6f}",
-                    revision(kept),
-                    html.unbroken(device(kept)),
+                    revision(stored),
+                    html.unbroken(device(stored)),
                     record["config_hash"],
                 ]
             )
@@ -380,13 +302,14 @@ def _files(shown: Shown, links: Links) -> Markup:
     return html.details(f"The files behind every number of {shown.block.name}", parts)
 
 
-def device(kept: StoredRecord) -> str:
-    """The device that made a record."""
-    return kept.record["environment"]["device"]
+def device(stored: StoredRecord) -> str:
+    """The device on which the run of a record was made."""
+    return stored.record["environment"]["device"]
 
 
-def revision(kept: StoredRecord) -> str:
-    """The short git revision that made a record; + if it had uncommitted changes."""
-    environment = kept.record["environment"]
+def revision(stored: StoredRecord) -> str:
+    """The short git revision of the code that made a record, with + if there were uncommitted
+    changes."""
+    environment = stored.record["environment"]
     short = (environment["git_revision"] or "unknown")[:7]
     return short + ("+" if environment["git_dirty"] else "")

@@ -1,4 +1,4 @@
-"""The page's first section: the claims with their verdicts."""
+"""Makes the page's first section: the claims with their verdicts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torcha
 Arms = set[tuple[str, str]]  # block and arm
 
 
-def section(found: Json, arms: Arms, links: Links) -> Markup:
-    """The section on the claims. arms: those that have a place on the page to link to."""
-    counts = Counter(claim["verdict"] for claim in found["claims"])
-    rules = found["rules"]
+def section(judged: Json, arms: Arms, links: Links) -> Markup:
+    """The section on the claims. arms: those that the page describes, to which it links."""
+    counts = Counter(claim["verdict"] for claim in judged["claims"])
+    rules = judged["rules"]
     share = rules["margin"]
     return text(
         tag(
@@ -39,14 +39,14 @@ def section(found: Json, arms: Arms, links: Links) -> Markup:
         tag(
             "p",
             f"A verdict needs at least {rules['seeds']} seeds; an effect from fewer is marked "
-            "'so far' and is preliminary. A + after the number of seeds means that more are asked "
-            "for. The contrasts and rules, and which of them were fixed before the runs, are in ",
+            "'so far' and is preliminary. A + after the number of seeds means that more are "
+            "needed. The contrasts and rules, and which were fixed before the runs, are in ",
             links.to(MEASURED.parent / "claims.yaml"),
             ".",
         ),
-        tag("ol", [tag("li", _entry(claim)) for claim in found["claims"]], class_="index"),
-        [_claim(claim, arms, links) for claim in found["claims"]],
-        _released(found["released"], arms) if found["released"] else None,
+        tag("ol", [tag("li", _entry(claim)) for claim in judged["claims"]], class_="index"),
+        [_claim(claim, arms, links) for claim in judged["claims"]],
+        _released(judged["released"], arms) if judged["released"] else None,
     )
 
 
@@ -80,25 +80,25 @@ def _contrasts(claim: Json, arms: Arms) -> Markup:
             f", {c['metric'].rpartition('.')[2]}, {html.unbroken('block ' + c['block'])}",
         ]
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
-        told = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
+        judgement = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
         so_far = "so far " if c["why"] and math.isfinite(c["effect"]) else ""
         effect = so_far + signed(c["effect"], c["low"], c["high"])
         n = f"{c['n']}{' +' * c['more_seeds']}"
         p = "-" if c["why"] else p_value(c)
         expected = f"{c['expect']}{within}"
-        rows.append([name, told, effect, interval(c["low"], c["high"]), expected, n, p])
+        rows.append([name, judgement, effect, interval(c["low"], c["high"]), expected, n, p])
     heads = ["contrast", "verdict", "effect", "95 % interval", "expected", "seeds", "p"]
     drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 4))
     return text(drawn, _by_seed(claim))
 
 
 def _by_seed(claim: Json) -> Markup | None:
-    """The paired differences behind the effects, in which a run that went apart shows."""
+    """The paired difference at every seed, which shows outliers; None without any."""
     seeds = sorted({seed for c in claim["contrasts"] for seed in c["by_seed"]})
     rows = []
     for c in claim["contrasts"]:
-        told = {s: signed(one, c["low"], c["high"]) for s, one in c["by_seed"].items()}
-        rows.append([f"{c['arm']} {MINUS} {c['against']}", *(told.get(s, "-") for s in seeds)])
+        known = {s: signed(one, c["low"], c["high"]) for s, one in c["by_seed"].items()}
+        rows.append([f"{c['arm']} {MINUS} {c['against']}", *(known.get(s, "-") for s in seeds)])
     if not seeds:
         return None
     heads = ["contrast", *(f"seed {seed}" for seed in seeds)]
@@ -117,15 +117,15 @@ def _released(released: list[Json], arms: Arms) -> Markup:
         ]
         for r in released
     ]
-    told = (
+    explanation = (
         "Each arm is trained with one defect of released code and compared with the same arm "
-        "without it. Effects are differences of validation loss in nats. No paper claims a defect, "
-        "so there is no verdict."
+        "without it. Effects are differences of validation loss in nats. There is no verdict, "
+        "because no paper makes a claim about these defects."
     )
     heads = ["contrast", "defect", "effect", "95 % interval", "seeds"]
     return text(
         tag("h3", "Defects of released code"),
-        tag("p", told),
+        tag("p", explanation),
         html.table("What a defect changes", heads, rows, words=(0, 1)),
     )
 
@@ -138,7 +138,7 @@ def _arm(arms: Arms, block: str, arm: str) -> Markup:
 
 def _measured(claim: Json, measured: Json, links: Links) -> Markup:
     name = statement(measured)
-    count = "".join(f": {told}" for told in (agreement(measured), measured["why"]) if told)
+    count = "".join(f": {part}" for part in (agreement(measured), measured["why"]) if part)
     rows = [
         [
             line["label"],
@@ -160,43 +160,43 @@ def _measured(claim: Json, measured: Json, links: Links) -> Markup:
     )
 
 
-def verdicts(found: Json) -> Verdicts:
+def verdicts(judged: Json) -> Verdicts:
     """The verdicts on rows of measured tables, by (table, column, row)."""
     return {
         (measured["table"], measured["column"], line["label"]): line["verdict"]
-        for claim in found["claims"]
+        for claim in judged["claims"]
         for measured in claim["measured"]
         for line in measured["lines"]
         if not measured["than"] and line["verdict"] in SHAPES
     }
 
 
-def of_arm(found: Json, block: str, arm: str) -> Markup:
-    """The verdicts on contrasts whose first arm is this one, grouped by claim."""
-    told = []
-    for claim in found["claims"]:
+def of_arm(judged: Json, block: str, arm: str) -> Markup:
+    """For each claim with contrasts of this arm against others, the verdict on them."""
+    badges = []
+    for claim in judged["claims"]:
         own = [c for c in claim["contrasts"] if (c["block"], c["arm"]) == (block, arm)]
         if own:
             link = tag("a", f"claim {claim['id']}", href=f"#claim-{claim['id']}")
-            told.append(text(badge(verdict([c["verdict"] for c in own])), " ", link))
-    return html.listed(told) if told else text("-")
+            badges.append(text(badge(verdict([c["verdict"] for c in own])), " ", link))
+    return html.listed(badges) if badges else text("-")
 
 
 def formatted(value: float | None, form: str) -> str:
-    """A number in this format; `-` if there is none or it is not finite."""
+    """A number in this format; `-` if it is None or not finite."""
     return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
 def signed(value: float, low: float = math.nan, high: float = math.nan) -> str:
-    """A difference with its sign and the decimals that its interval asks for; `-` if it is not
+    """A difference with its sign and as many decimals as suit its interval; `-` if it is not
     finite."""
     form = difference_form(value, low, high)
     return f"{value:{form}}".replace("-", MINUS) if math.isfinite(value) else "-"
 
 
 def interval(low: float, high: float, form: str = "") -> str:
-    """An interval in brackets, with the decimals that it asks for if no form is given; `-` if it is
-    not finite."""
+    """An interval in square brackets, in this format or with as many decimals as suit it; `-` if it
+    is not finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "-"
     form = form or difference_form(low, low, high)

@@ -1,4 +1,4 @@
-"""Draws figures as SVG; their colours come from figures.css, so they follow the reader's colour
+"""Draws figures as SVG. Their colours are in figures.css, so that they follow the reader's colour
 scheme."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def svg(title: str, description: str, width: float, height: float, *content: Any
 
 
 def standalone(figure: Markup) -> str:
-    """A figure as an SVG file of its own, with its styles."""
+    """A figure as the content of an SVG file, with its styles."""
     style = STYLE.read_text(encoding="utf-8").replace(":root", "svg")
     start = '<svg xmlns="http://www.w3.org/2000/svg" width="640" '
     inside = figure.replace("<svg ", start, 1)
@@ -98,10 +98,16 @@ def forest(
     share: float,
     quantity: str,
 ) -> Markup:
-    """Differences with their intervals and a dot for each seed, sorted; the upper axis counts them
-    in units of the yardstick's difference, and a band of `share` marks what counts as equal.
+    """A figure of sorted differences with their intervals and a dot for each seed.
 
-    baseline: what all are compared with; "" if the rows' labels say it.
+    Args:
+        rows: the arms.
+        by_seed: the differences of each arm by seed.
+        baseline: the arm that all are compared with; "" if the labels of the rows say it.
+        gap: the difference of the yardstick, in units of which the upper axis counts; nan = no
+            upper axis.
+        share: of the gap, up to which a difference counts as equal; drawn as a band.
+        quantity: what is compared.
     """
     ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
     left = 14 + 7.4 * max(len(label) for label in [baseline, *(r.label for r in rows)])
@@ -112,7 +118,7 @@ def forest(
     each = {r.label: by_seed.get(r.label, ()) for r in ordered}
     ends = [v for r in ordered for v in (r.difference, r.low, r.high, *each[r.label])]
     ends = [v for v in ends if math.isfinite(v)]
-    # Far values become arrows, so that the others can be told apart.
+    # Values far outside are drawn as arrows, so that the scale suits the others.
     sizes = [
         max(abs(v) for v in (r.difference, r.low, r.high) if math.isfinite(v))
         for r in ordered
@@ -151,10 +157,10 @@ def forest(
         parts += _estimate(row, x, y, name, row.label == yardstick)
         seeds = [v for v in each[row.label] if row.pairs > 1 and x.low <= v <= x.high]
         parts += [tag("circle", cx=x(v), cy=y + 7, r=1.6, class_="seed") for v in seeds]
-    told = "; ".join(f"{r.label} {_told(r)}" for r in ordered)
+    differences = "; ".join(f"{r.label} {_in_words(r)}" for r in ordered)
     return svg(
         f"Differences in {quantity}" + (f" to {baseline}" if baseline else ""),
-        f"Mean paired difference with its 95 % interval, small dots are seeds: {told}."
+        f"Mean paired difference with its 95 % interval, small dots are seeds: {differences}."
         + (f" {yardstick} is the yardstick, {gap:+.4f}." if known else ""),
         max(right + 66, left + 6.8 * len(unit)),
         bottom + 44,
@@ -164,9 +170,9 @@ def forest(
 
 def _estimate(row: Summary, x: Scale, y: float, name: float, is_yardstick: bool) -> list[Markup]:
     parts = [label(name, y + 5, row.label, "strong" if is_yardstick else "", "end")]
-    told = f"{row.difference:{_form(row)}}".replace("-", MINUS)
-    told = told if math.isfinite(row.difference) else "not finite"
-    parts.append(label(x.end + 62, y + 5, told, "value", "end"))
+    value = f"{row.difference:{_form(row)}}".replace("-", MINUS)
+    value = value if math.isfinite(row.difference) else "not finite"
+    parts.append(label(x.end + 62, y + 5, value, "value", "end"))
     if not x.low <= row.difference <= x.high:
         at, way = (x.end, 1) if row.difference > x.high else (x.start, -1)
         arrow = f"M{at - 9 * way} {y - 5}L{at} {y}L{at - 9 * way} {y + 5}Z"
@@ -191,7 +197,7 @@ def _form(row: Summary) -> str:
     return difference_form(row.difference, row.low, row.high)
 
 
-def _told(row: Summary) -> str:
+def _in_words(row: Summary) -> str:
     form = _form(row)
     interval = f" [{row.low:{form}}, {row.high:{form}}]" if math.isfinite(row.low) else ""
     return f"{row.difference:{form}}{interval} (n={row.pairs})"
@@ -207,8 +213,11 @@ def curves(
     x: Scale,
     named: bool = False,
 ) -> Markup:
-    """Means over seeds with a band of ± standard deviation. lines: (class in figures.css, points)
-    of each; what leaves the axes is not drawn. named: write the lines' names at their ends."""
+    """A figure of curves: means over seeds with a band of ± standard deviation.
+
+    lines: (class in figures.css, points) of each curve; points outside of the axes are not drawn.
+    named: write the names of the curves at their ends.
+    """
     longest = max((len(points[0].method) for _, points in lines if points), default=0)
     width, height = x.end + (28 + 6.6 * longest if named else 8), y.start + 18
     parts = [line(x.start, y(tick), x.end, y(tick), "grid") for tick in y.ticks(3)]
@@ -219,7 +228,7 @@ def curves(
     if y.low < 0 < y.high and not y.log:
         parts.append(line(x.start, y(0), x.end, y(0), "zero"))
     parts.append(line(x.start, y.start, x.end, y.start, "axis"))
-    told, ends = [], []
+    descriptions, ends = [], []
     for class_, points in lines:
         inside = [p for p in points if x.low <= p.step <= x.high and y.low <= p.mean <= y.high]
         if not inside:
@@ -235,13 +244,13 @@ def curves(
         parts.append(tag("path", d=drawn, class_=f"curve {class_}"))
         first, last = inside[0], inside[-1]
         ends.append((y(last.mean), class_, last.method))
-        told.append(
+        descriptions.append(
             f"{first.method}: {first.mean:.4g} at step {first.step:,}, {last.mean:.4g} at step "
             f"{last.step:,}"
         )
     if named:
         parts += _names(sorted(ends), x.end, y.start)
-    return svg(title, "; ".join(told) or "nothing to draw", width, height, *parts)
+    return svg(title, "; ".join(descriptions) or "nothing to draw", width, height, *parts)
 
 
 def _names(ends: list[tuple[float, str, str]], right: float, bottom: float) -> list[Markup]:
@@ -285,7 +294,8 @@ def span(values: Sequence[float], room: float = 0.05) -> tuple[float, float]:
 
 
 def factors(title: str, rows: Sequence[tuple[str, float | None, float]], unit: str) -> Markup:
-    """Dots of the paper's factors and ours, row by row; 1 is dense."""
+    """A figure of the paper's factors and ours, row by row; dense is 1. rows: (label, the paper's
+    factor, ours)."""
     values = [v for _, paper, ours in rows for v in (paper, ours) if v is not None]
     left = 14 + 7.0 * max(len(row) for row, _, _ in rows)
     name, right, top, pitch = left - 8, left + 220, 12, 18
@@ -305,11 +315,11 @@ def factors(title: str, rows: Sequence[tuple[str, float | None, float]], unit: s
         parts.append(tag("circle", cx=x(ours), cy=y, r=4, class_="mark"))
         parts.append(label(right + 40, y + 4, f"{ours:.2f}", "value small", "end"))
     parts.append(label(left, bottom + 34, unit))
-    told = "; ".join(
+    description = "; ".join(
         f"{row}: {ours:.3f}" + (f", the paper {paper:.3f}" if paper is not None else "")
         for row, paper, ours in rows
     )
-    return svg(title, told, right + 44, bottom + 42, *parts)
+    return svg(title, description, right + 44, bottom + 42, *parts)
 
 
 # ----------------------------------------------------------------------------- verdicts
@@ -332,7 +342,7 @@ SHAPES: dict[str, Callable[[], Markup]] = {
 
 
 def badge(verdict: str) -> Markup:
-    """A verdict in words with a shape of its own, so that it can be told without colour."""
+    """A verdict in words, with a shape by which it can be recognised without colour."""
     kind = verdict.replace(" ", "-")
     if verdict not in SHAPES:
         return tag("span", verdict, class_="verdict")

@@ -1,4 +1,5 @@
-"""Gathers what the page shows of the blocks: records, rows, curves, and what is missing."""
+"""Collects what the page shows of the blocks and of one's own runs: values, differences, curves,
+and what is missing."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from reproduce.runner import last_line
 
 @dataclass(frozen=True)
 class Shown:
-    """A block with its records. metric: what its arms are compared by, a dotted path into a record;
-    baseline, yardstick: the arms whose difference is the gap, "" without one; arms: those with
-    records."""
+    """A block with its records.
+
+    metric: what its arms are compared by, a dotted path into a record. baseline, yardstick: the
+    arms whose difference is the gap; "" without one. arms: the records by arm and seed.
+    """
 
     block: Block
     metric: str
@@ -43,8 +46,8 @@ class Shown:
         return any(word in self.quantity for word in ("loss", "perplexity"))
 
     def against(self, arm: str) -> str:
-        """The arm that an arm is compared with: the one that the block names, or else the baseline;
-        "" if there is none."""
+        """The arm that this arm is compared with: the one that the block names for it, or else the
+        baseline; "" if there is none."""
         other = self.block.against.get(arm, self.baseline)
         return "" if other == arm else other
 
@@ -53,7 +56,7 @@ class Shown:
         """The differences of each arm to the one it is compared with, as `claims` pairs them."""
         name = self.block.name
         values = {
-            (name, arm): {seed: kept.record for seed, kept in seeds.items()}
+            (name, arm): {seed: stored.record for seed, stored in seeds.items()}
             for arm, seeds in self.arms.items()
         }
         return {
@@ -64,17 +67,17 @@ class Shown:
 
     @cached_property
     def rows(self) -> dict[str, Summary]:
-        """The row of each arm: mean and spread, and the difference to the arm that it is compared
-        with, seed by seed."""
-        found = {}
+        """The mean and the spread of each arm, and its paired difference to the arm that it is
+        compared with."""
+        rows = {}
         for arm, seeds in self.arms.items():
-            numbers = [number(kept.record, self.metric) for kept in seeds.values()]
+            numbers = [number(stored.record, self.metric) for stored in seeds.values()]
             row = Summary(arm, len(numbers), mean(numbers), std(numbers))
             if paired := self.by_seed.get(arm):
                 low, high = paired_interval(paired)
                 row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
-            found[arm] = row
-        return found
+            rows[arm] = row
+        return rows
 
     @property
     def gap(self) -> float:
@@ -85,8 +88,8 @@ class Shown:
 
     @cached_property
     def leading(self) -> list[str]:
-        """The arms for a first look: the first arm of every method, and all dense ones; none with a
-        defect of released code."""
+        """The arms that represent their methods: the first arm of every method and all dense ones,
+        without arms that have a defect of released code."""
         methods = {arm: _method(own) for arm, own in self.block.arms.items()}
         first = {method: arm for arm, method in reversed(methods.items())}
         return [
@@ -109,12 +112,12 @@ class Shown:
     @property
     def diverged(self) -> list[StoredRecord]:
         """The records whose metric is not finite."""
-        every = [kept for seeds in self.arms.values() for kept in seeds.values()]
-        return [k for k in every if not math.isfinite(number(k.record, self.metric))]
+        every = [stored for seeds in self.arms.values() for stored in seeds.values()]
+        return [s for s in every if not math.isfinite(number(s.record, self.metric))]
 
     def curve(self, arm: str, quantity: str, minus: str | None = None) -> list[Point]:
-        """A quantity's curve, averaged over an arm's seeds; with `minus`, the difference to that
-        arm at the same seeds."""
+        """The curve of a quantity as a mean over an arm's seeds; with `minus`, of the difference to
+        that arm at the same seeds."""
         found: dict[int, list[float]] = {}
         for seed, kept in self.arms.get(arm, {}).items():
             other: dict[int, float] | None = None
@@ -137,7 +140,7 @@ def _method(overrides: list[str]) -> str:
 
 
 def shown_blocks(claims: Claims, evidence: Evidence, folder: Path = BLOCKS) -> list[Shown]:
-    """Every block that claims are judged by, or that has records; pilots come last."""
+    """Every block that judges a claim or has records; pilots come last."""
     asked = {contrast.block for claim in claims.claims for contrast in claim.contrasts}
     names = {block for block, _ in evidence.kept} | {
         path.stem for path in folder.glob("*.yaml") if path.stem in asked
@@ -163,8 +166,11 @@ def _baseline(block: Block, claims: Claims) -> str:
 
 
 def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
-    """(file, its last line) of one's own runs that were begun and have no result. A run that was
-    made again, for others to start from, has its record elsewhere and is left out."""
+    """(file, its last line) of one's own runs that were started but have no result.
+
+    Runs that were repeated so that others could start from them are left out: their record is in
+    another folder.
+    """
     found = []
     kept = runs / "evidence"
     ended = {
@@ -180,8 +186,11 @@ def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
 
 @dataclass(frozen=True)
 class Own:
-    """One's own finished trainings by folder, in rows as `experiments.compare` shows them, each
-    with its results. trouble: why some folders cannot be shown."""
+    """One's own finished trainings.
+
+    rows: by folder, the rows that `experiments.compare` shows, each with the paths of its results.
+    trouble: why some folders cannot be shown.
+    """
 
     rows: dict[Path, list[tuple[Summary, list[Path]]]]
     trouble: list[str]

@@ -16,8 +16,8 @@ class Markup(str):
 
 
 def text(*children: Any) -> Markup:
-    """The children joined: elements as they are, plain text escaped, lists likewise; None is left
-    out."""
+    """The children joined: elements unchanged, plain text escaped, lists joined in the same way.
+    None is left out."""
     parts = []
     for child in children:
         if isinstance(child, Markup):
@@ -30,8 +30,8 @@ def text(*children: Any) -> Markup:
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """An element. The attribute `class_` is class, `stroke_width` stroke-width; None and False are
-    left out."""
+    """An element. The attribute `class_` becomes class, `stroke_width` becomes stroke-width;
+    attributes that are None or False are left out."""
     given = []
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
@@ -53,8 +53,8 @@ def table(
 ) -> Markup:
     """A table in a container that scrolls sideways where the page is narrow.
 
-    The first cell of a row is its head. words: numbers of the columns that hold words; the others
-    are set to the right.
+    The first cell of a row is its heading. words: numbers of the columns with words; all others are
+    aligned to the right.
     """
     left = set(words)
 
@@ -73,7 +73,7 @@ def table(
         tag("thead", tag("tr", heading)),
         tag("tbody", body),
     )
-    # tabindex: the keyboard scrolls only what it can focus.
+    # tabindex: without focus it could not be scrolled by the keyboard.
     name = re.sub(r"<[^>]*>", "", caption) if isinstance(caption, str) else "table"
     return tag("div", content, class_="scroll", tabindex=0, role="group", aria_label=name)
 
@@ -84,7 +84,7 @@ def _long(cell: Any) -> str | None:
 
 
 def details(summary: Any, *children: Any, **attributes: Any) -> Markup:
-    """A section that unfolds when its summary is clicked."""
+    """A section that opens when its summary is clicked."""
     return tag("details", tag("summary", summary), *children, **attributes)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Links:
-    """Makes links relative to `page`, the folder that the page is written to."""
+    """Makes relative links. page: the folder that the page is written to."""
 
     page: Path
 
@@ -24,6 +24,6 @@ class Links:
 
 
 def name(path: Path) -> str:
-    """A path relative to the repository, if it lies in it."""
+    """A path relative to the repository; a path outside of it is unchanged."""
     resolved = path.resolve()
     return (resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else path).as_posix()

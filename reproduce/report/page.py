@@ -1,10 +1,9 @@
-"""Assembles the report page, `runs/report/index.html`, and its main figure as a file of its own."""
+"""Assembles the page of results, `runs/report/index.html`, and writes its main figure as a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from experiments.runs.comparison import with_spread
 from experiments.support.checkpoint import write_text
@@ -28,6 +27,7 @@ from reproduce.report.gather import (
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.spec import Table
+from reproduce.verdict_text import Json
 
 HERE = Path(__file__).parent
 MAIN = "a"  # the block of the main figure
@@ -37,7 +37,7 @@ CONTENTS = {
     "tables": "The papers' tables",
     "speed": "Speed and memory",
     "own": "Your own runs",
-    "left-out": "Attempted, failed, left out",
+    "left-out": "Missing, failed and outdated runs",
     "sources": "Where the numbers come from",
 }
 SCRIPT = """
@@ -55,7 +55,7 @@ reveal();
 
 
 def main(runs: Path, report: Callable[[str], None] = print) -> None:
-    """Write the page from the committed results and one's own."""
+    """Write the page, with the committed results and those of one's own runs."""
     folder = runs / "report"
     page = folder / "index.html"
     text_of_page = build(runs, folder)
@@ -68,7 +68,7 @@ def main(runs: Path, report: Callable[[str], None] = print) -> None:
 
 
 def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
-    """Write the main figure of the committed results alone, as README.md shows it."""
+    """Write only the main figure of the committed results, which README.md shows."""
     figure = standalone(main_figure(read_claims(), read_evidence(EVIDENCE)))
     try:
         write_text(path, figure)
@@ -78,22 +78,22 @@ def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
 
 
 def build(runs: Path, folder: Path) -> str:
-    """The HTML of the page, for the folder that it is written to."""
+    """The HTML of the page. folder: where it is written to, for relative links."""
     links = Links(folder)
     rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
-    found = verdicts.content(rules, evidence.values)
+    judged = verdicts.content(rules, evidence.values)
     shown, own = shown_blocks(rules, evidence), own_runs(runs)
     arms = {(s.block.name, arm) for s in shown if s.arms for arm in s.block.arms}
     by_name = {s.block.name: s for s in shown}
 
     def of_table(table: Table) -> Markup | None:
-        return blocks.of_table(table, by_name, evidence, rules.margin, found)
+        return blocks.of_table(table, by_name, evidence, rules.margin, judged)
 
     parts = {
-        "claims": claims.section(found, arms, links),
-        "blocks": _blocks(shown, evidence, rules, found, links),
-        "tables": tables.section(read_tables(), runs, claims.verdicts(found), of_table, links),
-        "speed": speed.section(found, links),
+        "claims": claims.section(judged, arms, links),
+        "blocks": _blocks(shown, evidence, rules, judged, links),
+        "tables": tables.section(read_tables(), runs, claims.verdicts(judged), of_table, links),
+        "speed": speed.section(judged, links),
         "own": _own(own, runs, links),
         "left-out": _left_out(shown, evidence, own, runs, links),
         "sources": _sources(evidence, links),
@@ -133,19 +133,19 @@ def build(runs: Path, folder: Path) -> str:
 
 
 def main_figure(rules: Claims, evidence: Evidence) -> Markup:
-    """The figure of the leading methods of the main block, as differences to dense."""
+    """The figure of the differences between the leading methods of the main block and dense."""
     block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
     return blocks.difference_figure(block, block.leading, rules.margin.share)
 
 
 def _opening(rules: Claims, evidence: Evidence) -> Markup:
     block = next(s for s in shown_blocks(rules, evidence) if s.block.name == MAIN)
-    told = (
+    introduction = (
         "Five papers train transformers with 2:4 sparsity: two of every four weights are zero, "
         "which lets GPUs multiply faster. This page compares their methods in one trainer, tests "
         "their claims with several seeds, and links every number to the file it comes from."
     )
-    parts = [tag("h1", "Which claims about 2:4 sparse training hold?"), tag("p", told)]
+    parts = [tag("h1", "Which claims about 2:4 sparse training hold?"), tag("p", introduction)]
     if block.baseline not in block.arms:
         return text(parts, tag("p", f"Block {MAIN}, which the figure here shows, has no runs yet."))
     n = [block.rows[arm].pairs for arm in block.leading if block.rows[arm].pairs]
@@ -155,8 +155,8 @@ def _opening(rules: Claims, evidence: Evidence) -> Markup:
         f"{block.baseline}: mean and 95 % interval of the paired differences over {seeds} seeds, "
         "with each seed as a small dot (a hollow mark is a single seed without an interval). The "
         f"square is {block.yardstick}, a dense model with half the FFN width: a method that is not "
-        "to the left of it is no better than that smaller model. Inside the shaded band, a quarter "
-        "of that distance on either side, a method counts as good as dense."
+        "to the left of it is no better than that smaller model. A method inside the shaded band, "
+        "a quarter of that distance on either side of 0, counts as being as good as dense."
     )
     return text(
         parts,
@@ -168,7 +168,7 @@ def _blocks(
     shown: list[Shown],
     evidence: Evidence,
     rules: Claims,
-    found: dict[str, Any],
+    judged: Json,
     links: Links,
 ) -> Markup:
     asked = {contrast.block for claim in rules.claims for contrast in claim.contrasts}
@@ -177,7 +177,7 @@ def _blocks(
         tag("p", f"Block {name} has no runs yet, and no file in reproduce/blocks.")
         for name in absent
     ]
-    made = {s.block.name: blocks.section(s, evidence, rules.margin, found, links) for s in shown}
+    made = {s.block.name: blocks.section(s, evidence, rules.margin, judged, links) for s in shown}
     pilots = [part for name, part in made.items() if name.startswith("pilot")]
     return text(
         blocks.across(shown, evidence, rules.margin),
@@ -213,12 +213,12 @@ def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, link
         total = len(s.block.arms) * len(s.block.seeds)
         absent = [f"{arm} (seeds {', '.join(map(str, seeds))})" for arm, seeds in s.missing.items()]
         count = sum(map(len, s.missing.values()))
-        told = f"Block {s.block.name}: {total - count} of {total} runs are done."
+        done = f"Block {s.block.name}: {total - count} of {total} runs are done."
         gone = html.details(f"{count} are missing", tag("p", "; ".join(absent))) if absent else None
         bad = [tag("p", "Runs whose result is not finite: ", links.to(k.path)) for k in s.diverged]
-        parts.append(tag("li", told, gone, bad))
+        parts.append(tag("li", done, gone, bad))
     lists: dict[str, list[Markup]] = {
-        "Outdated records, whose arm was removed or has another config now. They count nowhere.": [
+        "Outdated records, whose arm was removed or has another config now. They are not used.": [
             text(links.to(k.path), f": {k.why}") for k in evidence.outdated
         ],
         "Runs that were started here but not finished, with their last message.": [
@@ -242,23 +242,24 @@ def _sources(evidence: Evidence, links: Links) -> Markup:
         "how blocks, tables and tiers work": root / "README.md",
     }
     listed = [tag("li", links.to(path), f": {words}") for words, path in files.items()]
-    found: dict[tuple[str, str], list[str]] = {}
+    origins: dict[tuple[str, str], list[str]] = {}
     for (block, _), seeds in evidence.kept.items():
-        for kept in seeds.values():
-            found.setdefault((blocks.revision(kept), blocks.device(kept)), []).append(block)
+        for stored in seeds.values():
+            origin = blocks.revision(stored), blocks.device(stored)
+            origins.setdefault(origin, []).append(block)
     rows = [
         [revision, device, len(names), ", ".join(sorted(set(names)))]
-        for (revision, device), names in sorted(found.items())
+        for (revision, device), names in sorted(origins.items())
     ]
     heads = ["revision", "device", "records", "blocks"]
-    told = (
+    explanation = (
         "Verdicts, means and intervals are computed from records (one file per run, listed below "
         "each block) and from measured tables. A + after a revision means that the code had "
-        "uncommitted changes. To make a row again, check out its revision (git checkout REVISION) "
-        "and run the command below its block or table."
+        "uncommitted changes. To repeat a run, check out its revision (git checkout REVISION) and "
+        "run the command below its block or table."
     )
     return text(
-        tag("p", told),
+        tag("p", explanation),
         tag("ul", listed),
         html.table("Records by revision and device", heads, rows, words=(0, 1, 3)),
     )

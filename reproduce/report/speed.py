@@ -1,4 +1,4 @@
-"""The page's section on measured speed and memory, each figure labelled with what was timed."""
+"""Makes the page's section on measured speed and memory; each figure says what was timed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MEANS = {
     "projected": "not a whole model: one timed layer represents it, or bytes are counted",
 }
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
-SHORT = 8  # rows of a figure that is open at first
+SHORT = 8  # figures with at most so many rows are open at first
 
 
-def section(found: Json, links: Links) -> Markup:
+def section(judged: Json, links: Links) -> Markup:
     """The section on speed and memory."""
     kinds = [tag("li", tag("strong", kind), f": {meaning}") for kind, meaning in MEANS.items()]
     drawn = [
         _measured(measured, claim["id"], links)
-        for claim in found["claims"]
+        for claim in judged["claims"]
         for measured in claim["measured"]
         if measured["lines"] and not measured["than"]
     ]
@@ -42,7 +42,7 @@ def section(found: Json, links: Links) -> Markup:
         tag(
             "p", "Filled dots are our values, hollow diamonds the paper's; the line at 1 is dense."
         ),
-        tag("h3", "Beside the papers"),
+        tag("h3", "Compared with the papers"),
         drawn or tag("p", "Nothing was measured yet."),
         tag("h3", "Measured by experiments.bench"),
         [_record(path, links) for path in sorted(RECORDS.glob("*.json"))],
@@ -51,7 +51,8 @@ def section(found: Json, links: Links) -> Markup:
 
 def _measured(measured: Json, claim: int, links: Links) -> Markup:
     rows = [(line["label"], line["paper"], line["ours"]) for line in measured["lines"]]
-    unit = "of dense's memory; less is better" if measured["less"] else "times as fast as dense"
+    less = measured["less"]
+    unit = "memory relative to dense; less is better" if less else "times as fast as dense"
     title = f"{measured['table']}: {measured['column']}"
     files = [links.to(path) for path in sorted(MEASURED.glob(f"*/{measured['table']}-full.csv"))]
     return html.details(
@@ -72,7 +73,7 @@ def _kind(kind: str) -> Markup:
 
 
 def _record(path: Path, links: Links) -> Markup:
-    """The rows of a record of experiments.bench that were timed beside a dense model."""
+    """The rows of a record of experiments.bench that were timed together with a dense model."""
     record = json.loads(path.read_text(encoding="utf-8"))
     parts = []
     for name, kind in OF_BENCH.items():
@@ -113,7 +114,7 @@ def _record(path: Path, links: Links) -> Markup:
                     for shape, of_shape in dots.items()
                 ],
                 html.table(f"{title} ({kind})", heads, cells, words=(0, 1, 2, 3, 7)),
-                tag("p", "From ", links.to(path), ". Make it:"),
+                tag("p", "From ", links.to(path), ". To measure it again:"),
                 html.command(f"python -m experiments.bench {name}"),
                 open=kind == "step",
             )

@@ -1,4 +1,4 @@
-"""The page's section on the papers' tables: as they were made here, or with the papers' values
+"""Makes the page's section on the papers' tables, as they were made here or with the papers' values
 alone."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ArmsOf = Callable[[Table], Markup | None]
 
 @dataclass(frozen=True)
 class Made:
-    """A rendered table. path: its file; None if nothing was run for it. grid: None if there is
-    nothing to show."""
+    """A table as it was rendered for a tier. path: its file; None if nothing was run for it. grid:
+    None if there is nothing to show."""
 
     tier: str
     path: Path | None
@@ -35,15 +35,15 @@ class Made:
     grid: Grid | None
 
     def fact(self, name: str) -> str:
-        """A line of the header by its name, Device or Code; "" if there is none."""
+        """The line of the header with this name, `Device` or `Code`; "" if there is none."""
         start = f"{name}: "
-        told = (line for line in self.header if line.startswith(start))
-        return next(told, start).removeprefix(start).rstrip(".")
+        lines = (line for line in self.header if line.startswith(start))
+        return next(lines, start).removeprefix(start).rstrip(".")
 
 
 def found(table: Table, runs: Path) -> list[Made]:
-    """All tiers of a table that were made, the committed ones first; if there are none, the largest
-    tier with the paper's values alone."""
+    """The tiers of a table that were made, the committed ones first; if none was, the largest tier
+    with only the paper's values."""
     paths = [*sorted(MEASURED.glob(f"*/{table.name}-*.md"))]
     paths += [path for tier in table.tiers if (path := _own(table, tier, runs)).is_file()]
     if paths:
@@ -64,13 +64,13 @@ def read(path: Path) -> Made:
     """The table in a file that `Rendered.markdown` wrote.
 
     Raises:
-        UserError: the file holds no table.
+        UserError: the file has no table.
     """
-    told = path.read_text(encoding="utf-8")
-    grid = read_grid(told)
+    markdown = path.read_text(encoding="utf-8")
+    grid = read_grid(markdown)
     if grid is None:
-        raise UserError(f"{path} holds no table; make it again or remove it")
-    unwrapped = told.replace("\n  ", " ").splitlines()
+        raise UserError(f"{path} has no table in it; make it again or remove it")
+    unwrapped = markdown.replace("\n  ", " ").splitlines()
     header = [line.removeprefix("- ") for line in unwrapped if line.startswith("- ")]
     return Made(path.stem.rpartition("-")[2], path, header, grid)
 
@@ -80,15 +80,15 @@ def section(
 ) -> Markup:
     """The section on every table and figure of the papers and this project's own tables.
 
-    arms: draws the rows of a table that arms of a block stand for.
+    arms: makes the rows of a table that have an arm in a block.
     """
     parts = []
     own = [table for table in tables if table.paper is None]
     parts += [_table(table, "", runs, verdicts, arms, links) for table in own]
-    for title, known in coverage.items().items():
+    for title, listed in coverage.items().items():
         parts.append(tag("h3", title))
         absent = []
-        for item in known:
+        for item in listed:
             specs = [t for t in tables if (t.paper, t.number) == (item.paper, item.number)]
             parts += [_table(table, item.name, runs, verdicts, arms, links) for table in specs]
             if not specs:
@@ -107,10 +107,9 @@ def _table(
     states = [_where(one) for one in made if one.path is not None]
     states += ["small models of a block"] if small else []
     state = f"made: {', '.join(states)}" if states else "not run"
-    known = name[:1].upper() + name[1:]
+    start = f"{name[:1].upper()}{name[1:]}: " if name else ""
     title = table.title.partition(": ")[2] if name else table.title
-    named = tag("strong", f"{known}: " if name else "", title)
-    summary = [named, " ", tag("span", state, class_="state")]
+    summary = [tag("strong", start, title), " ", tag("span", state, class_="state")]
     return html.details(
         summary,
         small,
@@ -129,10 +128,9 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     revision = revisions(made.fact("Code"))
     source: list[object] = [f"Tier {made.tier} was not run here; the values above are the paper's."]
     if made.path is not None:
-        beside = [made.path, made.path.with_suffix(".csv")]
-        beside.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
-        there = [path for path in beside if path.is_file()]
-        files = html.listed([links.to(path) for path in there])
+        paths = [made.path, made.path.with_suffix(".csv")]
+        paths.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
+        files = html.listed([links.to(path) for path in paths if path.is_file()])
         source = ["From ", files, f"; revision {revision}, {html.unbroken(device)}."]
     paper = f" paper={table.paper}" if table.paper else ""
     line = f"python -m reproduce {table.command}{paper} tier={made.tier}"
@@ -145,7 +143,7 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
 
 
 def _grid(table: Table, made: Made, verdicts: Verdicts) -> Markup:
-    """The table in the paper's shape, in one part, with verdicts beside our values."""
+    """The table in the layout of the paper's, in one part, with the verdicts on our values."""
     assert made.grid is not None
     grid = made.grid
     sourced = grid.stubs[-1] == SOURCE
@@ -164,6 +162,6 @@ def _grid(table: Table, made: Made, verdicts: Verdicts) -> Markup:
     return html.table(f"{table.title}, tier {made.tier}", [*grid.stubs, *heads], rows, words)
 
 
-def revisions(told: str) -> str:
-    """The short git revisions that a header names."""
-    return ", ".join(name[:7] for name in re.findall(r"revision ([0-9a-f]{7,})", told)) or "-"
+def revisions(line: str) -> str:
+    """The short git revisions that a line of a header names; `-` if there is none."""
+    return ", ".join(name[:7] for name in re.findall(r"revision ([0-9a-f]{7,})", line)) or "-"

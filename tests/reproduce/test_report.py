@@ -295,7 +295,7 @@ def test_a_made_table_is_read_back(tmp_path):
         (["a, b", "paper"], ["2.0"]), (["a, b", "ours"], ["1.0"]),
     ]  # fmt: skip
     path.write_text("nothing\n")
-    with pytest.raises(Exception, match="holds no table"):
+    with pytest.raises(Exception, match="has no table in it"):
         tables.read(path)
 
 
