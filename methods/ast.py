@@ -155,6 +155,7 @@ class Method(distillation.Method):
         super().__init__(config)
         self.mask_period = config.refresh_every or 1  # with 0 the mask never changes
         self.input_norms: dict[str, Tensor] = {}
+        self.acts_on_gradients = config.alpha > 0 or self.needs_adamw
 
     @property
     def calibration_sequences(self) -> int:
@@ -241,6 +242,7 @@ class Method(distillation.Method):
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().on_gradients(step, optimizer)
         route, decay = self.config.decay_route, self.decay(step)
         layers = [m for m in self.layers.values() if isinstance(m, Linear)]
         if route == "decoupled_first_moment":

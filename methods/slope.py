@@ -143,6 +143,11 @@ class Method(Fp8Method):
     Config = Config
     Linear: ClassVar[type[CompressedLinear]] = Fp8CompressedLinear
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        # Adapters must get no gradients, of DDP for example, before their phase.
+        self.acts_on_gradients |= config.adapter_rank > 0
+
     @property
     def adapter_start(self) -> int:
         """The first optimizer step that trains the adapters."""
@@ -190,6 +195,7 @@ class Method(Fp8Method):
         self._check_opened()
 
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().on_gradients(step, optimizer)
         if optimizer is not None:
             self._check_optimizer(optimizer)
         # DDP sets missing gradients to zero; optimizers would then count steps and apply decay.

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from .nn import base
+from .nn.order import without_state
 from .nn.phases import SwitchedLinear, SwitchedMethod
 from .nn.sharding import summed
 
@@ -137,6 +138,10 @@ class Method(SwitchedMethod):
         settled = sum(self.changes) / len(self.changes) < group["eps"]
         if steps >= self.latest or (steps >= self.earliest and settled):
             self.start = steps
+
+    def _check_state(self, step: int) -> None:
+        effect = "it does not know whether phase 2 has begun, and would be dense"
+        raise RuntimeError(without_state(step, effect))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "changes": self.changes, "start": self.start}

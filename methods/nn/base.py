@@ -97,7 +97,7 @@ class Method:
 
     Subclasses set `Config` and `Linear` and override the hooks they need. `mask_period` is the
     number of optimizer steps between two choices of the masks; `acts_on_gradients` is True where a
-    training without `on_gradients` would be another method's.
+    training without `on_gradients` would be another method's. Both may depend on the options.
 
     Raises:
         TypeError: `config` is not of this method's `Config`.
@@ -106,7 +106,7 @@ class Method:
     Config: ClassVar[type[Config]] = Config
     Linear: ClassVar[type[SparseLinear] | None] = None
     mask_period: int = 1
-    acts_on_gradients: ClassVar[bool] = False
+    acts_on_gradients: bool = False
 
     def __init__(self, config: Any) -> None:
         given = type(config)
@@ -331,6 +331,9 @@ class Method:
 
     def _begin(self, step: int) -> None:
         sharding.follow(self.layers.values(), self._model)
+        # Loops that count from 1 have not trained before that step.
+        if step > 1 and self._order.new and any(m.was_loaded for m in self.sparse_layers.values()):
+            self._check_state(step)
         self._order.check_ended(self._trained(), step)
         total = self.config.total_steps
         if step == total > 0:
@@ -339,6 +342,10 @@ class Method:
                 "one; total_steps is the number of the optimizer's steps, all epochs together",
                 stacklevel=3,
             )
+
+    def _check_state(self, step: int) -> None:
+        """Raise RuntimeError, or warn, if the method's own state matters in a training that goes on
+        from a checkpoint at this step; called if only the model's state was loaded."""
 
     def _check_opened(self) -> None:
         if torch.is_grad_enabled():
@@ -571,6 +578,7 @@ class Method:
             )
         for layer in self.sparse_layers.values():
             layer.restore()
+            vars(layer).pop("was_loaded", None)
             conversion.release(layer)
         self.layers, self._model = {}, None
         return model
@@ -584,7 +592,7 @@ class Method:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._order = CallOrder()
+        self._order = CallOrder(resumed=True)
         self.flips_per_step = state["flips_per_step"]
         self.flips_per_refresh = state["flips_per_refresh"]
         self.flips_of_layers = state.get("flips_of_layers", {})

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from . import base, ranks, sharding
 from .conversion import some_names
+from .order import without_state
 
 # Names of the transformer blocks in this project's GPT and in transformers' GPT-2, OPT and LLaMA.
 BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]")
@@ -239,6 +241,13 @@ class Method(base.Method):
     def finalize(self, model: nn.Module) -> nn.Module:
         self.teacher = None
         return super().finalize(model)
+
+    def _check_state(self, step: int) -> None:
+        """Warn that the teacher is the model as `convert` found it: rightly so if that was the same
+        when the training began, the released weights for example."""
+        if self.teacher is not None and not self.teacher_is_given:
+            effect = "the teacher is a copy of the model before convert in this process"
+            warnings.warn(without_state(step, effect), stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
         """The base class's state, and the teacher's weights if it is the method's own copy."""

@@ -45,6 +45,8 @@ class SparseLinear(nn.Linear):
     # True if the weight may be rounded to the operands' dtype before they are derived: each entry
     # is one of the weight or 0, under a mask that is kept.
     rounds_first: bool = True
+    # True once a state with this layer's own buffers was loaded: that of a converted model.
+    was_loaded: bool = False
     # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
     # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
@@ -245,6 +247,8 @@ class SparseLinear(nn.Linear):
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         sharding.follow([self])
+        if any(prefix + name in state_dict for name in self._buffers):
+            self.was_loaded = True
         sharding.cut(self, state_dict, prefix)
         self._swap_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

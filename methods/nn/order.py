@@ -11,14 +11,20 @@ from torch import Tensor
 class CallOrder:
     """Detects weights that an optimizer changed outside the steps that the method was told of.
 
-    Each call takes the trained weights.
+    Each check takes the trained weights. resumed: the state of the method was loaded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resumed: bool = False) -> None:
+        self._resumed = resumed
         self._begun: int | None = None  # the step that has begun but not ended
         self._told = False  # True once a step has ended
         self.ended: int | None = None  # the last step that has begun and ended
         self._versions: dict[int, int] = {}
+
+    @property
+    def new(self) -> bool:
+        """True if no step has begun or ended, and no state was loaded."""
+        return self._begun is None and not self._told and not self._resumed
 
     def remember(self, weights: Iterable[Tensor], begun: int | None) -> None:
         """Remember the weights' versions; later changes count as an optimizer step."""
@@ -78,3 +84,12 @@ class CallOrder:
         if self._begun is not None:
             self.ended = step
         self._told = True
+
+
+def without_state(step: int, effect: str) -> str:
+    """The message that a training goes on from a checkpoint without the method's state."""
+    return (
+        f"on_step_begin({step}) after the model's state was loaded, and method.load_state_dict was "
+        f"not called: {effect}; call method.load_state_dict(state), with the method.state_dict() "
+        "that was saved with the model's"
+    )

@@ -19,6 +19,8 @@ Config = slope.Config
 
 
 class Method(slope.Method):
+    acts_on_gradients = True
+
     def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().on_gradients(step, optimizer)
         if optimizer is None:

@@ -104,7 +104,7 @@ def test_pruned_values_matter_only_after_a_refresh():
 
 
 def test_a_static_mask_never_changes():
-    layer, method = converted(refresh_every=0)
+    layer, method = converted(refresh_every=0, alpha=0.0, decay_route="gradient")
     mask = layer.mask.clone()
     for step in range(20):
         method.on_step_begin(step)
@@ -442,7 +442,8 @@ def test_flips_are_even_and_obey_the_triangle_inequality():
     """Between exact 2:4 masks every bit that goes brings one that comes."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 32)
-    method = ast.Method(ast.Config(include=["*"], refresh_every=1, kl_weight=0.0, ramp_steps=0))
+    without = {"kl_weight": 0.0, "alpha": 0.0, "ramp_steps": 0, "decay_route": "gradient"}
+    method = ast.Method(ast.Config(include=["*"], refresh_every=1, **without))
     method.convert(layer)
     first = previous = layer.mask.clone()
     before = 0

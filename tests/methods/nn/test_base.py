@@ -422,14 +422,84 @@ def test_a_loop_without_any_hook_is_told_at_its_second_step(name, options):
         loop.update(1)
 
 
-@pytest.mark.parametrize("name", ["sr_ste", "t_sr_ste", "step", "bi_mask"])
-def test_a_loop_without_on_gradients_is_told_where_it_would_train_by_another_method(name):
-    loop = Loop(name, {})
+ACTING = [
+    *((name, {}) for name in ("sr_ste", "t_sr_ste", "step", "bi_mask", "ast")),
+    ("ast", {"decay_route": "gradient"}),
+    ("slope", {"adapter_rank": 2}),
+    ("released.slope_dense", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ACTING)
+def test_a_loop_without_on_gradients_is_told_where_it_would_train_by_another_method(name, options):
+    loop = Loop(name, options)
     loop.method.on_step_begin(0)
     loop.forward().backward()
     loop.optimizer.step()
     with pytest.raises(RuntimeError, match=r"on_gradients\(0, optimizer\) was not called"):
         loop.method.on_step_end(0)
+
+
+INACTIVE = [("ste", {}), ("slope", {}), ("ast", {"decay_route": "gradient", "alpha": 0.0})]
+
+
+@pytest.mark.parametrize(("name", "options"), INACTIVE)
+def test_a_loop_without_on_gradients_is_told_nothing_where_that_does_nothing(name, options):
+    loop = Loop(name, options)
+    loop.method.on_step_begin(0)
+    loop.forward().backward()
+    loop.optimizer.step()
+    loop.method.on_step_end(0)
+
+
+def resumed(name, options, state=None, drop=()):
+    """A loop whose model has loaded a checkpoint without these entries, and its method the state,
+    if one is given."""
+    loop = Loop(name, options)
+    saved = loop.model.state_dict()
+    loop.model.load_state_dict(
+        {k: v for k, v in saved.items() if not k.endswith(drop)}, strict=not drop
+    )
+    if state is not None:
+        loop.method.load_state_dict(state)
+    return loop
+
+
+def test_a_training_that_goes_on_without_the_state_of_step_is_an_error():
+    """It would be dense again."""
+    told = r"on_step_begin\(5\) after .*load_state_dict was not called: .*phase 2"
+    with pytest.raises(RuntimeError, match=told):
+        resumed("step", {}).method.on_step_begin(5)
+
+
+def test_a_training_that_goes_on_without_its_teacher_is_warned_of():
+    """The copy in this process is right if the model was the same before `convert`."""
+    with pytest.warns(UserWarning, match=r"was not called: the teacher is a copy .*saved with the"):
+        resumed("ast", {"decay_route": "gradient"}).method.on_step_begin(5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("name", "options"), [*LOOPS, ("step", {}), ("ast", {})])
+def test_a_training_that_goes_on_with_its_state_or_needs_none_is_told_nothing(name, options):
+    resumed(name, options, Loop(name, options).method.state_dict()).method.on_step_begin(5)
+    resumed(name, options, drop=("mask", "dense")).method.on_step_begin(5)  # a plain model's state
+    resumed(name, options).method.on_step_begin(1)  # a loop that counts from 1
+    Loop(name, options).method.on_step_begin(5)  # converted in the middle of a training
+    loop = resumed(name, options)
+    loop.method.on_step_begin(0)
+    loop.method.on_step_begin(5)
+    loop = resumed(name, options)
+    loop.method.finalize(loop.model)
+    assert "was_loaded" not in vars(loop.model["mlp"][0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["ste", "sr_ste", "t_sr_ste", "s_ste", "slope", "gmp", "bi_mask"])
+def test_a_state_that_no_step_depends_on_may_be_left_out(name):
+    resumed(name, {}).method.on_step_begin(5)
+    distils = resumed("ast", {})
+    distils.method.set_teacher(mlp())
+    distils.method.on_step_begin(5)
 
 
 def test_steps_that_are_counted_anew_in_each_epoch_or_beyond_the_total_are_warned_of():
