@@ -1,1 +1,2 @@
-"""GPT-2, BERT, ViT, DINO and an encoder-decoder as plain modules; none knows a training method."""
+"""GPT-2, BERT, ViT, DINO and an encoder-decoder Transformer as plain modules, independent of any
+training method."""

@@ -243,7 +243,7 @@ def _tiers(table: Table, runs: Path) -> list[str]:
             text.append(f"  {table.command} tier={name}: not offered: {tier.unavailable}")
             continue
         if tier.block:
-            shown = f"all of block {tier.block}: `python -m reproduce run {tier.block}`"
+            shown = f"from block {tier.block}: `python -m reproduce run {tier.block}`"
             text.append(f"  {table.command} tier={name}: {state(table, name, runs)} ({shown})")
             continue
         trained, measured = sizes(table, name)

@@ -195,7 +195,8 @@ def _device(result: dict[str, Any]) -> str:
     parts = [several + environment["device"]]
     if "config" not in result:  # the record of a block
         return f"{parts[0]}, torch {environment['versions']['torch']}"
-    parts.append(f"{environment['threads']} threads")
+    threads = environment["threads"]
+    parts.append(f"{threads} thread" + "s" * (threads != 1))
     impl = result["config"].get("impl")
     if impl is not None:
         parts += [

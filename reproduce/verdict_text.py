@@ -11,6 +11,7 @@ from reproduce import scale
 from reproduce.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTED, REFUTED
 from reproduce.speed_claims import SHOWN
 
+PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Json = dict[str, Any]  # claims.json, as `verdicts.content` gives it, or a part of it
 LEGEND = (
     "n is the number of seeds that both arms have, or of repeats of a measurement. Square brackets "
@@ -28,7 +29,8 @@ def lines(judged: Json) -> list[str]:
     text = []
     for claim in judged["claims"]:
         word = ": ".join(filter(None, (claim["verdict"], claim["parts"])))
-        text.append(f"{claim['id']}. [{word}] {claim['paper']}: {claim['says']}")
+        paper = PAPERS.get(claim["paper"], claim["paper"])
+        text.append(f"{claim['id']}. [{word}] {paper}: {claim['says']}")
         text.append(f"   the paper: {claim['number']}")
         if claim["at"]:
             text.append(f"   {claim['at']}")
@@ -73,7 +75,7 @@ def _contrast_lines(c: Json) -> list[str]:
         ]
     if c["by_seed"]:
         form = difference_form(c["effect"], c["low"], c["high"])
-        seeds = ", ".join(f"{seed} {one:{form}}" for seed, one in c["by_seed"].items())
+        seeds = ", ".join(f"{seed}: {one:{form}}" for seed, one in c["by_seed"].items())
         more = "; more seeds are needed" if c["more_seeds"] else ""
         text.append(f"      by seed: {seeds}{more}")
     closed = [f"{arm} {_gap_closed(g, c['n'])}" for arm, g in c["gap_closed"].items()]

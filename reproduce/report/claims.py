@@ -12,9 +12,8 @@ from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
-from reproduce.verdict_text import LEGEND, Json, agreement, p_value, statement
+from reproduce.verdict_text import LEGEND, PAPERS, Json, agreement, p_value, statement
 
-PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
 Arms = set[tuple[str, str]]  # block and arm
 
 

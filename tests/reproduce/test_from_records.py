@@ -247,7 +247,7 @@ def test_a_list_says_where_the_numbers_come_from(tmp_path):
 
     spec = replace(table(), paper=None)
     told = coverage.lines([spec], tmp_path, {})
-    assert "  t tier=mini: not made (all of block t: `python -m reproduce run t`)" in told
+    assert "  t tier=mini: not made (from block t: `python -m reproduce run t`)" in told
 
 
 @pytest.mark.parametrize(("spec", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])

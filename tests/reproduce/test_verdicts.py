@@ -109,11 +109,11 @@ def test_the_scale_of_runs():
 def test_what_a_terminal_shows():
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02), so_so=shifted(0.001))
     shown = verdict_text.lines(verdicts.content(of(("it", "dense", "lower")), arms))
-    assert shown[:3] == ["1. [confirmed] fst: it trains.", "   the paper: 1.0",
+    assert shown[:3] == ["1. [confirmed] FST: it trains.", "   the paper: 1.0",
                          "   " + AT + "0, 1, 2, 3, 4"]  # fmt: skip
     assert shown[3].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
     assert shown[3].endswith(": confirmed")
-    assert shown[4] == "      by seed: 0 -0.0200, 1 -0.0160, 2 -0.0230, 3 -0.0180, 4 -0.0230"
+    assert shown[4] == "      by seed: 0: -0.0200, 1: -0.0160, 2: -0.0230, 3: -0.0180, 4: -0.0230"
     assert shown[5].startswith(
         "      g (0: as good as dense, 1: as bad as half the width): it -0.25 [-0."
     )
@@ -142,7 +142,7 @@ def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
         "   it - dense (val_loss, block a): not tested, 3 of 5 seeds of it and dense: so far -0.0"
     )
     assert shown[3].endswith("], n = 3")
-    assert shown[4] == "      by seed: 0 -0.0200, 1 -0.0160, 2 -0.0230"
+    assert shown[4] == "      by seed: 0: -0.0200, 1: -0.0160, 2: -0.0230"
     assert shown[5].startswith(
         "      g (0: as good as dense, 1: as bad as half the width): it -0.2"
     )
@@ -242,7 +242,7 @@ def test_measurements_are_of_a_device(tmp_path):
                          Speed("slope_table1", "training", "step", rows="r0")])  # fmt: skip
     shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
     assert shown == [
-        "1. [refuted] fst: it trains.",
+        "1. [refuted] FST: it trains.",
         "   the paper: 1.0",
         "   measured on NVIDIA Toy",
         "   training (slope_table1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; at least half "
@@ -265,7 +265,7 @@ def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
     gain = Speed("slope_table1", "training", "kernel", rows="r0")
     asked = of(measured=[gain, replace(gain, than="r1")])
     shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
-    assert shown[0] == "1. [not tested: 1 confirmed of 2 parts] fst: it trains."
+    assert shown[0] == "1. [not tested: 1 confirmed of 2 parts] FST: it trains."
     assert "   training, times as fast as r1 (slope_table1, kernel): 1.667;" in shown[4]
     memory = verdicts.content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
     assert "   memory of training (slope_table1, kernel): 1.500;" in verdict_text.lines(memory)[3]
