@@ -26,7 +26,7 @@ from common_kernels import nm_mask, register_cpu_operators
 from experiments.bench.__main__ import parser as bench_parser
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
-from experiments.runs.stats import difference_form, paired_interval
+from experiments.runs.stats import difference_form, holm, p_value, paired_interval
 from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -607,8 +607,15 @@ def test_the_arms_beside_half_the_width_are_where_their_intervals_put_them():
             "worse" if g.low > 1 else "better than `half`" if g.high < 1 else "no difference shown"
         )
         where[name].add(arm)
-    told = re.findall(r"^- (.*?): (`.*)$", part("What the evidence says"), re.M)
+    words = part("What the evidence says")
+    told = re.findall(r"^- (.*?): (`.*)$", words, re.M)
     assert {name: set(re.findall(r"`(\w+)`", arms)) for name, arms in told} == where
+    arms = sorted(set().union(*where.values()))
+    to_half = [differences(records.values, "a", arm, "half", main.metric) for arm in arms]
+    adjusted = dict(zip(arms, holm([p_value(found) for found in to_half]), strict=True))
+    left = [arm for arm in arms if adjusted[arm] < rules.level]
+    assert left == ["s_ste", "semi_sparse", "ste"] and len(arms) == 8
+    assert "After Holm's correction for the eight only" in words
 
 
 def test_what_is_said_of_the_claims_is_what_the_records_say():
@@ -659,7 +666,8 @@ def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
     ]
     means = sorted(map(statistics.fmean, fp8))
     intervals = [paired_interval(found) for found in fp8]
-    assert f"lie between {means[0]:+.2f} and {means[-1]:+.2f} nats" in told
+    low, high = math.floor(100 * means[0]) / 100, math.ceil(100 * means[-1]) / 100
+    assert f"lie between {low:+.2f} and {high:+.2f} nats" in told
     assert len(fp8) == 10 and {len(found) for found in fp8} == {3}
     assert all(low < 0 < high for low, high in intervals)
     reach = sorted((high - low) / 2 for low, high in intervals)
@@ -694,7 +702,10 @@ def test_how_much_two_runs_of_one_seed_differ():
     assert f"{len(again)} runs of block a were made twice" in told
     assert f'the {len(of_methods)} that are not "as released" the two losses differ by' in told
     assert f"by {spread:.4f} nats (root mean square)" in told
-    assert f"the same standard deviation, a median of {median:.4f} over all arms" in told
+    assert f"the same standard deviation, a median of {median:.4f} over the arms" in told
+    launched = json.loads(text(EVIDENCE / "launched_a.json"))["val_loss"]
+    assert len(launched) == 4 and "lowest and the highest of four that were launched" in told
+    assert all(min(launched) < loss < max(launched) for loss in again["dense-seed3"])
 
 
 def test_the_citation_and_the_hooks_are_valid():

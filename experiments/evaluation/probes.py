@@ -23,6 +23,7 @@ from experiments.images.dataset import ImageConfig, Images, load_images
 from experiments.images.memory import GreyImages, hold
 from experiments.images.source import eval_transform
 from experiments.images.stream import Stream, read_ahead
+from experiments.support.errors import UserError
 from models.vit import ViT
 
 if TYPE_CHECKING:
@@ -151,11 +152,20 @@ def logistic_regression(
 ) -> tuple[Tensor, Tensor]:
     """(weight [K, C], bias [K]) that minimise mean cross entropy + decay / 2 * |weight|^2, by
     L-BFGS over all N rows; the same problem as scikit-learn's `LogisticRegression(C=1 / (decay *
-    N))`."""
+    N))`.
+
+    Raises:
+        UserError: features that are not finite.
+    """
     # scipy is imported here because it is slow to import, and only this function needs it.
     from scipy.optimize import minimize
 
+    if not x.isfinite().all():
+        raise UserError("some features are not finite, so the training diverged: nothing to fit")
     shape = n_classes, x.shape[1] + 1  # the last column is the bias
+    # Steps and gradients to remember. 50 pairs take half the iterations of 10, but they are held and
+    # multiplied on the CPU, which would take seconds an iteration for a million weights.
+    pairs = 50 if math.prod(shape) < 100_000 else 10
 
     # scipy chooses the steps on the CPU, so that the GPU, which computes loss and gradient, is
     # waited for once per iteration; torch's L-BFGS waits for it hundreds of times.
@@ -182,7 +192,7 @@ def logistic_regression(
             options={
                 "maxiter": _ITERATIONS,
                 "maxfun": 2 * _ITERATIONS,
-                "maxcor": 50,  # pairs of steps and gradients; with 10 it takes twice the iterations
+                "maxcor": pairs,
                 "gtol": 1e-6,
                 "ftol": 0,
             },

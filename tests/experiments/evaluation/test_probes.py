@@ -14,6 +14,7 @@ from experiments.evaluation import probes
 from experiments.evaluation.probes import features, knn, linear, logistic_regression, probe, top1
 from experiments.images.dataset import CorruptImage, ImageConfig, load_images
 from experiments.images.source import eval_transform
+from experiments.support.errors import UserError
 from models.vit import ViT, ViTConfig
 
 DATA = ImageConfig("digits", "digits", image_size=8, crop_pct=1.0)
@@ -82,6 +83,14 @@ def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
     theirs = LogisticRegression(C=1 / (decay * len(x)), tol=1e-8, max_iter=5000)
     theirs.fit((x - mean) / deviation, y)
     assert predicted.tolist() == theirs.predict((test_x - mean) / deviation).tolist()
+
+
+def test_features_of_a_diverged_model_have_no_score(digits):
+    x, y, test_x, _ = digits
+    x = x.clone()
+    x[3, 5] = torch.nan
+    with pytest.raises(UserError, match="not finite, so the training diverged"):
+        linear(x, y, test_x, 10)
 
 
 def test_top1_is_in_percent():
