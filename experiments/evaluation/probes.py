@@ -163,8 +163,8 @@ def logistic_regression(
     if not x.isfinite().all():
         raise UserError("some features are not finite, so the training diverged: nothing to fit")
     shape = n_classes, x.shape[1] + 1  # the last column is the bias
-    # Steps and gradients to remember. 50 pairs take half the iterations of 10, but they are held and
-    # multiplied on the CPU, which would take seconds an iteration for a million weights.
+    # Steps and gradients to remember. 50 pairs take half the iterations of 10, but they are held
+    # and multiplied on the CPU, which takes a third of a second an iteration for a million weights.
     pairs = 50 if math.prod(shape) < 100_000 else 10
 
     # scipy chooses the steps on the CPU, so that the GPU, which computes loss and gradient, is
