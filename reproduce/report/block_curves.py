@@ -26,19 +26,22 @@ def curves_of(shown: Shown) -> Markup:
     base = {arm: shown.against(arm) for arm in shown.arms if shown.against(arm)}
     over = {arm: shown.curve(arm, loss_name, other) for arm, other in base.items()}
     flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
-    parts: list[Any] = [_losses(shown, loss_name, first, last)]
+    parts: list[Any] = [_losses(shown, loss_name, last)]
     late = sorted(p.mean for points in over.values() for p in points if p.step > first)
     y = Scale(*_bulk(late), 96, 6)
     log = _flip_scale(flips, first)
-    panels = []
+    panels, absent = [], []
     for arm, points in over.items():
+        if not any(p.step > first and y.low <= p.mean <= y.high for p in points):
+            absent.append(arm)
+            continue
         drawn = [("other", over.get(half, []))]
         drawn += [("", points)] if arm != half else []
         loss = curves(f"{arm}: {NAMES[loss_name]}, minus {base[arm]}", drawn, y, small)
         flip = None
         if log is not None and any(p.mean for p in flips[arm]):
             flip = curves(f"{arm}: flip rate", [("", flips[arm])], log, small)
-        panels.append(tag("figure", tag("figcaption", tag("strong", arm)), loss, flip))
+        panels.append(tag("figure", tag("figcaption", tag("strong", html.name(arm))), loss, flip))
     other = shown.baseline if {*base.values()} == {shown.baseline} else "the arm compared with"
     explanation = (
         f"Above: {NAMES[loss_name]}, minus that of {other} at the same seeds, from step "
@@ -47,6 +50,8 @@ def curves_of(shown: Shown) -> Markup:
         "Below, for arms whose masks change: the fraction of the mask that flips per step, on a "
         "logarithmic scale. Lines are means over seeds, bands ± one standard deviation."
     )
+    if absent:
+        explanation += f" Without a curve on this scale: {', '.join(absent)}."
     inside = tag("p", explanation), tag("div", panels, class_="panels")
     parts.append(html.details(f"Curves of every arm ({len(panels)})", inside, open=True))
     return text(parts)
@@ -62,8 +67,10 @@ def _bulk(values: list[float]) -> tuple[float, float]:
     return -most if values[int(0.1 * last)] < -0.25 * most else -0.25 * most, most
 
 
-def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
-    """The figure of losses in absolute terms: dense, half the width and the leading methods."""
+def _losses(shown: Shown, quantity: str, last: float) -> Markup:
+    """The figure of losses in absolute terms, in the second half of the steps: dense, half the
+    width and the leading methods."""
+    first = last / 2
     names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
     lines = [(f"arm-{n % 8}", shown.curve(arm, quantity)) for n, arm in enumerate(names)]
     lines += [
@@ -80,9 +87,10 @@ def _losses(shown: Shown, quantity: str, first: float, last: float) -> Markup:
         Scale(first, last, 44, 380),
         named=True,
     )
+    loss, _, unit = NAMES[quantity].capitalize().partition(", ")
     caption = (
-        f"{NAMES[quantity].capitalize()} of the leading arms from step {first:,.0f} on, means over "
-        "seeds. The figures below show their differences from dense."
+        f"{loss} ({unit}) in the second half of the steps, means over seeds: the first arm of "
+        "every method. The small figures below show differences, for all arms."
     )
     return tag("figure", drawn, tag("figcaption", caption))
 

@@ -244,7 +244,7 @@ def _published(table: Table) -> tuple[str, dict[str, str]]:
 
 
 def _anchored(block: str, arm: str) -> Markup:
-    return tag("span", arm, id=html.slug("arm", block, arm))
+    return tag("span", html.name(arm), id=html.slug("arm", block, arm))
 
 
 def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> str:

@@ -131,8 +131,8 @@ def _released(released: list[Json], arms: Arms) -> Markup:
 
 def _arm(arms: Arms, block: str, arm: str) -> Markup:
     if (block, arm) not in arms:
-        return text(arm)
-    return tag("a", arm, href=f"#{html.slug('arm', block, arm)}")
+        return html.name(arm)
+    return tag("a", html.name(arm), href=f"#{html.slug('arm', block, arm)}")
 
 
 def _measured(claim: Json, measured: Json, links: Links) -> Markup:

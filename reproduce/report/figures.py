@@ -4,6 +4,7 @@ scheme."""
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from experiments.runs.curves import NAMES, Point
 from experiments.runs.stats import difference_form
 from reproduce.report.html import MINUS, Markup, tag, text
 
+ENLARGED = 1.25  # pixels of the page per unit of a figure, where there is room
 STYLE = Path(__file__).with_name("figures.css")
 _numbers = count(1)  # for ids that are unique on a page
 
@@ -39,7 +41,8 @@ class Scale:
         """Round values within the scale."""
         if self.log:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-            return [10.0**power for power in powers]
+            every = math.ceil(len(powers) / 4)
+            return [10.0**power for power in powers if power % every == 0]
         rough = (self.high - self.low) / about
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * f for f in (1, 2, 5, 10) if power * f >= rough)
@@ -57,6 +60,7 @@ def svg(title: str, description: str, width: float, height: float, *content: Any
         tag("desc", description, id=names[1]),
         *content,
         viewBox=f"0 0 {width:g} {height:g}",
+        style=f"max-width: {ENLARGED * width:.0f}px",  # letters are as large in all figures
         role="img",
         aria_labelledby=" ".join(names),
         class_="figure",
@@ -67,7 +71,7 @@ def standalone(figure: Markup) -> str:
     """A figure as the content of an SVG file, with its styles."""
     style = STYLE.read_text(encoding="utf-8").replace(":root", "svg")
     start = '<svg xmlns="http://www.w3.org/2000/svg" width="640" '
-    inside = figure.replace("<svg ", start, 1)
+    inside = re.sub(' style="[^"]*"', "", figure, count=1).replace("<svg ", start, 1)
     return inside.replace("<title", f"<style>{style}</style><title", 1) + "\n"
 
 
@@ -233,7 +237,7 @@ def curves(
         inside = [p for p in points if x.low <= p.step <= x.high and y.low <= p.mean <= y.high]
         if not inside:
             continue
-        if any(p.std for p in inside):
+        if any(p.std for p in inside) and not named:
             edges = [_bounded(p.mean + (p.std or 0.0), y) for p in inside]
             under = [_bounded(p.mean - (p.std or 0.0), y) for p in inside]
             steps = [p.step for p in inside]

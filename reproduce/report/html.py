@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-VOID = ("meta",)
+VOID = ("meta", "wbr")
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -96,6 +96,11 @@ def command(line: str) -> Markup:
 def unbroken(words: str) -> str:
     """The words joined by no-break spaces."""
     return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def name(words: str) -> Markup:
+    """A name that breaks after its underscores where a line is too short for it."""
+    return Markup(html.escape(words).replace("_", "_<wbr>"))
 
 
 def listed(items: Iterable[Any]) -> Markup:

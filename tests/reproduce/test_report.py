@@ -244,6 +244,18 @@ def test_an_interval_beyond_the_axis_has_no_end_on_it():
     assert "difference at equal seeds" in drawn
 
 
+def test_figures_of_curves(text):
+    """Letters are as large in all figures, long names break at underscores, and an arm that is off
+    the scale or has no curve is named instead of drawn."""
+    sizes = re.findall(r'viewBox="0 0 ([\d.]+) [\d.]+" style="max-width: (\d+)px"', text)
+    assert len(sizes) > 50
+    assert all(abs(int(shown) / float(own) - figures.ENLARGED) < 0.01 for own, shown in sizes)
+    assert "<strong>ast_<wbr>boosted</strong>" in text
+    assert "Without a curve on this scale: sparsegpt, wanda, ast_as_released." in text
+    assert "<strong>wanda</strong>" not in text
+    assert figures.Scale(1e-6, 1, 0, 1, log=True).ticks() == [1e-6, 1e-4, 1e-2, 1.0]
+
+
 def test_a_paper_s_table_made_of_small_models(text):
     """SLoPe's Table 4: the paper's scores of BERT beside the losses of block a's arms."""
     part = text.partition('id="table-slope-table4"')[2].partition('id="table-slope-table5"')[0]
