@@ -24,6 +24,14 @@ LEGEND = (
 )
 
 
+def table_name(name: str) -> str:
+    """The name of a table in words: `FST, Figure 7` for fst_figure7."""
+    paper, _, kind = name.partition("_")
+    number = kind.removeprefix("table").removeprefix("figure")
+    kind = kind.removesuffix(number).capitalize()
+    return f"{PAPERS[paper]}, {kind} {number}" if paper in PAPERS else name
+
+
 def lines(judged: Json) -> list[str]:
     """The lines about all claims that are printed on a terminal."""
     text = []
@@ -128,7 +136,7 @@ def statement(m: Json) -> str:
     """A statement on speed or memory in words, with the table that it is judged by."""
     memory = "memory of " if m["less"] else ""
     than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
-    return f"{memory}{m['column']}{than} ({m['table']}, {m['kind']})"
+    return f"{memory}{m['column']}{than} ({table_name(m['table'])}, {m['kind']})"
 
 
 def agreement(m: Json) -> str:

@@ -25,6 +25,7 @@ from reproduce.runner import command
 from reproduce.spec import TIERS, Table
 from reproduce.verdict_text import Json
 
+ENDS = html.unbroken("[95 %]")  # the heading of an interval
 NOTHING = "-"  # a cell without a value
 
 
@@ -91,8 +92,9 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, judged: Json, link
             parts.append(html.details(caption, tag("figure", drawn), open=True))
             parts.append(curves_of(shown))
         parts.append(_notes(shown))
-    parts.append(tag("p", "To make missing runs:"))
-    parts.append(html.command(_run(name)))
+    if done < total:
+        parts.append(tag("p", f"To make the {total - done} missing runs:"))
+        parts.append(html.command(_run(name)))
     parts.append(_commands(shown))
     parts.append(_files(shown, links))
     return tag("section", parts)
@@ -102,17 +104,22 @@ def _gap(gap: Json) -> str:
     """Sentences on what half the width costs, in standard deviations of that difference."""
     quantity = gap["metric"].rpartition(".")[2]
     met = "has" if gap["ratio"] >= scale.ENOUGH else "does not have"
-    return (
+    sentences = [
         f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])} "
         f"({NAMES.get(quantity, quantity)}), which is {gap['ratio']:.1f} times its standard "
-        f"deviation over {gap['n']} seeds. To rank methods, a block should have at least "
-        f"{scale.ENOUGH:g} times, which this one {met}. "
-    ) + (
-        f"It is {gap['other_ratio']:.1f} times the median standard deviation of the other arms' "
-        "differences."
-        if gap["other_arms"]
-        else ""
+        f"deviation over {gap['n']} seeds.",
+        f"To rank methods, a block should have at least {scale.ENOUGH:g} times, which this one "
+        f"{met}.",
+    ]
+    if gap["other_arms"]:
+        sentences.append(
+            f"It is {gap['other_ratio']:.1f} times the median standard deviation of the other "
+            "arms' differences."
+        )
+    sentences.append(
+        f"In the table, g is the difference of an arm from {gap['lower']} divided by this one."
     )
+    return " ".join(sentences)
 
 
 def _run(name: str) -> str:
@@ -123,7 +130,7 @@ def _table(shown: Shown, evidence: Evidence, margin: Margin, judged: Json) -> Ma
     name, arms = shown.block.name, [*shown.block.arms]
     first = Column("arm", True, [_anchored(name, arm) for arm in arms])
     columns = [first, *_columns(shown, arms, evidence, margin, judged)]
-    return _of_columns(f"Arms of block {name}", columns)
+    return _of_columns(f"Arms of block {name} ({_made(shown)})", columns)
 
 
 @dataclass(frozen=True)
@@ -146,9 +153,8 @@ def _of_columns(caption: str, columns: list[Column]) -> Markup:
 def _columns(
     shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, judged: Json
 ) -> list[Column]:
-    """The columns on these arms: values, differences, verdicts and sources."""
+    """The columns on these arms: values, differences, verdicts and links to the records."""
     name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
-    records = [[*shown.arms.get(arm, {}).values()] for arm in arms]
     better = "less" if shown.lower_is_better else "more"
     several = len({shown.against(arm) for arm in arms} - {""}) > 1
     baseline = [shown.against(row.label) if row and row.pairs else NOTHING for row in rows]
@@ -160,13 +166,13 @@ def _columns(
             [f"{with_spread(r.mean, r.std)} (n={r.n})" if r else NOTHING for r in rows],
         ),
         Column(
-            "difference [95 %] (n pairs)" if several else f"minus {minus} [95 %] (n pairs)",
+            f"{'difference' if several else f'minus {minus}'} {ENDS} (n pairs)",
             False,
             [_difference(row) if row and row.pairs else NOTHING for row in rows],
         ),
         Column("compared with", True, baseline if several else [NOTHING] * len(baseline)),
         Column(
-            "gap left open, g [95 %]",
+            f"gap left open, g {ENDS}",
             False,
             [_gap_closed(evidence, shown, row.label, margin) if row else NOTHING for row in rows],
         ),
@@ -175,9 +181,6 @@ def _columns(
             True,
             [claims.of_arm(judged, name, row.label) if row else "not run" for row in rows],
         ),
-        Column("tier", True, ["mini" if row else NOTHING for row in rows]),
-        Column("revision", True, [_joined(map(revision, some)) for some in records]),
-        Column("device", True, [html.unbroken(_joined(map(device, some))) for some in records]),
         Column(
             "source",
             True,
@@ -197,9 +200,10 @@ def _difference(row: Summary) -> str:
     return f"{difference} {interval}".removesuffix(" -") + f" (n={row.pairs})"
 
 
-def _joined(words: Iterable[str]) -> str:
-    """The different words, separated by commas."""
-    return ", ".join(dict.fromkeys(words)) or NOTHING
+def _made(shown: Shown) -> str:
+    """The tier and the devices of a block's runs."""
+    devices = dict.fromkeys(device(one) for seeds in shown.arms.values() for one in seeds.values())
+    return f"tier mini, on {', '.join(devices)}"
 
 
 def of_table(
@@ -225,7 +229,7 @@ def of_table(
     advice = "Small models: compare the order of the rows with the paper's, not the numbers. "
     link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
     return text(
-        _of_columns(f"{table.title}, by block {name}", columns),
+        _of_columns(f"{table.title}, by block {name} ({_made(shown)})", columns),
         tag("p", advice, link, "."),
     )
 

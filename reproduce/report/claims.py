@@ -30,8 +30,11 @@ def section(judged: Json, arms: Arms, links: Links) -> Markup:
         ),
         tag(
             "p",
-            "A verdict holds only at the scale or on the device given with it. Runs with the same "
-            f"seed have the same initial weights and batches and are compared in pairs. {LEGEND} "
+            "A verdict holds only at the scale or on the device given with it. Claims on losses "
+            "and accuracies are judged by blocks of runs: one small model, trained in many "
+            "variants, called arms, with the same seeds. A contrast compares two arms. Runs "
+            "with the same seed have the same initial weights and batches and are compared in "
+            f"pairs. {LEGEND} "
             f"Two arms are equal if they differ by less than {share['share']:g} of the gap between "
             f"{share['lower']} and {share['upper']}.",
         ),

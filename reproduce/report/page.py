@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.runs.comparison import with_spread
+from experiments.runs.curves import NAMES
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.results import git_state
@@ -150,13 +151,16 @@ def _opening(rules: Claims, evidence: Evidence) -> Markup:
         return text(parts, tag("p", f"Block {MAIN}, which the figure here shows, has no runs yet."))
     n = [block.rows[arm].pairs for arm in block.leading if block.rows[arm].pairs]
     seeds = f"{min(n)} to {max(n)}" if n and min(n) < max(n) else str(max(n, default=0))
+    quantity = NAMES[block.quantity].partition(",")[0]
     caption = (
-        f"{block.block.title}. Each row shows how far a method's {block.quantity} is above that of "
+        f"{block.block.title}. Each row shows how far a method's {quantity} is above that of "
         f"{block.baseline}: mean and 95 % interval of the paired differences over {seeds} seeds, "
         "with each seed as a small dot (a hollow mark is a single seed without an interval). The "
-        f"square is {block.yardstick}, a dense model with half the FFN width: a method that is not "
-        "to the left of it is no better than that smaller model. A method inside the shaded band, "
-        "a quarter of that distance on either side of 0, counts as being as good as dense."
+        f"square is {block.yardstick}, a dense model whose feed-forward layers have half the "
+        "width: a method that is not to the left of it is no better than that smaller model. "
+        "(shallow is a dense model with half the depth, fst the method t_sr_ste.) A method inside "
+        "the shaded band, a quarter of that distance on either side of 0, counts as being as good "
+        "as dense."
     )
     return text(
         parts,
@@ -204,7 +208,7 @@ def _own(own: Own, runs: Path, links: Links) -> Markup:
         heads = ["run", "val_loss", f"minus {arms[0][0].label}", "95 % interval", "results"]
         parts.append(html.table(str(folder), heads, cells, words=(0, 4)))
         parts.append(html.command(f"python -m experiments.compare {folder}"))
-    return text(parts or tag("p", f"{runs} has no finished training runs."))
+    return text(parts or tag("p", f"There is no finished training run in {runs}."))
 
 
 def _left_out(shown: list[Shown], evidence: Evidence, own: Own, runs: Path, links: Links) -> Markup:

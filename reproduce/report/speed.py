@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from experiments import bench
@@ -11,7 +12,7 @@ from reproduce.report.figures import factors
 from reproduce.report.html import Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED
-from reproduce.verdict_text import Json
+from reproduce.verdict_text import Json, table_name
 
 RECORDS = Path(bench.__file__).parents[1] / "bench_results"
 MEANS = {
@@ -45,6 +46,7 @@ def section(judged: Json, links: Links) -> Markup:
         tag("h3", "Compared with the papers"),
         drawn or tag("p", "Nothing was measured yet."),
         tag("h3", "Measured by experiments.bench"),
+        tag("p", "Where a method was measured more than once, the figures name the revision."),
         [_record(path, links) for path in sorted(RECORDS.glob("*.json"))],
     )
 
@@ -53,7 +55,7 @@ def _measured(measured: Json, claim: int, links: Links) -> Markup:
     rows = [(line["label"], line["paper"], line["ours"]) for line in measured["lines"]]
     less = measured["less"]
     unit = "memory relative to dense; less is better" if less else "times as fast as dense"
-    title = f"{measured['table']}: {measured['column']}"
+    title = f"{table_name(measured['table'])}: {measured['column']}"
     files = [links.to(path) for path in sorted(MEASURED.glob(f"*/{measured['table']}-full.csv"))]
     return html.details(
         [_kind(measured["kind"]), f" {title}"],
@@ -85,8 +87,11 @@ def _record(path: Path, links: Links) -> Markup:
         if not rows:
             continue
         dots: dict[str, list[tuple[str, None, float]]] = {}
+        measured = Counter((r["shape"], r["name"]) for r in rows)
         for r in rows:
-            dots.setdefault(r["shape"], []).append((r["name"], None, r["peers"]["dense"] / r["ms"]))
+            again = measured[r["shape"], r["name"]] > 1
+            label = f"{r['name']} at {r['revision'][:7]}" if again else r["name"]
+            dots.setdefault(r["shape"], []).append((label, None, r["peers"]["dense"] / r["ms"]))
         cells = [
             [
                 r["name"],

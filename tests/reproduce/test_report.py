@@ -244,6 +244,25 @@ def test_an_interval_beyond_the_axis_has_no_end_on_it():
     assert "difference at equal seeds" in drawn
 
 
+def test_tables_of_arms_say_once_what_is_the_same_for_all(text):
+    assert "<span>Arms of block a (tier mini, on NVIDIA H200)</span>" in text
+    part = text.partition('id="block-a"')[2].partition('id="block-b"')[0]
+    heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", part)[:6]
+    assert [head.partition(" ")[0] for head in heads] == [
+        "arm", "ours", "minus", "gap", "verdict", "source",
+    ]  # fmt: skip
+    assert "missing runs:" not in part  # block a is complete
+
+
+def test_measured_speeds_are_named_in_words(text):
+    part = text.partition('id="speed"')[2].partition('id="own"')[0]
+    assert "FST, Figure 7: FFN speedup" in part
+    labels = re.findall(r"<svg.*?</svg>", part)
+    for figure in labels:
+        names = re.findall(r'text-anchor="end">([^<]*[a-z][^<]*)</text>', figure)
+        assert len(names) == len(set(names)), names
+
+
 def test_figures_of_curves(text):
     """Letters are as large in all figures, long names break at underscores, and an arm that is off
     the scale or has no curve is named instead of drawn."""

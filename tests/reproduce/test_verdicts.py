@@ -245,14 +245,14 @@ def test_measurements_are_of_a_device(tmp_path):
         "1. [refuted] FST: it trains.",
         "   the paper: 1.0",
         "   measured on NVIDIA Toy",
-        "   training (slope_table1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; at least half "
-        "of the paper's gain in 1 of 6 rows: refuted on NVIDIA Toy",
+        "   training (SLoPe, Table 1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; at least "
+        "half of the paper's gain in 1 of 6 rows: refuted on NVIDIA Toy",
         "      refuted: r1: 0.900, the paper 1.500",
         "      refuted: r2: 0.950, the paper 1.500",
         "      refuted: r3: 1.000, the paper 1.500",
         "      refuted: and 1 more (claims.csv)",
         "      inconclusive: r5: 1.250, the paper 1.500",
-        "   training (slope_table1, step): 1.500; the paper 1.500; n = 1; at least half of "
+        "   training (SLoPe, Table 1, step): 1.500; the paper 1.500; n = 1; at least half of "
         "the paper's gain in 1 of 1 rows: confirmed on NVIDIA Toy",
         "   what would decide it: More of it.",
     ]
@@ -266,9 +266,9 @@ def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
     asked = of(measured=[gain, replace(gain, than="r1")])
     shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
     assert shown[0] == "1. [not tested: 1 confirmed of 2 parts] FST: it trains."
-    assert "   training, times as fast as r1 (slope_table1, kernel): 1.667;" in shown[4]
+    assert "   training, times as fast as r1 (SLoPe, Table 1, kernel): 1.667;" in shown[4]
     memory = verdicts.content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
-    assert "   memory of training (slope_table1, kernel): 1.500;" in verdict_text.lines(memory)[3]
+    assert "   memory of training (SLoPe, Table 1, kernel): 1.500;" in verdict_text.lines(memory)[3]
 
 
 def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
