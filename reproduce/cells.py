@@ -16,6 +16,7 @@ from reproduce.spec import BENCH, COMPARING, Column, Measure, Table, TableRow, V
 ILLEGAL = "sparsity.illegal_groups"
 MARK = "*"  # printed after our value if the paper's lies outside the interval of ours
 OTHER = "†"  # printed after a comparison with another row than the first
+UNKNOWN = "not available"  # printed for a value of the paper that nobody confirmed
 
 Values = dict[int, float]  # by seed
 Numbers = dict[str, float | int | str | None]
@@ -198,7 +199,7 @@ def paper(
     cell = published_cell(table, variant, row, column)
     if cell is None:
         named = published_name(table, variant, row, column) or row.published
-        return Cell("not available" if named else "-"), Cell("")
+        return Cell(UNKNOWN if named else "-"), Cell("")
     if tier == "smoke":
         return Cell("-"), Cell("")
     published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.runs.comparison import Summary, with_spread
 from experiments.runs.curves import NAMES
 from reproduce import scale
-from reproduce.cells import published_cell
+from reproduce.cells import UNKNOWN, published_cell
 from reproduce.claims import Margin
 from reproduce.records import Evidence, StoredRecord
 from reproduce.report import claims, html
@@ -220,13 +220,14 @@ def of_table(
     if not any(arm in shown.arms for arm in arms.values()):
         return None
     column, papers = _published(table)
-    theirs = [papers.get(label, "not available") for label in arms]
-    columns = [
-        Column("method", True, [*arms]),
-        Column(f"paper: {column}" if papers else "paper", False, theirs),
-        *_columns(shown, arms.values(), evidence, margin, judged),
-    ]
+    columns = [Column("method", True, [*arms])]
     advice = "Small models: compare the order of the rows with the paper's, not the numbers. "
+    if papers:
+        theirs = [papers.get(label, UNKNOWN) for label in arms]
+        columns.append(Column(f"paper: {column}", False, theirs))
+    else:
+        advice = "The paper's values are not available. The small models are those of "
+    columns += _columns(shown, arms.values(), evidence, margin, judged)
     link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
     return text(
         _of_columns(f"{table.title}, by block {name} ({_made(shown)})", columns),

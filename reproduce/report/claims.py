@@ -154,7 +154,7 @@ def _measured(claim: Json, measured: Json, links: Links) -> Markup:
     ]
     heads = ["row", "verdict", "paper", "ours", "95 % interval", "n"]
     files = sorted(MEASURED.glob(f"*/{measured['table']}-full*.csv"))
-    where = [f"{measured['device']}. {measured['code']}. ", html.listed(map(links.to, files))]
+    where = [f"{measured['device']}; {measured['code']}: ", html.listed(map(links.to, files))]
     return html.details(
         [badge(measured["verdict"]), f" {name}{count}"],
         html.table(f"Claim {claim['id']}: {name}", heads, rows, words=(0, 1)) if rows else None,

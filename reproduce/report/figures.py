@@ -17,7 +17,7 @@ from experiments.runs.curves import NAMES, Point
 from experiments.runs.stats import difference_form
 from reproduce.report.html import MINUS, Markup, tag, text
 
-ENLARGED = 1.25  # pixels of the page per unit of a figure, where there is room
+REDUCED, ENLARGED = 0.75, 1.25  # pixels of the page per unit of a figure: least and most
 STYLE = Path(__file__).with_name("figures.css")
 _numbers = count(1)  # for ids that are unique on a page
 
@@ -60,7 +60,8 @@ def svg(title: str, description: str, width: float, height: float, *content: Any
         tag("desc", description, id=names[1]),
         *content,
         viewBox=f"0 0 {width:g} {height:g}",
-        style=f"max-width: {ENLARGED * width:.0f}px",  # letters are as large in all figures
+        # Letters are as large in all figures, and not too small on a phone, where a figure scrolls.
+        style=f"min-width: {REDUCED * width:.0f}px; max-width: {ENLARGED * width:.0f}px",
         role="img",
         aria_labelledby=" ".join(names),
         class_="figure",

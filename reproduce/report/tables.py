@@ -10,6 +10,7 @@ from pathlib import Path
 
 from experiments.support.errors import UserError
 from reproduce import coverage
+from reproduce.cells import UNKNOWN
 from reproduce.grid import OURS, PAPER, SOURCE, Grid
 from reproduce.grid import read as read_grid
 from reproduce.render import render
@@ -126,7 +127,10 @@ def _where(made: Made) -> str:
 def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     device = made.fact("Device").partition(",")[0] or "-"
     revision = revisions(made.fact("Code"))
-    source: list[object] = [f"Tier {made.tier} was not run here; the values above are the paper's."]
+    source: list[object] = [f"Tier {made.tier} was not run here."]
+    if table.paper:
+        shown = "above are the paper's" if _has_values(made.grid) else "of the paper are unknown"
+        source = [f"Tier {made.tier} was not run here; the values {shown}."]
     if made.path is not None:
         paths = [made.path, made.path.with_suffix(".csv")]
         paths.append(made.path.with_name(f"{made.path.stem}-runs.csv"))
@@ -135,11 +139,17 @@ def _made(table: Table, made: Made, verdicts: Verdicts, links: Links) -> Markup:
     paper = f" paper={table.paper}" if table.paper else ""
     line = f"python -m reproduce {table.command}{paper} tier={made.tier}"
     return html.text(
-        _grid(table, made, verdicts) if made.grid and made.grid.lines else None,
+        _grid(table, made, verdicts) if _has_values(made.grid) else None,
         html.details("Settings and caveats", tag("ul", [tag("li", h) for h in made.header])),
         tag("p", source, " To make it:"),
         html.command(line),
     )
+
+
+def _has_values(grid: Grid | None) -> bool:
+    """True if at least one cell has a value."""
+    cells = [value for line in grid.lines for value in line.values] if grid else []
+    return any(value not in ("", "-", UNKNOWN) for value in cells)
 
 
 def _grid(table: Table, made: Made, verdicts: Verdicts) -> Markup:
