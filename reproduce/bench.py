@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +213,10 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        metrics, used = MEASURES[config.what](config, report)
+        with warnings.catch_warnings():
+            # Steps are measured again under the same number.
+            warnings.filterwarnings("ignore", message=r"on_step_begin\(")
+            metrics, used = MEASURES[config.what](config, report)
     finally:
         torch.set_num_threads(threads)
         gc.collect()

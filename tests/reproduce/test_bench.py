@@ -30,10 +30,11 @@ def test_overrides(tmp_path):
             load(["what=linear", "method=slope", wrong])
 
 
-def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch):
+def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch, recwarn):
     config = quick(what="linear", runs=str(tmp_path))
     assert bench.finished(config) is None
     result = bench.run(config, lambda message: None)
+    assert not [w for w in recwarn if "on_step_begin" in str(w.message)]
     metrics = result["metrics"]
     assert metrics["speedup"] == metrics["dense_ms"] / metrics["sparse_ms"]
     assert bench.finished(config)["metrics"] == metrics
