@@ -19,7 +19,7 @@ import torch
 
 import methods
 from experiments.bench.arms import ARMS
-from experiments.bench.timing import SUSTAINED_S
+from experiments.bench.timing import SUSTAINED_S, allow_repeated_steps
 from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
 from experiments.support import results
@@ -214,8 +214,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
     torch.set_num_threads(config.threads)
     try:
         with warnings.catch_warnings():
-            # Steps are measured again under the same number.
-            warnings.filterwarnings("ignore", message=r"on_step_begin\(")
+            allow_repeated_steps()
             metrics, used = MEASURES[config.what](config, report)
     finally:
         torch.set_num_threads(threads)

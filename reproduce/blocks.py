@@ -42,8 +42,8 @@ RECORD = {  # the entries of a record that others read, with their types
 
 @dataclass(frozen=True)
 class BlockSource:
-    """Where the initial weights of a block's runs come from: the finished run of an `arm` of
-    another `block` with the same seed."""
+    """The source of the initial weights of a block's runs: the finished run of an `arm` of another
+    `block` with the same seed."""
 
     block: Block
     arm: str
@@ -213,7 +213,7 @@ class BlockRun:
 @cache
 def _arm_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
     """The config of these overrides with seed 0 and random initial weights. It is cached, because
-    composing it takes some 50 ms, and the hash of every arm and seed is needed to read records."""
+    composing it takes over 0.1 s, and the hash of every arm and seed is needed to read records."""
     config: RunConfig = Job("", driver, [*overrides, "seed=0"], Path()).config
     return config
 

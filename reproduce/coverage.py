@@ -86,7 +86,7 @@ def measured_file(table: Table, tier: str) -> str:
 
 
 def read_progress(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
-    """What `progress` gave when a tier was last made here; None if it never was."""
+    """The result of `progress` when a tier was last made here; None if it never was."""
     path = stem(table, tier, runs).with_suffix(".json")
     if not path.is_file():
         return None

@@ -58,7 +58,7 @@ def _on_the_paper(table: Table, tier: str) -> list[str]:
 
 
 def _marking(n: int) -> str:
-    """What a marked value means. n: number of seeds."""
+    """A sentence on the meaning of a marked value. n: number of seeds."""
     if n < 2:
         return "One seed has no interval: no difference to the paper is marked."
     return (

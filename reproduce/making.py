@@ -106,8 +106,8 @@ def not_offered(table: Table, tier: str) -> str:
 
 
 def attempt(table: Table, tier: str, runs: Path) -> Made:
-    """What `make` returns. A `UserError` is printed as one line and recorded as the reason, so that
-    the next table can be made."""
+    """Make a tier of a table as `make` does. A `UserError` is printed as one line and returned as
+    the reason, so that the next table can be made."""
     try:
         return make(table, tier, runs)
     except UserError as error:

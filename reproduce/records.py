@@ -71,7 +71,7 @@ def read_evidence(
 
     Args:
         only: names of the blocks whose records are wanted; None = all. Fewer are faster: the config
-            of every arm is composed, which takes some 50 ms.
+            of every arm is composed, which takes over 0.1 s.
 
     Raises:
         UserError: a record is damaged, or a block's overrides do not fit together.

@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from experiments.bench.report import (
     write_table,
 )
 from experiments.bench.serve import draw as draw_serving
+from experiments.bench.timing import allow_repeated_steps
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
 from experiments.support.results import environment
@@ -117,8 +117,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--device cuda: torch sees no GPU here; leave it out for the CPU's rows")
     options.device = torch.device(options.device or ("cuda" if there else "cpu"))
     torch.set_num_threads(options.threads)
-    # Steps are measured again under the same number.
-    warnings.filterwarnings("ignore", message=r"on_step_begin\(")
+    allow_repeated_steps()
     if options.out is None:
         device = provenance(options.device, None)["device"]
         name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())

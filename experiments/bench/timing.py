@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,11 @@ def read_load() -> tuple[float, float] | None:
         return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
     except Exception:  # without pynvml, a driver or support by the card: each raises another error
         return None
+
+
+def allow_repeated_steps() -> None:
+    """Silence the warning that a step begins again: a benchmark measures it several times."""
+    warnings.filterwarnings("ignore", message=r"on_step_begin\(")
 
 
 def in_turns(

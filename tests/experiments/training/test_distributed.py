@@ -14,7 +14,7 @@ MAIN, OTHER = (World(rank, 2, torch.device("cpu")) for rank in range(2))
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What rank 0 sends; a rank that asks afterwards receives it."""
+    """The list of messages that rank 0 sends; a rank that asks afterwards receives them."""
     messages = []
 
     def broadcast(values):

@@ -1,4 +1,4 @@
-"""Where passes are replayed from CUDA graphs, what `auto` says, and what a graph relies on."""
+"""Tests of CUDA graphs: where passes are replayed, what `auto` reports, what a graph relies on."""
 
 import itertools
 from types import SimpleNamespace
@@ -211,8 +211,9 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "options"), RUNS, ids=[" ".join([n, *o]) for n, o in RUNS])
 def test_a_phase_has_the_same_passes_in_every_step(tiny, tmp_path, monkeypatch, name, options):
-    """What a graph freezes: operators and numbers that are given from Python. Nothing may be read
-    back either. Steps that differ must differ in phase or flags, by which they are told apart."""
+    """A graph freezes operators and numbers that are given from Python, so these must not change
+    within a phase. Nothing may be read back either. Steps that differ must differ in phase or
+    flags, by which they are told apart."""
     passes, own = [], Optimization._backward
 
     def watched(self, batch, share):

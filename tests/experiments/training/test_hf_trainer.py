@@ -241,7 +241,8 @@ def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
 
 @every_arm
 def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninterrupted):
-    """That of the first phase; what `from_pretrained` does not find it would make up."""
+    """The function is that of the first phase. `from_pretrained` would draw at random the weights
+    that it does not find."""
     folder = uninterrupted(name).directory / "checkpoint-3"
     trainer, _ = trainer_for(name, folder.parent / "again")
     model = trainer.model

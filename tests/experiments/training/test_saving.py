@@ -124,7 +124,7 @@ def get_stuck(last):
 
 
 def unshared(folder, rank, here):
-    """What a rank hears that has a folder of its own."""
+    """Write to a file the errors that a rank raises whose folder is not that of the others."""
     sharded_checkpoint.PATIENCE = 0.1
     own, told = folder / f"node{rank}", []
     mesh = torch.distributed.init_device_mesh("cpu", (here.size,))
@@ -149,7 +149,8 @@ def unshared(folder, rank, here):
 
 
 def refused(config, folder, here):
-    """What each rank hears of a lock that rank 0 meets, and of a disk that is full at the end."""
+    """Write to a file the errors that each rank raises after a lock that rank 0 meets, and after a
+    full disk."""
     told = []
     with checkpoint.exclusive(config.directory()) if here.is_main else nullcontext():
         with pytest.raises(UserError) as caught:

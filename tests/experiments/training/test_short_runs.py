@@ -69,7 +69,7 @@ def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
 
 
 def test_a_run_on_images_counts_images(tmp_path, capsys):
-    """Those of a step, whatever the number of patches in them."""
+    """The unit is the image, whatever the number of its patches."""
     overrides = ["model=deit_nano", "model.depth=1", "model.width=16", "method=dense",
                  "train.steps=2", "train.batch_size=2", "train.eval_samples=2",
                  "impl.device=cpu", "impl.threads=1", f"runs={tmp_path}"]  # fmt: skip

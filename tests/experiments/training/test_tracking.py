@@ -15,7 +15,7 @@ from experiments.training.trainer import Trainer
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """What `wandb.init` and the run's `log` were called with, in a list."""
+    """The list of arguments with which `wandb.init` and the run's `log` were called."""
     calls = []
     log = SimpleNamespace(log=lambda *a, **k: calls.append((a, k)), finish=lambda: None)
     module = SimpleNamespace(init=lambda **keywords: calls.append(keywords) or log)
