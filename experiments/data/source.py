@@ -12,11 +12,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 Batch = dict[str, Tensor]
 # Optimizer step, and the indices of samples in that step's batch over all ranks and micro-batches.
 Request = tuple[int, range]
+
+
+def send(value: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on `device`. The call does not wait for work that a GPU has not done yet: with
+    several processes on one GPU, every wait also lasts for the others' work."""
+    if torch.device(device).type == "cuda" and not value.is_cuda:
+        value = value.pin_memory()  # from other memory the GPU copies only after what is queued
+    return value.to(device, non_blocking=True)
 
 
 class TrainingSource(Protocol):

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.data.source import send
+
 # Columns of the random numbers of a crop, each uniform in [0, 1).
 _AREA, _RATIO, _LEFT, _TOP, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST = range(8)
 _BLUR, _SIGMA, _SOLARIZE, _DRAWS = range(8, 12)
@@ -62,10 +64,10 @@ class GreyCrops:
             mean = x.mean((-2, -1), keepdim=True)
             x = torch.lerp(mean, x, contrast[..., None, None]).clamp(0, 1)
         if any(self.blur):
-            which = draw[_BLUR] < draws.new_tensor(self.blur)
+            which = draw[_BLUR] < send(torch.tensor(self.blur), draws.device)
             x = blurred(x, torch.where(which, _between(draw[_SIGMA], _SIGMAS), 0.0))
         if any(self.solarize):
-            which = draw[_SOLARIZE] < draws.new_tensor(self.solarize)
+            which = draw[_SOLARIZE] < send(torch.tensor(self.solarize), draws.device)
             x = torch.where(which[..., None, None] & (x >= 128 / 255), 1 - x, x)
         return x
 

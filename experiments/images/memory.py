@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.data.source import send
 from experiments.images.dataset import Arrays, ImageConfig, Images
 
 _DRAWS = 3  # random numbers of a training image: shift down, shift right, mirroring
@@ -63,7 +64,8 @@ class GreyImages:
         self, indices: np.ndarray, down: np.ndarray, right: np.ndarray, mirrored: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         choices = torch.from_numpy(np.stack([indices, down, right, mirrored]))
-        chosen, down_by, right_by, flipped = choices.to(self.pixels.device)[:, :, None]
+        choices = send(choices, self.pixels.device)
+        chosen, down_by, right_by, flipped = choices[:, :, None]
         at = torch.arange(self.size, device=chosen.device) + self.margin
         rows, columns = at - down_by, torch.where(flipped == 1, at.flip(0), at) - right_by
         x = self.pixels[chosen[:, :, None], rows[:, :, None], columns[:, None, :]]
@@ -91,12 +93,13 @@ def mixed(
     low, high = (np.clip(middles + way, 0, size) for way in (-reach, reach))
     share = np.where(cuts, 1 - np.prod(high - low, axis=0) / size**2, share)
 
-    box = torch.from_numpy(np.stack([low, high])).to(x.device)[..., None]  # [2, 2, B / 2, 1]
+    box = send(torch.from_numpy(np.stack([low, high])), x.device)[..., None]  # [2, 2, B / 2, 1]
     at = torch.arange(size, device=x.device)
     down, right = (at >= box[0]) & (at < box[1])
-    own = torch.from_numpy(share).to(x)[:, None, None]
+    own = send(torch.from_numpy(share).to(x.dtype), x.device)[:, None, None]
     outside = ~(down[:, :, None] & right[:, None, :])
-    weight = torch.where(torch.from_numpy(cuts).to(x.device)[:, None, None], outside.to(x), own)
+    cut = send(torch.from_numpy(cuts), x.device)[:, None, None]
+    weight = torch.where(cut, outside.to(x), own)
     off = config.label_smoothing / classes
     target = torch.full((len(x), classes), off, device=x.device)
     target.scatter_(1, labels[:, None], 1 - config.label_smoothing + off)

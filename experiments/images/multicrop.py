@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.source import Batch, Request
+from experiments.data.source import Batch, Request, send
 from experiments.images.crop_memory import GreyCrops, uniform
 from experiments.images.dataset import ImageConfig, load_images
 from experiments.images.memory import hold
@@ -195,8 +195,8 @@ class MultiCrops:
         """The batch of crops of images that lie in memory."""
         held = self.memory[split]
         device = held.pixels.device
-        images = held.pixels[torch.from_numpy(indices).to(device)] / 255
-        large, small = draws.to(device).split([2, self.dino.local_crops], 1)
+        images = held.pixels[send(torch.from_numpy(indices), device)] / 255
+        large, small = send(draws, device).split([2, self.dino.local_crops], 1)
         crops = {"global_crops": self.large.of(images, large)}
         crops["local_crops"] = self.small.of(images, small)
         return {name: (x[:, :, None] - held.mean) / held.std for name, x in crops.items()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.config.settings import TrainConfig
-from experiments.data.source import Batch
+from experiments.data.source import Batch, send
 from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.training.graphs import Replays
@@ -262,7 +262,7 @@ class Optimization:
             )
 
     def to_device(self, batch: Batch) -> Batch:
-        return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+        return {name: send(value, self.device) for name, value in batch.items()}
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
