@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from experiments.config.run import RunConfig
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
 from experiments.images.dataset import load_images
@@ -67,93 +68,145 @@ def run_block(
     Raises:
         UserError: overrides that do not fit together, no GPU, or data that cannot be prepared.
     """
-    kept = runs / "evidence"
-    everything = list(block.runs(runs))
-    waiting = _missing(everything, committed, kept)
-    sources = {first.source for first, *_ in waiting if first.source is not None}
-    ahead = {first for first, *_ in waiting if first in sources}  # runs that start there wait
-    total = sum(map(len, waiting))
-    gpus = visible_gpus() or [None]
-    places = gpus * per_gpu
-    report(
-        f"{block.name}: {len(everything)} runs, {len(everything) + len(ahead) - total} done "
-        f"already; {len(places)} at a time"
-    )
-    if block.source is not None and ahead:
-        report(f"before them {len(ahead)} of block {block.source.block.name}, where they start")
-    configs = [first.config for first, *_ in waiting]
+    queue = Queue(block, runs, per_gpu, report, committed)
+    _prepare(block, [first.config for first, *_ in queue.waiting])
+    queue.work(minutes)
+    if queue.left:
+        report(f"{queue.left} runs are left; start the same command again to go on")
+    return queue.done == queue.total
+
+
+def _prepare(block: Block, configs: list[RunConfig]) -> None:
+    """Check that the trainings can begin, and prepare their data once instead of in every process.
+
+    Raises:
+        UserError: no GPU, or data that cannot be prepared.
+    """
     if needs_gpu(configs):
         raise UserError(f"block {block.name} needs a GPU, and torch sees none here")
     for data in {config.data for config in configs}:
         if isinstance(data, DataConfig):
-            prepare(data)  # once here instead of in every process
+            prepare(data)
         else:
             load_images(data)  # raises an error if they are missing
-    begun = time.monotonic()
-    deadline = begun + (minutes * 60 if minutes is not None else float("inf"))
-    working: dict[int, Worker] = {}
-    durations: list[float] = []
-    done, failed = 0, 0
-    try:
-        while time.monotonic() < deadline:
-            expected = statistics.median(durations) if durations else 0.0
-            for place, gpu in enumerate(places):
-                ready = [training for training in waiting if training[0].source not in ahead]
-                if place not in working and ready and time.monotonic() + expected < deadline:
-                    waiting.remove(ready[0])
-                    working[place] = _start(ready[0], gpu, runs, len(places))
-            if not working:
-                break
-            time.sleep(POLL)
-            for place in [p for p, w in working.items() if w.process.poll() is not None]:
-                worker = working.pop(place)
-                first, seconds = worker.runs[0], time.monotonic() - worker.started
-                result = first.job.result()
-                if result is None or not all(_ended(r, committed, kept) for r in worker.runs):
-                    left_out = [training for training in waiting if training[0].source == first]
-                    waiting = [training for training in waiting if training not in left_out]
-                    failed += len(worker.runs) + sum(map(len, left_out))
-                    report(f"failed: {worker}: {_reason(worker)}")
-                    if left_out:
-                        report(f"left out: {sum(map(len, left_out))} runs that start there")
-                    continue
-                ahead.discard(first)
-                done += len(worker.runs)
-                durations.append(seconds)
-                elapsed = time.monotonic() - begun
-                left = elapsed / done * (total - done - failed)
-                report(
-                    f"[{done}/{total}] {worker}: {_figures(result)}, {seconds:.0f} s "
-                    f"({clock(elapsed)} elapsed, about {clock(left)} left)"
-                )
-    finally:
-        _stop(list(working.values()))
-        for worker in working.values():  # a stopped one may have finished
-            done += sum(_ended(run, committed, kept) for run in worker.runs)
-    if left_over := total - done - failed:
-        report(f"{left_over} runs are left; start the same command again to go on")
-    return done == total
 
 
-def _missing(everything: list[BlockRun], committed: Path, kept: Path) -> list[list[BlockRun]]:
-    """The trainings to do, in order, each as a list of the runs that it makes: arms with the same
-    config share a training. A source whose weights are missing comes before runs that start from
-    it."""
-    trainings: dict[str, list[BlockRun]] = {}
-    for run in everything:
-        if run.record(committed, kept) is None and run.keep(kept) is None:
-            if run.source is not None and not _ended(run.source, committed, kept):
-                trainings.setdefault(run.source.digest(), [run.source])
-            trainings.setdefault(run.digest(), []).append(run)
-    return list(trainings.values())
+class Queue:
+    """The trainings of a block that wait, and those that are running.
 
+    A training is a list of runs, because arms with the same config share it. Numbers are those of
+    runs.
 
-def _ended(run: BlockRun, committed: Path, kept: Path) -> bool:
-    """True if a run is finished and its weights are here. Its record is saved, unless there is one
-    already (for a source that was made again)."""
-    if run.job.result() is None:
-        return False
-    return (run.record(committed, kept) or run.keep(kept)) is not None
+    waiting: trainings in the order in which they are to be started. ahead: the first runs of those
+    from which others start, which wait for them. working: running trainings by their place.
+    durations: seconds of each finished training. total: runs that had no record at first.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        runs: Path,
+        per_gpu: int,
+        report: Callable[[str], None],
+        committed: Path,
+    ) -> None:
+        self.runs, self.report = runs, report
+        self.kept, self.committed = runs / "evidence", committed
+        everything = list(block.runs(runs))
+        self.waiting = self._missing(everything)
+        sources = {first.source for first, *_ in self.waiting if first.source is not None}
+        self.ahead = {first for first, *_ in self.waiting if first in sources}
+        self.places = (visible_gpus() or [None]) * per_gpu
+        self.working: dict[int, Worker] = {}
+        self.durations: list[float] = []
+        self.total, self.done, self.failed = sum(map(len, self.waiting)), 0, 0
+        done = len(everything) + len(self.ahead) - self.total
+        report(
+            f"{block.name}: {len(everything)} runs, {done} done already; "
+            f"{len(self.places)} at a time"
+        )
+        if block.source is not None and self.ahead:
+            source = block.source.block.name
+            report(f"before them {len(self.ahead)} of block {source}, where they start")
+
+    @property
+    def left(self) -> int:
+        """The number of runs that are neither done nor failed."""
+        return self.total - self.done - self.failed
+
+    def work(self, minutes: float | None) -> None:
+        """Train until nothing waits; after so many minutes stop what is running."""
+        self.begun = time.monotonic()
+        deadline = self.begun + (minutes * 60 if minutes is not None else float("inf"))
+        try:
+            while time.monotonic() < deadline:
+                self._start(deadline)
+                if not self.working:
+                    break
+                time.sleep(POLL)
+                self._collect()
+        finally:
+            _stop(list(self.working.values()))
+            for worker in self.working.values():  # a stopped one may have finished
+                self.done += sum(map(self._ended, worker.runs))
+
+    def _start(self, deadline: float) -> None:
+        """Start a training at every free place, if one as long as the others can end in time."""
+        expected = statistics.median(self.durations) if self.durations else 0.0
+        for place, gpu in enumerate(self.places):
+            ready = [training for training in self.waiting if training[0].source not in self.ahead]
+            if place not in self.working and ready and time.monotonic() + expected < deadline:
+                self.waiting.remove(ready[0])
+                self.working[place] = _start(ready[0], gpu, self.runs, len(self.places))
+
+    def _collect(self) -> None:
+        """Keep the records of trainings that have ended, and report them."""
+        for place in [p for p, w in self.working.items() if w.process.poll() is not None]:
+            worker = self.working.pop(place)
+            result = worker.runs[0].job.result()
+            if result is not None and all(map(self._ended, worker.runs)):
+                self._succeeded(worker, result)
+            else:
+                self._failed(worker)
+
+    def _succeeded(self, worker: Worker, result: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self.ahead.discard(worker.runs[0])
+        self.done += len(worker.runs)
+        self.durations.append(now - worker.started)
+        elapsed = now - self.begun
+        left = elapsed / self.done * self.left
+        self.report(
+            f"[{self.done}/{self.total}] {worker}: {_figures(result)}, {self.durations[-1]:.0f} s "
+            f"({clock(elapsed)} elapsed, about {clock(left)} left)"
+        )
+
+    def _failed(self, worker: Worker) -> None:
+        """Report a failure; trainings that start from the failed one are left out."""
+        left_out = [training for training in self.waiting if training[0].source == worker.runs[0]]
+        self.waiting = [training for training in self.waiting if training not in left_out]
+        self.failed += len(worker.runs) + sum(map(len, left_out))
+        self.report(f"failed: {worker}: {_reason(worker)}")
+        if left_out:
+            self.report(f"left out: {sum(map(len, left_out))} runs that start there")
+
+    def _missing(self, everything: list[BlockRun]) -> list[list[BlockRun]]:
+        """The trainings to do, in order. A source whose weights are missing comes before runs that
+        start from it."""
+        trainings: dict[str, list[BlockRun]] = {}
+        for run in everything:
+            if run.record(self.committed, self.kept) is None and run.keep(self.kept) is None:
+                if run.source is not None and not self._ended(run.source):
+                    trainings.setdefault(run.source.digest(), [run.source])
+                trainings.setdefault(run.digest(), []).append(run)
+        return list(trainings.values())
+
+    def _ended(self, run: BlockRun) -> bool:
+        """True if a run is finished and its weights are here. Its record is saved, unless there is
+        one already (for a source that was made again)."""
+        if run.job.result() is None:
+            return False
+        return (run.record(self.committed, self.kept) or run.keep(self.kept)) is not None
 
 
 def visible_gpus() -> list[str | None]:
