@@ -153,7 +153,11 @@ def _check_products(products: Any) -> None:
 
 @cache
 def _sharded_class(cls: Any) -> type:
-    return type(f"Sharded{cls.__name__}", (ShardedLayer, cls), {"__doc__": cls.__doc__})
+    # Not compiled, although the rest of a model may be. `forward` is not decorated where it is
+    # defined, because that imports torch's compiler, which takes as long as importing torch.
+    forward = torch.compiler.disable(ShardedLayer.forward)
+    own = {"__doc__": cls.__doc__, "forward": forward}
+    return type(f"Sharded{cls.__name__}", (ShardedLayer, cls), own)
 
 
 class ShardedLayer:
@@ -220,7 +224,6 @@ class ShardedLayer:
             return whole(self)
         return whole(self) if chunk_of(weight) % together else rows(self)
 
-    @torch.compiler.disable  # the rest of a model is still compiled
     def forward(self, x: Tensor) -> Tensor:
         derive = partial(self._derived, autocast_dtype(x), x.device)
         derived = derive()
