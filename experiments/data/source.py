@@ -21,8 +21,8 @@ Request = tuple[int, range]
 
 
 def send(value: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`. The call does not wait for work that a GPU has not done yet: with
-    several processes on one GPU, every wait also lasts for the others' work."""
+    """The tensor on `device`. The call does not wait for the GPU to finish what was launched
+    before: with several processes on one GPU, each wait also lasts for the others' work."""
     if torch.device(device).type == "cuda" and not value.is_cuda:
         value = value.pin_memory()  # from other memory the GPU copies only after what is queued
     return value.to(device, non_blocking=True)
