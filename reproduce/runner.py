@@ -99,7 +99,8 @@ class Queue:
 
     waiting: trainings in the order in which they are to be started. ahead: the first runs of those
     from which others start, which wait for them. working: running trainings by their place.
-    durations: seconds of each finished training. total: runs that had no record at first.
+    durations: seconds of each finished training. begun: the time at which `work` began. total: runs
+    that had no record at first.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Queue:
         self.places = (visible_gpus() or [None]) * per_gpu
         self.working: dict[int, Worker] = {}
         self.durations: list[float] = []
+        self.begun = 0.0
         self.total, self.done, self.failed = sum(map(len, self.waiting)), 0, 0
         done = len(everything) + len(self.ahead) - self.total
         report(
@@ -140,7 +142,7 @@ class Queue:
         deadline = self.begun + (minutes * 60 if minutes is not None else float("inf"))
         try:
             while time.monotonic() < deadline:
-                self._start(deadline)
+                self._fill(deadline)
                 if not self.working:
                     break
                 time.sleep(POLL)
@@ -150,7 +152,7 @@ class Queue:
             for worker in self.working.values():  # a stopped one may have finished
                 self.done += sum(map(self._ended, worker.runs))
 
-    def _start(self, deadline: float) -> None:
+    def _fill(self, deadline: float) -> None:
         """Start a training at every free place, if one as long as the others can end in time."""
         expected = statistics.median(self.durations) if self.durations else 0.0
         for place, gpu in enumerate(self.places):
@@ -175,10 +177,10 @@ class Queue:
         self.done += len(worker.runs)
         self.durations.append(now - worker.started)
         elapsed = now - self.begun
-        left = elapsed / self.done * self.left
+        remaining = elapsed / self.done * self.left
         self.report(
             f"[{self.done}/{self.total}] {worker}: {_figures(result)}, {self.durations[-1]:.0f} s "
-            f"({clock(elapsed)} elapsed, about {clock(left)} left)"
+            f"({clock(elapsed)} elapsed, about {clock(remaining)} left)"
         )
 
     def _failed(self, worker: Worker) -> None:

@@ -29,12 +29,11 @@ export OMP_NUM_THREADS=1
 tests() {
     "$python" -m pytest -n 2 --dist loadfile "$@"
 }
-# The folders whose tests compare numbers run with the sums of another instruction set, too: a few
-# minutes. So do tests that the arguments name. Left out are Triton's kernels, which run in NumPy here
-# and do not follow these variables, and ranks with shards, which compare with a process of their own
+# The folders whose tests compare numbers run with the sums of another instruction set, too: some
+# minutes. So do tests that the arguments name. Ranks with shards compare with a process of their own
 # kind. Status 5: the arguments choose no test here.
 tests_under_avx2() {
-    ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 tests -k "not triton" "$@" \
+    ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 tests "$@" \
         --ignore=tests/experiments --ignore=tests/reproduce --ignore=tests/test_readme.py \
         --ignore=tests/test_docs.py --ignore=tests/test_examples.py \
         --ignore=tests/methods/test_sharding.py --ignore=tests/methods/nn/test_sharding.py ||

@@ -272,7 +272,7 @@ def test_a_sharded_training_is_saved_resumed_and_ended_as_shown(tmp_path, monkey
 
 
 def test_acceleration_is_asked_for_as_shown(capsys, monkeypatch):
-    """Where nothing is faster, nothing changes."""
+    """Nothing changes if no product is faster."""
     monkeypatch.delenv("SPARSE24_MATMUL", raising=False)
     method = methods.build("t_sr_ste", total_steps=6)
     code = snippet("method.convert(model, dtype")

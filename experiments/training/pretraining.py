@@ -28,7 +28,7 @@ from experiments.config.initial import AVERAGED, LATENT, WEIGHTS, damage
 from experiments.config.run import RunConfig
 from experiments.config.settings import ImplConfig
 from experiments.data.corpus import CALIBRATION
-from experiments.data.source import Source
+from experiments.data.source import Source, send
 from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
@@ -202,7 +202,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
             firsts = range(0, count, CALIBRATION_BATCH)
             parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
             batches = open_source().batches((CALIBRATION, part) for part in parts)
-            on_device = ({k: v.to(here.device) for k, v in b.items()} for b in batches)
+            on_device = ({k: send(v, here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
         with alone(here.device) if apart else nullcontext():
             converted = method.convert(model, dtype=DTYPES[config.train.dtype])

@@ -1,4 +1,4 @@
-"""What every method must satisfy; a new file in methods/ is tested here without being named.
+"""Tests that every method must pass; a new file in methods/ is tested without being named here.
 
 Options that need their own arm are listed in ARMS; a method that is not there runs with its
 defaults.

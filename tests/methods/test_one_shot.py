@@ -180,7 +180,7 @@ def test_all_metrics_give_24_and_written_out_zeros(metric):
 
 
 def test_later_layers_are_measured_behind_pruned_ones():
-    """As in the papers; statistics of the dense model would give another second layer."""
+    """The papers do so; statistics of the dense model would give another second layer."""
     batch = correlated(256, 16)
     model, _ = converted("sparsegpt", [{"x": batch}])
     dense = Net()

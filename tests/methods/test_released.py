@@ -247,7 +247,8 @@ def test_ast_enlarges_pruned_weights_and_kept_ones_twice_as_much():
 
 
 def test_ast_is_the_released_formula():
-    """As it stands there, with its names: an int32 mask, `~`, and the first moment apart."""
+    """The formula is written as in the released code, with its names: an int32 mask, `~`, and the
+    first moment apart."""
     before, mask, after, _, _ = retrained(released_ast, alpha=0.5, refresh_every=0)
     p, exp_avg, exp_avg_sq = before.clone(), torch.zeros(4, 8), torch.zeros(4, 8)
     for step in range(3):

@@ -318,7 +318,8 @@ def test_an_averaged_copy_leaves_the_sparse_phase_with_the_original():
 
 
 def assert_one_step(model, losses, reference, expected):
-    """Of SGD from equal weights; sums in another order."""
+    """Assert that a step of SGD from equal weights gives the expected losses and the weights of
+    `reference`, but for the order of sums."""
     assert losses == pytest.approx(expected, abs=1e-6)
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -89,7 +89,7 @@ def own(x):
 
 
 def whole(parts):
-    """What all ranks have `own` of."""
+    """The whole of what the ranks have parts of: `own` of each rank, joined."""
     first = parts[0]
     if isinstance(first, dict):
         return {key: whole([part[key] for part in parts]) for key in first}
@@ -236,7 +236,7 @@ def assert_equal_steps(single, steps, last, parts):
 
 
 def assert_same_weights(single, before, after):
-    """What clipping, the decay of masked weights and the optimizer made of them."""
+    """Assert that clipping, the decay of masked weights and the optimizer gave the same weights."""
     for name, ours in single.model.named_parameters():
         layer = single.method.layers.get(name.removesuffix(".weight"))
         bound = 2**-2 if getattr(layer, "mvue", None) else 2**-7

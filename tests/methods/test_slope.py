@@ -482,7 +482,8 @@ def test_zeros_from_ddp_leave_sleeping_adapters_alone():
 @pytest.mark.parametrize("left_sparse", [False, True], ids=["", "left-sparse"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_adapter_gradients_are_those_of_autograd(left_sparse, bias):
-    """Of Y = X W^T + (X L) R / rank + b, but for dX, whose sparse part takes the pruned weight."""
+    """The function is Y = X W^T + (X L) R / rank + b, but the sparse part of dX takes the pruned
+    weight."""
     layer, _ = adapted(left_sparse, bias=bias)
     x = torch.randn(3, 5, 16, requires_grad=True)
     dy = torch.randn(3, 5, 24)

@@ -61,8 +61,8 @@ def test_usage_errors_come_before_torch():
     ["reproduce --help", "reproduce --list", "reproduce claims", "experiments.compare --help"],
 )
 def test_a_reader_who_has_left_is_no_error(command):
-    """As in `python -m reproduce --list | head -3`. Output that fits into one buffer is written
-    only at the end."""
+    """`python -m reproduce --list | head -3` has such a reader. Output that fits into one buffer is
+    written only at the end."""
     read, write = os.pipe()
     os.close(read)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}

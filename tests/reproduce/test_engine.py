@@ -77,13 +77,13 @@ CHAIN = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"], st
 
 
 def there(config):
-    """What `finished` of a measuring driver says, but for its checks of data and weights."""
+    """The result of `finished` of a measuring driver, without its checks of data and weights."""
     path = config.directory() / results.FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def test_a_chain_of_training_retraining_and_measurements(small, tmp_path, fake, monkeypatch):
-    """What follows an unfinished run has no name yet; when it fails, the rest waits for it."""
+    """A run that follows an unfinished one has no name yet; if that one fails, the rest waits."""
     for driver in (evaluate, finetune):
         monkeypatch.setattr(driver, "finished", there)
     measure = {

@@ -132,7 +132,7 @@ def test_every_table_and_figure_has_a_script():
 
 
 def test_a_script_asks_for_what_it_is_called(clone):
-    """Whichever folder one stands in, with the arguments as they are."""
+    """It does so from any folder, and passes the arguments on as they are."""
     shutil.copy(ROOT / "reproduce" / "table.sh", clone / "reproduce")
     (clone / "reproduce" / "figure4.sh").symlink_to("table.sh")
     shutil.copytree(ROOT / "reproduce" / "tables", clone / "reproduce" / "tables")

@@ -309,7 +309,7 @@ def test_tables_6_7_and_9_of_s_ste_share_their_runs(tier, tmp_path):
 
 
 def test_masks_after_a_dense_phase_are_those_of_its_largest_weights(tmp_path):
-    """As in SLoPe's released code; and Wanda prunes the finished dense model."""
+    """SLoPe's released code does so, and Wanda prunes the finished dense model."""
     for name in ("slope_table5", "slope_table8", "slope_tableB2"):
         rows = {row.label: row for row in TABLES[name].rows}
         for row in rows.values():

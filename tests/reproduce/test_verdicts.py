@@ -217,7 +217,7 @@ def test_other_metrics_have_no_gap_to_close():
 
 
 def test_a_block_that_is_judged_by_an_accuracy_has_its_gap_in_points():
-    """Of which the half-width model has less."""
+    """The gap is negative, because the half-width model is less accurate."""
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(0.02))
     for by_seed in arms.values():
         for each in by_seed.values():
@@ -334,7 +334,7 @@ def decayed(arm, alpha, flips, losses):
 
 
 def test_loss_against_mu(tmp_path):
-    """Of factors that the pilot has not tried mu follows from the flip rates beside FST's."""
+    """For factors that the pilot did not try, mu is computed from the flip rates beside FST's."""
     search = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": 0.004,
               "window": [113, 150], "feasible_mu": [0.6, 0.95],
               "candidates": [{"alpha": 3e-4, "mu": 0.8}, {"alpha": 1e-4, "mu": 0.9}]}  # fmt: skip

@@ -179,8 +179,10 @@ def test_methods_import_with_nothing_but_torch():
 import importlib, sys, methods
 for name in methods.available():
     importlib.import_module(f"methods.{name}")
-heavy = {"hydra", "omegaconf", "transformers", "timm", "datasets", "matplotlib", "experiments"}
-heavy.add("torch._dynamo")  # its import takes as long as that of torch
+heavy = {
+    "hydra", "omegaconf", "transformers", "timm", "datasets", "matplotlib", "experiments",
+    "torch._dynamo",  # its import takes as long as that of torch
+}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     done = python("-c", code)

@@ -60,7 +60,7 @@ def made(corpus_dir, tmp_path_factory):
 
 @pytest.fixture
 def config(made, tmp_path):
-    """That run, in a copy of the folder."""
+    """The config of the run of `made`, in a copy of its folder."""
     whole = load(made)
     shutil.copytree(whole.runs, tmp_path / "runs")
     config = load([*made, f"runs={tmp_path / 'runs'}"])

@@ -78,7 +78,7 @@ def build(tiny):
 
 
 def records(trainer):
-    """What was logged, without the times."""
+    """The logged records, without the times."""
     found = read_metrics(trainer.directory / "metrics.jsonl")
     return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
 

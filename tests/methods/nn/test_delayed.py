@@ -94,7 +94,7 @@ def test_micro_batches_count_together():
 
 @pytest.mark.parametrize("size", [torch.inf, torch.nan, 0.0])
 def test_gradients_that_have_no_scale_leave_the_last_one(size):
-    """Those of a step that a GradScaler skips, or of a layer that took no part."""
+    """A GradScaler skips steps with such gradients; a layer that took no part has zeros."""
     layer, method = converted()
     dy = step(layer, method, 0)[2]
     for number in range(1, HISTORY + 2):

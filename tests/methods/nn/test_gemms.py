@@ -21,7 +21,7 @@ def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32, seed=0):
 
 
 def operands_of(matrix):
-    """Those of fprop and of dgrad: the same."""
+    """The operands of fprop and of dgrad, which are the same matrix."""
     return Dense(matrix), Dense(matrix)
 
 

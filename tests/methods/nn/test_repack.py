@@ -106,7 +106,7 @@ def test_what_is_held_has_one_operand_less():
 
 
 def saved_by(run):
-    """What autograd keeps of a forward pass."""
+    """The tensors of a forward pass that autograd keeps."""
     saved = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with keep, torch.autocast(DEVICE, BF16):
