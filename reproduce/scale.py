@@ -110,7 +110,8 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
     for record in records:
         chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
         model = chosen.get("model", "?")
-        unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "images"
+        # A record counts what a model reads: of an image its patches and the class token.
+        unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "image tokens"
         setting = {
             "model": model,
             "length": f"{_amount(record['tokens'])} {unit}",

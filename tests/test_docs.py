@@ -38,7 +38,7 @@ from reproduce.reading import TABLES, read_tables
 from reproduce.records import read_evidence
 from reproduce.report import page as report_page
 from reproduce.report.gather import shown_blocks
-from reproduce.scale import gap_closed
+from reproduce.scale import gap_closed, half_width_gap
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -683,6 +683,20 @@ def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
     ) in told
     shared = [f"{sum(found) / 8:.0f}" for found in (a, b, of_fp8)]
     assert f"these are {shared[0]}, {shared[1]} and {shared[2]} minutes of an H200" in told
+
+
+def test_what_is_said_of_the_unfinished_block_c_is_what_the_records_say():
+    rules, records = evidence()
+    told = part("Measured so far")
+    runs = {(arm, seed) for (block, arm), seeds in records.values.items() if block == "c"
+            for seed in seeds}  # fmt: skip
+    arms = {arm for arm, _ in runs}
+    missing = {(arm, seed) for arm in arms for seed in range(5)} - runs
+    words = {4: "Four"}
+    assert f"{words[len(missing)]} of its {5 * len(arms)} runs are missing, all of seed 4" in told
+    assert {seed for _, seed in missing} == {4}
+    gap = half_width_gap(records.values, "c", "metrics.val_loss", rules.margin)
+    assert f"half the width costs {gap.gap:.3f} nats, {gap.ratio:.1f} standard deviations" in told
 
 
 def test_how_much_two_runs_of_one_seed_differ():

@@ -94,7 +94,7 @@ def test_the_scale_of_runs():
     assert f"at this scale: {scale.of_records(records)}" == AT + "0, 1"
     other = record("half", 2, 3.0, model="deit_toy")
     assert scale.of_records([*records, other]).startswith(
-        "gpt2_toy or deit_toy, 2M tokens or 2M im"
+        "gpt2_toy or deit_toy, 2M tokens or 2M image tokens, 2,000 "
     )
     assert scale.of_records([]) == ""
     # Retrained from a model of another block, which was itself trained again between the two.
