@@ -32,7 +32,7 @@ from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce import verdicts
 from reproduce.__main__ import parse
-from reproduce.blocks import EVIDENCE
+from reproduce.blocks import EVIDENCE, read_block
 from reproduce.claims import differences, read_claims
 from reproduce.reading import TABLES, read_tables
 from reproduce.records import read_evidence
@@ -688,13 +688,14 @@ def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
 def test_what_is_said_of_the_unfinished_block_c_is_what_the_records_say():
     rules, records = evidence()
     told = part("Measured so far")
-    runs = {(arm, seed) for (block, arm), seeds in records.values.items() if block == "c"
-            for seed in seeds}  # fmt: skip
-    arms = {arm for arm, _ in runs}
-    missing = {(arm, seed) for arm in arms for seed in range(5)} - runs
-    words = {4: "Four"}
-    assert f"{words[len(missing)]} of its {5 * len(arms)} runs are missing, all of seed 4" in told
-    assert {seed for _, seed in missing} == {4}
+    block = read_block("c")
+    arms = {arm: records.values.get(("c", arm), {}).keys() for arm in block.arms}
+    of_last = [arm for arm, seeds in arms.items() if seeds == {0, 1, 2, 3}]
+    none = [arm for arm, seeds in arms.items() if not seeds]
+    missing = sum(5 - len(seeds) for seeds in arms.values())
+    assert f"{missing} of its {5 * len(arms)} runs are missing: three arms" in told
+    assert "and four runs of seed 4" in told
+    assert (len(none), len(of_last), missing) == (3, 4, 3 * 5 + 4)
     gap = half_width_gap(records.values, "c", "metrics.val_loss", rules.margin)
     assert f"half the width costs {gap.gap:.3f} nats, {gap.ratio:.1f} standard deviations" in told
 
