@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 import experiments
 import methods
-from experiments.config.compose import composed
+from experiments.config.compose import composed, one_line_errors
 from experiments.config.driver import exit_with_one_line
 from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.support import memory
@@ -192,6 +194,38 @@ def test_bad_overrides_are_one_line(override, message):
         load([override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["seed=3", "train.steps=7", "method.beta=none", "runs='a b, c'"],
+        ["train.steps=1e3", "method.include=[a,'b.*']", "train.betas=[0.9,0.95]", "init=null"],
+        ["model=bert_nano", "model.n_layer=${train.log_every}", "method=slope", "train.steps=9"],
+        ["experiment=s_ste_gpt2_124m", "train.steps=5", "method=dense", "impl=mini"],
+        ["+train.new=1", "++method.other={a:1}", "~tier", "model.n_layer=2"],
+        ["train.steps=5", "train.steps=6", "data=packages", "data.kept={a:1}"],
+    ],
+)
+def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets(overrides):
+    def as_text(config):
+        return OmegaConf.to_yaml(config), config._get_flag("struct")
+
+    outcomes = []
+    for _ in range(2):  # the second time from a choice of files that is already merged
+        try:
+            outcomes.append(composed("pretrain", as_text, overrides))
+        except UserError as error:
+            outcomes.append(str(error))
+    try:
+        with one_line_errors("pretrain"):
+            with initialize_config_module("experiments.conf", version_base="1.3"):
+                composition = compose("pretrain", overrides)
+            expected = as_text(composition)
+    except UserError as error:
+        expected = str(error)
+    assert outcomes == [expected, expected]
 
 
 def test_a_run_without_its_key_is_told_the_key():
