@@ -134,7 +134,9 @@ class Prototypes(nn.Module):
     """Cosine similarities with K learned directions, [..., bottleneck] -> [..., K].
 
     It is a linear without bias whose input and rows are normalised: weight normalisation with all
-    lengths fixed at 1.
+    lengths fixed at 1. The rows before normalisation begin with standard deviation 0.02, like the
+    other layers of the head; in the authors' code they begin larger, with torch's default for
+    linears, so that the first steps turn them less.
     """
 
     def __init__(self, features: int, prototypes: int) -> None:

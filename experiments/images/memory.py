@@ -2,7 +2,9 @@
 device.
 
 Values and probabilities are those of the transforms in `experiments.images.source` and of timm's
-mixing, but the random draws differ. Shapes: B images, S pixels a side, K classes.
+mixing, but the random draws differ, and the boxes of CutMix have even sides, as in its released
+code; newer versions of timm also draw odd ones, which take 1 % more of an image of 28 pixels.
+Shapes: B images, S pixels a side, K classes.
 """
 
 from __future__ import annotations
