@@ -210,6 +210,10 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
         return stored
     if config.device == "cuda" and config.on.type != "cuda":
         raise UserError("device=cuda, but torch sees no GPU here; tier=smoke runs on a CPU")
+    # Free what an earlier measurement has left. One that failed still used its memory at its end.
+    gc.collect()
+    if config.on.type == "cuda":
+        torch.cuda.empty_cache()
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
@@ -218,9 +222,6 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
             metrics, used = MEASURES[config.what](config, report)
     finally:
         torch.set_num_threads(threads)
-        gc.collect()
-        if config.on.type == "cuda":
-            torch.cuda.empty_cache()
     result = {
         "config_hash": config.digest(),
         "config": config.identity(),

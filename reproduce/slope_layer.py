@@ -5,7 +5,6 @@ For SLoPe's Tables 6, 7 and B.3. `MEASURES` as explained in speed_setup.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common_kernels import pack24
 from common_kernels.matmul import unavailable
 from common_kernels.pack import BUFFERED
-from experiments.bench import arms, linear
+from experiments.bench import arms
 from experiments.bench.arms import Bench
 from experiments.bench.timing import Call, in_turns
 from experiments.support.errors import UserError
@@ -31,6 +30,7 @@ from reproduce.speed_setup import (
     BUFFERS,
     Metrics,
     bench,
+    check_once,
     clock_and_power,
     evaluating,
     gpt2,
@@ -54,7 +54,7 @@ def of_layer(config: Config, _: Report) -> tuple[Metrics, str]:
     """
     products = sparse_products(config)
     for widths in ((config.width, config.ffn), (config.ffn, config.width)):
-        check_slope((config.tokens, *widths), config.dtype, config.on, products)
+        check_once("slope", (config.tokens, *widths), config.dtype, config.on, products)
     build = partial(bench, config, build=gpt2(config), include=("*",))
     dense = build("dense")
     ranks = {"": 0, **{rank_suffix(p): max(1, round(config.width * p / 100)) for p in config.ranks}}
@@ -96,13 +96,6 @@ def of_layer(config: Config, _: Report) -> tuple[Metrics, str]:
     return metrics, whole[""].converted.used
 
 
-@functools.cache
-def check_slope(shape: linear.Shape, dtype: torch.dtype, device: torch.device, how: str) -> None:
-    """Raise a `UserError` if SLoPe's products of this shape by the backend `how` are wrong. Cached
-    for all repeats, because it draws a mask on the CPU, which takes long."""
-    linear.gate("slope", shape, dtype, device, how)
-
-
 def sparse_products(config: Config) -> str:
     """The backend that multiplies all 2:4 weights sparse, or `dense` if there is none here."""
     available = unavailable("cusparselt", config.on, config.dtype) is None
@@ -111,7 +104,7 @@ def sparse_products(config: Config) -> str:
 
 def adapted(build: Callable[..., Bench], rank: int, products: str) -> Bench:
     """A layer under SLoPe, with adapters of this rank from the first step on; none if it is 0."""
-    options: dict[str, Any] = {"mask": "magnitude", "products": products}
+    options: dict[str, Any] = {"products": products}
     if rank:
         options |= {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
     arm = build("slope", **options)

@@ -27,6 +27,7 @@ from reproduce.speed_setup import (
     clock_and_power,
     evaluating,
     gpt2,
+    launched,
     llama_layer,
     matmul,
     rank_suffix,
@@ -53,7 +54,7 @@ def of_linear(config: Config, _: Report) -> tuple[Metrics, str]:
     times = in_turns(calls, config.on, config.repeats, BUFFERS)
     metrics: Metrics = {f"{name}_ms": time.ms for name, time in times.items()}
     metrics["speedup"] = times["dense"].ms / times["sparse"].ms
-    return metrics | clock_and_power(times), sparse.converted.used
+    return metrics | clock_and_power(times), described(sparse, times)
 
 
 def of_gpt2(config: Config, _: Report) -> tuple[Metrics, str]:
@@ -93,7 +94,7 @@ def of_gpt2(config: Config, _: Report) -> tuple[Metrics, str]:
         if not ends_dense(config):
             speedup = times["dense inference"] / times["inference"]
             metrics[f"{part}_inference_speedup"] = speedup
-    return metrics, sparse.converted.used
+    return metrics, described(sparse, found)
 
 
 def of_decoder(config: Config, _: Report) -> tuple[Metrics, str]:
@@ -129,7 +130,12 @@ def of_decoder(config: Config, _: Report) -> tuple[Metrics, str]:
             memory = stored_bytes(trained[suffix]) / stored_bytes(dense)
         metrics[f"inference_speedup{suffix}"] = speedup
         metrics[f"inference_memory{suffix}"] = memory
-    return metrics, sparse.converted.used
+    return metrics, described(sparse, found)
+
+
+def described(sparse: Bench, times: dict[str, Time]) -> str:
+    """A description of what ran the sparse products, and of how the calls were launched."""
+    return f"{sparse.converted.used}, {launched(times, on_cpu='not in a graph')}"
 
 
 def ends_dense(config: Config) -> bool:

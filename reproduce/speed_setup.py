@@ -7,6 +7,7 @@ description of what ran the products.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +33,23 @@ LAUNCHED = {"graph": "in a CUDA graph", "events": "launched from Python"}  # by 
 
 
 class Hidden(nn.Module):
-    """A transformers model without its embeddings: hidden states [B, T, C] -> [B, T, C]."""
+    """A transformers LLaMA without its embeddings: hidden states [B, T, C] -> [B, T, C].
 
-    def __init__(self, model: nn.Module) -> None:
+    It calls the model's parts, because the forward pass of the model itself waits for the GPU when
+    it looks for several sequences in one, and can then not be captured in a CUDA graph.
+    """
+
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        rotations = self.model.rotary_emb(x, position_ids=positions)
+        for layer in self.model.layers:  # without a mask, attention is causal
+            found = layer(x, position_ids=positions, position_embeddings=rotations)
+            x = found if torch.is_tensor(found) else found[0]  # a tuple in older versions
+        return self.model.norm(x)
 
 
 def gpt2(config: Config) -> Callable[[], nn.Module]:
@@ -90,7 +100,16 @@ def check_products(config: Config, widths: tuple[int, int], tokens: int | None =
     """Raise a `UserError` if the products of a linear of these widths are wrong under the config's
     method."""
     shape = (tokens or config.tokens, *widths)
-    linear.gate(config.method, shape, config.dtype, config.on, matmul(config))
+    check_once(config.method, shape, config.dtype, config.on, matmul(config))
+
+
+@functools.cache
+def check_once(
+    method: str, shape: linear.Shape, dtype: torch.dtype, device: torch.device, products: str
+) -> None:
+    """Raise a `UserError` if a method's products of this shape by the backend `products` are wrong.
+    Cached for all repeats: the expected products are in fp32, which takes long."""
+    linear.gate(method, shape, dtype, device, products)
 
 
 def check_ffn(config: Config) -> None:
@@ -112,12 +131,13 @@ def convert(
     """The model converted by the method `name`, as by `experiments.bench.arms.convert`.
 
     products: the backend of the products, instead of `matmul(config)`. options: further options of
-    the method.
+    the method. SLoPe's masks are chosen by magnitude: a random one is drawn on the CPU, which takes
+    longer than a measurement, and no time depends on where the zeros are.
     """
     arm = arms.arm(name)
     chosen: dict[str, Any] = {**arm.options, **options, "include": include, "measure_every": 0}
     if arm.method == "slope":
-        chosen["exclude"] = ()
+        chosen |= {"exclude": (), "mask": "magnitude"}
     method = methods.build(arm.method, **chosen)
     method.convert(model, config.dtype)
     sparse = {} if arm.method == "dense" else method.accelerate(tokens, products or matmul(config))

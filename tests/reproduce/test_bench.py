@@ -1,11 +1,16 @@
 """Cells of speed tables: what is counted is counted right, and a result is known by its device."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.bench.timing import Time, in_turns
 from experiments.support.errors import UserError
-from reproduce import bench, operator_speed, speed, speed_setup, step_speed
+from reproduce import bench, operator_speed, sam, speed, speed_setup, step_speed
 from reproduce.bench import Config, load
 
 
@@ -52,10 +57,119 @@ def test_a_gpu_is_asked_for_in_vain():
 
 def test_wrong_products_stop_the_measurement(monkeypatch, tmp_path):
     monkeypatch.setattr(speed_setup.arms, "relative_error", lambda value, truth: 1.0)
+    speed_setup.check_once.cache_clear()
     config = quick(what="linear", runs=str(tmp_path))
     with pytest.raises(UserError, match="no time is reported"):
         bench.run(config)
     assert bench.finished(config) is None
+
+
+def test_products_are_checked_once_for_all_repeats(monkeypatch):
+    checked = []
+    monkeypatch.setattr(speed_setup.linear, "gate", lambda *of: checked.append(of))
+    speed_setup.check_once.cache_clear()
+    for seed in range(2):
+        for method in ("t_sr_ste", "s_ste"):
+            speed_setup.check_ffn(quick(what="gpt2", method=method, seed=seed))
+    once = [(16, 32, 128), (16, 128, 32)]
+    assert [of[:2] for of in checked] == [(m, s) for m in ("t_sr_ste", "s_ste") for s in once]
+    speed_setup.check_once.cache_clear()
+
+
+def test_no_mask_of_a_timed_layer_is_drawn_on_the_cpu(monkeypatch):
+    """Drawing the random masks of OPT-66B's layer takes longer than timing the layer."""
+    config = quick(what="decoder", method="slope", width=64)
+    monkeypatch.setattr(torch, "rand", None)
+    arm = speed_setup.bench(config, "slope", speed_setup.gpt2(config), ("*",), adapter_rank=4,
+                            adapter_fraction=1.0, total_steps=1)  # fmt: skip
+    layers = arm.converted.layers.values()
+    assert all(2 * layer.current_mask().sum() == layer.current_mask().numel() for layer in layers)
+
+
+class Waits(TorchDispatchMode):
+    """Collects the operators that would wait for a GPU, which CUDA graphs cannot capture."""
+
+    KINDS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.lift_fresh")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if str(operator).startswith(self.KINDS):
+            self.found.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+LLAMA = {"kv_heads": 1, "inner": 96, "width": 64}
+SAM = {"model": "samvit_large_patch16", "image": 32, "width": 32, "heads": 2}
+
+
+@pytest.mark.filterwarnings("ignore:on_step_begin")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"what": "gpt2"},
+        {"what": "gpt2", "method": "s_ste"},
+        {"what": "decoder", "method": "slope", "width": 64, "ranks": (6.25,)},
+        {"what": "decoder", "method": "slope", **LLAMA},
+        {"what": "decoder", **LLAMA},
+        {"what": "linear", "method": "semi_sparse"},
+        {"what": "sam", "method": "semi_sparse", **SAM},
+    ],
+)
+def test_no_timed_call_waits_for_the_gpu(changed, monkeypatch):
+    """Such a call would be launched from Python, and its time would be that of the launches."""
+    waits = Waits()
+
+    def once(calls, *_, **__):
+        for call in calls.values():
+            call(0)
+            with waits:
+                call(0)
+        return {name: Time(1.0, 1.0, 1.0, "graph") for name in calls}
+
+    for module in (speed, sam):
+        monkeypatch.setattr(module, "in_turns", once)
+    config = quick(**changed)
+    _, used = bench.MEASURES[config.what](config, print)
+    assert used == "dense, in a CUDA graph"
+    assert waits.found == []
+
+
+def test_a_llama_layer_is_that_of_transformers():
+    layer = speed_setup.llama_layer(quick(what="decoder", **LLAMA))()
+    x = torch.randn(2, 16, 64)
+    want = layer.model(inputs_embeds=x, use_cache=False).last_hidden_state
+    torch.testing.assert_close(layer(x), want, rtol=0, atol=0)
+
+
+def test_memory_of_a_failed_measurement_is_freed_before_the_next(monkeypatch, tmp_path):
+    """The failed one's traceback still holds its tensors when it ends."""
+    held = []
+
+    class Big:
+        def __init__(self):
+            self.itself = self
+            held.append(weakref.ref(self))
+
+    def fails(*_):
+        big = Big()
+        raise RuntimeError(f"out of memory with {big}")
+
+    def works(*_):
+        assert held[0]() is None
+        return {}, "dense"
+
+    for name, measure in {"linear": fails, "gpt2": works}.items():
+        monkeypatch.setitem(bench.MEASURES, name, measure)
+    gc.disable()  # so that only a measurement collects
+    try:
+        with contextlib.suppress(RuntimeError):
+            bench.run(quick(what="linear", runs=str(tmp_path)))
+        bench.run(quick(what="gpt2", runs=str(tmp_path)), print)
+    finally:
+        gc.enable()
 
 
 def test_memory_of_a_decoder_layer(tmp_path):

@@ -9,7 +9,7 @@ from reproduce.paper_speeds import MEASURED
 from reproduce.reading import read_tables
 
 TABLES = {table.name: table for table in read_tables()}
-COMMITTED = {path.stem.removesuffix("-full"): path for path in sorted(MEASURED.glob("*.csv"))}
+COMMITTED = {p.stem.removesuffix("-full"): p for p in sorted(MEASURED.glob("*-full.csv"))}
 
 
 def test_every_committed_measurement_has_a_figure_with_a_value_in_each_panel():

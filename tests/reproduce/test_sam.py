@@ -66,6 +66,18 @@ def test_blocks_compile_whole_and_are_checked(monkeypatch):
         made.compile(backend="aot_eager")
 
 
+def test_peak_memory_is_that_of_one_encoder(monkeypatch):
+    """Neither the other encoder's memory counts nor what earlier repeats have left."""
+    made = {"dense": arm("dense"), "sparse": arm("semi_sparse")}
+    made["dense"].bytes, made["sparse"].bytes = 300, 400
+    monkeypatch.setattr(sam.EncoderStep, "compile", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    for already in (0, 50):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda n=already: n + 700 + 1000)
+        found = sam.compile_steps(made, already, print)
+        assert found == {"dense_gb": 1300e-9, "sparse_gb": 1400e-9}
+
+
 def test_each_step_chooses_its_masks():
     made = arm("semi_sparse")
     made.step()
