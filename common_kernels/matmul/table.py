@@ -37,6 +37,7 @@ SHIPPED = Path(__file__).with_name("measured.json")
 # instruction, which ends the process.
 USABLE = {torch.float16: 36}
 NONE = -1
+CALLS, LONG_MS = 6, 2.0  # calls in a replay; two are enough if one takes this many milliseconds
 
 
 @dataclass(frozen=True)
@@ -222,13 +223,14 @@ def measure(problem: Problem, device: int) -> Entry:
     return Entry(best, ms[best], trial.dense_ms(), wrong)
 
 
-def replay_ms(call: Callable[[int], Any], calls: int = 6, repeats: int = 3) -> float:
+def replay_ms(call: Callable[[int], Any], repeats: int = 3) -> float:
     """Median time of a call, in ms, replayed in a CUDA graph of several that alternate between two
     buffers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call(0)
+        calls = 2 if elapsed_ms(lambda: call(1)) >= LONG_MS else CALLS
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # So that other threads (which pin memory, for example) do not disturb the capture.
@@ -236,15 +238,17 @@ def replay_ms(call: Callable[[int], Any], calls: int = 6, repeats: int = 3) -> f
             for i in range(calls):
                 call(i % 2)
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return statistics.median(elapsed_ms(graph.replay) / calls for _ in range(repeats))
+
+
+def elapsed_ms(run: Callable[[], Any]) -> float:
+    """The milliseconds that the GPU takes for what `run` puts on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 # --- files ---------------------------------------------------------------------------------------

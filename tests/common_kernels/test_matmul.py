@@ -5,6 +5,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -387,6 +388,39 @@ def test_nothing_is_measured_while_a_graph_is_captured(fake_library, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run it once before it is captured"):
         table.entry(PROBLEM, 0)
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+@pytest.mark.parametrize(("ms", "calls"), [(0.1, 2 + 4 * 6), (15.0, 2 + 4 * 2)])
+def test_a_long_product_is_replayed_less_often(ms, calls, monkeypatch):
+    """In the graph it alternates between two buffers, whatever the number of calls."""
+    made, recorded = [], []
+
+    class Graph:
+        def replay(self):
+            made.extend(recorded)
+
+    @contextlib.contextmanager
+    def capture(*_, **__):
+        before = len(made)
+        yield
+        recorded[:] = made[before:]
+        del made[before:]
+
+    def elapsed(run):
+        before = len(made)
+        run()
+        return ms * (len(made) - before)
+
+    for name in ("current_stream", "synchronize", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(table, "elapsed_ms", elapsed)
+    assert table.replay_ms(made.append) == pytest.approx(ms)
+    assert made == [0, 1] * (calls // 2)
 
 
 # --- layouts -------------------------------------------------------------------------------------
