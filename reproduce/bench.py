@@ -210,10 +210,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
         return stored
     if config.device == "cuda" and config.on.type != "cuda":
         raise UserError("device=cuda, but torch sees no GPU here; tier=smoke runs on a CPU")
-    # Free what an earlier measurement has left. One that failed still used its memory at its end.
-    gc.collect()
-    if config.on.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(config.on)  # a measurement that failed still used its memory at its end
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
@@ -222,6 +219,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
             metrics, used = MEASURES[config.what](config, report)
     finally:
         torch.set_num_threads(threads)
+        free_memory(config.on)
     result = {
         "config_hash": config.digest(),
         "config": config.identity(),
@@ -233,3 +231,10 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
     measured = {name: number for name, number in metrics.items() if number is not None}
     report(", ".join(f"{name} {number:.4g}" for name, number in measured.items()))
     return results.write_result(config.directory(), result)
+
+
+def free_memory(device: torch.device) -> None:
+    """Free the memory of what is no longer used, CUDA graphs among it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
