@@ -241,12 +241,15 @@ def replay_ms(call: Callable[[int], Any], repeats: int = 3) -> float:
     return statistics.median(elapsed_ms(graph.replay) / calls for _ in range(repeats))
 
 
-def elapsed_ms(run: Callable[[], Any]) -> float:
-    """The milliseconds that the GPU takes for what `run` puts on the current stream."""
+def elapsed_ms(run: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> float:
+    """The milliseconds that the GPU takes for the work that `run` puts on the current stream;
+    `meanwhile` is called while it works."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
     end.record()
+    if meanwhile is not None:
+        meanwhile()
     end.synchronize()
     return start.elapsed_time(end)
 

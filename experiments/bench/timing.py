@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from common_kernels.matmul.table import elapsed_ms
+
 # A call takes the number of the buffer to work on. Tensors that it reads but does not create must
 # keep their addresses, because a graph reads them there again; no call may replace them.
 Call = Callable[[int], Any]
@@ -252,16 +254,3 @@ def captured(
         torch.cuda.synchronize()
         return None
     return graph
-
-
-def elapsed_ms(run: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> float:
-    """The milliseconds that the GPU takes for the work that `run` puts on the current stream;
-    `meanwhile` is called while it works."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    if meanwhile is not None:
-        meanwhile()
-    end.synchronize()
-    return start.elapsed_time(end)
