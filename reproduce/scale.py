@@ -112,11 +112,12 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
         model = chosen.get("model", "?")
         # A record counts what a model reads: of an image its patches and the class token.
         unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "image tokens"
+        data = f"data={chosen['data']}" if "data" in chosen else "the driver's data"
         setting = {
             "model": model,
             "length": f"{_amount(record['tokens'])} {unit}",
             "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
-            "data": f"data={chosen.get('data', '?')} ({record['corpus_hash'][:12]})",
+            "data": f"{data} ({record['corpus_hash'][:12]})",
         }
         for name, text in setting.items():
             texts.setdefault(name, {})[text] = None

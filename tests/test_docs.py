@@ -47,6 +47,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TOP = {path.name for path in ROOT.iterdir()}
+LOSS = "metrics.val_loss"
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -552,7 +553,7 @@ def part(heading):
 
 def compared(block, arm, against):
     """The mean difference of two arms as `claims` writes it, with its interval."""
-    found = differences(evidence()[1].values, block, arm, against, "metrics.val_loss")
+    found = differences(evidence()[1].values, block, arm, against, LOSS)
     effect, (low, high) = statistics.fmean(found), paired_interval(found)
     form = difference_form(effect, low, high)
     return f"{effect:{form}} [{low:{form}}, {high:{form}}]"
@@ -622,14 +623,14 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
     rules, records = evidence()
     claims = verdicts.content(rules, records.values)["claims"]
     told = part("What the evidence says")
-    comparison = re.compile(r"`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
+    comparison = re.compile(r"(c: )?`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| ([a-z ]+) \|$", told, re.M)
     assert [(int(row[0]), row[-1]) for row in rows] == [(c["id"], c["verdict"]) for c in claims]
     for claim, (_, words, measured, _) in zip(claims, rows, strict=True):
         assert not re.search(r"\d\.\d", words)
-        pairs = [(c["arm"], c["against"]) for c in claim["contrasts"]]
+        pairs = [(c["block"] == "c", c["arm"], c["against"]) for c in claim["contrasts"]]
         found = comparison.findall(measured)
-        assert {(arm, against) for arm, against, _ in found} <= {*pairs}
+        assert {(bool(of_c), arm, against) for of_c, arm, against, _ in found} <= {*pairs}
         assert found or not pairs or claim["verdict"] == "not tested"
         factors = set()
         for lines in (m["lines"] for m in claim["measured"]):
@@ -639,8 +640,8 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
         read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
         assert {*read} <= factors and bool(read) == bool(claim["measured"])
         assert measured == "-" or len(measured.split("; ")) == len(found) + len(read)
-    for arm, against, effect in comparison.findall(told):
-        block = "a" if ("a", arm) in records.kept else "b"
+    for of_c, arm, against, effect in comparison.findall(told):
+        block = "c" if of_c else "a" if ("a", arm) in records.kept else "b"
         assert effect == compared(block, arm, against), (arm, against)
     (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
     refuted = {re.search(r"d=(\d+)", x["label"])[1] for x in slow if x["verdict"] == "refuted"}
@@ -685,19 +686,38 @@ def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
     assert f"these are {shared[0]}, {shared[1]} and {shared[2]} minutes of an H200" in told
 
 
-def test_what_is_said_of_the_unfinished_block_c_is_what_the_records_say():
+def test_what_is_said_of_block_c_is_what_the_records_say():
     rules, records = evidence()
-    told = part("Measured so far")
-    block = read_block("c")
-    arms = {arm: records.values.get(("c", arm), {}).keys() for arm in block.arms}
-    of_last = [arm for arm, seeds in arms.items() if seeds == {0, 1, 2, 3}]
-    none = [arm for arm, seeds in arms.items() if not seeds]
-    missing = sum(5 - len(seeds) for seeds in arms.values())
-    assert f"{missing} of its {5 * len(arms)} runs are missing: three arms" in told
-    assert "and four runs of seed 4" in told
-    assert (len(none), len(of_last), missing) == (3, 4, 3 * 5 + 4)
-    gap = half_width_gap(records.values, "c", "metrics.val_loss", rules.margin)
+    told, arms = part("Measured so far"), [arm for arm in read_block("c").arms if arm != "dense"]
+
+    def lost(arm):
+        return statistics.fmean(differences(records.values, "c", arm, "dense", LOSS))
+
+    want = []
+    for arm in sorted(arms, key=lost):
+        top1 = differences(records.values, "c", arm, "dense", "metrics.val_top1")
+        low, high = paired_interval(top1)
+        points = f"{statistics.fmean(top1):+.2f} [{low:+.2f}, {high:+.2f}]"
+        want.append((arm, compared("c", arm, "dense"), points, str(len(top1))))
+    cells = r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (-[^|]*) \| (\d) \|$"
+    assert re.findall(cells, told, re.M) == want
+    dense = [run["metrics"]["val_top1"] for run in records.values["c", "dense"].values()]
+    assert f"dense reaches {statistics.fmean(dense):.2f} %" in told
+    gap = half_width_gap(records.values, "c", LOSS, rules.margin)
     assert f"half the width costs {gap.gap:.3f} nats, {gap.ratio:.1f} standard deviations" in told
+    scale = compared("c", "s_ste_soft", "s_ste_no_mvue")
+    assert f"`s_ste_soft` ends {scale} above `s_ste_no_mvue`" in told
+    runs = [run for arm in ("dense", *arms) for run in records.values["c", arm].values()]
+    minutes = sum(run["train_seconds"] for run in runs) / 60
+    assert f"The {len(runs)} runs of block c trained for {minutes:.0f} minutes" in told
+    assert f"with twelve, these are {minutes / 12:.0f} minutes" in told
+    to_half = {arm: paired_interval(differences(records.values, "c", arm, "half", LOSS))
+               for arm in ("s_ste", "sr_ste", "fst", "bi_mask", "ste", "step")}  # fmt: skip
+    assert {arm for arm, (low, _) in to_half.items() if low > 0} == {"ste"}
+    assert all(high > 0 for _, high in to_half.values())
+    to_s_ste = {arm: paired_interval(differences(records.values, "c", arm, "s_ste", LOSS))
+                for arm in ("sr_ste", "fst", "bi_mask", "ste")}  # fmt: skip
+    assert [arm for arm, (low, high) in to_s_ste.items() if low < 0 < high] == ["sr_ste", "fst"]
 
 
 def test_how_much_two_runs_of_one_seed_differ():

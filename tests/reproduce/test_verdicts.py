@@ -97,6 +97,8 @@ def test_the_scale_of_runs():
         "gpt2_toy or deit_toy, 2M tokens or 2M image tokens, 2,000 "
     )
     assert scale.of_records([]) == ""
+    unsaid = {**other, "overrides": [o for o in other["overrides"] if not o.startswith("data=")]}
+    assert f"the driver's data ({other['corpus_hash'][:12]})" in scale.of_records([unsaid])
     # Retrained from a model of another block, which was itself trained again between the two.
     retrained = [{**one, "source": {"block": "b"}, "init": {"weights": "aa"}} for one in records]
     assert scale.of_records(retrained) == scale.of_records(records)
