@@ -646,6 +646,8 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
     (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
     refuted = {re.search(r"d=(\d+)", x["label"])[1] for x in slow if x["verdict"] == "refuted"}
     assert refuted == {"768", "1024"}
+    of_d = [len(records.values.get(("d", arm), {})) for arm in read_block("d").arms]
+    assert f"(d) has {sum(of_d)} of its {5 * len(of_d)} runs so far" in told
     told = part("Claims")
     (gap,) = (g for g in verdicts.content(rules, records.values)["blocks"] if g["block"] == "a")
     assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in told
