@@ -39,7 +39,7 @@ def decimals(value: float, low: float = math.nan, high: float = math.nan, least:
     of the interval's width, and an end near zero on its side. Two digits of the value without
     one."""
     width = high - low
-    if not (math.isfinite(width) and width > 0):
+    if not width > 0:  # nan without an interval
         return max(least, _places(value) + 1)
     enough = _places(width) + 1
     near = max(_places(low), _places(high))
@@ -75,7 +75,7 @@ def ratio_interval(
     squared = below**2 - t2 * std(denominators) ** 2
     mixed = above * below - t2 * statistics.covariance(numerators, denominators)
     constant = above**2 - t2 * std(numerators) ** 2
-    if not squared > 0 or not math.isfinite(mixed):
+    if not squared > 0:
         return math.nan, math.nan
     root = math.sqrt(max(0.0, mixed**2 - squared * constant))  # only rounding makes it negative
     return (mixed - root) / squared, (mixed + root) / squared

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.runs.stats import (
     decimals,
+    difference_form,
     equivalence_p_value,
     holm,
     mean,
@@ -43,7 +44,9 @@ def test_interval_of_two_pairs_at_another_confidence():
         (2.86e-5, 8.0e-6, 4.92e-5, 6),  # four would be +0.0000 [+0.0000, +0.0000]
         (0.00271, 0.0000294, 0.0054, 5),  # four would not tell the lower end from zero
         (0.02, 1e-9, 0.04, 5),  # but an end is not followed to zero
+        (-0.000995, -0.00101, -0.00098, 6),  # the width is 0.00003, whatever the ends are
         (0.0200, 0.0200, 0.0200, 4),
+        (1.7e-5, 1.7e-5, 1.7e-5, 6),
         (1.7e-5, math.nan, math.nan, 6),
         (0.0, math.nan, math.nan, 4),
         (math.nan, math.nan, math.nan, 4),
@@ -52,10 +55,12 @@ def test_interval_of_two_pairs_at_another_confidence():
 )
 def test_a_value_has_the_decimals_that_its_interval_asks_for(value, low, high, places):
     assert decimals(value, low, high) == places
+    assert difference_form(value, low, high) == f"+.{places}f"
 
 
-def test_one_pair_has_no_interval():
-    assert all(math.isnan(end) for end in paired_interval([0.1]))
+@pytest.mark.parametrize("differences", [[], [0.1]])
+def test_fewer_than_two_pairs_have_no_interval(differences):
+    assert all(math.isnan(end) for end in paired_interval(differences))
 
 
 def test_interval_covers_as_often_as_it_says():
@@ -193,6 +198,8 @@ def test_a_quotient_by_a_constant_has_the_interval_of_the_numerator():
     expected = [end / 0.25 for end in paired_interval(above)]
     assert ratio_interval(above, [0.25] * 5) == pytest.approx(expected)
     assert ratio_interval([0.5] * 3, [0.25] * 3) == pytest.approx((2.0, 2.0))
+    # Two pairs: t is 1 at this confidence, and half of the difference is the mean's error.
+    assert ratio_interval([1.0, 3.0], [10.0, 10.0], confidence=0.5) == pytest.approx((0.1, 0.3))
 
 
 def test_a_quotient_turns_with_its_signs():
@@ -207,7 +214,9 @@ def test_a_quotient_turns_with_its_signs():
     ("above", "below"),
     [
         ([0.1, 0.2, 0.3], [0.1, -0.1, 0.05]),  # not told from zero
+        ([0.1, 0.2], [0.0, 0.0]),
         ([0.1], [0.2]),
+        ([], []),
         ([0.1, math.nan, 0.2], [0.2, 0.21, 0.22]),
     ],
 )
