@@ -1,6 +1,7 @@
 """Verdicts on claims, from made-up records whose differences are known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from reproduce.claims import (
     Claims,
     Contrast,
     Margin,
+    Released,
     judge,
     read_claims,
     verdict,
@@ -98,8 +100,12 @@ def test_a_margin_may_be_that_of_another_block():
     values |= {("b", arm): values["a", "dense"] for arm in ("it", "that")}
     contrast = Contrast("b", "it", "that", "equal", margin_of="a")
     claim = Claim(1, "ast", "it trains.", "1.0", [contrast])
-    (found,) = judge(Claims(Margin(0.25, "dense", "half"), 0.05, 5, 0.02, [claim]), claim, values)
+    every = Claims(Margin(0.25, "dense", "half"), 0.05, 5, 0.02, [claim])
+    (found,) = judge(every, claim, values)
     assert found.margin == pytest.approx(0.02) and found.verdict == "confirmed"
+    # The records of these blocks are read, and of those that show a defect.
+    assert every.blocks == {"a", "b"}
+    assert replace(every, released=[Released("c", "it", "that", "")]).blocks == {"a", "b", "c"}
 
 
 def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
@@ -107,6 +113,30 @@ def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():
     values = records(dense=BASE, half=shifted(-0.08), it=shifted(0.001))
     (found,) = judged(values, ("it", "dense", "equal"))
     assert (found.margin, found.verdict) == (pytest.approx(0.02), "confirmed")
+
+
+def test_equality_is_refuted_at_the_level_of_both_ends_together():
+    """The gap is 0.08 at every seed, so the upper end of the margin is 0.02. That the difference is
+    above it has a p-value of 3.5 %; that it is beyond either end has twice that."""
+    from scipy.stats import ttest_1samp
+
+    values = records(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(0.0234))
+    (found,) = judged(values, ("it", "dense", "equal"))
+    two_sided = ttest_1samp([0.0234 + n for n in NOISE], 0.02).pvalue
+    assert 0.05 < two_sided < 0.1
+    assert found.p_contrary == pytest.approx(two_sided, rel=1e-6)
+    assert found.verdict == "inconclusive"
+
+
+def test_equality_is_tested_at_the_seeds_that_have_a_margin():
+    """The half-width arm has no run of the sixth seed, where the difference is far off."""
+    values = records(
+        dense=[*BASE, 3.0], half=shifted(0.08), it=[*shifted(0.001), 9.0], that=shifted(0.001)
+    )
+    (found,) = judged(values, ("it", "dense", "equal"))
+    (without,) = judged(values, ("that", "dense", "equal"))
+    assert replace(found, contrast=without.contrast) == without
+    assert (found.n, found.verdict) == (5, "confirmed")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +184,7 @@ def test_seeds_of_one_arm_alone_are_left_out():
     ("arms", "n", "why"),
     [
         ({"dense": BASE, "it": shifted(0.0)[:4], "half": BASE}, 4, "4 of 5 seeds of it and dense"),
+        ({"dense": BASE, "it": shifted(0.0)[:2], "half": BASE}, 2, "2 of 5 seeds of it and dense"),
         ({"dense": BASE, "half": BASE}, 0, "0 of 5 seeds of it and dense"),
         ({}, 0, "0 of 5 seeds of it and dense"),
         (
@@ -164,6 +195,11 @@ def test_seeds_of_one_arm_alone_are_left_out():
         ({"dense": BASE, "it": BASE}, 5, "no margin: 0 of 5 seeds of half and dense"),
         (
             {"dense": BASE, "it": shifted(0.05), "half": shifted(0.001)},
+            5,
+            "no margin: half does not differ significantly from dense",
+        ),
+        (
+            {"dense": BASE, "it": shifted(0.05), "half": BASE},
             5,
             "no margin: half does not differ significantly from dense",
         ),
@@ -183,6 +219,7 @@ def test_what_is_not_tested_says_why(arms, n, why):
     preliminary = n > 1 and all(map(math.isfinite, pairs))
     assert math.isfinite(found.effect) == math.isfinite(found.interval[0]) == preliminary
     assert not preliminary or found.effect == mean(pairs)
+    assert bool(found.by_seed) == preliminary
     assert verdict([found.verdict]) == "not tested"
 
 
@@ -233,19 +270,23 @@ def test_a_diverged_run_decides_nothing():
 # ------------------------------------------------------------------------------ a claim
 
 
-def test_p_values_of_a_claim_are_adjusted_together():
-    """Two contrasts, each confirmed alone, are not confirmed together: the smaller p doubles."""
+@pytest.mark.parametrize(
+    ("expect", "alone_is", "p_of"),
+    [("lower", "confirmed", "p_expected"), ("higher", "refuted", "p_contrary")],
+)
+def test_p_values_of_a_claim_are_adjusted_together(expect, alone_is, p_of):
+    """Two contrasts, each decided alone, are not decided together: the smaller p doubles."""
     noise = [0.01, -0.01, 0.012, -0.004, -0.008]
     values = records(dense=BASE, one=shifted(-0.0138, noise), two=shifted(-0.0130, noise))
-    contrasts = [("one", "dense", "lower"), ("two", "dense", "lower")]
+    contrasts = [("one", "dense", expect), ("two", "dense", expect)]
     alone = [judged(values, c)[0] for c in contrasts]
     both = judged(values, *contrasts)
     ps = [p_value(claims.differences(values, "a", c[0], "dense", "metrics.val_loss"))
           for c in contrasts]  # fmt: skip
     assert 0.025 < ps[0] < ps[1] < 0.05
-    assert [j.p_expected for j in alone] == ps
-    assert [j.verdict for j in alone] == ["confirmed", "confirmed"]
-    assert [j.p_expected for j in both] == holm(ps)
+    assert [getattr(j, p_of) for j in alone] == ps
+    assert [j.verdict for j in alone] == [alone_is, alone_is]
+    assert [getattr(j, p_of) for j in both] == holm(ps)
     assert [j.verdict for j in both] == ["inconclusive", "inconclusive"]
 
 
@@ -336,6 +377,7 @@ def test_defects_are_those_of_the_arms_as_released():
         (("expect: lower", "expect: less"), "expect=less; choose one of lower, higher, equal"),
         (("level: 0.05", "level: often"), "level: 'often' is not of type float"),
         (("says:", "tells:"), "has no key tells"),
+        (("kind: step", "kind: guess"), "kind=guess; choose one of kernel, step, projected"),
         (("seeds: 5", "seeds: 1"), "seeds=1; one pair has no spread"),
         (("claims:", "claims: ["), "while parsing"),
     ],
@@ -346,7 +388,8 @@ def test_a_file_of_claims_that_means_nothing(changed, message, tmp_path):
         "margin: {share: 0.25, lower: dense, upper: half}\nlevel: 0.05\nseeds: 5\nnoise: 0.02\n"
         "claims:\n"
         "  - {id: 1, paper: fst, says: it trains, number: '1',\n"
-        "     contrasts: [{block: a, arm: it, against: dense, expect: lower}]}\n"
+        "     contrasts: [{block: a, arm: it, against: dense, expect: lower}],\n"
+        "     measured: [{table: t, column: c, kind: step}]}\n"
     )
     path.write_text(text, encoding="utf-8")
     assert read_claims(path).claims[0].contrasts[0].metric == "metrics.val_loss"

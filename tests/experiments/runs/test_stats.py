@@ -244,6 +244,7 @@ def test_holm_by_hand():
     """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1: 0.04, 0.06, 0.06, 0.04, never falling."""
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert holm([0.5, 0.6, 0.001]) == pytest.approx([1.0, 1.0, 0.003])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]  # and not 1.2
     assert holm([0.2]) == [0.2]
     assert holm([]) == []
 
