@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.runs.stats import mean, ratio_interval, std
+from experiments.runs.stats import mean, paired_interval, ratio_interval, std
 from reproduce.claims import Margin, differences
 from reproduce.records import Values
 
@@ -33,9 +33,10 @@ class GapClosed:
 class HalfWidthGap:
     """The cost of half the width in a block.
 
-    gap: mean difference of the arms `upper` and `lower`. std: its standard deviation over n seeds.
-    ratio: of the two. other_std: the median, over `other_arms` other arms, of the standard
-    deviation of their differences to `lower`. other_ratio: of gap and other_std.
+    gap: mean difference of the arms `upper` and `lower` over n seeds. low, high: its 95 % interval.
+    std: the standard deviation of a difference. ratio: of gap and std. other_std: the median, over
+    `other_arms` other arms, of the standard deviation of their differences to `lower`. other_ratio:
+    of gap and other_std.
     """
 
     block: str
@@ -44,6 +45,8 @@ class HalfWidthGap:
     upper: str
     n: int
     gap: float
+    low: float
+    high: float
     std: float
     ratio: float
     other_arms: int
@@ -55,7 +58,7 @@ def gap_closed(
     values: Values, block: str, arm: str, metric: str, margin: Margin, seeds: int
 ) -> GapClosed | None:
     """g of an arm; None for the dense arm itself, with fewer than `seeds` seeds that all three arms
-    have, and if a value is not finite."""
+    have, if a value is not finite, and if the gap does not differ significantly from zero."""
     lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, arm))
     common = lower.keys() & upper.keys() & own.keys()
     if arm == margin.lower or len(common) < seeds:
@@ -64,9 +67,11 @@ def gap_closed(
              for a in (margin.lower, margin.upper, arm)}  # fmt: skip
     losses = differences(three, block, arm, margin.lower, metric)
     gaps = differences(three, block, margin.upper, margin.lower, metric)
-    if not all(map(math.isfinite, [*losses, *gaps])) or mean(gaps) == 0:
+    if not all(map(math.isfinite, [*losses, *gaps])):
         return None
     low, high = ratio_interval(losses, gaps)
+    if not math.isfinite(low):
+        return None
     return GapClosed(mean(losses) / mean(gaps), low, high, len(common))
 
 
@@ -89,6 +94,7 @@ def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> H
         margin.upper,
         len(paired),
         gap,
+        *paired_interval(paired),
         spread,
         abs(gap) / spread if spread else math.inf,
         len(spreads),

@@ -103,9 +103,8 @@ def p_value(c: Json) -> str:
 
 def _gap_closed(g: Json, n: int) -> str:
     """g with its interval, and its number of seeds if it is not n."""
-    # Fieller's interval is unbounded if half the width does not differ significantly from dense.
-    interval = f" [{g['low']:.2f}, {g['high']:.2f}]" if math.isfinite(g["low"]) else ""
-    return f"{g['value']:.2f}{interval}" + (f" (n = {g['n']})" if g["n"] != n else "")
+    seeds = f" (n = {g['n']})" if g["n"] != n else ""
+    return f"{g['value']:.2f} [{g['low']:.2f}, {g['high']:.2f}]{seeds}"
 
 
 def _measured_lines(m: Json) -> list[str]:
@@ -168,9 +167,9 @@ def _gap_line(gap: Json) -> str:
     metric, met = gap["metric"].rpartition(".")[2], gap["ratio"] >= scale.ENOUGH
     text = (
         f"Can block {gap['block']} tell methods apart? Half the width changes {metric} by "
-        f"{gap['gap']:+.4f}, which is {gap['ratio']:.1f} standard deviations of a paired "
-        f"difference (n = {gap['n']} seeds); at least {scale.ENOUGH:g} are needed: "
-        f"{'met' if met else 'missed'}."
+        f"{gap['gap']:+.4f} [{gap['low']:+.4f}, {gap['high']:+.4f}], which is {gap['ratio']:.1f} "
+        f"standard deviations of a paired difference (n = {gap['n']} seeds); at least "
+        f"{scale.ENOUGH:g} are needed: {'met' if met else 'missed'}."
     )
     if gap["other_arms"]:
         text += (

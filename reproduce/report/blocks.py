@@ -30,9 +30,13 @@ NOTHING = "-"  # a cell without a value
 
 
 def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
-    """The figure of the differences of some arms of a block to the baseline. If the block compares
-    them with other arms, each label names both."""
-    rows = [shown.rows[arm] for arm in arms if shown.rows[arm].pairs]
+    """The figure of the differences of some arms of a block to the baseline, best first. If the
+    block compares them with other arms, each label names both."""
+    rows = sorted(
+        (shown.rows[arm] for arm in arms if shown.rows[arm].pairs),
+        key=lambda row: row.difference,
+        reverse=not shown.lower_is_better,
+    )
     by_seed = shown.by_seed
     if {shown.against(row.label) for row in rows} == {shown.baseline}:
         ends = shown.baseline, shown.yardstick
@@ -106,8 +110,8 @@ def _gap(gap: Json) -> str:
     met = "has" if gap["ratio"] >= scale.ENOUGH else "does not have"
     sentences = [
         f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])} "
-        f"({NAMES.get(quantity, quantity)}), which is {gap['ratio']:.1f} times its standard "
-        f"deviation over {gap['n']} seeds.",
+        f"{claims.interval(gap['low'], gap['high'])} ({NAMES.get(quantity, quantity)}), which is "
+        f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds.",
         f"To rank methods, a block should have at least {scale.ENOUGH:g} times, which this one "
         f"{met}.",
     ]
@@ -118,6 +122,8 @@ def _gap(gap: Json) -> str:
         )
     sentences.append(
         f"In the table, g is the difference of an arm from {gap['lower']} divided by this one."
+        if gap["low"] * gap["high"] > 0
+        else "It may be zero, so differences of arms are not given as fractions of it."
     )
     return " ".join(sentences)
 

@@ -103,10 +103,10 @@ def forest(
     share: float,
     quantity: str,
 ) -> Markup:
-    """A figure of sorted differences with their intervals and a dot for each seed.
+    """A figure of differences with their intervals and a dot for each seed.
 
     Args:
-        rows: the arms.
+        rows: the arms, from top to bottom.
         by_seed: the differences of each arm by seed.
         baseline: the arm that all are compared with; "" if the labels of the rows say it.
         gap: the difference of the yardstick, in units of which the upper axis counts; nan = no
@@ -114,19 +114,18 @@ def forest(
         share: of the gap, up to which a difference counts as equal; drawn as a band.
         quantity: what is compared.
     """
-    ordered = sorted((r for r in rows if r.pairs), key=lambda r: r.difference)
     left = 14 + 7.4 * max(len(label) for label in [baseline, *(r.label for r in rows)])
     known = math.isfinite(gap) and gap != 0
     name, right, top, pitch = left - 8, left + 250, 44 if known else 8, 22
     above = 1 if baseline else 0  # rows above the differences
-    bottom = top + pitch * (len(ordered) + above)
-    each = {r.label: by_seed.get(r.label, ()) for r in ordered}
-    ends = [v for r in ordered for v in (r.difference, r.low, r.high, *each[r.label])]
+    bottom = top + pitch * (len(rows) + above)
+    each = {r.label: by_seed.get(r.label, ()) for r in rows}
+    ends = [v for r in rows for v in (r.difference, r.low, r.high, *each[r.label])]
     ends = [v for v in ends if math.isfinite(v)]
     # Values far outside are drawn as arrows, so that the scale suits the others.
     sizes = [
         max(abs(v) for v in (r.difference, r.low, r.high) if math.isfinite(v))
-        for r in ordered
+        for r in rows
         if math.isfinite(r.difference)
     ]
     reach = 3 * (abs(gap) if known else statistics.median(sizes or [0.0]))
@@ -157,12 +156,12 @@ def forest(
     if baseline:
         parts.append(label(name, top + 16, baseline, anchor="end"))
         parts.append(label(x(0) + 4, top + 16, "0", "value"))
-    for place, row in enumerate(ordered, above):
+    for place, row in enumerate(rows, above):
         y = top + pitch * place + 11
         parts += _estimate(row, x, y, name, row.label == yardstick)
         seeds = [v for v in each[row.label] if row.pairs > 1 and x.low <= v <= x.high]
         parts += [tag("circle", cx=x(v), cy=y + 7, r=1.6, class_="seed") for v in seeds]
-    differences = "; ".join(f"{r.label} {_in_words(r)}" for r in ordered)
+    differences = "; ".join(f"{r.label} {_in_words(r)}" for r in rows)
     return svg(
         f"Differences in {quantity}" + (f" to {baseline}" if baseline else ""),
         f"Mean paired difference with its 95 % interval, small dots are seeds: {differences}."

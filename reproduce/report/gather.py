@@ -81,10 +81,12 @@ class Shown:
 
     @property
     def gap(self) -> float:
-        """Mean difference of the yardstick to the baseline; nan if one of them is missing."""
+        """Mean difference of the yardstick to the baseline; nan if one of them is missing, or if
+        the difference does not differ significantly from zero."""
         own = self.against(self.yardstick) == self.baseline
         found = self.by_seed.get(self.yardstick) if own else None
-        return mean(found) if found else math.nan
+        low, high = paired_interval(found) if found else (math.nan, math.nan)
+        return mean(found) if found and low * high > 0 else math.nan
 
     @cached_property
     def leading(self) -> list[str]:

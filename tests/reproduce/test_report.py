@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,8 @@ from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import read_claims
 from reproduce.reading import read_tables
 from reproduce.records import read_evidence
-from reproduce.report import claims, figures, html, page, tables
+from reproduce.report import blocks, claims, figures, html, page, tables
+from reproduce.report.gather import Shown
 from reproduce.report.html import tag
 from reproduce.report.links import Links
 
@@ -242,6 +244,29 @@ def test_an_interval_beyond_the_axis_has_no_end_on_it():
     drawn = figures.forest(rows, {}, "", "", math.nan, 0.25, "val_loss")
     assert drawn.count('class="interval"') == 3 + 2 + 2
     assert "difference at equal seeds" in drawn
+
+
+@pytest.mark.parametrize("half", [0.0, 2.0])
+def test_the_best_arm_is_on_top_and_a_gap_that_may_be_zero_is_no_yardstick(half):
+    """An accuracy, in points, at four seeds; `half` is what half the width costs."""
+    noise = [0.3, -0.3, 0.2, -0.2]
+    cost = {"dense": 0.0, "half": half, "worst": 3.0, "best": -1.0}
+
+    def stored(top1):
+        return SimpleNamespace(record={"metrics": {"top1": top1}})
+
+    arms = {
+        arm: {seed: stored(80 - lost - n * (arm != "dense")) for seed, n in enumerate(noise)}
+        for arm, lost in cost.items()
+    }
+    block = SimpleNamespace(name="x", against={})
+    shown = Shown(block, "metrics.top1", "dense", "half", arms)
+    drawn = blocks.difference_figure(shown, ["half", "worst", "best"], 0.25)
+    assert re.findall(r">(best|half|worst)</text>", drawn) == ["best", "half", "worst"]
+    if half:
+        assert shown.gap == pytest.approx(-2.0) and 'class="yardstick"' in drawn
+    else:
+        assert math.isnan(shown.gap) and 'class="yardstick"' not in drawn
 
 
 def test_tables_of_arms_say_once_what_is_the_same_for_all(text):

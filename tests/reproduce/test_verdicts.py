@@ -65,6 +65,9 @@ def test_the_gap_that_a_method_closes():
     # Seeds that all three have, and no others.
     del arms["a", "half"][2]
     assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4).n == 4
+    # A share of a gap that may be zero means nothing.
+    unknown = values(dense=BASE, half=shifted(0.0), it=shifted(0.02))
+    assert scale.gap_closed(unknown, "a", "it", LOSS, MARGIN, 5) is None
     arms["a", "it"][0]["metrics"]["val_loss"] = None
     assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4) is None
 
@@ -80,8 +83,11 @@ def test_whether_a_block_can_tell_arms_apart():
     assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
     asked = of(("one", "dense", "lower"))
     text = verdict_text.lines(verdicts.content(asked, arms))[-1]
+    low, high = paired_interval([0.08 + noise for noise in NOISE])
+    assert (found.low, found.high) == pytest.approx((low, high))
     assert text.startswith(
-        "Can block a tell methods apart? Half the width changes val_loss by +0.0800, "
+        "Can block a tell methods apart? Half the width changes val_loss by +0.0800 "
+        f"[{low:+.4f}, {high:+.4f}], "
     )
     assert "(n = 5 seeds); at least 5 are needed: met. It is " in text
     wide = values(dense=BASE, half=shifted(0.012))
