@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import methods
-from models.dino import DINO, DinoConfig, dino_loss
+from models.dino import DINO, DinoConfig, Head, dino_loss
 from models.vit import ViT, ViTConfig
 
 SHAPE = ViTConfig(
@@ -87,6 +87,16 @@ def test_the_model_s_loss_centres_and_sharpens_the_teacher_alone():
     torch.testing.assert_close(loss, torch.stack(terms).mean())
 
 
+def test_the_loss_of_low_precision_outputs_is_computed_in_fp32():
+    model, batch = dino().eval(), crops()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, loss = model(**batch)
+        teacher = model.teacher(batch["global_crops"])
+    assert teacher.dtype == torch.bfloat16 and loss.dtype == output.dtype == torch.float32
+    p = ((teacher.float() - model.centre) / 0.04).softmax(-1)
+    torch.testing.assert_close(loss, dino_loss(output, p, 0.1))
+
+
 def test_one_pass_of_the_backbone_for_each_size_of_crop():
     model, seen = dino(), Counter()
     for name in ("student", "teacher"):
@@ -113,6 +123,30 @@ def test_outputs_are_cosines_and_the_prototypes_lengths_do_not_matter():
     torch.testing.assert_close(model(**batch)[0], before)
 
 
+def test_the_head_is_that_of_the_paper():
+    """Three linears with GELU between them, then cosines with the prototypes (Caron et al., section
+    3.1); in the released code weights begin with standard deviation 0.02 and biases with 0."""
+    torch.manual_seed(0)
+    head = Head(96, dataclasses.replace(CONFIG, hidden=128, bottleneck=64, prototypes=256))
+    *weights, prototypes = (p for p in head.parameters() if p.dim() == 2)
+    biases = [p for p in head.parameters() if p.dim() == 1]
+    assert [tuple(w.shape) for w in weights] == [(128, 96), (128, 128), (64, 128)]
+    assert prototypes.shape == (256, 64)
+    for weight in (*weights, prototypes):
+        # Of 8,192 numbers or more: five standard errors are 4 %.
+        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.04)
+    assert not any(bias.any() for bias in biases)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    x = y = torch.randn(5, 3, 96)
+    for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if number:
+            y = y * (1 + (y / math.sqrt(2)).erf()) / 2
+        y = y @ weight.T + bias
+    cosines = torch.cosine_similarity(y[:, :, None], prototypes, dim=-1)
+    torch.testing.assert_close(head(x), cosines)
+
+
 # ---------------------------------------------------------------- centre
 
 
@@ -123,6 +157,7 @@ def test_the_centre_moves_to_the_mean_of_the_step_s_teacher_outputs():
         outputs = model.teacher(batch["global_crops"])  # [4, 2, 12]
     model(**batch)
     assert not model.centre.any()  # not within a step: its micro-batches see the same one
+    assert not model.sums.requires_grad  # or they would keep the graphs of all steps
     model.on_step_end(0)
     expected = 0.25 * outputs.flatten(0, 1).mean(0)
     torch.testing.assert_close(model.centre, expected)

@@ -559,9 +559,12 @@ def test_a_run_with_averaged_weights_writes_them(tiny):
 
 @pytest.mark.parametrize(("name", "kind"), [("lamb", "Lamb"), ("lion", "Lion")])
 def test_other_optimizers(build, name, kind):
-    trainer = build(f"train.optimizer={name}", "train.learning_rate=1e-2")
-    assert type(trainer.optimization.optimizer).__name__ == kind
-    assert [g["weight_decay"] for g in trainer.optimization.optimizer.param_groups] == [0.1, 0.0]
+    overrides = f"train.optimizer={name}", "train.learning_rate=1e-2", "train.betas=[0.8,0.7]"
+    trainer = build(*overrides)
+    optimizer = trainer.optimization.optimizer
+    assert type(optimizer).__name__ == kind
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert [tuple(g["betas"]) for g in optimizer.param_groups] == [(0.8, 0.7)] * 2
     trainer.fit()
     assert records(trainer)[-1]["loss"] < records(trainer)[1]["loss"]
 
