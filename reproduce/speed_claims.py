@@ -77,7 +77,7 @@ def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measur
         lines = [_gain(claims, speed, label, paper.get(label), ours[label]) for label in labels]
         why = ""
     judged = [line.verdict for line in lines if line.verdict != SHOWN]
-    result = verdict(judged) if judged or why else SHOWN
+    result = verdict(judged) if judged else SHOWN
     return Measured(speed, result, lines, device, code, why)
 
 

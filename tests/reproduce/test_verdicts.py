@@ -65,22 +65,26 @@ def test_the_gap_that_a_method_closes():
     # Seeds that all three have, and no others.
     del arms["a", "half"][2]
     assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4).n == 4
+    del arms["a", "dense"][3]
+    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 3).n == 3
+    arms["a", "it"][0]["metrics"]["val_loss"] = None
+    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 3) is None
     # A share of a gap that may be zero means nothing.
     unknown = values(dense=BASE, half=shifted(0.0), it=shifted(0.02))
     assert scale.gap_closed(unknown, "a", "it", LOSS, MARGIN, 5) is None
-    arms["a", "it"][0]["metrics"]["val_loss"] = None
-    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4) is None
 
 
 def test_whether_a_block_can_tell_arms_apart():
     arms = values(dense=BASE, half=shifted(0.08), one=shifted(0.01, [2 * n for n in NOISE]),
                   two=shifted(0.02), three=[*shifted(0.0)[:4], float("nan")])  # fmt: skip
+    arms["b", "one"] = arms["a", "one"]  # of another block
     found = scale.half_width_gap(arms, "a", LOSS, MARGIN)
     spread = scale.std(NOISE)
     assert (found.gap, found.n) == (pytest.approx(0.08), 5)
     assert (found.std, found.ratio) == (pytest.approx(spread), pytest.approx(0.08 / spread))
     # Of two arms with a number at every seed the median is between them.
     assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
+    assert found.other_ratio == pytest.approx(0.08 / (1.5 * spread))
     asked = of(("one", "dense", "lower"))
     text = verdict_text.lines(verdicts.content(asked, arms))[-1]
     low, high = paired_interval([0.08 + noise for noise in NOISE])
@@ -92,7 +96,18 @@ def test_whether_a_block_can_tell_arms_apart():
     assert "(n = 5 seeds); at least 5 are needed: met. It is " in text
     wide = values(dense=BASE, half=shifted(0.012))
     assert verdict_text.lines(verdicts.content(asked, wide))[-1].endswith("needed: missed.")
+    lower = values(dense=BASE, half=shifted(-0.08), one=shifted(0.01))
+    assert scale.half_width_gap(lower, "a", LOSS, MARGIN).other_ratio == pytest.approx(
+        0.08 / spread
+    )
     assert scale.half_width_gap(values(dense=BASE), "a", LOSS, MARGIN) is None
+    assert scale.half_width_gap(values(dense=BASE, half=[3.2]), "a", LOSS, MARGIN) is None
+    diverged = values(dense=BASE, half=[*BASE[:4], math.nan])
+    assert scale.half_width_gap(diverged, "a", LOSS, MARGIN) is None
+    # Differences that are all equal: nothing is in the way of telling arms apart.
+    exact = values(dense=[2.0, 3.0], half=[2.5, 3.5], one=[2.25, 3.25])
+    found = scale.half_width_gap(exact, "a", LOSS, MARGIN)
+    assert (found.n, found.gap, found.ratio, found.other_ratio) == (2, 0.5, math.inf, math.inf)
 
 
 def test_the_scale_of_runs():
@@ -103,6 +118,11 @@ def test_the_scale_of_runs():
         "gpt2_toy or deit_toy, 2M tokens or 2M image tokens, 2,000 "
     )
     assert scale.of_records([]) == ""
+    short = [record("it", seed, 3.0, tokens=999_000) for seed in (8, 1)]
+    told = scale.of_records(short)
+    assert told.startswith("gpt2_toy, 999,000 tokens, 999 tokens a step")
+    assert told.endswith("seeds 1, 8")
+    assert scale.of_records([record("it", 0, 3.0, tokens=1_000_000)]).startswith("gpt2_toy, 1M ")
     unsaid = {**other, "overrides": [o for o in other["overrides"] if not o.startswith("data=")]}
     assert f"the driver's data ({other['corpus_hash'][:12]})" in scale.of_records([unsaid])
     # Retrained from a model of another block, which was itself trained again between the two.
