@@ -176,6 +176,8 @@ def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
     )
     assert shown[6].endswith("not tested, 1 of 5 seeds of near and dense")
     first, second = verdicts.table(found)
+    two = verdicts.content(of(("two", "dense", "lower")), arms | values(two=shifted(-0.02)[:2]))
+    assert [*two["claims"][0]["contrasts"][0]["gap_closed"]] == ["two"]
     assert (first["verdict"], second["verdict"]) == ("not tested", "not tested")
     assert first["effect"] == pytest.approx(-0.02 + 0.001 / 3) and first["n"] == 3
 
@@ -286,6 +288,17 @@ def test_measurements_are_of_a_device(tmp_path):
     ]
     other = verdict_text.lines(verdicts.content(asked, {}, tmp_path / "none"))
     assert other[2].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
+
+
+def test_a_statement_without_a_published_value_decides_nothing(tmp_path):
+    measurements(tmp_path, [1.5])
+    with (tmp_path / "slope_table1-full.csv").open("a", encoding="utf-8") as file:
+        file.write("ours alone,full,0.9,1,\n")
+    asked = of(measured=[Speed("slope_table1", "training", "kernel", rows=row)
+                         for row in ("r0", "ours alone")])  # fmt: skip
+    (claim,) = verdicts.content(asked, {}, tmp_path)["claims"]
+    assert [m["verdict"] for m in claim["measured"]] == ["confirmed", "shown, not judged"]
+    assert claim["verdict"] == "confirmed"
 
 
 def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
