@@ -189,6 +189,8 @@ def test_wanda_without_calibration_is_one_line():
         ({"ramp_steps": 10000}, {0: 0.0, 2500: 2.5e-5, 10000: 1e-4, 30000: 1e-4}),
         ({"alpha": 6e-5, "ramp_steps": 3000}, {1500: 3e-5, 3000: 6e-5, 3001: 6e-5}),
         ({"total_steps": 40000}, {0: 0.0, 2500: 2.5e-5, 10000: 1e-4, 39999: 1e-4}),
+        # 0.29 of 100 is 28.999999999999996 in fp64: the nearest step, 29
+        ({"ramp_fraction": 0.29, "total_steps": 100}, {28: 28 / 29 * 1e-4, 29: 1e-4}),
         ({"ramp_steps": 0}, {0: 1e-4, 1: 1e-4}),
         ({"ramp_fraction": 0.0}, {0: 1e-4, 1: 1e-4}),
     ],
@@ -231,6 +233,21 @@ def test_pure_decay_tells_the_routes_apart():
             layer, method = converted(decay_route=route, alpha=alpha)
             change = train(layer, method, zero)[0, [1, 3]]
             torch.testing.assert_close(change, -torch.tensor(sizes(alpha)), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_layer_without_a_gradient_does_not_stop_the_others(route):
+    model = nn.Sequential(linear(), nn.Linear(8, 4))
+    method = ast.Method(
+        ast.Config(include=["*"], kl_weight=0.0, ramp_steps=0, decay_route=route, alpha=0.1)
+    )
+    method.convert(model)
+    optimizer = method.optimizer(model.parameters(), lr=1e-3, weight_decay=0.0)
+    before = model[1].weight.detach().clone()
+    model[1].weight.grad = torch.zeros(4, 8)
+    method.on_gradients(0, optimizer)
+    optimizer.step()
+    assert torch.equal(model[1].weight != before, ~model[1].mask)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -348,6 +365,8 @@ def test_weights_without_a_mask_follow_adamw():
         b.step()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    defaults = torch.optim.AdamW(theirs.parameters()).defaults
+    assert ast.AdamW(ours.parameters()).defaults.items() <= defaults.items()
 
 
 def test_the_optimizer_that_the_route_needs():
@@ -473,6 +492,19 @@ def test_the_end_has_zeros_of_the_last_mask_in_use():
     assert type(layer) is nn.Linear
     assert layer.state_dict().keys() == {"weight"}
     assert layer.weight[0].tolist() == [4.0, 0.0, 3.0, 0.0]
+
+
+def test_fine_tuning_trains_the_low_rank_terms_under_the_last_masks_by_the_task_alone():
+    assert ast.Method(ast.Config(total_steps=10)).finetuning(20) is None
+    options = {"include": ["*mlp*"], "exclude": ["*c_fc"], "seed": 7, "slorb_k": 4}
+    trained = ast.Config(slorb_train_x=False, total_steps=10, layer_weight=1.0, **options)
+    tuned = ast.Method(trained).finetuning(20)
+    masks_and_decay = {"refresh_every": 0, "alpha": 0.0}
+    loss = {"task_weight": 1.0, "kl_weight": 0.0, "layer_weight": 0.0}
+    expected = {"total_steps": 20, "slorb_train_x": False, **masks_and_decay, **loss, **options}
+    expected |= {"include": ("*mlp*",), "exclude": ("*c_fc",)}
+    assert {name: getattr(tuned, name) for name in expected} == expected
+    assert not ast.Method(tuned).needs_adamw
 
 
 @pytest.mark.parametrize(

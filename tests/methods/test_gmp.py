@@ -59,6 +59,14 @@ def test_cubic_schedule_of_zhu_and_gupta():
     assert {step: method.share(step) for step in shares} == shares
 
 
+def test_fractions_mean_the_nearest_step():
+    """0.29 of 100 steps is 28.999999999999996 in fp64, and 0.57 is 56.99999999999999."""
+    options = {"begin_fraction": 0.29, "end_fraction": 0.57, "prune_every": 1, "total_steps": 100}
+    method = gmp.Method(gmp.Config(**options))
+    assert method.share(29) == 0.0 < method.share(30)
+    assert method.share(56) < 1.0 == method.share(57)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -119,8 +127,13 @@ def test_the_phase_follows_from_the_step_even_if_some_were_not_asked(name):
     method = methods.build(name, include=["*"], total_steps=10)
     method.convert(layer)
     method.on_step_begin(9)
-    assert method.phase() == "sparse"
+    assert method.phase() == "sparse" and not method.unfinished
     assert int(check24(layer.weight)) == 0
+    resumed = methods.build(name, include=["*"], total_steps=10)
+    resumed.convert(nn.Linear(8, 4))
+    assert resumed.phase() == "dense" and resumed.unfinished
+    resumed.load_state_dict(method.state_dict())
+    assert resumed.phase() == "sparse"
 
 
 @pytest.mark.parametrize(

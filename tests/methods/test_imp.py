@@ -16,6 +16,10 @@ def test_rounds_keep_a_constant_share():
     q = 0.5**0.25
     assert kept == pytest.approx([1, q, q, q**2, q**3, q**4, q**4], abs=1e-12)
     assert method.share(80) == 1.0
+    method = imp.Method(imp.Config(begin_fraction=0.0, rounds=16, total_steps=2))
+    assert method.round_start(15) == 1  # the last step, though 15/16 of 2 is nearer to 2
+    method = imp.Method(imp.Config(begin_fraction=0.29, total_steps=100))
+    assert method.round_start(0) == 29  # of 28.999999999999996 in fp64
 
 
 def test_each_round_removes_the_smallest_of_what_is_left():

@@ -107,14 +107,19 @@ def test_the_window(beta2, window):
 
 
 @pytest.mark.parametrize(
-    ("fractions", "gradient", "start"),
-    [((0.1, 0.5), 0.0, 2), ((0.1, 0.5), 1.0, 10), ((0.0, 0.5), 0.0, 1), ((0.5, 0.5), 0.0, 10)],
-    ids=["settled_at_once", "never_settled", "no_lower_bound", "fixed"],
+    ("options", "gradient", "start"),
+    [
+        ({}, 0.0, 2),
+        ({}, 1.0, 10),
+        ({"total_steps": 15}, 1.0, 7),
+        ({"min_fraction": 0.0}, 0.0, 1),
+        ({"min_fraction": 0.5}, 0.0, 10),
+    ],
+    ids=["settled_at_once", "never_settled", "odd_length", "no_lower_bound", "fixed"],
 )
-def test_phase_1_ends_between_its_bounds(fractions, gradient, start):
-    """20 steps: at least 2 and at most 10 of them are dense by default."""
-    low, high = fractions
-    model, method, optimizer = converted(min_fraction=low, max_fraction=high)
+def test_phase_1_ends_between_its_bounds(options, gradient, start):
+    """20 steps: at least 2 and at most 10 of them are dense by default; 7 of 15, below a half."""
+    model, method, optimizer = converted(**options)
     phases = []
     for number in range(12):
         # Growing, so that v never comes to rest.
@@ -188,12 +193,13 @@ def test_the_moment_stays_and_the_end_is_sparse():
     assert torch.equal(model[0].weight, weight)
 
 
-def test_a_weight_without_a_gradient_is_left_alone():
+@pytest.mark.parametrize("done", [1, 2], ids=["dense", "sparse"])
+def test_a_weight_without_a_gradient_is_left_alone(done):
     model, method, optimizer = converted(max_fraction=0.1)
-    train(model, method, optimizer, range(2))
-    method.on_step_begin(2)
+    train(model, method, optimizer, range(done))
+    method.on_step_begin(done)
     before = model[0].weight.detach().clone()
-    method.on_gradients(2, optimizer)
+    method.on_gradients(done, optimizer)
     assert torch.equal(model[0].weight, before)
 
 
@@ -202,6 +208,7 @@ def test_a_weight_without_a_gradient_is_left_alone():
 
 def test_optimizers_without_adams_moments_are_refused_in_the_first_step():
     model, method, _ = converted()
+    assert method.needs_adamw  # drivers ask this before any work starts
     model[0].weight.grad = torch.ones(8, 8)
     weights = list(model.parameters())
     for optimizer, message in (

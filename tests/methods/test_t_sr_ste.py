@@ -190,7 +190,14 @@ def test_between_two_searches_values_change_and_the_mask_stays():
 
 @pytest.mark.parametrize(
     ("steps", "fraction", "start"),
-    [(300_000, 1 / 6, 250_000), (12, 1 / 6, 10), (10, 0.25, 8), (10, 1.0, 0), (10, 0.0, None)],
+    [
+        (300_000, 1 / 6, 250_000),
+        (12, 1 / 6, 10),
+        (10, 0.25, 8),
+        (10, 0.28, 7),
+        (10, 1.0, 0),
+        (10, 0.0, None),
+    ],
 )
 def test_dense_start(steps, fraction, start):
     """steps - round(fraction * steps); half a step is rounded to the even number."""
@@ -212,9 +219,10 @@ def finished(fraction, steps=12, **options):
     return layer, method, phases
 
 
-def test_the_end_is_dense():
-    layer, method, phases = finished(0.25)
-    assert phases == ["sparse"] * 9 + ["dense"] * 3
+@pytest.mark.parametrize("last", [1, 3])
+def test_the_end_is_dense(last):
+    layer, method, phases = finished(last / 12)
+    assert phases == ["sparse"] * (12 - last) + ["dense"] * last and method.ends_dense
     metrics = method.metrics()
     assert (metrics["phase"], metrics["density"]) == ("dense", 1.0)
     weight = layer.weight.detach().clone()

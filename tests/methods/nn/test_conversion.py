@@ -10,7 +10,7 @@ from torch import nn
 import methods
 from common_kernels import check24
 from experiments.config.run import load
-from methods import dense, slope, ste
+from methods import ast, dense, slope, ste
 from methods.nn import ranks
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
@@ -238,10 +238,12 @@ def test_the_dense_baseline_measures_a_conv1d_along_its_inputs(hf_model):
     assert [type(m) for m in model.modules()] == types
 
 
-def test_low_rank_terms_beside_a_conv1d_are_refused(hf_model):
-    adapters = {"adapter_rank": 2, "total_steps": 9}
+@pytest.mark.parametrize(
+    ("method", "options"), [(slope, {"adapter_rank": 2}), (ast, {"slorb_k": 4})]
+)
+def test_low_rank_terms_beside_a_conv1d_are_refused(hf_model, method, options):
     with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
-        convert(hf_model("gpt2"), "ffn", method=slope, **adapters)
+        convert(hf_model("gpt2"), "ffn", method=method, total_steps=9, **options)
 
 
 def test_calibration_before_the_conversion_of_a_conv1d(hf_model):
