@@ -85,25 +85,43 @@ def test_the_regression_reaches_the_minimum_on_correlated_features():
 
 def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
     x, y, test_x, _ = digits
-    fitted, given = [], []
+    given, fits = [], []
     original = logistic_regression
 
     def spy(x, y, n_classes, decay):
-        fitted.append((len(x), decay))
-        given.append(x)
-        return original(x, y, n_classes, decay)
+        given.append((x, y, decay))
+        fits.append(original(x, y, n_classes, decay))
+        return fits[-1]
 
     monkeypatch.setattr(probes, "logistic_regression", spy)
     # A constant feature has no deviation to divide by.
     padded = [torch.cat([part, torch.ones(len(part), 1)], 1) for part in (x, test_x)]
     predicted, decay = linear(padded[0], y, padded[1], 10)
-    assert fitted == [*((540, d) for d in probes.DECAYS), (600, decay)]
-    assert all(x is given[0] for x in given[:-1])  # one copy for all decays
+    assert [given_decay for *_, given_decay in given] == [*probes.DECAYS, decay]
+    assert all(x is given[0][0] for x, *_ in given[:-1])  # one copy for all decays
     deviation, mean = torch.std_mean(x, dim=0)
     deviation[deviation == 0] = 1.0
+    whole = torch.cat([(x - mean) / deviation, torch.zeros(600, 1)], 1)
+    held_out = torch.arange(600) % 10 == 0
+    for (fit_x, fit_y, _), rows in ((given[0], ~held_out), (given[-1], held_out | ~held_out)):
+        torch.testing.assert_close(fit_x, whole[rows])
+        assert torch.equal(fit_y, y[rows])
+    right = [
+        int(((whole @ weight.T + bias).argmax(1) == y)[held_out].sum())
+        for weight, bias in fits[:-1]
+    ]
+    assert len({*right}) > 1 and decay == max(zip(right, probes.DECAYS, strict=True))[1]
     theirs = LogisticRegression(C=1 / (decay * len(x)), tol=1e-8, max_iter=5000)
     theirs.fit((x - mean) / deviation, y)
     assert predicted.tolist() == theirs.predict((test_x - mean) / deviation).tolist()
+
+
+def test_of_equally_good_decays_the_largest_is_chosen():
+    """Two classes far from each other, which every decay tells apart."""
+    y = torch.arange(100) % 2
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) + 20 * y[:, None]
+    predicted, decay = linear(x, y, x, 2)
+    assert decay == max(probes.DECAYS) and torch.equal(predicted, y)
 
 
 def test_features_of_a_diverged_model_have_no_score(digits):

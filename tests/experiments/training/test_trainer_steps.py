@@ -110,6 +110,10 @@ class Recording(ste.Method):
         self.note("begin")
         super().on_step_begin(step)
 
+    def open_micro_batch(self):
+        self.note("open")
+        super().open_micro_batch()
+
     def micro_batch_loss(self, model, batch):
         self.note("loss")
         return super().micro_batch_loss(model, batch)
@@ -129,13 +133,25 @@ class Recording(ste.Method):
 
 
 def test_the_order_of_a_step(build):
-    """The weights move between `on_gradients` and `on_step_end`, at the rate of this step."""
+    """The weights move between `on_gradients` and `on_step_end`, at the rate of this step; a hook
+    of the model comes before the method's."""
     trainer = build("train.steps=3", "train.warmup_steps=0", "impl.micro_batch=2", kind=Recording)
+    for hook in ("on_step_begin", "on_gradients", "on_step_end"):
+        setattr(
+            trainer.model, hook, lambda *args, own=hook: trainer.method.calls.append((own, *args))
+        )
     trainer.fit()
     assert trainer.method.calls == [
-        (hook, step, hook == "end")
+        call
         for step in range(3)
-        for hook in ("begin", "loss", "loss", "gradients", "end")
+        for call in (
+            ("on_step_begin", step),
+            *((hook, step, False) for hook in ("begin", *["open", "loss"] * 2)),
+            ("on_gradients", step),
+            ("gradients", step, False),
+            ("on_step_end", step),
+            ("end", step, True),
+        )
     ]
     assert trainer.method.rates == [{learning_rate(trainer.train, step)} for step in range(3)]
     assert len(set(map(min, trainer.method.rates))) == 3
