@@ -35,7 +35,7 @@ BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]"
 _LABELS = ("target", "labels")
 
 
-def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+def forward_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens; logits [..., V].
 
     The gradient with respect to the student's logits is T (softmax(s / T) - softmax(t / T)) /
@@ -46,7 +46,7 @@ def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
     return temperature**2 * divergence
 
 
-def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+def reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """T^2 KL(softmax(student / T) || softmax(teacher / T)), mean over tokens, as in MiniLLM."""
     log_student, log_teacher = _log_probabilities(student, teacher, temperature)
     divergence = F.kl_div(log_teacher, log_student, reduction="batchmean", log_target=True)

@@ -122,6 +122,7 @@ def test_gamma_moves_the_threshold():
 def test_mvue_on_the_weight_is_unbiased_and_leaves_the_forward_alone():
     layer, method = converted(out=8, inputs=8, mvue_weight=True)
     sparse = layer.effective_weight()
+    assert torch.equal(layer.operands(torch.float32)[1].matrix, sparse)  # no step has begun
     draws = []
     for step in range(4000):
         method.on_step_begin(step)
@@ -215,6 +216,14 @@ def test_fp8_under_bf16_autocast_quantises_in_fp32():
     reference = layer(x.bfloat16().float())
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, reference.bfloat16())
+
+
+def test_fine_tuning_projects_as_training_did_in_full_precision_and_without_sampling():
+    kept = {"include": ("*mlp*",), "seed": 7, "beta": "keep_l1", "gamma": 0.5}
+    trained = s_ste.Config(total_steps=10, fp8="paper", mvue_weight=True, **kept)
+    plain = {"fp8": "off", "mvue": "off", "mvue_weight": False}
+    expected = s_ste.Config(total_steps=20, **plain, **kept)
+    assert s_ste.Method(trained).finetuning(20) == expected
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.5}, {"fp8": "e3m4"}, {"mvue": "yes"}])

@@ -23,20 +23,23 @@ def logits(*shape, seed):
 # ---------------------------------------------------------------- losses
 
 
-def test_forward_kl_by_hand():
-    """softmax(t / 2) = (3/4, 1/4), softmax(s / 2) = (1/2, 1/2)."""
+@pytest.mark.parametrize("t", [1.0, 2.0, 3.0])  # of these only 2 has t^2 = 2 t
+def test_forward_kl_by_hand(t):
+    """softmax(teacher / t) = (3/4, 1/4), softmax(student / t) = (1/2, 1/2)."""
     student = torch.zeros(1, 2, requires_grad=True)
-    teacher = torch.tensor([[2 * math.log(3), 0.0]])
-    loss = forward_kl(student, teacher, 2.0)
-    expected = 4 * (0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5))
-    assert loss.item() == pytest.approx(expected, abs=1e-6) == pytest.approx(0.523248, abs=1e-6)
+    teacher = torch.tensor([[t * math.log(3), 0.0]])
+    loss = forward_kl(student, teacher, t)
+    expected = t * t * (0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5))
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert expected == pytest.approx(t * t * 0.130812, abs=1e-5)
     loss.backward()
-    torch.testing.assert_close(student.grad, torch.tensor([[-0.5, 0.5]]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(student.grad, torch.tensor([[-t / 4, t / 4]]), rtol=0, atol=1e-6)
 
 
-def test_reverse_kl_by_hand():
-    loss = reverse_kl(torch.zeros(1, 2), torch.tensor([[2 * math.log(3), 0.0]]), 2.0)
-    expected = 4 * (0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
+@pytest.mark.parametrize("t", [1.0, 2.0, 3.0])
+def test_reverse_kl_by_hand(t):
+    loss = reverse_kl(torch.zeros(1, 2), torch.tensor([[t * math.log(3), 0.0]]), t)
+    expected = t * t * (0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
     assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
@@ -124,6 +127,8 @@ def test_the_teacher_is_the_dense_model_frozen_and_apart():
         assert id(parameter) not in held
     assert {id(p) for p in model.parameters()} == held
     assert teacher not in set(model.modules())
+    method.finalize(model)
+    assert method.teacher is None  # its memory is free
 
 
 def test_the_loss_is_the_mix_of_both():
