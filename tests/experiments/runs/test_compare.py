@@ -5,6 +5,8 @@ import json
 import math
 import subprocess
 import sys
+from functools import reduce
+from operator import getitem
 
 import pytest
 
@@ -118,7 +120,14 @@ def test_what_is_not_finished_is_named(three, write):
     assert len(runs) == 9
     assert [str(path) for path in unfinished] == ["runs/gpt2-stdlib/slope-0/seed0"]
     with pytest.raises(UserError, match=r"^no finished run at runs/gpt2-stdlib/slope-0/seed0"):
-        find(unfinished)
+        find(iter(unfinished))
+
+
+def test_runs_elsewhere_are_named_by_their_whole_path(write, tmp_path, monkeypatch):
+    directory = write("ste", 0)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert [run.directory for run in find([tmp_path / "runs"])[0]] == [directory.resolve()]
 
 
 def test_arms_of_one_method_are_told_apart_by_what_differs(write):
@@ -134,6 +143,14 @@ def test_arms_of_one_method_are_told_apart_by_what_differs(write):
     }  # fmt: skip
     # An option that only one method has sets nobody apart from other methods.
     assert differing(found) == ["train.steps"]
+    assert differing([arm for arm in found if arm.label in ("dense", "s_ste")]) == []
+
+
+def test_a_schedule_of_another_length_is_another_arm(write):
+    write("gmp", 0, arm="a")
+    write("gmp", 0, arm="b", method__total_steps=10)  # of 20 steps of training
+    found = compared(comparison.Path("runs"))
+    assert [arm.label for arm in found] == ["gmp", "gmp method.total_steps=10"]
 
 
 def test_other_data_are_another_arm(write):
@@ -156,6 +173,7 @@ def test_the_baseline(three, write):
     assert choose(found, None).label == "dense"
     assert choose(found, "ste").label == "ste"
     assert choose(found[1:], None).label == "s_ste"
+    assert choose(found[::-1], None).label == "dense"
     with pytest.raises(UserError) as error:
         choose(found, "slope")
     assert str(error.value) == "baseline=slope is none of the runs; name one of these:"
@@ -167,6 +185,8 @@ def test_the_baseline(three, write):
     assert error.value.choices == ["ste-0", "ste-x"]
     for name in ("ste train.steps=40", "ste-x"):
         assert choose(found, name).label == "ste train.steps=40"
+    write("dense", 0, arm="dense-x", train__steps=40, method__total_steps=40)
+    assert choose(compared(three)[::-1], None).label == "dense train.steps=40"  # the first of two
 
 
 def test_a_long_label_is_the_folder_of_the_runs(write):
@@ -175,6 +195,10 @@ def test_a_long_label_is_the_folder_of_the_runs(write):
     write("ste", 0, arm="ste-include_more-0", method__include=[long])
     found = compared(comparison.Path("runs"))
     assert [arm.label for arm in found] == ["ste method.include=[*mlp.*]", "ste-include_more-0"]
+    # A folder of runs of two configs tells neither.
+    write("ste", 1, arm="ste-include_more-0", method__include=[long + "9"])
+    labels = [arm.label for arm in compared(comparison.Path("runs"))[1:]]
+    assert labels == [f"ste method.include=[{value}]" for value in (long, long + "9")]
 
 
 def test_runs_of_unlike_length_or_data_have_no_difference(write):
@@ -233,13 +257,25 @@ def test_the_table_as_text(write):
     )
 
 
+def test_a_difference_has_the_decimals_that_its_interval_asks_for(write):
+    for seed, loss in enumerate([2.001631, 2.00271, 2.003789]):
+        write("dense", seed, 2.0)
+        write("ste", seed, loss)
+    found = compared(comparison.Path("runs"))
+    text = markdown(found, table(found, found[0]))
+    # 0.00271 -+ 4.3027 * 0.001079 / sqrt(3)
+    assert "| +0.00271 | +0.00003 to +0.00539 | 3 |" in text
+
+
 def test_runs_that_hardly_compare_are_said(write, capsys):
     """Once, in one line before the table."""
     write("dense", 0, tokens=20480, vocabulary=512)
     write("dense", 1, tokens=20480, vocabulary=512)
     write("ste", 0, tokens=20480, vocabulary=512)
     compare.main(["runs"])
-    assert capsys.readouterr().out.startswith("| run |")
+    two_arms = capsys.readouterr().out
+    assert two_arms.startswith("| run | val_loss | seeds | minus dense |")
+    assert "\n| ste | 3.0000 | 1 | +0.0000 | - | 1 |\n" in two_arms
     write("s_ste", 0, tokens=40960, vocabulary=512, train__steps=40, method__total_steps=40)
     compare.main(["runs"])
     less = "no differences are shown between such runs"
@@ -283,6 +319,8 @@ def test_a_diverged_run_among_those_that_are_listed(write):
 def test_another_metric(three):
     found = compared(three)
     assert table(found, found[0], "metrics.flip_rate")[1].difference == 0.0
+    del found[2].runs[1].result["metrics"]["flip_rate"]  # a run may lack it
+    assert math.isnan(table(found, found[0], "metrics.flip_rate")[2].mean)
     with pytest.raises(UserError) as error:
         table(found, found[0], "metrics.perplexity")
     assert str(error.value) == (
@@ -422,12 +460,12 @@ def test_a_sweep_ends_with_its_table(three):
     assert len(of_sweep([*runs, runs[0]])) == len(of_sweep(runs))  # a sweep over `impl`
 
 
-@pytest.mark.parametrize("key", ["metrics", "config.seed", "config.train"])
+@pytest.mark.parametrize("key", ["metrics", "config.seed", "config.train", "config.train.steps"])
 def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
     path = write("ste", 0, 1.0) / "result.json"
     result = json.loads(path.read_text())
-    group, _, last = key.rpartition(".")
-    del (result[group] if group else result)[last]
+    *groups, last = key.split(".")
+    del reduce(getitem, groups, result)[last]
     path.write_text(json.dumps(result))
     with pytest.raises(UserError, match=rf"result\.json is damaged \(no {key}"):
         find([tmp_path / "runs"])
