@@ -271,7 +271,7 @@ def _length(run: FinishedRun) -> str:
 
 def _data(run: FinishedRun) -> str:
     corpus = run.result.get("corpus") or {}
-    tokenizer = corpus.get("tokenizer") or {}
+    tokenizer = corpus.get("tokenizer")
     size = f", {tokenizer.get('kind')} of {tokenizer.get('vocab_size')}" if tokenizer else ""
     return f"{run.result['config']['data']['name']} {str(run.result.get('corpus_hash'))[:12]}{size}"
 

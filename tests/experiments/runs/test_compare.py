@@ -265,6 +265,8 @@ def test_a_difference_has_the_decimals_that_its_interval_asks_for(write):
     text = markdown(found, table(found, found[0]))
     # 0.00271 -+ 4.3027 * 0.001079 / sqrt(3)
     assert "| +0.00271 | +0.00003 to +0.00539 | 3 |" in text
+    # A mean has two digits of the width 0.00012 from one deviation below it to one above.
+    assert comparison.with_spread(2.0, 0.00006) == "2.00000 ± 0.00006"
 
 
 def test_runs_that_hardly_compare_are_said(write, capsys):
