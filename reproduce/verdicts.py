@@ -135,7 +135,7 @@ def _released(released: Released, values: Values) -> Json:
     paired = differences(values, r.block, r.arm, r.against, r.metric)
     finite = all(map(math.isfinite, paired))
     known = len(paired) > 1 and finite
-    low, high = paired_interval(paired) if known else (math.nan, math.nan)
+    low, high = paired_interval(paired)
     return {
         **dataclasses.asdict(r),
         "n": len(paired),
@@ -193,7 +193,6 @@ def main(runs: Path, report: Callable[[str], None] = print) -> None:
     for line in [*textwrap.wrap(LEGEND, 90), *lines(judged), *evidence.warnings()]:
         report(line)
     folder = runs / "report"
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "claims.json", judged)
     write_text(folder / "claims.csv", csv_text(table(judged)))
     drawn = decay_curve.write(values, folder / "claim2_mu")

@@ -10,6 +10,7 @@ import pytest
 from experiments.runs.stats import paired_interval, ratio_interval
 from experiments.support.checkpoint import write_json
 from reproduce import decay_curve, scale, verdict_text, verdicts
+from reproduce.blocks import EVIDENCE
 from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
 from reproduce.records import Evidence, StoredRecord
 
@@ -236,6 +237,22 @@ def test_defects_are_told_without_a_verdict():
     assert rows[0]["effect"] == pytest.approx(0.02)
 
 
+def test_two_seeds_are_enough_to_show_the_effect_of_a_defect():
+    asked = replace(of(), claims=[], released=[Released("a", "bad", "it", "")])
+    (found,) = verdicts.content(asked, values(it=BASE, bad=shifted(0.02)[:2]))["released"]
+    assert (found["n"], found["why"], found["effect"]) == (2, "", pytest.approx(0.022))
+
+
+def test_no_gap_is_closed_at_fewer_seeds_than_a_test_needs_or_on_other_data():
+    fewer = values(dense=BASE, half=shifted(0.08)[:3], it=shifted(-0.02))
+    elsewhere = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
+    elsewhere["a", "it"][0]["corpus_hash"] = "0" * 16
+    for arms, verdict in ((fewer, "confirmed"), (elsewhere, "not tested")):
+        (claim,) = verdicts.content(of(("it", "dense", "lower")), arms)["claims"]
+        (contrast,) = claim["contrasts"]
+        assert (contrast["verdict"], contrast["gap_closed"]) == (verdict, {})
+
+
 def test_other_metrics_have_no_gap_to_close():
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
     for by_seed in arms.values():
@@ -312,6 +329,42 @@ def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
     assert "   memory of training (SLoPe, Table 1, kernel): 1.500;" in verdict_text.lines(memory)[3]
 
 
+def test_the_rows_of_the_csv_file(tmp_path):
+    from scipy.stats import ttest_1samp
+
+    measurements(tmp_path, [1.5])
+    exact = shifted(0.02, [0.0] * 5)
+    arms = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
+    asked = of(("it", "that", "lower"), ("it", "that", "equal"),
+               measured=[Speed("slope_table1", "training", "kernel", rows="r0")])  # fmt: skip
+    asked = replace(asked, released=[Released("a", "it", "that", "")])
+    lower, equal, speed, defect = verdicts.table(verdicts.content(asked, arms, tmp_path))
+    t_test = ttest_1samp([n - 0.04 for n in NOISE], 0.0)
+    low, high = t_test.confidence_interval(0.95)
+    ends = {"low": pytest.approx(low), "high": pytest.approx(high)}
+    claim = {"claim": 1, "paper": "fst", "claim_verdict": "refuted"}
+    runs = {"judged_by": "block a", "what": "it", "against": "that", "metric": LOSS, "n": 5,
+            "effect": pytest.approx(-0.04), "why": "", **ends}  # fmt: skip
+    # `that` is 0.02 above dense, and the gap 0.08, at every seed.
+    g = {f"g{end}": pytest.approx((own + 0.02) / 0.08)
+         for end, own in (("", -0.04), ("_low", low), ("_high", high))}  # fmt: skip
+    g_against = {f"g_against{end}": pytest.approx(0.25) for end in ("", "_low", "_high")}
+    assert lower == {
+        **claim, **runs, **g, **g_against, "expect": "lower", "margin": None, "p_contrary": 1.0,
+        "p_expected": pytest.approx(2 * t_test.pvalue), "verdict": "confirmed",
+    }  # fmt: skip
+    beyond = ttest_1samp([n - 0.04 for n in NOISE], -0.02)
+    assert equal["margin"] == pytest.approx(0.02) and equal["verdict"] == "refuted"
+    assert equal["p_contrary"] == pytest.approx(2 * beyond.pvalue)  # two contrasts: Holm
+    none = pytest.approx(math.nan, nan_ok=True)
+    assert speed == {
+        **claim, "judged_by": "slope_table1", "metric": "training", "kind": "kernel", "what": "r0",
+        "against": "", "n": 1, "effect": 1.5, "published": 1.5, "low": none, "high": none,
+        "device": "NVIDIA Toy", "verdict": "confirmed", "why": "",
+    }  # fmt: skip
+    assert defect == {**runs, "verdict": "as released"}
+
+
 def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     from reproduce.__main__ import main
 
@@ -319,12 +372,16 @@ def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     kept = {
         key: {s: StoredRecord(tmp_path, r) for s, r in seeds.items()} for key, seeds in arms.items()
     }
-    monkeypatch.setattr(verdicts, "read_evidence", lambda *_, only: Evidence(kept, []))
+    read = []
+    monkeypatch.setattr(
+        verdicts, "read_evidence", lambda *where, only: read.append(where) or Evidence(kept, [])
+    )
     asked = of(("it", "dense", "lower"), ("none", "dense", "equal"),
                measured=[Speed("torchao_table3", "speedup", "kernel")])  # fmt: skip
     monkeypatch.setattr(verdicts, "read_claims", lambda: asked)
     assert main(["claims"], runs=tmp_path) == 0
     assert "written: " in capsys.readouterr().out
+    assert read == [(EVIDENCE, tmp_path / "evidence")]  # the committed records count first
     folder = tmp_path / "report"
     assert {path.name for path in folder.iterdir()} == {"claims.json", "claims.csv"}
     found = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
