@@ -104,6 +104,7 @@ def test_a_margin_may_be_that_of_another_block():
     (found,) = judge(every, claim, values)
     assert found.margin == pytest.approx(0.02) and found.verdict == "confirmed"
     # The records of these blocks are read, and of those that show a defect.
+    assert of(("it", "that", "equal"))[0].blocks == {"a"}
     assert every.blocks == {"a", "b"}
     assert replace(every, released=[Released("c", "it", "that", "")]).blocks == {"a", "b", "c"}
 
@@ -393,6 +394,8 @@ def test_a_file_of_claims_that_means_nothing(changed, message, tmp_path):
     )
     path.write_text(text, encoding="utf-8")
     assert read_claims(path).claims[0].contrasts[0].metric == "metrics.val_loss"
+    path.write_text(text.replace("seeds: 5", "seeds: 2"), encoding="utf-8")
+    assert read_claims(path).seeds == 2
     assert changed[0] in text
     path.write_text(text.replace(*changed), encoding="utf-8")
     with pytest.raises(UserError) as error:
