@@ -30,13 +30,15 @@ def digits():
 
 @pytest.mark.parametrize("temperature", [0.07, None])
 def test_neighbours_vote_as_scikit_learn_s_do(digits, temperature, monkeypatch):
+    """Without settings, 20 neighbours at a temperature of 0.07 (DINO, appendix F.1)."""
     x, y, test_x, _ = digits
     weights = "uniform" if temperature is None else lambda d: np.exp((1 - d) / temperature)
     theirs = KNeighborsClassifier(20, weights=weights, metric="cosine").fit(x, y).predict(test_x)
-    ours = knn(x, y, test_x, 10, k=20, temperature=temperature)
+    settings = {} if temperature == 0.07 else {"k": 20, "temperature": temperature}
+    ours = knn(x, y, test_x, 10, **settings)
     assert ours.tolist() == theirs.tolist()
     monkeypatch.setattr(probes, "_COSINES", 600)  # one test image at a time
-    assert torch.equal(knn(x, y, test_x, 10, k=20, temperature=temperature), ours)
+    assert torch.equal(knn(x, y, test_x, 10, **settings), ours)
 
 
 def test_a_vote_by_hand():
@@ -47,6 +49,10 @@ def test_a_vote_by_hand():
     # cosines 0.995, 0.6, 0.6: exp(14.2) against 2 * exp(8.6).
     assert knn(x, y, test_x, 3, k=3, temperature=0.07).tolist() == [2]
     assert knn(x, y, test_x, 3, k=20, temperature=None).tolist() == [1]  # no more than there are
+    # Twenty vote, ten for each class; the 19 or 21 nearest would choose class 1.
+    angles = torch.arange(21) / 100
+    x, y = torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([1, 0] * 10 + [1])
+    assert knn(x, y, test_x, 2, temperature=None).tolist() == [0]
 
 
 @pytest.mark.parametrize("decay", [1e-2, 1e-4])
