@@ -26,6 +26,7 @@ from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
+from methods import ast
 from models.hf import CausalLM
 
 PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}
@@ -233,17 +234,26 @@ def test_resumed_from_a_checkpoint_of_another_moment_nothing_differs(
     assert losses(killed) == losses(whole) and len(losses(whole)) == 12
 
 
-def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retrain):
+def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retrain, monkeypatch):
+    given, original = [], ast.Method.calibrate
+
+    def calibrate(self, model, batches):
+        read = list(batches)
+        given.append(torch.cat([batch["input"] for batch in read]))
+        original(self, model, read)
+
+    monkeypatch.setattr(ast.Method, "calibrate", calibrate)
     config = retrain("opt", "method.metric=wanda", "method.calibration_sequences=12")
     first = distill.run(config, quiet)
     shutil.rmtree(config.directory())
     assert distill.run(config, quiet)["metrics"] == first["metrics"]
     other = retrain("opt", "method.metric=wanda", "method.calibration_sequences=3")
     assert other.digest() != config.digest()
-    source = CausalText(load_tokens(config.data, config.seed), 16)
+    source = CausalText(load_tokens(config.data, config.seed), 32)  # as many as the model takes
     requests = [(CALIBRATION, range(12)), (CALIBRATION, range(4, 9))]
     windows = [batch["input"] for batch in source.batches(requests)]
     assert torch.equal(windows[0][4:9], windows[1])
+    assert len(given) == 2 and all(torch.equal(each, windows[0]) for each in given)
     [first_step] = source.batches([(0, range(12))])
     assert not torch.equal(windows[0], first_step["input"])
 

@@ -152,6 +152,18 @@ def test_the_search_of_fst(search, monkeypatch):
     assert find(search(1.0), quiet)["candidates"] == [one]
 
 
+def test_the_result_has_the_recommended_factor_and_the_feasible_range(search, monkeypatch):
+    mus = {0.0: 1.1, 1e-4: 0.94, 1e-3: 0.8, 1e-2: 0.61, 1e-1: 0.3}
+    entries = [{"alpha": a, "mu": mu, "feasible": 0.6 <= mu <= 0.95} for a, mu in mus.items()]
+    record = {"candidates": entries, "recommended": 1e-3, "dense": {"flip_rate": 0.02}}
+    shared = {"corpus": {}, "backend": "cpu", "world_size": 1, "steps": 12}
+    monkeypatch.setattr(find_decay, "find", lambda *_: record)
+    monkeypatch.setattr(pretraining, "finished", lambda _: shared)
+    assert find_decay.run(search(*mus), quiet)["metrics"] == {
+        "alpha": 1e-3, "mu": 0.8, "least": 1e-4, "largest": 1e-2, "dense_flip_rate": 0.02
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------- the command
 
 

@@ -110,8 +110,9 @@ def test_blur_is_drawn_by_kind_of_crop(images):
     off = grey_crops(data, replace(config, blur=False), "first", "second")
     assert off.blur == (0.0, 0.0)
     some = replace(PLAIN, blur=(0.2,))
-    found = crop(some, images, blur=0.1, sigma=1.0)  # of 2 pixels
-    torch.testing.assert_close(found, blurred(images, torch.full((5,), 2.0)), **CLOSE)
+    for draw, pixels in ((1.0, 2.0), (0.5, 1.05)):
+        found = crop(some, images, blur=0.1, sigma=draw)
+        torch.testing.assert_close(found, blurred(images, torch.full((5,), pixels)), **CLOSE)
     torch.testing.assert_close(crop(some, images, blur=0.2, sigma=1.0), images, **CLOSE)
 
 

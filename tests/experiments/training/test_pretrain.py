@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from experiments.data.prepare import prepare
 from experiments.support import checkpoint, results
 from experiments.support.errors import Terminated, UserError, deferred_stop
 from experiments.training import pretraining, speed
+from experiments.training.distributed import World
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods.nn.gemms import DENSE
@@ -51,6 +53,22 @@ def contents(directory):
 def other_corpus(make_corpus):
     """Root of a corpus of the same name and vocabulary as that of `corpus_dir`, of other text."""
     return make_corpus("a scale is measured once and frozen until training ends", seed=1)
+
+
+def test_dropout_differs_by_seed_and_rank_and_from_the_initial_weights(tiny, monkeypatch):
+    found = []
+
+    def resume(self):
+        found.append(torch.initial_seed())
+        raise Stop
+
+    monkeypatch.setattr(Trainer, "resume", resume)
+    for seed, rank in ((0, 0), (1, 0), (0, 1)):
+        place = World(rank, 1, torch.device("cpu"))
+        monkeypatch.setattr(pretraining, "world", lambda *_, place=place: nullcontext(place))
+        with pytest.raises(Stop):
+            pretraining.run(tiny("method=dense", f"seed={seed}"), quiet)
+    assert len({0, 1, *found}) == 5
 
 
 def test_a_second_process_is_turned_away(tiny, killed):
