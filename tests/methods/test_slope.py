@@ -479,6 +479,19 @@ def test_zeros_from_ddp_leave_sleeping_adapters_alone():
     assert torch.equal(layer.left, before) and layer.left not in optimizer.state
 
 
+@pytest.mark.parametrize(("step", "stay"), [(97, False), (98, False), (99, True)])
+def test_moments_from_loading_do_not_count_until_the_adapters_have_trained(step, stay):
+    """torch.distributed.checkpoint gives every parameter moments; the first step of the adapters,
+    98, must find none."""
+    layer, method = converted(8, 8, adapter_rank=2, adapter_fraction=0.02, total_steps=100)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    for adapter in (layer.left, layer.right):
+        optimizer.state[adapter] = {"step": torch.tensor(float(step))}
+    method.on_step_begin(step)
+    method.on_gradients(step, optimizer)
+    assert (layer.left in optimizer.state) == (layer.right in optimizer.state) == stay
+
+
 @pytest.mark.parametrize("left_sparse", [False, True], ids=["", "left-sparse"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_adapter_gradients_are_those_of_autograd(left_sparse, bias):

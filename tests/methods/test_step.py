@@ -51,6 +51,7 @@ def one_step(model, method, optimizer, number, gradient):
 
 def test_phase_1_is_dense_adamw():
     model, method, optimizer = converted()
+    assert method.metrics()["density"] == 1.0  # before the first step, too
     torch.manual_seed(0)
     plain = network()
     reference = dense.Method(dense.Config(include=["0"]))

@@ -76,7 +76,10 @@ def test_xavier_starts_as_the_sparse_layer():
     layer, _, _ = converted(slorb_init="xavier")
     x = torch.randn(3, 16)
     assert torch.equal(layer(x), F.linear(x, layer.sparse_weight, layer.bias))
-    assert layer.slorb_x.std() > 0
+    # Uniform up to sqrt(6 / (fan_in + fan_out)); of 64 entries the mean magnitude is half of that.
+    bound = (6 / (16 + 4)) ** 0.5
+    assert (layer.slorb_x.abs() <= bound).all()
+    assert layer.slorb_x.abs().mean().item() == pytest.approx(bound / 2, rel=0.3)
 
 
 def test_xavier_follows_from_the_seed_of_the_method_and_touches_no_other_generator():
