@@ -301,7 +301,7 @@ def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
         assert "\n" not in str(caught.value)
 
 
-def test_a_method_of_another_revision_is_one_line(finished):
+def test_a_method_or_model_of_another_revision_is_one_line(finished):
     for change, message in (
         ({"gone": 1}, r"result\.json: method has no key gone; it takes"),
         ({"name": "gone"}, r"result\.json: there is no method gone"),
@@ -310,3 +310,6 @@ def test_a_method_of_another_revision_is_one_line(finished):
         run.result["config"]["method"] = run.config["method"] | change
         with pytest.raises(UserError, match=message):
             _ = run.trained_with
+    run.result["config"]["model"] = run.config["model"] | {"name": "gone_nano"}
+    with pytest.raises(UserError, match=r"dense.*result\.json: there is no model gone_nano"):
+        run.model()
