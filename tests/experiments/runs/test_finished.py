@@ -145,6 +145,20 @@ def test_slope_has_no_dense_weights(finished):
         run.model("dense")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        (["model=bert_nano", "model.positions=learned", "model.block_size=64"], 64),
+        (["model=bert_nano", "model.positions=learned", "data.sequence_length=32"], 32),
+        (["model=bert_nano", "model.positions=sinusoidal"], None),
+        ([], None),
+    ],
+)
+def test_learned_positions_end_where_training_ended(tmp_path, overrides, longest):
+    run = FinishedRun(tmp_path, {"config": load(overrides).as_dict()})
+    assert run.longest == longest
+
+
 def test_no_finished_run(tmp_path, finished):
     with pytest.raises(UserError, match="holds no finished run"):
         FinishedRun.open(tmp_path)
