@@ -67,8 +67,6 @@ def gap_closed(
              for a in (margin.lower, margin.upper, arm)}  # fmt: skip
     losses = differences(three, block, arm, margin.lower, metric)
     gaps = differences(three, block, margin.upper, margin.lower, metric)
-    if not all(map(math.isfinite, [*losses, *gaps])):
-        return None
     low, high = ratio_interval(losses, gaps)
     if not math.isfinite(low):
         return None
