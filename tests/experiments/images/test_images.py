@@ -16,7 +16,7 @@ from PIL import Image
 from experiments.config.run import load
 from experiments.images import dataset as images
 from experiments.images.dataset import CorruptImage, ImageConfig, load_images
-from experiments.images.source import ImageSource
+from experiments.images.source import ImageSource, eval_transform, train_transform
 from experiments.images.stream import Stream, own_draws, read_ahead
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
@@ -384,6 +384,9 @@ def test_mixing_mixes_neighbours_with_complementary_shares(folder, kind):
             expected[row, plain["target"][other]] += 1 - share.item()
         torch.testing.assert_close(target[i : i + 2], expected, rtol=0, atol=2e-5)
     assert len({round(share, 4) for share in shares}) > 8  # each pair has its own
+    # Every image here is of one level: mixup leaves it so, cutmix shows two.
+    found = {bool(levels) for levels in mixed["input"].flatten(1).std(1) > 1e-3}
+    assert found == {{"mixup": False, "cutmix": True}[name] for name in kind}
 
 
 def test_label_smoothing_without_mixing(folder):
@@ -431,6 +434,18 @@ def test_evaluation_resizes_and_crops_the_centre(folder):
     image = next(source.eval_batches(1, 1))["input"][0]
     assert image.shape == (3, 8, 8)
     torch.testing.assert_close(image[:, 2:6, 2:6], torch.full((3, 4, 4), 200 / 255))
+
+
+def test_images_are_resized_by_bicubic_interpolation_and_normalised():
+    """In evaluation, and in training without augmentation."""
+    settings = {**PLAIN, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    config = ImageConfig("pets", "unused", image_size=8, **settings)
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    resized = np.asarray(image.resize((8, 8), Image.Resampling.BICUBIC)) / 255
+    expected = torch.from_numpy((resized - config.mean) / config.std).permute(2, 0, 1).float()
+    for transform in (eval_transform(config), train_transform(config)):
+        torch.testing.assert_close(transform(image), expected)
 
 
 def test_describe_names_splits_and_hash(folder):
@@ -617,11 +632,28 @@ def test_the_recipe_of_deit_is_the_default_of_the_config():
     assert images_seen / 1_281_167 == pytest.approx(300, rel=1e-3)  # epochs; the rest is dropped
 
 
+def test_the_training_augmentation_is_deit_s():
+    """Touvron et al. (arXiv 2012.12877, table 9); with RandAugment timm leaves out the jitter."""
+
+    def steps(**settings):
+        [chain] = train_transform(ImageConfig("imagenet", "unused", **settings)).transforms
+        return {type(step).__name__: step for step in chain.transforms}
+
+    found = steps()
+    crop, erasing = found["RandomResizedCropAndInterpolation"], found["RandomErasing"]
+    assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
+    assert found["RandomHorizontalFlip"].p == 0.5
+    assert (erasing.probability, erasing.per_pixel) == (0.25, True)
+    assert "RandAugment" in found and "ColorJitter" not in found
+    found = steps(rand_augment=None, color_jitter=0.4, random_erasing=0.0, flip=0.0)
+    color = found["ColorJitter"]
+    assert color.brightness == color.contrast == color.saturation == (0.6, 1.4)
+    assert not {"RandAugment", "RandomErasing", "RandomHorizontalFlip"} & found.keys()
+
+
 def test_full_strength_leaves_no_bits_and_is_a_black_image():
     """RandAugment's strongest posterization keeps 0 of 8 bits, which Pillow 13 refuses."""
     from timm.data.auto_augment import RandAugment
-
-    from experiments.images.source import train_transform
 
     config = ImageConfig("digits", "digits", image_size=32, rand_augment="rand-m9-mstd0.5-inc1")
     chain = train_transform(config).transforms

@@ -129,6 +129,23 @@ def test_imagenet_s_augmentation_is_that_of_the_paper():
     assert jitter.p == 0.8
     color = jitter.transforms[0]
     assert (color.brightness, color.saturation, color.hue) == ((0.6, 1.4), (0.8, 1.2), (-0.1, 0.1))
+    grey = crop_transform(data, DinoConfig(total_steps=1, color=False), "local")
+    color = grey.transforms[2].transforms[0]
+    assert (color.brightness, color.saturation, color.hue) == ((0.6, 1.4), None, None)
+    assert "RandomGrayscale" not in names(grey)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("first", 16), ("local", 8)])
+def test_crops_are_resized_by_bicubic_interpolation(kind, size):
+    still = DinoConfig(
+        total_steps=1, local_size=8, global_scale=(1.0, 1.0), local_scale=(1.0, 1.0), jitter=0.0,
+        color=False, blur=False, solarize=0.0,
+    )  # fmt: skip
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    expected = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) / 255
+    crop = crop_transform(digits(rotate=0.0, shift=0.0), still, kind)(image)
+    torch.testing.assert_close(crop, torch.from_numpy(expected).permute(2, 0, 1).float())
 
 
 def test_digits_are_turned_and_shifted_but_never_mirrored():
