@@ -38,6 +38,7 @@ def test_both_masks_by_hand():
     ]
     assert torch.equal(layer.sparse_weight, torch.tensor(forward))
     assert torch.equal(layer.operands(torch.float32)[1].matrix, torch.tensor(backward))
+    assert layer.state_dict().keys() == {"weight", "mask", "permutation"}  # the rest is derived
 
 
 def test_dx_has_a_weight_of_its_own_and_dw_is_whole():

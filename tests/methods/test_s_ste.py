@@ -141,6 +141,7 @@ def test_mvue_on_the_weight_is_unbiased_and_leaves_the_forward_alone():
 def test_fp8_operands_have_the_formats_of_the_recipe(recipe, backward, mvue_weight):
     """In every step, after training as well; the sample of the weight is drawn and then rounded."""
     layer, method = converted(fp8=recipe, mvue_weight=mvue_weight)
+    assert layer.operand_dgrad is None  # the codes are the only copies
 
     def held():
         """The values of the two operands."""
