@@ -379,8 +379,12 @@ def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     asked = of(("it", "dense", "lower"), ("none", "dense", "equal"),
                measured=[Speed("torchao_table3", "speedup", "kernel")])  # fmt: skip
     monkeypatch.setattr(verdicts, "read_claims", lambda: asked)
+    drawn = []
+    monkeypatch.setattr(decay_curve, "write", lambda values, stem: drawn.append(stem) or True)
     assert main(["claims"], runs=tmp_path) == 0
-    assert "written: " in capsys.readouterr().out
+    assert drawn == [tmp_path / "report" / "claim2_mu"]
+    files = "claims.json, claims.csv, claim2_mu.csv, claim2_mu.png"
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'report'}/{files}\n")
     assert read == [(EVIDENCE, tmp_path / "evidence")]  # the committed records count first
     folder = tmp_path / "report"
     assert {path.name for path in folder.iterdir()} == {"claims.json", "claims.csv"}
