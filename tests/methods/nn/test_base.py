@@ -204,6 +204,27 @@ def test_flip_rates_of_the_layers_average_to_the_whole():
     assert fresh.flips_of_layers == method.flips_of_layers
 
 
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_flips_count_in_a_layer_that_is_trained_in_part(trained):
+    layer = nn.Linear(4, 4)
+    layer.requires_grad_(False).get_parameter(trained).requires_grad_(True)
+    method = ste.Method(ste.Config(include=["*"], measure_every=1))
+    method.convert(layer)
+    step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 0)
+    assert step_to(method, layer, [4.0, 3.0, 2.0, 1.0], 1)["flip_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "illegal"), [([2.0, 0.0, 1.0, 0.0], 0), ([2.0, 0.0, 1.0, 3.0], 4), ([1.0] * 4, 4)]
+)
+def test_groups_with_three_non_zeros_are_illegal(values, illegal):
+    method = dense.Method(dense.Config(include=["*"]))
+    method.convert(one_group(values))  # four rows of one group
+    found = method.metrics()
+    assert found["illegal_groups"] == illegal
+    assert found["density"] == sum(value != 0 for value in values) / 4
+
+
 def test_virtual_flip_rate_leaves_a_dense_model_untouched():
     model = mlp()
     before = copy.deepcopy(model.state_dict())
