@@ -323,11 +323,12 @@ def test_another_metric(three):
     assert table(found, found[0], "metrics.flip_rate")[1].difference == 0.0
     del found[2].runs[1].result["metrics"]["flip_rate"]  # a run may lack it
     assert math.isnan(table(found, found[0], "metrics.flip_rate")[2].mean)
-    with pytest.raises(UserError) as error:
-        table(found, found[0], "metrics.perplexity")
-    assert str(error.value) == (
-        "metric=metrics.perplexity: no run has it; there is metrics.val_loss, metrics.flip_rate"
-    )
+    for unknown in ("metrics.perplexity", "metrics.val_loss.mean"):
+        with pytest.raises(UserError) as error:
+            table(found, found[0], unknown)
+        assert str(error.value) == (
+            f"metric={unknown}: no run has it; there is metrics.val_loss, metrics.flip_rate"
+        )
 
 
 # ------------------------------------------------------------------------------ the command
