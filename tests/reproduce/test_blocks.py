@@ -103,6 +103,10 @@ def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
     assert ast.job.config.init == ast.source.job.config.directory()
     assert (ast.job.config.digest(), gmp.job.config.digest()) == digests
 
+    other, _ = read_block("u", second_file("arm: dense", "arm: ste 2e-3")).runs(tmp_path / "runs")
+    start = of_t[other.source.digest()]
+    assert (start.arm, start.seed) == ("ste 2e-3", 1) and other.digest() not in digests
+
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),

@@ -103,8 +103,16 @@ def test_a_longer_translation_is_favoured_by_the_penalty(model):
 
 
 def test_a_translation_ends_where_the_model_does(model):
-    found = translate(model, SOURCE, MASK, END, WORDS, Search(beam=2, longer=1000))
-    assert all(len(tokens) < 16 for tokens in found)
+    """It has 16 places, of which the first is for the beginning; greedy search fills them all."""
+    found = translate(model, SOURCE, MASK, END, WORDS, Search(beam=1, longer=1000))
+    assert [len(tokens) for tokens in found] == [15] * 3
+
+
+def test_the_length_penalty_is_that_of_wu_et_al():
+    """((5 + n) / 6) to the power of 0.6 unless told otherwise: 1 for one token, 2 to it for 7."""
+    assert Search().score(-3.0, 1) == -3.0
+    assert Search().score(-3.0, 7) == pytest.approx(-3.0 / 2**0.6)
+    assert Search(length_penalty=2.0).score(-3.0, 13) == pytest.approx(-3.0 / 9)
 
 
 @pytest.mark.parametrize(("options", "says"), [({"beam": 0}, "beam=0"), ({"longer": -1}, "longer")])
