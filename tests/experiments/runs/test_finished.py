@@ -159,6 +159,12 @@ def test_learned_positions_end_where_training_ended(tmp_path, overrides, longest
     assert run.longest == longest
 
 
+def test_a_run_on_images_has_no_tokenizer(tmp_path):
+    run = FinishedRun(tmp_path, {"config": load(["model=deit_nano"]).as_dict()})
+    with pytest.raises(UserError, match="was trained on images and has no tokenizer"):
+        run.tokenizer()
+
+
 def test_no_finished_run(tmp_path, finished):
     with pytest.raises(UserError, match="holds no finished run"):
         FinishedRun.open(tmp_path)
