@@ -135,6 +135,9 @@ def test_the_digits_hold_out_400_of_1797_by_class():
     image = data.val.open(0)
     assert (image.mode, image.size) == ("RGB", (32, 32))
     assert np.ptp(np.asarray(image)) > 200  # ink on paper
+    # The 17 levels of the digits, which are 8 pixels wide, fill the range of bytes.
+    levels = np.unique(load_images(ImageConfig("digits", "digits", image_size=8)).train.pixels)
+    assert len(levels) == 17 and np.abs(levels - 255 * np.arange(17) / 16).max() <= 0.5
 
 
 @pytest.fixture
