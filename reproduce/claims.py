@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from experiments.runs.stats import equivalence_p_value, holm, mean, p_value, paired_interval
+from experiments.runs.stats import (
+    equivalence_p_value,
+    excludes_zero,
+    holm,
+    mean,
+    p_value,
+    paired_interval,
+)
 from experiments.support.results import number
 from reproduce.reading import build, errors_in, read_yaml
 from reproduce.records import Values
@@ -264,9 +271,9 @@ def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
     rule = claims.margin
     if why := _untestable(claims, rule.upper, rule.lower, metric, gap):
         return why
-    low, high = paired_interval(gap, 1 - claims.level)
-    same = f"{rule.upper} does not differ significantly from {rule.lower}"
-    return same if low <= 0 <= high else ""
+    if excludes_zero(*paired_interval(gap, 1 - claims.level)):
+        return ""
+    return f"{rule.upper} does not differ significantly from {rule.lower}"
 
 
 def _on_other_data(values: Values, c: Contrast) -> str:

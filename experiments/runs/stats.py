@@ -34,6 +34,11 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> t
     return mean(differences) - half, mean(differences) + half
 
 
+def excludes_zero(low: float, high: float) -> bool:
+    """True if both ends of an interval are on one side of zero; False for (nan, nan)."""
+    return low > 0 or high < 0
+
+
 def decimals(value: float, low: float = math.nan, high: float = math.nan, least: int = 4) -> int:
     """The decimals to write a value and its interval with: `least`, or as many as show two digits
     of the interval's width, and an end near zero on its side. Two digits of the value without

@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.runs.comparison import Summary, with_spread
 from experiments.runs.curves import NAMES
+from experiments.runs.stats import excludes_zero
 from reproduce import scale
 from reproduce.cells import UNKNOWN, published_cell
 from reproduce.claims import Margin
@@ -122,7 +123,7 @@ def _gap(gap: Json) -> str:
         )
     sentences.append(
         f"In the table, g is the difference of an arm from {gap['lower']} divided by this one."
-        if gap["low"] * gap["high"] > 0
+        if excludes_zero(gap["low"], gap["high"])
         else "It may be zero, so differences of arms are not given as fractions of it."
     )
     return " ".join(sentences)

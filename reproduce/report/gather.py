@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.runs import comparison
 from experiments.runs.comparison import Summary
 from experiments.runs.curves import Point
-from experiments.runs.stats import mean, paired_interval, std
+from experiments.runs.stats import excludes_zero, mean, paired_interval, std
 from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
@@ -85,8 +85,7 @@ class Shown:
         the difference does not differ significantly from zero."""
         own = self.against(self.yardstick) == self.baseline
         found = self.by_seed.get(self.yardstick) if own else None
-        low, high = paired_interval(found) if found else (math.nan, math.nan)
-        return mean(found) if found and low * high > 0 else math.nan
+        return mean(found) if found and excludes_zero(*paired_interval(found)) else math.nan
 
     @cached_property
     def leading(self) -> list[str]:

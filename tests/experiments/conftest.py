@@ -41,6 +41,10 @@ SHORT = [
 ]
 
 
+def quiet(message):
+    """Take a message on progress, and show nothing."""
+
+
 @pytest.fixture(scope="session")
 def make_corpus(tmp_path_factory):
     """make_corpus("these are drawn"): folder with a prepared corpus named `words`, 400 documents of

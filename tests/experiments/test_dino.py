@@ -18,6 +18,7 @@ from experiments.training import pretraining
 from experiments.training.optimization import Optimization
 from models.dino import DINO, DinoConfig
 from models.vit import ViT, ViTConfig
+from tests.experiments.conftest import quiet
 
 TINY = [
     "model.width=16",
@@ -43,10 +44,6 @@ TINY = [
 def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "DECAYS", (1e-2,))
     return lambda *more: dino.load([*TINY, f"runs={tmp_path}", *more])
-
-
-def quiet(message):
-    pass
 
 
 @pytest.mark.parametrize("method", ["dense", "semi_sparse"])

@@ -28,12 +28,9 @@ from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import ast
 from models.hf import CausalLM
+from tests.experiments.conftest import quiet
 
 PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}
-
-
-def quiet(message):
-    pass
 
 
 def without_model(overrides):

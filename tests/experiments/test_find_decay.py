@@ -17,10 +17,7 @@ from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import dense
-
-
-def quiet(message):
-    pass
+from tests.experiments.conftest import quiet
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.optimization import Optimization
 from experiments.training.tracking import read_metrics
+from tests.experiments.conftest import quiet
 
 TINY = [
     "model.n_layer=1",
@@ -47,10 +48,6 @@ def small(monkeypatch):
 def tiny(tmp_path, small):
     root = [f"runs={tmp_path / 'runs'}", f"data.root={tmp_path / 'data'}"]
     return lambda *more: translate.load([*TINY, *root, *more])
-
-
-def quiet(message):
-    pass
 
 
 def test_a_run_is_trained_translated_and_scored(tiny):

@@ -23,12 +23,9 @@ from experiments.support.progress import say
 from experiments.training import legality, pretraining
 from experiments.training.legality import LinearSparsity
 from models.vit import ViT, ViTConfig
+from tests.experiments.conftest import quiet
 
 CPU = ["impl.device=cpu", "impl.threads=1"]
-
-
-def quiet(message):
-    pass
 
 
 @pytest.fixture(scope="module")

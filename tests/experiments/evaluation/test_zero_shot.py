@@ -15,12 +15,9 @@ from experiments.exporting import export
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import pretraining
+from tests.experiments.conftest import quiet
 
 TASK = Path(__file__).parent / "lm_eval_task"
-
-
-def quiet(message):
-    pass
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from experiments.training import legality, pretraining
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
+from tests.experiments.conftest import quiet
 
 # Tensor of the exported file -> dim of its inputs. Query, key and value lie in one tensor of ours.
 BERT_LAYER = "bert.encoder.layer.0"
@@ -40,10 +41,6 @@ EXPECTED = {
         f"{BERT_LAYER}.output.dense.weight": 1,
     },
 }
-
-
-def quiet(message):
-    pass
 
 
 def masks_of(folder):

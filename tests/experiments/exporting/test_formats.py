@@ -21,10 +21,7 @@ from experiments.support.errors import UserError
 from experiments.training import pretraining
 from models import sparse
 from models.gpt2 import GPT, GPTConfig
-
-
-def quiet(message):
-    pass
+from tests.experiments.conftest import quiet
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
+from tests.experiments.conftest import quiet
 
 HERE = Path(__file__).parent
 GLUE, SQUAD = HERE / "glue", HERE / "squad"
@@ -57,10 +58,6 @@ FAMILIES = {
         *("method.adapter_rank=4", "method.adapter_fraction=0.5"),
     ],
 }
-
-
-def quiet(_):
-    pass
 
 
 def interrupt(*_):

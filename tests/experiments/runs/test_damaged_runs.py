@@ -19,6 +19,7 @@ from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 from experiments.support.results import read_training
 from experiments.training import pretraining
+from tests.experiments.conftest import quiet
 
 FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
 CPU = ImplConfig(device="cpu")
@@ -37,10 +38,6 @@ READERS = {
     "the dense model": lambda run, _: FinishedRun.open(run).model("dense"),
     "the tokenizer": lambda run, _: FinishedRun.open(run).tokenizer(),
 }
-
-
-def quiet(message):
-    pass
 
 
 @pytest.fixture(scope="module")

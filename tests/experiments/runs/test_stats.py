@@ -8,6 +8,7 @@ from experiments.runs.stats import (
     decimals,
     difference_form,
     equivalence_p_value,
+    excludes_zero,
     holm,
     mean,
     p_value,
@@ -61,6 +62,21 @@ def test_a_value_has_the_decimals_that_its_interval_asks_for(value, low, high, p
 @pytest.mark.parametrize("differences", [[], [0.1]])
 def test_fewer_than_two_pairs_have_no_interval(differences):
     assert all(math.isnan(end) for end in paired_interval(differences))
+    assert not excludes_zero(*paired_interval(differences))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "excluded"),
+    [
+        (0.1, 0.2, True),
+        (-0.2, -0.1, True),
+        (-0.1, 0.1, False),
+        (0.0, 0.1, False),
+        (-0.1, 0.0, False),
+    ],
+)
+def test_whether_an_interval_excludes_zero(low, high, excluded):
+    assert excludes_zero(low, high) is excluded
 
 
 def test_interval_covers_as_often_as_it_says():

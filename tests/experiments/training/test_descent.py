@@ -6,12 +6,9 @@ import torch
 from experiments.support.errors import UserError
 from experiments.training import descent, pretraining
 from experiments.training.tracking import read_metrics
+from tests.experiments.conftest import quiet
 
 SHORT = ("train.steps=6", "train.warmup_steps=2", "train.log_every=1")
-
-
-def quiet(message):
-    pass
 
 
 def changes(config):

@@ -7,10 +7,7 @@ from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import t_sr_ste
-
-
-def quiet(message):
-    pass
+from tests.experiments.conftest import quiet
 
 
 def log(config):

@@ -20,10 +20,7 @@ from experiments.training.distributed import World
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods.nn.gemms import DENSE
-
-
-def quiet(message):
-    pass
+from tests.experiments.conftest import quiet
 
 
 class Stop(Exception):

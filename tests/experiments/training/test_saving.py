@@ -19,13 +19,9 @@ from experiments.training import pretraining, sharded_checkpoint
 from experiments.training.distributed import World, world
 from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
-from tests.experiments.conftest import SHORT, TINY_MODEL
+from tests.experiments.conftest import SHORT, TINY_MODEL, quiet
 
 ALONE = World(0, 1, torch.device("cpu"))
-
-
-def quiet(message):
-    pass
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import s_ste
 from models.gpt2 import GPT, GPTConfig
-from tests.experiments.conftest import SHORT, TINY_MODEL, Interrupted
+from tests.experiments.conftest import SHORT, TINY_MODEL, Interrupted, quiet
 from tests.experiments.test_dino import TINY as TINY_DINO
 
 # Each passes a choice of masks and, where the method has phases, a switch. A large eps lets AdamW's
@@ -45,10 +45,6 @@ IMAGES = [
     "impl.shard=fsdp2",
     "impl.checkpoint_every=1",
 ]
-
-
-def quiet(message):
-    pass
 
 
 def _train(config, last):

@@ -15,10 +15,7 @@ from experiments.training.optimization import micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog, read_metrics
 from methods import sr_ste
-
-
-def quiet(message):
-    pass
+from tests.experiments.conftest import quiet
 
 
 def losses(directory, key="loss"):
