@@ -27,8 +27,9 @@ def header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) ->
     lines += _on_the_runs(table, tier, runs)
     lines += _facts(runs)
     if table.driver == BENCH and runs:
-        used = dict.fromkeys(run.result["backend"] for run in runs)
-        lines.append(f"Products: {'; '.join(used)}.")
+        first, *others = {run.result["backend"] for run in runs}
+        several = "not the same for all runs; the column backend of -runs.csv names them"
+        lines.append(f"Products: {several if others else first}.")
         lines += _load(runs)
     return lines
 

@@ -22,7 +22,7 @@ from reproduce.cells import (
 from reproduce.engine import PlacedRun
 from reproduce.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
 from reproduce.header import header
-from reproduce.spec import COMPARING, Column, Table, TableRow, Variant
+from reproduce.spec import BENCH, COMPARING, Column, Table, TableRow, Variant
 
 NOT_OFFERED = "not offered"  # the text of a cell whose row is not run, or not for its variant
 Key = tuple[str, str, str]  # labels of variant, row and column
@@ -235,6 +235,8 @@ def _per_run(table: Table, tier: str, run: PlacedRun) -> Numbers:
         path = column.value_in(tier)
         if path is not None and offered(table, tier, path):
             own[path] = value(run, path, table.tiers[tier].measure)
+    if table.driver == BENCH:
+        own["backend"] = run.result["backend"]
     environment = run.result["environment"]
     return own | {
         "config_hash": run.result["config_hash"],

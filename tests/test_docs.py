@@ -48,6 +48,7 @@ PAGES = [
 ]
 TOP = {path.name for path in ROOT.iterdir()}
 LOSS = "metrics.val_loss"
+LINEAR, KNN = "metrics.linear_top1", "metrics.knn_top1"
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -559,9 +560,16 @@ def compared(block, arm, against):
     return f"{effect:{form}} [{low:{form}}, {high:{form}}]"
 
 
+def points(block, arm, against, metric):
+    """The mean difference of two arms in points of accuracy, with its interval."""
+    found = differences(evidence()[1].values, block, arm, against, metric)
+    low, high = paired_interval(found)
+    return f"{statistics.fmean(found):+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
 def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     """If not: the tables of docs/evidence.md by hand, the figure by the command there."""
-    told = part("Measured so far")
+    told = part("Measured so far").split("Block c: ")[0]
     rules, records = evidence()
     by_name = {s.block.name: s for s in shown_blocks(rules, records)}
     main, other = by_name[report_page.MAIN], by_name["b"]
@@ -623,15 +631,16 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
     rules, records = evidence()
     claims = verdicts.content(rules, records.values)["claims"]
     told = part("What the evidence says")
-    comparison = re.compile(r"(c: )?`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
+    comparison = re.compile(r"(?:([cd]): )?`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| ([a-z ]+) \|$", told, re.M)
     assert [(int(row[0]), row[-1]) for row in rows] == [(c["id"], c["verdict"]) for c in claims]
     for claim, (_, words, measured, _) in zip(claims, rows, strict=True):
         assert not re.search(r"\d\.\d", words)
-        pairs = [(c["block"] == "c", c["arm"], c["against"]) for c in claim["contrasts"]]
+        pairs = [(c["block"], c["arm"], c["against"]) for c in claim["contrasts"]]
         found = comparison.findall(measured)
-        assert {(bool(of_c), arm, against) for of_c, arm, against, _ in found} <= {*pairs}
-        assert found or not pairs or claim["verdict"] == "not tested"
+        marked = {(b if b in "cd" else "", *pair) for b, *pair in pairs}
+        assert {(mark, arm, against) for mark, arm, against, _ in found} <= marked
+        assert found or not pairs
         factors = set()
         for lines in (m["lines"] for m in claim["measured"]):
             ends = [[x[who] for x in lines if x[who] is not None] for who in ("ours", "paper")]
@@ -640,14 +649,13 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
         read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
         assert {*read} <= factors and bool(read) == bool(claim["measured"])
         assert measured == "-" or len(measured.split("; ")) == len(found) + len(read)
-    for of_c, arm, against, effect in comparison.findall(told):
-        block = "c" if of_c else "a" if ("a", arm) in records.kept else "b"
-        assert effect == compared(block, arm, against), (arm, against)
+    for mark, arm, against, effect in comparison.findall(told):
+        block = mark or ("a" if ("a", arm) in records.kept else "b")
+        want = points("d", arm, against, LINEAR) if block == "d" else compared(block, arm, against)
+        assert effect == want, (arm, against)
     (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
     refuted = {re.search(r"d=(\d+)", x["label"])[1] for x in slow if x["verdict"] == "refuted"}
     assert refuted == {"768", "1024"}
-    of_d = [len(records.values.get(("d", arm), {})) for arm in read_block("d").arms]
-    assert f"(d) has {sum(of_d)} of its {5 * len(of_d)} runs so far" in told
     told = part("Claims")
     (gap,) = (g for g in verdicts.content(rules, records.values)["blocks"] if g["block"] == "a")
     assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in told
@@ -697,10 +705,9 @@ def test_what_is_said_of_block_c_is_what_the_records_say():
 
     want = []
     for arm in sorted(arms, key=lost):
-        top1 = differences(records.values, "c", arm, "dense", "metrics.val_top1")
-        low, high = paired_interval(top1)
-        points = f"{statistics.fmean(top1):+.2f} [{low:+.2f}, {high:+.2f}]"
-        want.append((arm, compared("c", arm, "dense"), points, str(len(top1))))
+        seeds = str(len(records.values["c", arm]))
+        top1 = points("c", arm, "dense", "metrics.val_top1")
+        want.append((arm, compared("c", arm, "dense"), top1, seeds))
     cells = r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (-[^|]*) \| (\d) \|$"
     assert re.findall(cells, told, re.M) == want
     dense = [run["metrics"]["val_top1"] for run in records.values["c", "dense"].values()]
@@ -720,6 +727,38 @@ def test_what_is_said_of_block_c_is_what_the_records_say():
     to_s_ste = {arm: paired_interval(differences(records.values, "c", arm, "s_ste", LOSS))
                 for arm in ("sr_ste", "fst", "bi_mask", "ste")}  # fmt: skip
     assert [arm for arm, (low, high) in to_s_ste.items() if low < 0 < high] == ["sr_ste", "fst"]
+
+
+def test_what_is_said_of_block_d_is_what_the_records_say():
+    _, records = evidence()
+    told, arms = part("Measured so far"), [arm for arm in read_block("d").arms if arm != "dense"]
+    told = told.split("Block d: ")[1]
+
+    def lost(arm):
+        return differences(records.values, "d", arm, "dense", LINEAR)
+
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
+    assert rows == [
+        (arm, *(points("d", arm, "dense", metric) for metric in (LINEAR, KNN)), "5")
+        for arm in sorted(arms, key=lambda arm: -statistics.fmean(lost(arm)))
+    ]
+    dense = records.values["d", "dense"].values()
+    linear, knn = (
+        statistics.fmean(run["metrics"][name] for run in dense)
+        for name in ("linear_top1", "knn_top1")
+    )
+    assert f"dense reaches {linear:.2f} % and {knn:.2f} %" in told
+    adjusted = dict(zip(arms, holm([p_value(lost(arm)) for arm in arms]), strict=True))
+    assert [arm for arm in arms if adjusted[arm] < 0.05] == ["sparse_090"] and len(arms) == 7
+    words = part("What the evidence says")
+    assert f"`sparse_090` loses {-statistics.fmean(lost('sparse_090')):.1f} points" in words
+    arms_32 = (f"{width} width 32 slow teacher" for width in ("dense", "half"))
+    small = differences(records.values, "pilot_d_small", *arms_32, LINEAR)
+    cost, ratio = statistics.fmean(small), statistics.fmean(small) / statistics.stdev(small)
+    assert f"loses {cost:.2f} points by it, {ratio:.1f} standard deviations" in told
+    runs = [run for arm in ("dense", *arms) for run in records.values["d", arm].values()]
+    minutes = sum(run["train_seconds"] for run in runs) / 60
+    assert f"The {len(runs)} runs of block d trained for {minutes:.0f} minutes" in told
 
 
 def test_how_much_two_runs_of_one_seed_differ():

@@ -409,6 +409,16 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
         "Clocks: sustained load, 2 s of the same calls before each comparison; SM clock 1,410 MHz, "
         "power not read."
     ) in rendered.header
+    other = finished_run("a", 1, 1.0, metrics={"speed": 1.25, **load})
+    del other.result["corpus"]
+    other.result["backend"] = "cutlass; cuda, in a CUDA graph"
+    other.result["config"]["sustained_s"] = 2.0
+    both = render(table, "full", [run, other])
+    assert [line["backend"] for line in both.per_run] == ["cpu", "cutlass; cuda, in a CUDA graph"]
+    assert (
+        "Products: not the same for all runs; the column backend of -runs.csv names them."
+        in both.header
+    )
     run.result["config"]["sustained_s"] = None  # a CPU
     assert "sustained" not in "".join(render(table, "full", [run]).header)
     bars = [(v.source, v.value) for v in values(table, rendered.summary)]
