@@ -12,7 +12,7 @@ from torch import nn
 import methods
 from common_kernels import matmul
 from common_kernels.matmul import Measured
-from methods.nn import gemms
+from methods.nn import gemms, operands
 from methods.nn.gemms import DENSE, Layouts, Products
 from methods.nn.linear import SparseLinear
 
@@ -441,3 +441,38 @@ def test_a_cast_of_the_model_leaves_packed_operands_right():
 def test_accelerate_comes_after_convert():
     with pytest.raises(ValueError, match="call convert"):
         methods.build("ste").accelerate(TOKENS)
+
+
+@every_method
+def test_the_products_asked_for_run_on_packed_operands(name, options, products, monkeypatch):
+    """On a CPU the dense products give the same numbers, so their results would not show it."""
+    model, method = build(name, options)
+    method.accelerate(TOKENS, "cusparselt")
+    calls = []
+
+    def count(module, function, label):
+        original = getattr(module, function)
+
+        def counted(*args, **kwargs):
+            calls.append(label)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, function, counted)
+
+    count(operands, "linear24", "weight")
+    count(operands, "twice_pruned_mm24", "weight")
+    count(gemms, "sample_mm24", "sample")
+    optimizer, sparse_steps, layers = optimizer_of(model, method), 0, 2
+    for step in range(STEPS):
+        method.on_step_begin(step)
+        off = products is None or getattr(model[0], "is_dense", False)
+        asked = DENSE if off else products
+        one_step(model, method, optimizer, step)
+        assert calls.count("weight") == layers * (asked.fprop + asked.dgrad)
+        assert calls.count("sample") == layers * asked.wgrad
+        calls.clear()
+        evaluated(model)
+        assert calls == ["weight"] * layers * asked.fprop
+        calls.clear()
+        sparse_steps += not off
+    assert sparse_steps >= (0 if products is None else 1)
