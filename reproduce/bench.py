@@ -7,7 +7,6 @@ identified by its config and the device, and is stored, so that it is measured o
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from experiments.bench.arms import ARMS
 from experiments.bench.timing import SUSTAINED_S, allow_repeated_steps
 from experiments.config.compose import one_line_errors, typed
 from experiments.config.run import digest
-from experiments.support import results
+from experiments.support import memory, results
 from experiments.support.errors import UserError
 from reproduce import (
     adapter_similarity,
@@ -210,7 +209,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
         return stored
     if config.device == "cuda" and config.on.type != "cuda":
         raise UserError("device=cuda, but torch sees no GPU here; tier=smoke runs on a CPU")
-    free_memory(config.on)  # a measurement that failed still used its memory at its end
+    memory.free(config.on)  # a measurement that failed still used its memory at its end
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
@@ -219,7 +218,7 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
             metrics, used = MEASURES[config.what](config, report)
     finally:
         torch.set_num_threads(threads)
-        free_memory(config.on)
+        memory.free(config.on)
     result = {
         "config_hash": config.digest(),
         "config": config.identity(),
@@ -231,10 +230,3 @@ def run(config: Config, report: Callable[[str], None] = print) -> dict[str, Any]
     measured = {name: number for name, number in metrics.items() if number is not None}
     report(", ".join(f"{name} {number:.4g}" for name, number in measured.items()))
     return results.write_result(config.directory(), result)
-
-
-def free_memory(device: torch.device) -> None:
-    """Free the memory of what is no longer used, CUDA graphs among it."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ same batch; it is timed before and after the command.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import shlex
@@ -28,6 +27,7 @@ from experiments.bench import arms, goals
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
 from experiments.config.run import RunConfig, load
+from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.training.graphs import choose
 from experiments.training.optimization import DTYPES, make_optimizer, micro_batch_size
@@ -138,10 +138,7 @@ def bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     try:
         return _bare_loop(config, options)
     finally:
-        gc.collect()
-        torch.compiler.reset()
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        memory.free(options.device)
 
 
 def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:

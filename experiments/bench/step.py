@@ -6,7 +6,6 @@ runs under bf16 autocast with fp32 weights, and the blocks and the loss are comp
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from experiments.bench import arms, sizes
 from experiments.bench.arms import Converted
 from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
+from experiments.support import memory
 
 WARM_UP = 2
 
@@ -177,10 +177,7 @@ class Step:
     def close(self) -> None:
         """Free the memory that a compiled model would otherwise keep."""
         del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
-        gc.collect()
-        torch.compiler.reset()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        memory.free(self.device)
 
 
 def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:

@@ -1,8 +1,10 @@
-"""Reads how much memory a device has, and raises one-line errors for what cannot fit."""
+"""Reads how much memory a device has, raises one-line errors for what cannot fit, and frees it."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -50,3 +52,12 @@ def is_exhausted(error: BaseException) -> bool:
     """True if an error of Python, numpy or torch says that memory ran out."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def free(device: torch.device) -> None:
+    """Free the memory of what is no longer used: compiled code, what it holds, and CUDA graphs."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
