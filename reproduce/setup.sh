@@ -109,6 +109,12 @@ use_environment() {
     # Threads that wait for work sleep. Those that spin hold the cores that other programs, or the
     # threads they wait for, want: small models then train some ten times slower.
     export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+    # Where Python is told to keep no compiled modules, as in many containers, it compiles PyTorch anew in
+    # every process, which takes seconds. They are kept in .venv then, and the checkout stays as it is.
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        unset PYTHONDONTWRITEBYTECODE
+        export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$root/.venv/pycache}
+    fi
     "$python" -c "$supported" 2>/dev/null ||
         fail "$root/.venv has no working Python 3.11, 3.12 or 3.13; remove that folder and start again"
     current=$(fingerprint)

@@ -70,6 +70,20 @@ def test_installs_once(clone):
     assert (again.stdout, installed(clone)) == (f"{clone}\n", [])
 
 
+@pytest.mark.parametrize("refused", ["", "1"])
+@pytest.mark.parametrize("own", ["", "elsewhere"])
+def test_compiled_modules_are_kept_where_the_checkout_stays_as_it_is(clone, refused, own):
+    """Beside the modules, as usual, if Python is not told to keep none."""
+    (clone / "module.py").touch()
+    script = f"source {clone}/reproduce/setup.sh; use_environment; $python -c 'import module'"
+    refusal = {"PYTHONDONTWRITEBYTECODE": refused, "PYTHONPYCACHEPREFIX": own and str(clone / own)}
+    environment = {"PATH": "/usr/bin:/bin"} | {key: text for key, text in refusal.items() if text}
+    subprocess.run(["bash", "-c", script], cwd="/", env=environment, check=True)
+    (kept,) = clone.rglob("module.*.pyc")
+    place = own or (".venv/pycache" if refused else "__pycache__")
+    assert kept.is_relative_to(clone / place)
+
+
 def test_an_extra_is_installed_once_and_covers_the_rest(clone):
     use(clone)
     use(clone, "dev")

@@ -22,6 +22,12 @@ def python(*arguments, **options):
     )
 
 
+def changed(overrides, *values):
+    """The overrides with these in place of those of the same keys."""
+    keys = {value.partition("=")[0] for value in values}
+    return [o for o in overrides if o.partition("=")[0] not in keys] + [*values]
+
+
 def losses(directory, key="loss"):
     return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
 
@@ -32,7 +38,7 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
                   *[o for o in overrides[5:] if not o.startswith("train.steps")])  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = sorted((tmp_path / "runs").glob("*/*/*/result.json"))
-    shorter = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=2"]
+    shorter = changed(overrides, "train.steps=2")
     expected = [
         load([*shorter, f"method={method}", f"seed={seed}"]).directory() / "result.json"
         for method in ("slope", "ste")
@@ -53,10 +59,8 @@ def test_sigkill_at_an_arbitrary_step(overrides, tmp_path):
 
     That a training of any method goes on bit for bit from any step is in training/test_trainer.py
     and methods/test_contract.py."""
-    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=120"]
-    killed, whole = (
-        [*steps, "method=s_ste", f"runs={tmp_path / name}"] for name in ("killed", "whole")
-    )
+    steps = [*changed(overrides, "train.steps=80", "train.eval_every=40"), "method=s_ste"]
+    killed, whole = ([*steps, f"runs={tmp_path / name}"] for name in ("killed", "whole"))
     directory, reference = (load(arguments).directory() for arguments in (killed, whole))
     command = [sys.executable, *PRETRAIN]
 
@@ -76,11 +80,11 @@ def test_sigkill_at_an_arbitrary_step(overrides, tmp_path):
         assert done.returncode == 0, done.stderr
         assert ("resumed at step" in done.stdout) is (arguments is killed)
     assert losses(directory) == losses(reference)
-    assert len(losses(directory)) == 120
+    assert len(losses(directory)) == 80
 
 
 def test_sigterm_ends_with_one_line(tiny, overrides, tmp_path):
-    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=5000"]
+    steps = changed(overrides, "train.steps=5000")
     arguments = [*steps, "method=ste", f"runs={tmp_path / 'runs'}"]
     command = [sys.executable, *PRETRAIN, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -197,9 +201,8 @@ def children(pid):
 def test_a_rank_that_is_killed_is_started_anew(overrides, run_on_two_ranks, tmp_path, shard):
     """torchrun ends the others, starts all again, and they go on: the same losses to the last bit,
     across a refresh of the masks and the change to dense."""
-    steps = [o for o in overrides if not o.startswith("train.steps")] + ["train.steps=150"]
-    arguments = [*steps, "method=t_sr_ste", "method.refresh_every=5", "method.dense_fraction=0.3"]
-    arguments += [f"impl.shard={shard}"]
+    arguments = [*changed(overrides, "train.steps=90", "train.eval_every=45"), "method=t_sr_ste"]
+    arguments += ["method.refresh_every=5", "method.dense_fraction=0.3", f"impl.shard={shard}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     killed, whole = ([*arguments, f"runs={tmp_path / name}"] for name in ("killed", "whole"))
     command = [sys.executable, *torchrun, "--max-restarts=1", "--monitor-interval=0.1", *PRETRAIN]
@@ -218,7 +221,7 @@ def test_a_rank_that_is_killed_is_started_anew(overrides, run_on_two_ranks, tmp_
     run_on_two_ranks("experiments.pretrain", *whole)
     for key in ("loss", "grad_norm", "flip_rate", "phase"):
         found = losses(load(killed).directory(), key)
-        assert found == losses(load(whole).directory(), key) and len(found) == 150
+        assert found == losses(load(whole).directory(), key) and len(found) == 90
 
 
 def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(overrides):
