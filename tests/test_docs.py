@@ -739,7 +739,7 @@ def test_what_is_said_of_block_d_is_what_the_records_say():
 
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
     assert rows == [
-        (arm, *(points("d", arm, "dense", metric) for metric in (LINEAR, KNN)), "5")
+        (arm, *(points("d", arm, "dense", metric) for metric in (LINEAR, KNN)), str(len(lost(arm))))
         for arm in sorted(arms, key=lambda arm: -statistics.fmean(lost(arm)))
     ]
     dense = records.values["d", "dense"].values()
@@ -751,11 +751,25 @@ def test_what_is_said_of_block_d_is_what_the_records_say():
     adjusted = dict(zip(arms, holm([p_value(lost(arm)) for arm in arms]), strict=True))
     assert [arm for arm in arms if adjusted[arm] < 0.05] == ["sparse_090"] and len(arms) == 7
     words = part("What the evidence says")
-    assert f"`sparse_090` loses {-statistics.fmean(lost('sparse_090')):.1f} points" in words
-    arms_32 = (f"{width} width 32 slow teacher" for width in ("dense", "half"))
-    small = differences(records.values, "pilot_d_small", *arms_32, LINEAR)
-    cost, ratio = statistics.fmean(small), statistics.fmean(small) / statistics.stdev(small)
-    assert f"loses {cost:.2f} points by it, {ratio:.1f} standard deviations" in told
+    loss = f"{-statistics.fmean(lost('sparse_090')):.1f} points"
+    assert f"`sparse_090`, which becomes dense after 90 % of the steps, loses {loss}" in words
+    theirs = {
+        cell["row"][:3]: f"{cell['value']:.1f} %"
+        for cell in json.loads(text(ROOT / "reproduce" / "published.json"))["cells"]
+        if cell["table"] == "DINOv2 ViT-L ImageNet-1k accuracy"
+    }
+    assert f"has the same order: {theirs['90%']} against {theirs['100']}, one run each" in words
+    assert theirs["70%"] == theirs["80%"] == "82.7 %" and "those of 70 and 80 % (82.7 %)" in told
+    by_sparse = differences(records.values, "d", "sparse_090", "sparse_100", LINEAR)
+    assert round(statistics.fmean(by_sparse), 1) == round(statistics.fmean(lost("sparse_090")), 1)
+    assert p_value(by_sparse) < 0.05
+    widths = [f"{width} width 32 slow teacher" for width in ("half", "dense")]
+    small = differences(records.values, "pilot_d_small", *widths, LINEAR)
+    ratio = -statistics.fmean(small) / statistics.stdev(small)
+    found = points("pilot_d_small", *widths, LINEAR)
+    assert f"difference is {found} points, {ratio:.1f} standard deviations" in told
+    dense_run = next(run for run in read_block("d").runs(ROOT) if run.arm == "dense")
+    assert (dense_run.config.model.width, len(small)) == (128, 3)
     runs = [run for arm in ("dense", *arms) for run in records.values["d", arm].values()]
     minutes = sum(run["train_seconds"] for run in runs) / 60
     assert f"The {len(runs)} runs of block d trained for {minutes:.0f} minutes" in told

@@ -55,9 +55,9 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def free(device: torch.device) -> None:
-    """Free the memory of what is no longer used: compiled code, what it holds, and CUDA graphs."""
-    gc.collect()
+    """Drop all compiled code, and free what is then unused, CUDA graphs among it."""
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch.compiler.reset()
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
