@@ -24,11 +24,10 @@ said=$(mktemp)
 trap 'rm -f "$said"' EXIT
 linters >"$said" 2>&1 &
 linting=$!
-# For two cores: one thread per worker, or workers fight for the cores, and a third worker, since many
-# tests wait for other processes.
+# One thread per worker: two workers with two threads each fight for two cores.
 export OMP_NUM_THREADS=1
 tests() {
-    "$python" -m pytest -n 3 --dist loadfile "$@"
+    "$python" -m pytest -n 2 --dist loadfile "$@"
 }
 # The folders whose tests compare numbers run with the sums of another instruction set, too: some
 # minutes. So do tests that the arguments name. Ranks with shards compare with a process of their own
