@@ -25,7 +25,7 @@ from experiments.config.run import RunConfig
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
 from experiments.images.dataset import load_images
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, deferred_stop
 from reproduce.blocks import EVIDENCE, Block, BlockRun
 from reproduce.engine import clock, needs_gpu
 from reproduce.jobs import quoted
@@ -141,12 +141,18 @@ class Queue:
         self.begun = time.monotonic()
         deadline = self.begun + (minutes * 60 if minutes is not None else float("inf"))
         try:
-            while time.monotonic() < deadline:
-                self._fill(deadline)
-                if not self.working:
-                    break
-                time.sleep(POLL)
-                self._collect()
+            # An exception in the midst of `Popen.poll` would leave its lock taken, and no later
+            # wait for that process would end.
+            with deferred_stop(again=False) as stop:
+                while stop.number is None and time.monotonic() < deadline:
+                    self._fill(deadline)
+                    if not self.working:
+                        break
+                    time.sleep(POLL)
+                    self._collect()
+            if stop.number is not None and stop.kind is not None:
+                signal.raise_signal(stop.number)  # its handler defers a second one
+                raise stop.kind
         finally:
             _stop(list(self.working.values()))
             for worker in self.working.values():  # a stopped one may have finished

@@ -113,16 +113,18 @@ def raise_on_sigterm() -> None:
 
 
 class Stop:
-    """The signal that was received, if any. `kind`: the exception to raise for it, or None."""
+    """The signal that was received, if any. `number`: its number. `kind`: the exception to raise
+    for it. Both are None before."""
 
+    number: int | None = None
     kind: type[BaseException] | None = None
 
 
 @contextmanager
-def deferred_stop() -> Iterator[Stop]:
-    """Record the first Ctrl-C or SIGTERM instead of raising it, so that a loop can check for it
-    after each step and save its state; a second one is raised at once. Outside the main thread,
-    which alone receives signals, this does nothing."""
+def deferred_stop(*, again: bool = True) -> Iterator[Stop]:
+    """Record the first Ctrl-C, SIGTERM or end of the terminal instead of raising it, so that a loop
+    can check for it after each step and save its state. again: a second one is raised at once.
+    Outside the main thread, which alone receives signals, this does nothing."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -131,12 +133,15 @@ def deferred_stop() -> Iterator[Stop]:
         signal.SIGINT: KeyboardInterrupt,
         signal.SIGTERM: Terminated,
     }
+    if callable(signal.getsignal(signal.SIGHUP)):  # it is raised (`raise_on_sigterm`)
+        kinds[signal.SIGHUP] = Terminated
     before = {number: signal.getsignal(number) for number in kinds}
 
     def note(number: int, _: object) -> None:
-        if stop.kind is not None:
+        if stop.kind is None:
+            stop.number, stop.kind = number, kinds[number]
+        elif again:
             raise kinds[number]
-        stop.kind = kinds[number]
 
     for number in kinds:
         signal.signal(number, note)

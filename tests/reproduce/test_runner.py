@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -383,6 +384,57 @@ def test_a_signal_ends_the_children(number, status, word, children, monkeypatch,
     child = json.loads((ended / "seen.json").read_text())
     assert child["group"] == child["process"] != os.getpgid(0)
     assert children.started == ["dense, seed 0", "ste, seed 0"]
+
+
+class InterruptedLock:
+    """The lock of a `Popen`, in the midst of whose first `poll` a signal arrives."""
+
+    def __init__(self, number):
+        self.number, self.held = number, False
+
+    def acquire(self, blocking=True):
+        assert not (blocking and self.held), "this wait would not end"
+        if self.held:
+            return False
+        self.held = True
+        if self.number is not None:
+            number, self.number = self.number, None
+            os.kill(os.getpid(), number)
+            time.sleep(0)  # where the handler runs
+        return True
+
+    def release(self):
+        self.held = False
+
+    __enter__ = acquire
+
+    def __exit__(self, *_):
+        self.release()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_midst_of_looking_after_a_child(number, children, monkeypatch, tmp_path):
+    """The exception of a handler there would leave the child's lock taken."""
+    children.do = {"dense": "stay"}
+    monkeypatch.setattr(blocks, "read_block", lambda name: block())
+    monkeypatch.setattr(runner, "PATIENCE", 0.1)
+    begin, locks = runner._start, []
+
+    def begun(*arguments):
+        worker = begin(*arguments)
+        locks.append(InterruptedLock(number))
+        worker.process._waitpid_lock = locks[-1]
+        return worker
+
+    monkeypatch.setattr(runner, "_start", begun)
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["run", "t"], runs=tmp_path) == 128 + number
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert [(lock.number, lock.held) for lock in locks] == [(None, False)]
 
 
 def test_the_exit_status(children, monkeypatch, tmp_path, capsys):
