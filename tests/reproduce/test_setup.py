@@ -73,7 +73,7 @@ def test_installs_once(clone):
 @pytest.mark.parametrize("refused", ["", "1"])
 @pytest.mark.parametrize("own", ["", "elsewhere"])
 def test_compiled_modules_are_kept_where_the_checkout_stays_as_it_is(clone, refused, own):
-    """Beside the modules, as usual, if Python is not told to keep none."""
+    """They are beside their sources, as usual, unless Python is told to keep none."""
     (clone / "module.py").touch()
     script = f"source {clone}/reproduce/setup.sh; use_environment; $python -c 'import module'"
     refusal = {"PYTHONDONTWRITEBYTECODE": refused, "PYTHONPYCACHEPREFIX": own and str(clone / own)}

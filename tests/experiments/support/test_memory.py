@@ -9,7 +9,7 @@ from experiments.support import memory
 
 
 class Compiled:
-    """What a compiler returns, in a cycle, which only the garbage collector frees."""
+    """Stands in for compiled code. It refers to itself, so only the garbage collector frees it."""
 
     def __init__(self, graph):
         self.graph, self.itself = graph, self
