@@ -586,7 +586,8 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
         share = "1" if row.label == "half" else f"{g.value:.2f} [{g.low:.2f}, {g.high:.2f}]"
         want.append((row.label, cell(row), share, str(row.pairs)))
     assert want == re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d.*) \| (\d) \|$", told, re.M)
-    found = re.findall(r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (\d) \|$", told, re.M)
+    of_b = told.split("Block b: ")[1]
+    found = re.findall(r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (\d) \|$", of_b, re.M)
     rows = sorted_rows(other, [arm for arm, *_ in found])
     assert found == [(row.label, cell(row), str(row.pairs)) for row in rows]
     assert other.baseline == "dense_trained_on" and {"ast", "naive", "gmp"} < {x for x, *_ in found}
@@ -694,6 +695,27 @@ def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
     ) in told
     shared = [f"{sum(found) / 8:.0f}" for found in (a, b, of_fp8)]
     assert f"these are {shared[0]}, {shared[1]} and {shared[2]} minutes of an H200" in told
+
+
+def test_what_is_said_of_block_a_large_is_what_the_records_say():
+    _, records = evidence()
+    told = part("Measured so far").split("Block a_large: ")[1].split("Block b: ")[0]
+    arms = [arm for arm in read_block("a_large").arms if arm != "dense"]
+    assert arms == [arm for arm in read_block("a").arms if arm != "dense"][: len(arms)]
+
+    def lost(arm):
+        return differences(records.values, "a_large", arm, "dense", LOSS)
+
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
+    assert rows == [
+        (arm, *(compared(b, arm, "dense") for b in ("a_large", "a")), str(len(lost(arm))))
+        for arm in sorted(arms, key=lambda arm: statistics.fmean(lost(arm)))
+    ]
+    assert all(low < 0 < high for low, high in map(paired_interval, map(lost, arms)))
+    runs = [run for arm in ("dense", *arms) for run in records.values["a_large", arm].values()]
+    minutes = sum(run["train_seconds"] for run in runs) / 60
+    told = part("Measured so far")
+    assert f"the {len(runs)} of block a_large for {minutes:.0f}, 5 to 7 at a time" in told
 
 
 def test_what_is_said_of_block_c_is_what_the_records_say():
