@@ -206,7 +206,7 @@ def test_files_without_hashes_are_no_traceback(config, files):
 @pytest.mark.parametrize(
     "key, value, read",
     [
-        ("corpus", [], lambda run: run.tokenizer()),
+        ("corpus", "x", lambda run: run.tokenizer()),
         ("corpus.tokenizer", {}, lambda run: run.tokenizer()),
         ("corpus.tokenizer", 5, lambda run: run.tokenizer()),
         ("corpus.tokenizer.sha256", None, lambda run: run.tokenizer()),

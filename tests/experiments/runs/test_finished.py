@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments.config.run import load
+from experiments.data import manifest
 from experiments.data.corpus import load_tokens
 from experiments.data.prepare import prepare
 from experiments.runs.finished import FinishedRun
@@ -59,6 +60,7 @@ def test_dense_weights_stand_without_the_low_rank_term_that_repairs_their_prunin
 
 def test_a_run_that_ended_dense_has_one_kind_of_weights(finished):
     run = finished("method=t_sr_ste", "method.dense_fraction=0.5")
+    (run.directory / "latent.safetensors").unlink()  # it has nothing to add
     assert torch.equal(logits(run.model("dense")), logits(run.model("sparse")))
 
 
@@ -131,8 +133,9 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
     run = finished("method=s_ste")
     assert type(run.method_for(run.model(), "dense", 10, 0)) is dense.Method
     dense_end = finished("method=dense")
-    with pytest.raises(UserError, match=r"mode=sparse, but .* ends with dense weights"):
-        dense_end.method_for(dense_end.model(), "sparse", 10, 0)
+    for mode in ("sparse", "masked"):
+        with pytest.raises(UserError, match=f"mode={mode}, but .* ends with dense weights"):
+            dense_end.method_for(dense_end.model(), mode, 10, 0)
     with pytest.raises(UserError, match="mode=both; choose one of auto, sparse, masked, dense"):
         run.method_for(run.model(), "both", 10, 0)
     with pytest.raises(UserError, match="weights=both; choose one of sparse, dense"):
@@ -157,6 +160,12 @@ def test_slope_has_no_dense_weights(finished):
 def test_learned_positions_end_where_training_ended(tmp_path, overrides, longest):
     run = FinishedRun(tmp_path, {"config": load(overrides).as_dict()})
     assert run.longest == longest
+
+
+def test_the_tokenizer_of_gpt2_has_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "gpt2_encoding", lambda: "that of tiktoken")
+    result = {"config": load([]).as_dict(), "corpus": {"tokenizer": {"kind": "gpt2"}}}
+    assert FinishedRun(tmp_path, result).tokenizer() == "that of tiktoken"
 
 
 def test_a_run_on_images_has_no_tokenizer(tmp_path):
@@ -235,6 +244,13 @@ def test_layers_that_are_missing_or_damaged_are_one_line(finished):
     path.write_bytes(content[:1000])
     with pytest.raises(UserError, match=r"latent\.safetensors was changed"):
         FinishedRun.open(run.directory).model("dense")
+    # Of a run whose result does not vouch for the file.
+    del run.result["files"][path.name]
+    with pytest.raises(UserError, match=r"latent\.safetensors is damaged .*; run it again"):
+        run.model("dense")
+    path.unlink()
+    with pytest.raises(UserError, match=r"latent\.safetensors is missing or lacks .*mode=dense"):
+        run.method_for(run.model(), "auto", 10, 0)
 
 
 def test_a_result_without_a_setting_is_named(finished):

@@ -1,8 +1,10 @@
 """Checkpoints that are written while the training goes on."""
 
 import dataclasses
+import math
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -17,8 +19,10 @@ from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.training import pretraining, sharded_checkpoint
 from experiments.training.distributed import World, world
+from experiments.training.optimization import NonFiniteGradient, Optimization
 from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
+from experiments.training.trainer import Trainer
 from tests.experiments.conftest import SHORT, TINY_MODEL, quiet
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -100,6 +104,30 @@ def test_a_full_disk_keeps_nothing_of_the_rows_of_any_rank(tmp_path, full_disk, 
 def test_a_training_ends_with_an_error_of_the_writer(tiny, full_disk):
     with full_disk(), pytest.raises(UserError, match=r"step-000000003\.pt cannot be written"):
         pretraining.run(tiny("method=dense", "train.log_every=12"), quiet)
+
+
+@pytest.mark.parametrize("cause", ["signal", "gradient"])
+def test_a_training_that_stops_early_says_if_its_state_cannot_be_written(
+    tiny, full_disk, monkeypatch, cause
+):
+    step = Trainer._train_step
+
+    def stopped(self, batches):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self, batches)
+
+    def not_finite(*_):
+        raise NonFiniteGradient(torch.tensor(math.nan))
+
+    if cause == "signal":
+        monkeypatch.setattr(Trainer, "_train_step", stopped)
+    else:
+        monkeypatch.setattr(Optimization, "step", not_finite)
+    with (
+        full_disk(20_000),
+        pytest.raises(UserError, match=r"step-00000000[01]\.pt cannot be written"),
+    ):
+        pretraining.run(tiny("method=dense"), quiet)
 
 
 # ------------------------------------------------------------------ ranks, and their end

@@ -68,13 +68,21 @@ def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     assert " tokens/s" in capsys.readouterr().out
 
 
-def test_a_run_on_images_counts_images(tmp_path, capsys):
+def test_a_run_on_images_counts_images(tmp_path, capsys, monkeypatch):
     """The unit is the image, whatever the number of its patches."""
+    counts, update = [], progress.Progress.update
+
+    def counted(self, done, count, loss):
+        counts.append(count)
+        update(self, done, count, loss)
+
+    monkeypatch.setattr(progress.Progress, "update", counted)
     overrides = ["model=deit_nano", "model.depth=1", "model.width=16", "method=dense",
                  "train.steps=2", "train.batch_size=2", "train.eval_samples=2",
                  "impl.device=cpu", "impl.threads=1", f"runs={tmp_path}"]  # fmt: skip
     pretraining.run(load(overrides), lambda message: None)
     assert " images/s, 0 s left" in capsys.readouterr().out
+    assert counts == [2, 4]
 
 
 def test_the_bar_fits_a_narrow_terminal(monkeypatch):

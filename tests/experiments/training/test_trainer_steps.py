@@ -14,6 +14,7 @@ import methods
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
 from experiments.support.errors import UserError
+from experiments.support.progress import Progress
 from experiments.training import graphs, pretraining
 from experiments.training import optimization as module
 from experiments.training.distributed import World
@@ -420,6 +421,16 @@ def test_replayed_steps_are_the_same_and_go_on(
         assert all(torch.equal(a, b) for b in others)
 
 
+def test_a_result_says_whether_graphs_were_replayed(build, monkeypatch):
+    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
+    trainer = build("impl.cuda_graphs=true")
+    assert not trainer.graphed  # as at the end of a training too short for it
+    trainer.optimization.replays.steps = 1
+    assert trainer.graphed
+    trainer.optimization.replays.given_up = True
+    assert not trainer.graphed
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", methods.available())
 def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
@@ -512,6 +523,17 @@ def test_time_and_skipped_steps_add_up(build):
     )
     second.fit()
     assert 1e6 < second.seconds < 2e6
+
+
+def test_progress_counts_tokens_since_this_process_began(build, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        Progress, "update", lambda self, *numbers: told.append((self.first, *numbers[:2]))
+    )
+    whole_and_interrupted(build, tmp_path, "train.steps=5", "train.log_every=2", dies=4)
+    batch = 4 * 16  # tokens
+    whole = [(0, 1, batch), (0, 3, 3 * batch), (0, 5, 5 * batch)]
+    assert told == [*whole, *whole[:2], (3, 5, 2 * batch)]
 
 
 # ---------------------------------------------------------------- averaged weights, optimizers
