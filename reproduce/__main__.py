@@ -26,6 +26,7 @@ from reproduce.spec import TIERS, Table
 
 RUNS = Path("runs")
 ALL = "all"
+COMMANDS = (ALL, "run", "claims", "report")
 USAGE = """\
 python -m reproduce quickstart
     compare seven methods with dense training, on a CPU
@@ -77,7 +78,11 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         _refuse_uncovered(command)
         names = {table.command for table in tables}
         known = ", ".join(sorted(names, key=lambda name: (len(name), name)))
-        raise UsageError(f"no table {command!r}; there are {known} (and --list, --help)")
+        close = meant(command, {*names, *COMMANDS})
+        raise UsageError(
+            f"no table or command {command!r}{close}; the commands are {', '.join(COMMANDS)}, "
+            f"--list and --help, the tables {known}"
+        )
     given: dict[str, str] = {}
     for option in options:
         key, _, value = option.partition("=")

@@ -116,7 +116,7 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
         model = chosen.get("model", "?")
         # A record counts what a model reads: of an image its patches and the class token.
         unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "image tokens"
-        data = f"data={chosen['data']}" if "data" in chosen else "the driver's data"
+        data = f"data={chosen['data']}" if "data" in chosen else "the default data"
         setting = {
             "model": model,
             "length": f"{_amount(record['tokens'])} {unit}",

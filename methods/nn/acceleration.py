@@ -160,7 +160,7 @@ def _why_dense(
 ) -> str:
     """The reason why a product is dense; empty if it was measured to be slower."""
     if not getattr(sparse, name):
-        return "its operand is not 2:4 along the summed dim"
+        return "no operand is 2:4 along the dimension that is summed over"
     if matmul == "dense":
         return "matmul=dense"
     if reason := refused(sparse, shape, dtype, device, matmul):

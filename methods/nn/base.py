@@ -178,6 +178,7 @@ class Method:
             sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
             total_parameters=sum(p.numel() for p in model.parameters()),
             reasons=reasons,
+            measured=self.Linear is None,
         )
         if self.Linear is not None:
             with torch.no_grad():

@@ -41,7 +41,8 @@ class Report:
     names: the converted linears. dense: the other linears. reasons: why those of `dense` that were
     matched could not be converted. others: matched modules of other kinds that hold a matrix, as
     `name (Type)`; they are unchanged. sparse_parameters, total_parameters: number of entries in the
-    converted weights and in the model.
+    converted weights and in the model. measured: True for `dense`, which converts nothing: `names`
+    are then the linears on which it measures what a sparse method would do.
     """
 
     names: tuple[str, ...]
@@ -50,13 +51,17 @@ class Report:
     sparse_parameters: int
     total_parameters: int
     reasons: dict[str, str] = field(default_factory=dict)
+    measured: bool = False
 
     def __str__(self) -> str:
         share = self.sparse_parameters / self.total_parameters
         refused = f", of which cannot be converted: {listed(self.reasons)}" if self.reasons else ""
+        of = f"{self.sparse_parameters:,} of {self.total_parameters:,} parameters ({share:.0%})"
+        which = some_names(_as_globs([*self.names])) or "none"
+        if self.measured:
+            return f"no linear converted; {_counted(self.names)} measured ({which}), {of}{refused}"
         return (
-            f"{_counted(self.names)}, {self.sparse_parameters:,} of "
-            f"{self.total_parameters:,} parameters ({share:.0%}); "
+            f"{_counted(self.names)} converted ({which}), {of}; "
             f"{_counted(self.dense)} left dense{refused}"
         )
 
@@ -199,9 +204,9 @@ def _nothing(
     reasons: dict[str, str],
     fit: list[str],
 ) -> str:
-    """The message that says why no linear can be converted, and names some that can: `fit`."""
+    """The message that says why no linear can be converted, and names those that can: `fit`."""
     asked = f"include={include if isinstance(include, str) else list(include)}"
-    named = f"; name some that can be, as in include={_as_globs(fit)[:2]}" if fit else ""
+    named = f"; choose from include={_as_globs(fit)[:6]}" if fit else ""
     if reasons:
         return f"no linear that matches {asked} can be converted: {listed(reasons)}{named}"
     asked = f"{asked} exclude={list(exclude)}"

@@ -749,6 +749,7 @@ def test_report_says_what_is_pruned_what_is_left_and_what_is_unknown():
     assert report.dense == ("transformer.h.0.attn.c_attn", "lm_head")
     assert report.others == ("transformer.wte (Embedding)", "transformer.wpe (Embedding)")
     assert str(report).endswith("; 2 linears left dense")
+    assert str(report).startswith("7 linears converted (transformer.h.*.attn.c_proj, transformer.h")
     assert report.sparse_parameters == 2 * sum(m.values.numel() for m in method.layers.values())
 
 

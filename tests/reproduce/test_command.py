@@ -19,7 +19,15 @@ from reproduce.reading import read_tables
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table99"], "error: no table 'table99'; there are table1, table2, "),
+        (
+            ["table99"],
+            "error: no table or command 'table99'; table9 may be meant; the commands are ",
+        ),
+        (["claim"], "'claim'; claims may be meant; the commands are all, run, claims, report, --l"),
+        (
+            ["nothing"],
+            "'nothing'; the commands are all, run, claims, report, --list and --help, the",
+        ),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
         (["figure3", "paper=nobody"], "no figure3 of paper 'nobody'; there is fst, slope\n"),

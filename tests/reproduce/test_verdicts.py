@@ -125,7 +125,7 @@ def test_the_scale_of_runs():
     assert told.endswith("seeds 1, 8")
     assert scale.of_records([record("it", 0, 3.0, tokens=1_000_000)]).startswith("gpt2_toy, 1M ")
     unsaid = {**other, "overrides": [o for o in other["overrides"] if not o.startswith("data=")]}
-    assert f"the driver's data ({other['corpus_hash'][:12]})" in scale.of_records([unsaid])
+    assert f"the default data ({other['corpus_hash'][:12]})" in scale.of_records([unsaid])
     # Retrained from a model of another block, which was itself trained again between the two.
     retrained = [{**one, "source": {"block": "b"}, "init": {"weights": "aa"}} for one in records]
     assert scale.of_records(retrained) == scale.of_records(records)

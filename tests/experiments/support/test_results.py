@@ -54,6 +54,13 @@ def test_why_there_is_no_result(tmp_path, files, why, message):
         assert read_finished(tmp_path, "0", SHAPE) is None
 
 
+def test_a_path_that_does_not_exist_is_told_as_such(tmp_path):
+    with pytest.raises(
+        NoResult, match=r"nowhere holds no finished run \(there is no such folder\)"
+    ):
+        read(tmp_path / "nowhere", SHAPE)
+
+
 def test_what_was_written_is_read(tmp_path):
     written = write_result(tmp_path, {"config_hash": "0", "metrics": {"val_loss": 1.0}})
     assert read(tmp_path, SHAPE) == read_finished(tmp_path, "0", SHAPE) == written

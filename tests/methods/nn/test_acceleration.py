@@ -46,7 +46,9 @@ def test_a_choice_has_its_times_and_its_reason(gpu):
     }
     found = told(Products(fprop=True))
     assert found["fprop"].sparse
-    assert found["wgrad"] == Choice(False, "its operand is not 2:4 along the summed dim")
+    assert found["wgrad"] == Choice(
+        False, "no operand is 2:4 along the dimension that is summed over"
+    )
     assert {c.reason for c in told(ALL, "dense").values()} == {"matmul=dense"}
     for kernels in ("cusparselt", "cuda"):
         assert {(c.sparse, c.kernels) for c in told(ALL, kernels).values()} == {(True, kernels)}
@@ -81,9 +83,10 @@ def test_the_gain_of_a_step_is_that_of_its_products(gpu):
     assert found.gains() == {"a": pytest.approx(1.7 / 1.3), "b": pytest.approx(0.7 / 0.5)}
     assert str(found) == (
         "products of 2 layers: fprop sparse in 2, by our own kernels in 2; dgrad dense in 1 "
-        "(measured to be slower), dense in 1 (its operand is not 2:4 along the summed dim); wgrad "
-        "sparse in 1, by our own kernels in 1, dense in 1 (its operand is not 2:4 along the summed "
-        "dim); sparse products 1.5 ms a micro-batch of 256 tokens in the place of 2.1 ms"
+        "(measured to be slower), dense in 1 (no operand is 2:4 along the dimension that is summed "
+        "over); wgrad sparse in 1, by our own kernels in 1, dense in 1 (no operand is 2:4 along "
+        "the dimension that is summed over); sparse products 1.5 ms a micro-batch of 256 tokens in "
+        "the place of 2.1 ms"
     )
     written = json.loads(json.dumps(found.as_dict()))
     fprop = {"sparse": True, "reason": "", "ms": 0.5, "dense_ms": 0.7, "kernels": "cuda"}

@@ -46,7 +46,7 @@ def test_globs_choose_the_layers():
 def test_nothing_matched_names_what_there_is():
     with pytest.raises(ValueError, match=r"no linear matches include=\['encoder.*'\].*mlp\.0") as e:
         ste.Method(ste.Config(include=["encoder.*"])).convert(mlp())
-    assert str(e.value).endswith("; name some that can be, as in include=['mlp.0', 'mlp.2']")
+    assert str(e.value).endswith("; choose from include=['mlp.0', 'mlp.2', 'head']")
 
 
 def test_what_to_include_instead_can_be_converted_and_names_each_kind_of_layer_once():
@@ -55,7 +55,7 @@ def test_what_to_include_instead_can_be_converted_and_names_each_kind_of_layer_o
     for include in ("ffn", "all", ["*.attn.*"]):
         with pytest.raises(ValueError, match=r"blocks\.") as error:
             methods.build("ste", include=include).convert(model)
-        assert str(error.value).endswith("; name some that can be, as in include=['blocks.*.up']")
+        assert str(error.value).endswith("; choose from include=['blocks.*.up']")
     report = methods.build("ste", include=["blocks.*.up"]).convert(model)
     assert report.names == ("blocks.0.up", "blocks.1.up")
 

@@ -51,6 +51,16 @@ def test_a_head_of_two_classes_is_left_dense():
     assert type(model.classifier) is nn.Linear
 
 
+def test_the_report_says_what_is_converted_and_that_dense_converts_nothing():
+    sides = {"up": (8, 16), "down": (16, 8), "head": (8, 8)}
+    model = nn.ModuleDict({name: nn.Linear(*shape) for name, shape in sides.items()})
+    of = "(up, down), 256 of 352 parameters (73%)"
+    report = convert(model, ["up", "down"], method=dense)
+    assert str(report) == f"no linear converted; 2 linears measured {of}"
+    report = convert(model, ["up", "down"])
+    assert str(report) == f"2 linears converted {of}; 1 linear left dense"
+
+
 def test_attention_of_torch_keeps_its_own_linear():
     model = nn.ModuleDict(
         {"attn": nn.MultiheadAttention(8, 2), "attn_2": nn.MultiheadAttention(8, 2),
