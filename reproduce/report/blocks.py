@@ -65,7 +65,7 @@ def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | 
         tag("p", "g is the distance of an arm from dense as a fraction of that of the half-width "
                  "model: 0 is as good as dense, 1 as bad as half the width. Unlike losses, it can "
                  "be compared between models of different size."),
-        html.table("Gap left open, g [95 %], by block", heads, rows),
+        html.table("Share of the gap from dense to half, g [95 %], by block", heads, rows),
     )  # fmt: skip
 
 
@@ -87,6 +87,9 @@ def section(shown: Shown, evidence: Evidence, margin: Margin, judged: Json, link
     if not done:
         return text(parts, tag("p", "No runs yet. To make them:"), html.command(_run(name)))
     parts += [tag("p", _gap(gap)) for gap in judged["blocks"] if gap["block"] == name]
+    parts.append(
+        tag("p", "“The command of every row”, further down, shows how each arm was trained.")
+    )
     parts.append(_table(shown, evidence, margin, judged))
     if kind != "pilot":
         if any(row.pairs for row in shown.rows.values()):
@@ -179,7 +182,7 @@ def _columns(
         ),
         Column("compared with", True, baseline if several else [NOTHING] * len(baseline)),
         Column(
-            f"gap left open, g {ENDS}",
+            f"share of the gap, g {ENDS}",
             False,
             [_gap_closed(evidence, shown, row.label, margin) if row else NOTHING for row in rows],
         ),

@@ -234,7 +234,7 @@ def test_each_fp8_arm_is_compared_with_its_method_in_bf16(text):
     low, high = paired_interval(differences)
     told = f"{mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] (n=3)</td><td>ste</td>"
     assert told.replace("-", "\N{MINUS SIGN}") in part
-    assert "gap left open" not in part  # a column that would be empty
+    assert "share of the gap, g" not in part  # a column that would be empty
     assert "ste_fp8 \N{MINUS SIGN} ste</text>" in text
 
 
@@ -274,7 +274,7 @@ def test_tables_of_arms_say_once_what_is_the_same_for_all(text):
     part = text.partition('id="block-a"')[2].partition('id="block-b"')[0]
     heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", part)[:6]
     assert [head.partition(" ")[0] for head in heads] == [
-        "arm", "ours", "minus", "gap", "verdict", "source",
+        "arm", "ours", "minus", "share", "verdict", "source",
     ]  # fmt: skip
     assert "missing runs:" not in part  # block a is complete
 
