@@ -186,7 +186,7 @@ def choose(
         if reason is None:
             check_fast_path(model, name)
             chosen[name] = module
-        elif name in include and not isinstance(include, str):
+        elif name in globs(include):
             raise ValueError(f"{name} cannot be converted ({reason}); exclude it")
         else:
             reasons[name] = reason
@@ -254,9 +254,9 @@ def weight_of(layer: nn.Module) -> Tensor:
 def transpose_(layer: nn.Module) -> None:
     """Transpose the weight of `layer` in place; it stays the same Parameter."""
     weight: Any = layer.weight
-    grad, weight.grad = weight.grad, None
     weight.data = weight.data.t().contiguous()
-    weight.grad = None if grad is None else grad.t().contiguous()
+    if weight.grad is not None:
+        weight.grad = weight.grad.t().contiguous()
 
 
 def adopt(layer: Any) -> None:

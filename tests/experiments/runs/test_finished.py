@@ -142,6 +142,27 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
         run.model("both")
 
 
+@pytest.mark.parametrize(
+    ("options", "mode", "kind"),
+    [
+        (["method=s_ste"], "sparse", s_ste.Method),
+        (["method=s_ste"], "masked", one_shot.Method),
+        (["method=slope", "method.m=8"], "masked", slope.Method),  # no other method keeps 2:8
+        (
+            ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"],
+            "masked",
+            slope.Method,
+        ),
+    ],
+)
+def test_the_method_of_a_fine_tuning_has_its_length_seed_and_dtype(finished, options, mode, kind):
+    run = finished(*options)
+    method = run.method_for(run.model(), mode, 10, 3, torch.bfloat16)
+    assert type(method) is kind
+    assert (method.config.total_steps, method.config.seed) == (10, 3)
+    assert {layer.dtype for layer in method.sparse_layers.values()} == {torch.bfloat16}
+
+
 def test_slope_has_no_dense_weights(finished):
     run = finished("method=slope")
     with pytest.raises(UserError, match="weights=dense, but slope keeps no dense "):
@@ -160,6 +181,11 @@ def test_slope_has_no_dense_weights(finished):
 def test_learned_positions_end_where_training_ended(tmp_path, overrides, longest):
     run = FinishedRun(tmp_path, {"config": load(overrides).as_dict()})
     assert run.longest == longest
+
+
+def test_a_model_of_transformers_may_have_any_name(tmp_path):
+    model = {"name": "gpt2_mine", "path": "folder"}
+    assert FinishedRun(tmp_path, {"config": {"model": model}}).family == "hf"
 
 
 def test_the_tokenizer_of_gpt2_has_no_file(tmp_path, monkeypatch):

@@ -375,6 +375,20 @@ def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch, numbe
     assert "resumed at step 4 of 12" in said
 
 
+def test_a_run_without_checkpoints_leaves_none_after_a_signal(tiny, monkeypatch):
+    config = tiny("method=ste", "impl.checkpoint_every=0")
+    original = Trainer._train_step
+
+    def signalled(self, batches):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        pretraining.run(config, quiet)
+    assert checkpoint.found(config.directory() / "checkpoints") == []
+
+
 def test_a_second_signal_does_not_wait():
     with pytest.raises(KeyboardInterrupt), deferred_stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)

@@ -106,6 +106,18 @@ def test_a_training_ends_with_an_error_of_the_writer(tiny, full_disk):
         pretraining.run(tiny("method=dense", "train.log_every=12"), quiet)
 
 
+def test_a_training_that_dies_completes_the_checkpoint_that_is_being_written(
+    tiny, gate, interrupted
+):
+    config = tiny("method=dense", "train.log_every=12")
+    threading.Timer(0.3, gate.set).start()
+    with interrupted(4):
+        pretraining.run(config, quiet)
+    assert [path.stem for path in checkpoint.found(config.directory() / "checkpoints")] == [
+        "step-000000003"
+    ]
+
+
 @pytest.mark.parametrize("cause", ["signal", "gradient"])
 def test_a_training_that_stops_early_says_if_its_state_cannot_be_written(
     tiny, full_disk, monkeypatch, cause

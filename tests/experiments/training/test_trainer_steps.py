@@ -2,7 +2,9 @@
 
 import copy
 import math
+import signal
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import methods
 from common_kernels import check24
-from experiments.config.settings import TrainConfig
+from experiments.config.settings import EpochConfig, TrainConfig
+from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.support.progress import Progress
 from experiments.training import graphs, pretraining
@@ -265,6 +268,8 @@ def test_evaluation_is_without_dropout_and_counts_every_sequence_once(build):
     assert trainer.model.training
     assert trainer.evaluate() == {"val_loss": first}
     trainer.model.eval()
+    trainer.evaluate()
+    assert not trainer.model.training
     with torch.no_grad():
         single = [float(trainer.model(**batch)[1]) for batch in trainer.source.eval_batches(6, 1)]
     assert len(single) == 6
@@ -281,6 +286,82 @@ def test_a_record_holds_the_mean_loss_since_the_last_one(build, tmp_path):
     spans = {0: [0], 3: [1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 11: [10, 11]}
     expected = {last: sum(single[s] for s in span) / len(span) for last, span in spans.items()}
     assert losses(third) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_record_leaves_skipped_steps_out_of_its_mean(build, tmp_path):
+    overrides = "train.dtype=fp16", "train.steps=4"
+    every = build(*overrides, nan=(2,))
+    third = build(*overrides, "train.log_every=3", f"runs={tmp_path / 'third'}", nan=(2,))
+    every.fit()
+    third.fit()
+    single = losses(every)
+    assert single[2] is None
+    assert losses(third) == {0: single[0], 3: pytest.approx((single[1] + single[3]) / 2)}
+
+
+def test_an_epoch_without_a_good_step_has_no_loss(build):
+    trainer = build("train.dtype=fp16", nan=(0, 1))
+    trainer.train = EpochConfig(steps=4, batch_size=4, samples=8, learning_rate=0.0)
+    trainer.fit()
+    [record] = records(trainer)
+    assert (record["step"], record["epoch"], record["loss"]) == (2, 1, None)
+
+
+def test_what_a_record_holds(build):
+    trainer, written = build(), []
+    trainer.log = SimpleNamespace(write=written.append)
+    trainer.step, trainer.durations = 5, [3.0, 1.0, 2.0]
+    trainer._log_step(0.25)
+    [record] = written
+    assert (record["grad_norm"], record["step_seconds"]) == (0.25, 2.0)  # the median
+    assert record["learning_rate"] == learning_rate(trainer.train, 5)
+    assert trainer.durations == []
+
+
+class Together(World):
+    """A process whose mean over the ranks is 1000 above its own value."""
+
+    def mean(self, value):
+        return value + 1000
+
+
+def test_losses_are_means_over_the_ranks(build, monkeypatch):
+    trainer = build("train.steps=2", "train.descent_every=1", "impl.checkpoint_every=1")
+    trainer.world = Together(0, 1, torch.device("cpu"))
+    trainer.method.present = 0  # the extra passes begin before the step
+    trainer.fit()
+    found = records(trainer)
+    shown = {"loss", "predicted_change", "actual_change", "old_masks_change"}
+    assert shown <= {name for record in found for name in record}
+    assert all(record[name] > 900 for record in found for name in shown & record.keys())
+    [path, *_] = checkpoint.found(trainer.checkpoints)
+    assert checkpoint.load_file(path)["loss_sum"] == 1000
+
+    def not_finite(*_):
+        raise module.NonFiniteGradient(torch.tensor(1.0))
+
+    monkeypatch.setattr(trainer.optimization, "step", not_finite)
+    monkeypatch.setattr(trainer, "save", lambda states: None)
+    trainer.step = 1
+    with pytest.raises(UserError, match=r"not finite \(loss 1001\)"):
+        trainer._train_step(trainer.source.batches(trainer._requests()))
+
+
+def test_several_ranks_do_not_wait_for_the_end_of_a_step(build):
+    """One rank that stopped alone would leave the others waiting for it."""
+    trainer, before = build(), signal.getsignal(signal.SIGINT)
+    with trainer._stop():
+        assert signal.getsignal(signal.SIGINT) is not before
+    trainer.world = World(0, 2, torch.device("cpu"))
+    with trainer._stop():
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_writer_is_asked_after_every_step(build):
+    trainer, asked = build("train.steps=3", "impl.checkpoint_every=0"), []
+    trainer.saver.poll = lambda: asked.append(trainer.step)
+    trainer.fit()
+    assert asked == [1, 2, 3]
 
 
 # ---------------------------------------------------------------- state
@@ -567,6 +648,13 @@ def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, t
         assert torch.equal(layer.weight, trainer.averages[name])
         assert torch.equal(layer.sparse_weight, layer.effective_weight())
     assert torch.equal(layer.sparse_weight, before)
+
+
+def test_the_mean_of_the_last_states_is_measured_at_the_end_alone(build):
+    trainer = build("train.average_last=2", "train.average_every=1", "train.steps=5")
+    trainer.fit()
+    assert {name for r in records(trainer) for name in r if "val_loss" in name} == {"val_loss"}
+    assert trainer.evaluate_averages().keys() == {"averaged_val_loss"}
 
 
 def test_averaged_weights_go_on_and_end_sparse(build, tmp_path):

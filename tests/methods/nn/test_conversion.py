@@ -46,8 +46,12 @@ def test_a_head_of_two_classes_is_left_dense():
     assert report.dense == ("classifier",)
     reason = "weight [2, 16]; 2:4 needs both dims to be multiples of 4"
     assert report.reasons == {"classifier": reason}
-    assert str(report).endswith(f"; 1 linear left dense, of which cannot be converted: "
-                                f"classifier ({reason})")  # fmt: skip
+    converted = sum(model.get_submodule(name).weight.numel() for name in report.names)
+    total = sum(p.numel() for p in model.parameters())
+    assert str(report) == (
+        f"13 linears, {converted:,} of {total:,} parameters ({converted / total:.0%}); "
+        f"1 linear left dense, of which cannot be converted: classifier ({reason})"
+    )
     assert type(model.classifier) is nn.Linear
 
 
@@ -92,6 +96,58 @@ def test_a_layer_named_in_full_must_fit(shape):
         convert(model, ["mlp.0", "mlp.1"])
     assert all(type(m) is nn.Linear for m in model["mlp"])
     assert convert(model, ["mlp.?"]).reasons.keys() == {"mlp.1"}
+
+
+def linears(**shapes):
+    return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize(
+    ("model", "include", "exclude", "message"),
+    [
+        (
+            nn.Linear(6, 8),
+            ["*"],
+            [],
+            r"can be converted: the model itself \(weight \[8, 6\]; [^;]*$",
+        ),
+        (nn.LayerNorm(8), ["*"], [], r"include=\['\*'\] exclude=\[\]; .* linears are: none$"),
+        (linears(a=(6, 8)), "ffn", [], r"include=ffn exclude=\[\]; the model's linears are: a$"),
+        (
+            linears(**dict.fromkeys("abcdefg", (8, 8))),
+            ["a"],
+            ["a"],
+            r"exclude=\['a'\]; .* linears are: a, b, c, d, e, f, \.\.\.; name",
+        ),
+        (
+            nn.ModuleDict({"x": nn.ModuleList([linears(up=(8, 8)), linears(up=(8, 8))])}),
+            ["y"],
+            [],
+            r"linears are: x\.\*\.up; name some that can be, as in include=\['x\.\*\.up'\]$",
+        ),
+    ],
+)
+def test_what_is_said_if_nothing_can_be_converted(model, include, exclude, message):
+    with pytest.raises(ValueError, match=message):
+        convert(model, include, exclude)
+
+
+def test_modules_without_a_matrix_are_not_reported():
+    class Conv1D(nn.Module):
+        """Has the name of transformers' layer, but holds other weights, or none."""
+
+        def __init__(self, *shapes):
+            super().__init__()
+            for name, shape in zip(("weight", "bias"), shapes, strict=False):
+                self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    scale = nn.Identity()
+    scale.weight = 0.5  # not even a tensor
+    own = {"a": Conv1D(), "b": Conv1D((8, 8, 3)), "c": Conv1D((8, 8), (4,))}
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "scale": scale, **own})
+    report = convert(model, ["*"])
+    assert (report.names, report.reasons) == (("fc",), {})
+    assert report.others == ("b (Conv1D)", "c (Conv1D)")
 
 
 # ---------------------------------------------------------------- presets
@@ -140,6 +196,14 @@ def test_presets_take_the_linears_of_the_blocks_and_no_others(models):
             assert len(chosen) == 2 * count, (name, preset, list(chosen))
             assert all(".0." in n or ".1." in n for n in chosen), name  # of a block
             assert any("attention" in n or "attn" in n for n in chosen) == (preset == "all"), name
+
+
+def test_layers_of_bert_with_two_digits_are_in_the_preset():
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(**{**TINY, "num_hidden_layers": 11}))
+    chosen = ste.Method(ste.Config()).matching_linears(model)
+    assert len(chosen) == 2 * 11 and "encoder.layer.10.output.dense" in chosen
 
 
 def test_python_and_yaml_mean_the_same():
@@ -232,6 +296,17 @@ def test_the_state_of_a_converted_conv1d_keeps_the_layout_of_transformers(hf_mod
     other.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+
+
+def test_the_gradient_of_a_conv1d_goes_with_its_weight(hf_model):
+    model, method = hf_model("gpt2"), ste.Method(ste.Config())
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    gradient = weight.grad.clone()
+    method.convert(model)
+    assert torch.equal(weight.grad, gradient.t())
+    method.finalize(model)
+    assert torch.equal(weight.grad, gradient)
 
 
 def test_the_dense_baseline_measures_a_conv1d_along_its_inputs(hf_model):
