@@ -310,7 +310,7 @@ def test_an_epoch_without_a_good_step_has_no_loss(build):
 def test_what_a_record_holds(build):
     trainer, written = build(), []
     trainer.log = SimpleNamespace(write=written.append)
-    trainer.step, trainer.durations = 5, [3.0, 1.0, 2.0]
+    trainer.step, trainer.durations = 5, [2.0, 3.0, 1.0]
     trainer._log_step(0.25)
     [record] = written
     assert (record["grad_norm"], record["step_seconds"]) == (0.25, 2.0)  # the median
