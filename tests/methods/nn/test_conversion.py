@@ -119,13 +119,13 @@ def linears(**shapes):
             linears(**dict.fromkeys("abcdefg", (8, 8))),
             ["a"],
             ["a"],
-            r"exclude=\['a'\]; .* linears are: a, b, c, d, e, f, \.\.\.; name",
+            r"exclude=\['a'\]; .* linears are: a, b, c, d, e, f, \.\.\.; choose from",
         ),
         (
             nn.ModuleDict({"x": nn.ModuleList([linears(up=(8, 8)), linears(up=(8, 8))])}),
             ["y"],
             [],
-            r"linears are: x\.\*\.up; name some that can be, as in include=\['x\.\*\.up'\]$",
+            r"linears are: x\.\*\.up; choose from include=\['x\.\*\.up'\]$",
         ),
     ],
 )
