@@ -68,8 +68,8 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
                 "missing", f"{directory} is an exported model; give the run that it was made from"
             ) from error
         begun = any((directory / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-        found = f"{FILE} is missing" if directory.is_dir() else "there is no such folder"
-        found = "it was begun and has not ended" if begun else found
+        missing = f"{FILE} is missing" if directory.is_dir() else "there is no such folder"
+        found = "it was begun and has not ended" if begun else missing
         raise NoResult(
             "unfinished" if begun else "missing",
             f"{directory} holds no finished run ({found}); run it to its end first",
