@@ -698,7 +698,7 @@ def test_what_is_said_of_single_runs_fp8_and_time_is_what_the_records_say():
 
 
 def test_what_is_said_of_block_a_large_is_what_the_records_say():
-    _, records = evidence()
+    rules, records = evidence()
     told = part("Measured so far").split("Block a_large: ")[1].split("Block b: ")[0]
     arms = [arm for arm in read_block("a_large").arms if arm != "dense"]
     assert arms == [arm for arm in read_block("a").arms if arm != "dense"][: len(arms)]
@@ -711,11 +711,33 @@ def test_what_is_said_of_block_a_large_is_what_the_records_say():
         (arm, *(compared(b, arm, "dense") for b in ("a_large", "a")), str(len(lost(arm))))
         for arm in sorted(arms, key=lambda arm: statistics.fmean(lost(arm)))
     ]
-    assert all(low < 0 < high for low, high in map(paired_interval, map(lost, arms)))
+    flat = " ".join(told.split())
+
+    def against(arm, other):
+        return paired_interval(differences(records.values, "a_large", arm, other, LOSS))
+
+    alike = ("ste", "s_ste", "sr_ste")
+    assert all(low < 0 < high for low, high in (against(arm, "half") for arm in alike))
+    gaps = [differences(records.values, "a_large", arm, "half", LOSS) for arm in alike]
+    most = max(abs(statistics.fmean(gap)) for gap in gaps)
+    assert f"by at most {most:.4f}, with intervals that include zero" in flat
+    assert f"`fst` is worse by {compared('a_large', 'fst', 'half')}" in flat
+    others = [*alike, "fst"]
+    assert all(against("slope", arm)[0] > 0 for arm in others)
+    behind = [differences(records.values, "a_large", "slope", arm, LOSS) for arm in others]
+    behind = [statistics.fmean(each) for each in behind]
+    assert (
+        f"it loses {min(behind):+.4f} to {max(behind):+.4f} to each of the four other methods"
+        in flat
+    )
+    gap = half_width_gap(records.values, "a_large", LOSS, rules.margin)
+    assert f"is {gap.ratio:.1f} standard deviations of a paired difference" in flat
+    a = half_width_gap(records.values, "a", LOSS, rules.margin)
+    assert 0.3 < gap.gap / a.gap < 0.37
     runs = [run for arm in ("dense", *arms) for run in records.values["a_large", arm].values()]
     minutes = sum(run["train_seconds"] for run in runs) / 60
     told = part("Measured so far")
-    assert f"the {len(runs)} of block a_large for {minutes:.0f}, 5 to 7 at a time" in told
+    assert f"the {len(runs)} of block a_large for {minutes:.0f}, 3 to 7 at a time" in told
 
 
 def test_what_is_said_of_block_c_is_what_the_records_say():
