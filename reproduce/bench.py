@@ -160,7 +160,7 @@ class Config:
             del fields[name]
         sustained = SUSTAINED_S if self.on.type == "cuda" else None
         machine = {"device": device_name(self.on), "torch": torch.__version__}
-        return {**fields, **machine, "sustained_s": sustained}
+        return {**fields, **machine, "sustained_s": sustained, "order": "random"}
 
     def digest(self) -> str:
         """Hash of `identity()`."""
