@@ -119,14 +119,12 @@ class Decoding:
     """
 
     def __init__(self, model: Any, prompt: int, length: int) -> None:
-        first = next(model.parameters())
-        shape = model.config
-        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        size = (2, shape.num_hidden_layers, 1, kv_heads, length, shape.hidden_size // heads)
-        with first.device:
-            self.model = model.eval()
-            self.cache = cache_type()(torch.zeros(size, dtype=first.dtype))
-            self.ids = torch.randint(shape.vocab_size, (1, length))
+        from transformers import StaticCache
+
+        self.model = model.eval()
+        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        with model.device:
+            self.ids = torch.randint(model.config.vocab_size, (1, length))
             self.positions = torch.arange(length)
         self.prompt, self.length = prompt, length
 
@@ -135,16 +133,14 @@ class Decoding:
         """Logits [V] of the token that follows position end - 1. Reads the tokens from `start` to
         `end` and stores their keys and values in the cache."""
         positions = self.positions[start:end]
-        self.cache.written = positions
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(start)  # where it writes; in place, for CUDA graphs
         visible = self.positions[None, None, None, :] <= positions[None, None, :, None]
+        # By position, since transformers renames the cache's argument.
         output = self.model(
-            input_ids=self.ids[:, start:end],
-            attention_mask=visible,
-            position_ids=positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+            self.ids[:, start:end], visible, positions[None], self.cache,
+            use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
         return output.logits[0, -1]
 
     def prefill(self, _: int = 0) -> Tensor:
@@ -154,26 +150,6 @@ class Decoding:
     def step(self, _: int = 0) -> Tensor:
         """Read one more token and return the most likely next one."""
         return self.logits(self.length - 1, self.length).argmax()
-
-
-def cache_type() -> Any:
-    """A class of caches for models of transformers, of a fixed size, so that CUDA graphs can use
-    them."""
-    from transformers import Cache
-
-    class FixedCache(Cache):
-        """Keys and values [2, layers, 1, heads, length, dim]; new ones are stored at the positions
-        `written`."""
-
-        def __init__(self, states: Tensor) -> None:
-            self.states, self.written, self.layers = states, torch.empty(0), []
-
-        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> Any:
-            for own, new in zip(self.states[:, layer_idx], (keys, values), strict=True):
-                own.index_copy_(2, self.written, new)
-            return self.states[0, layer_idx], self.states[1, layer_idx]
-
-    return FixedCache
 
 
 def llama(config: Config) -> Any:
