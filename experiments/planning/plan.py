@@ -33,6 +33,7 @@ from experiments.training import averages, sharding
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from methods.nn.fp8_gemms import FP8
+from models.vit import ViTConfig
 
 SHARDS = ("ddp", "fsdp2")
 MIB, GIB = 2**20, 2**30
@@ -232,7 +233,7 @@ def plan(planned: Planned) -> dict[str, Any]:
         if slower:
             dense = _speed(run, need, dense=True) or speed
             each = units / (dense.per_second * options.gpus * DAY)
-            if need.frozen:
+            if need.frozen and run.dino is None:
                 each /= TAUGHT
             days_slower = [max(days, times * each) for times in SLOWER]
         elif options.gpus <= HOST and not speed.taught:
@@ -264,14 +265,26 @@ def plan(planned: Planned) -> dict[str, Any]:
 
 
 def _speed(run: RunConfig, need: Footprint, dense: bool = False) -> Speed | None:
-    family = "images" if isinstance(run.data, ImageConfig) else "causal"
-    if isinstance(run.data, MLMConfig | PairsConfig) or run.dino is not None or run.impl.offload:
+    if run.impl.offload:
         return None
+    family, work, unlike = "causal", 1.0, ""
+    if isinstance(run.data, ImageConfig):
+        family = "images"
+    if run.dino is not None and isinstance(run.model, ViTConfig):
+        local = (run.dino.local_size // run.model.patch_size) ** 2 + 1
+        crops = 2 + run.dino.local_crops * local / run.model.tokens
+        work = crops + 2 / 3  # the teacher's forward passes take a third of a step of two crops
+        unlike = f"this counts the crops of a sample as {work:.2g} images"
+    elif isinstance(run.data, MLMConfig):
+        unlike = "a causal model, since no masked one was measured"
+    elif isinstance(run.data, PairsConfig):
+        unlike = "a causal model, since no encoder-decoder was measured"
     fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
     if fp8 is not None:
         name += ", fp8" if fp8.on_units else ", fp8=paper simulated"
     method = "dense" if dense else name
-    return nearest(family, method, need.parameters, taught=bool(need.frozen))
+    taught = bool(need.frozen) and run.dino is None  # DINO's teacher is part of `work`
+    return nearest(family, method, need.parameters, taught, work, unlike)
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -301,7 +314,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"GPUs needed: {gpus}" + (f" with {shard}" if gpus > 1 else "")
     yield f"{found['steps']:,} steps, {found['samples']:,} samples, {found['tokens']:,} tokens"
     if found["speed"] is None:
-        yield "days: no such training was measured"
+        yield "days: none, as no training with impl.offload was measured"
         return
     if found["days"] is None:
         yield "days: none, as the plan does not fit"
@@ -313,11 +326,12 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     small = speed["factor"] > _SMALLER
     time = f"at least {times[0]}" if most is None or small else " to ".join(dict.fromkeys(times))
     taught = ", x 3/4 for a teacher" if speed["taught"] else ""
+    unlike = f"; {speed['unlike']}" if speed["unlike"] else ""
     yield (
         f"{time} {unit} at {speed['per_second'] * found['gpus']:,.0f} "
         f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
         f"x {speed['factor']:.3g} by the number of weights{taught}"
-        f"{', x ' + str(found['gpus']) + ' GPUs' if found['gpus'] > 1 else ''}"
+        f"{', x ' + str(found['gpus']) + ' GPUs' if found['gpus'] > 1 else ''}{unlike}"
         f"{'; none so small was measured, and it may wait for the CPU' if small else ''}"
     )
     if found["days_slower"] is not None:

@@ -25,9 +25,10 @@ class Speed:
     row: the measured row on which it is based.
     conditions: how all rows of whole models were measured (experiments/bench/train.py).
     factor: by which the measured speed is multiplied: the measured model's number of weights over
-        that of this model.
+        that of this model, and over the work of a sample.
     as_dense: the method itself was not measured, so the dense row is used.
     taught: the speed is multiplied by 3/4 for a teacher's forward pass.
+    unlike: what distinguishes this training from those measured; "" if nothing does.
     """
 
     per_second: float
@@ -36,20 +37,28 @@ class Speed:
     factor: float
     as_dense: bool
     taught: bool = False
+    unlike: str = ""
     conditions: str = "measured compiled, bf16, feed-forward linears"
 
 
-def nearest(family: str, method: str, parameters: int, taught: bool = False) -> Speed | None:
+def nearest(
+    family: str,
+    method: str,
+    parameters: int,
+    taught: bool = False,
+    work: float = 1.0,
+    unlike: str = "",
+) -> Speed:
     """The speed predicted from the measured model nearest in size, with this method or, if that was
-    never measured, dense. None if no model of this family was measured.
+    never measured, dense.
 
     Args:
-        family: `causal` for causal language models, `images` for ViTs.
+        family: `causal` for language models and translation, `images` for ViTs.
         method: the method's name in the rows, for example `s_ste, fp8`.
         taught: the method has a teacher.
+        work: of a sample, in samples of the measured model.
+        unlike: as in `Speed`.
     """
-    if family not in _MODELS:
-        return None
     pattern, millions = _MODELS[family]
     found = {}
     for row in json.loads(MEASURED.read_text(encoding="utf-8"))["benchmarks"]["train"]["rows"]:
@@ -64,12 +73,14 @@ def nearest(family: str, method: str, parameters: int, taught: bool = False) -> 
         figure = next(key for key in row["figures"] if key.endswith("/s"))
         as_dense = name != method
         counted = taught and as_dense
+        factor = size / parameters / work
         return Speed(
-            per_second=row["figures"][figure] * size / parameters * (TAUGHT if counted else 1),
+            per_second=row["figures"][figure] * factor * (TAUGHT if counted else 1),
             unit=figure.removesuffix("/s"),
             row=f"{row['shape']}, {row['name']}",
-            factor=size / parameters,
+            factor=factor,
             as_dense=as_dense,
             taught=counted,
+            unlike=unlike,
         )
-    return None
+    raise AssertionError("dense models were measured")
