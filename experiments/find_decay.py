@@ -56,7 +56,7 @@ class DecaySearch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
-        if not isinstance(self.config.method_options, sr_ste.Config):
+        if not isinstance(self.config.method_options, sr_ste.Decay):
             raise UserError(
                 f"method={self.config.method} has no masked decay; choose sr_ste, t_sr_ste or "
                 "bi_mask"

@@ -42,7 +42,7 @@ MOST = 10_000  # permutations, which are all held at once; the authors use 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(sr_ste.Config):
+class Config(sr_ste.Decay):
     """Options of Bi-Mask besides the decay (2e-4 on the gradients); the defaults are the authors'.
 
     permute_every: optimizer steps between two searches. candidates: permutations per search.

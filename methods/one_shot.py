@@ -32,15 +32,16 @@ from .nn import base, distillation
 from .nn.calibration import collect
 from .nn.gemms import DENSE, Products, under_autocast
 from .nn.linear import MaskedLinear
-from .nn.sparsegpt import prune24
+from .nn.sparsegpt import prune
 
 METRICS = ("magnitude", "wanda", "sparsegpt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(distillation.Config):
+class Config(distillation.Config, base.NMConfig):
     """Options besides those of distillation, which is off by default.
 
+    n, m: keep n of m consecutive inputs.
     metric: the score of a weight: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695), or
         `sparsegpt` (arXiv 2301.00774), which also updates the kept weights. The latter two need
         `Method.calibrate`.
@@ -89,8 +90,8 @@ class Linear(MaskedLinear):
     @property
     def phase(self) -> str:
         kept = int(self.mask.count_nonzero())  # gradual methods remove entries over many steps
-        whole = self.mask.numel()
-        return "dense" if kept == whole else "sparse" if 2 * kept <= whole else "pruning"
+        whole, (n, m) = self.mask.numel(), self.pattern
+        return "dense" if kept == whole else "sparse" if m * kept <= n * whole else "pruning"
 
     def sparse_products(self) -> Products:
         return DENSE
@@ -154,14 +155,14 @@ class Method(distillation.Method):
         self._batches = []
         return report
 
-    def _mask(self, model: nn.Module, name: str, layer: nn.Linear) -> Tensor:
+    def _mask(self, model: nn.Module, name: str, layer: Linear) -> Tensor:
         """The mask of a layer by the metric; SparseGPT also updates the weight."""
         metric, weight = self.config.metric, layer.weight
         if metric == "magnitude":
-            return nm_mask(weight)
+            return nm_mask(weight, *layer.pattern)
         inputs = collect(model, {name: layer}, self._batches, hessian=metric == "sparsegpt")[name]
         if inputs.hessian is None:
-            return nm_mask(weight.float() * inputs.square_sum.sqrt())
-        mask, updated = prune24(weight, inputs.hessian, self.config.damping)
+            return nm_mask(weight.float() * inputs.square_sum.sqrt(), *layer.pattern)
+        mask, updated = prune(weight, inputs.hessian, self.config.damping, *layer.pattern)
         weight.copy_(updated)
         return mask

@@ -56,7 +56,7 @@ HEADS = ("*head", "*predictions.decoder", "*seq_relationship", "*classifier", "*
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(base.Config):
+class Config(base.NMConfig):
     """Options of SLoPe; the defaults are the paper's without adapters, for all linears of a block.
 
     mask: the row mask, `random` or by `magnitude` (for pretrained weights, for example).
@@ -94,10 +94,9 @@ class Config(base.Config):
         if isinstance(self.patterns, str):
             raise ValueError(f"patterns must be a list of GLOB=N:M, got {self.patterns!r}")
         object.__setattr__(self, "patterns", tuple(self.patterns))
-        _check_pattern(self.n, self.m, f"n={self.n} and m={self.m}")
         for entry in self.patterns:
             _, n, m = parse_pattern(entry)
-            _check_pattern(n, m, f"patterns: {entry!r}")
+            base.check_pattern(n, m, f"patterns: {entry!r}")
         for name in ("column_refresh", "adapter_rank"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
@@ -111,8 +110,7 @@ class Config(base.Config):
                 )
 
     def pattern(self, name: str) -> tuple[int, int]:
-        """The pattern (n, m) of the linear of this name."""
-        n, m = self.n, self.m
+        n, m = super().pattern(name)
         for entry in self.patterns:
             glob, *other = parse_pattern(entry)
             if fnmatchcase(name, glob):
@@ -126,11 +124,6 @@ def parse_pattern(entry: str) -> tuple[str, int, int]:
     if match is None:
         raise ValueError(f"patterns: {entry!r} is not of the form GLOB=N:M, as *mlp.*=2:8")
     return match[1], int(match[2]), int(match[3])
-
-
-def _check_pattern(n: int, m: int, where: str) -> None:
-    if not 0 < n < m <= 128:
-        raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
 
 
 def check_no_fp8(config: Config, name: str) -> None:
@@ -164,16 +157,10 @@ class Method(Fp8Method):
                 "total_steps, or adapter_rank=0 for no adapters"
             )
 
-    def pattern(self, name: str) -> tuple[int, int]:
-        return self.config.pattern(name)
-
     def check_layer(self, name: str, module: nn.Module) -> None:
-        (n, m), (out_features, in_features) = self.pattern(name), weight_of(module).shape
-        shape = f"[{out_features}, {in_features}]"
-        if out_features % m or in_features % m:
-            raise ValueError(f"weight {shape}; {n}:{m} needs both dims to be multiples of {m}")
-        rank = self.config.adapter_rank
-        if rank > min(out_features, in_features):
+        super().check_layer(name, module)
+        rank, shape = self.config.adapter_rank, list(weight_of(module).shape)
+        if rank > min(shape):
             raise ValueError(f"adapter_rank={rank} is above the smaller dim of weight {shape}")
         if rank:
             check_low_rank(module)

@@ -37,7 +37,7 @@ LARGEST = 1e6  # a larger factor times a learning rate may overflow fp32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(base.Config):
+class Decay(base.Config):
     """Options of the decay.
 
     alpha: the decay factor, lambda_W in the papers. None takes the default and stores it: on the
@@ -59,6 +59,11 @@ class Config(base.Config):
             object.__setattr__(self, "alpha", alpha)
         elif not 0 <= self.alpha <= LARGEST:
             raise ValueError(f"alpha={self.alpha}; the decay factor must lie in [0, {LARGEST:g}]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Decay, base.NMConfig):
+    """Options of SR-STE: those of the decay, and n and m: keep n of m consecutive inputs."""
 
 
 class Method(base.Method):

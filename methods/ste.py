@@ -5,9 +5,9 @@
     dgrad  dY          W * M         the same weight (2:4 along `in`: a dense product on hardware)
     wgrad  dY          X             none; flows to W unmasked
 
-M keeps the two largest magnitudes of four consecutive inputs and is chosen again in every optimizer
-step. The model ends 2:4 sparse. It is the baseline "hard threshold" of S-STE. With `fp8` the
-products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
+M keeps the `n` largest magnitudes of `m` consecutive inputs and is chosen again in every optimizer
+step. The model ends 2:4 sparse. It is the baseline "hard threshold" of S-STE. With `fp8`
+the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from .nn.optimizer import StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(base.Config):
+class Config(base.NMConfig):
     """Options of STE.
 
+    n, m: keep n of m consecutive inputs; patterns other than 2:4 have dense products alone.
     fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
         `methods.s_ste`.
     """
@@ -36,6 +37,8 @@ class Config(base.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("fp8", self.fp8, tuple(FP8))
+        if self.fp8 != "off" and self.pattern("") != (2, 4):
+            raise ValueError(f"fp8={self.fp8} needs the pattern 2:4, not {self.n}:{self.m}")
 
 
 class Linear(Fp8Linear, MaskedLinear):

@@ -46,7 +46,7 @@ from .nn.transposable import TransposableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(sr_ste.Config):
+class Config(sr_ste.Decay):
     """Options of FST besides the decay (6e-5 on the gradients); the defaults are the paper's for
     GPT-2 124M.
 

@@ -86,6 +86,27 @@ class Config:
             if value < 0:
                 raise ValueError(f"{name}={value}; it must not be negative")
 
+    def pattern(self, name: str) -> tuple[int, int]:
+        """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
+        return getattr(self, "n", 2), getattr(self, "m", 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NMConfig(Config):
+    """Options of a method with any N:M pattern: keep n of m consecutive inputs."""
+
+    n: int = field(default=2, metadata={"added": True})
+    m: int = field(default=4, metadata={"added": True})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self.n, self.m, f"n={self.n} and m={self.m}")
+
+
+def check_pattern(n: int, m: int, where: str) -> None:
+    if not 0 < n < m <= 128:
+        raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
+
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
@@ -211,11 +232,9 @@ class Method:
 
     def check_layer(self, name: str, module: nn.Module) -> None:
         """Raise ValueError with the reason if this linear does not fit the method's pattern."""
-        out_features, in_features = weight_of(module).shape
-        if out_features % 4 or in_features % 4:
-            raise ValueError(
-                f"weight [{out_features}, {in_features}]; 2:4 needs both dims to be multiples of 4"
-            )
+        (n, m), shape = self.pattern(name), list(weight_of(module).shape)
+        if shape[0] % m or shape[1] % m:
+            raise ValueError(f"weight {shape}; {n}:{m} needs both dims to be multiples of {m}")
 
     def accelerate(
         self, tokens: int, matmul: str | None = None, repack_backward: bool = False
@@ -293,7 +312,7 @@ class Method:
 
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
-        return 2, 4
+        return getattr(self.layers.get(name), "pattern", self.config.pattern(name))
 
     @property
     def needs_adamw(self) -> bool:

@@ -39,7 +39,7 @@ class SparseLinear(nn.Linear):
     accelerated: Products
     key: Tensor
     conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
-    pattern: tuple[int, int] = (2, 4)  # n non-zeros in m consecutive inputs
+    pattern: tuple[int, int]  # n non-zeros in m consecutive inputs
     # `refresh_mask` and `settle` treat each run of this many rows separately; 0: all rows together.
     rows_together: int = 1
     # True if the weight may be rounded to the operands' dtype before they are derived: each entry
@@ -59,7 +59,7 @@ class SparseLinear(nn.Linear):
                 choices, so that every rank makes the same.
             dtype: the dtype of the products' operands; None for the weight's own.
         """
-        self.config = config
+        self.config, self.pattern = config, config.pattern(name)
         weight = self.weight.detach()
         self.dtype, self.accelerated = dtype or weight.dtype, DENSE
         self.register_buffer("operand", weight.to(self.dtype, copy=True), persistent=False)
@@ -234,7 +234,7 @@ class SparseLinear(nn.Linear):
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` whose weight is the one in use."""
         self.weight.copy_(self.effective_weight())
-        for name in [*self._buffers, "config", "dtype", "accelerated"]:
+        for name in [*self._buffers, "config", "dtype", "accelerated", "pattern"]:
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -264,7 +264,7 @@ class SparseLinear(nn.Linear):
 
 
 class MaskedLinear(SparseLinear):
-    """A layer whose operand is the weight under a mask that keeps the two largest of four inputs.
+    """A layer whose operand is the weight under a mask that keeps the n largest of m inputs.
 
     State besides the base class's: `mask` (bool [out, in]), saved.
     """
@@ -277,13 +277,13 @@ class MaskedLinear(SparseLinear):
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
 
     def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), fprop=True)
+        return replace(super().sparse_products(), fprop=self.pattern == (2, 4))
 
     def current_mask(self) -> Tensor:
         return self.mask
 
     def refresh_mask(self) -> None:
-        self.mask.copy_(nm_mask(self.weight.detach()))
+        self.mask.copy_(nm_mask(self.weight.detach(), *self.pattern))
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask, self.weight.detach(), 0.0)

@@ -43,10 +43,10 @@ class FusedAdamW(torch.optim.AdamW):
 
     It replaces `torch.optim.AdamW` in a loop that calls a method's hooks. `on_gradients(step,
     optimizer)` then hands over the work that fits into the update (masked decay, a mask that is
-    due, the operands), and `on_step_end` does the rest. Weights without such work, or that are not
-    fp32 matrices, are updated as torch does, and so are sharded weights if a mask is due; otherwise
-    each rank does the work on its own rows. State dicts are interchangeable with those of
-    `torch.optim.AdamW`.
+    due, the operands), and `on_step_end` does the rest. Weights without such work, that are not
+    fp32 matrices, or with another pattern than 2:4, are updated as torch does, and so are sharded
+    weights if a mask is due; otherwise each rank does the work on its own rows. State dicts are
+    interchangeable with those of `torch.optim.AdamW`.
 
     GradScaler works as with torch's fused optimizers. If `grad_scale` is set, gradients are divided
     by it while they are read. Nothing in `step` waits for the device.
@@ -158,6 +158,7 @@ def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
         and not group["maximize"]
         and (type(weight) is nn.Parameter or (is_sharded(weight) and _by_rows(work, weight)))
         and weight.dtype == torch.float32
+        and work.layer.pattern == (2, 4)
         and weight.grad is not None
     )
 

@@ -1,4 +1,4 @@
-"""SparseGPT: 2:4 pruning that updates the kept weights to compensate, from second-order statistics
+"""SparseGPT: N:M pruning that updates the kept weights to compensate, from second-order statistics
 of the inputs.
 
 Frantar and Alistarh, arXiv 2301.00774, sections 3.1 to 3.3. For each row w of a weight the layer's
@@ -19,14 +19,16 @@ BLOCK = 128
 
 
 @torch.no_grad()
-def prune24(weight: Tensor, hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, Tensor]:
-    """The 2:4 mask of a weight, and the pruned and updated weight.
+def prune(
+    weight: Tensor, hessian: Tensor, damping: float = 0.01, n: int = 2, m: int = 4
+) -> tuple[Tensor, Tensor]:
+    """The N:M mask of a weight, and the pruned and updated weight.
 
-    In each group of four the two entries with the largest w_j^2 / U_jj^2 are kept, where U is the
+    In each group of m the n entries with the largest w_j^2 / U_jj^2 are kept, where U is the
     upper Cholesky factor of the inverse Hessian and w the weight as updated so far.
 
     Args:
-        weight: [out, in], with `in` a multiple of 4.
+        weight: [out, in], with `in` a multiple of m.
         hessian: [in, in], sum of x x^T over the calibration tokens; its scale is irrelevant.
         damping: added to the diagonal, as a fraction of its mean; above 0 unless the Hessian is
             positive definite.
@@ -47,13 +49,14 @@ def prune24(weight: Tensor, hessian: Tensor, damping: float = 0.01) -> tuple[Ten
     u = torch.linalg.cholesky(inverse, upper=True).to(w.dtype)
     mask = torch.ones_like(w, dtype=torch.bool)
     columns = w.shape[1]
-    for first in range(0, columns, BLOCK):
-        last = min(first + BLOCK, columns)
+    block = BLOCK // m * m
+    for first in range(0, columns, block):
+        last = min(first + block, columns)
         errors = torch.zeros_like(w[:, first:last])
         for j in range(first, last):
-            if j % 4 == 0:
-                group = slice(j, j + 4)
-                mask[:, group] = nm_mask((w[:, group] / u.diagonal()[group]).float())
+            if j % m == 0:
+                group = slice(j, j + m)
+                mask[:, group] = nm_mask((w[:, group] / u.diagonal()[group]).float(), n, m)
             error = torch.where(mask[:, j], 0.0, w[:, j] / u[j, j])
             w[:, j:last] -= torch.outer(error, u[j, j:last])
             errors[:, j - first] = error

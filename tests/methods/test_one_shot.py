@@ -7,7 +7,7 @@ from torch import nn
 
 import methods
 from common_kernels import check24, nm_mask
-from methods.nn.sparsegpt import BLOCK, prune24
+from methods.nn.sparsegpt import BLOCK, prune
 from methods.one_shot import METRICS
 
 
@@ -76,7 +76,7 @@ def test_sparsegpt_equals_the_surgeon_step_by_step(columns):
     weight = torch.randn(6, columns, dtype=torch.float64)
     x = correlated(4 * columns, columns, dtype=torch.float64)
     hessian = x.t() @ x
-    mask, updated = prune24(weight, hessian, damping=0.01)
+    mask, updated = prune(weight, hessian, damping=0.01)
     expected_mask, expected = obs_reference(weight, hessian, 0.01)
     assert torch.equal(mask, expected_mask)
     torch.testing.assert_close(updated, expected, rtol=1e-7, atol=1e-9)
@@ -88,7 +88,7 @@ def test_sparsegpt_by_hand():
     hessian = torch.diag(torch.tensor([1.0, 1.0, 1.0, 100.0]))
     hessian[0, 1] = hessian[1, 0] = 1.0 - 1e-6
     weight = torch.tensor([[3.0, 2.0, 1.0, 1.0]])
-    mask, updated = prune24(weight, hessian, damping=1e-6)
+    mask, updated = prune(weight, hessian, damping=1e-6)
     assert mask.tolist() == [[False, True, False, True]]
     torch.testing.assert_close(updated, torch.tensor([[0.0, 5.0, 0.0, 1.0]]), rtol=0, atol=1e-3)
 
@@ -96,7 +96,7 @@ def test_sparsegpt_by_hand():
 def test_with_independent_inputs_sparsegpt_is_magnitude_pruning():
     torch.manual_seed(0)
     weight = torch.randn(8, 16)
-    mask, updated = prune24(weight, 7.0 * torch.eye(16))
+    mask, updated = prune(weight, 7.0 * torch.eye(16))
     assert torch.equal(mask, nm_mask(weight))
     torch.testing.assert_close(updated, torch.where(mask, weight, 0.0), rtol=1e-6, atol=0)
 
@@ -110,7 +110,7 @@ def test_the_error_of_the_output_falls_from_magnitude_to_wanda_to_sparsegpt():
     def error(pruned):
         return (x @ (weight - pruned).t()).square().sum().item()
 
-    mask, updated = prune24(weight, hessian, damping=1e-4)
+    mask, updated = prune(weight, hessian, damping=1e-4)
     wanda = nm_mask(weight * x.square().sum(0).sqrt())
     errors = [
         error(torch.where(nm_mask(weight), weight, 0.0)),
@@ -139,7 +139,7 @@ def test_inputs_that_never_fire_and_too_few_tokens(dtype):
     torch.manual_seed(0)
     weight, x = torch.randn(4, 8), torch.randn(4, 8)
     x[:, 5] = 0.0
-    mask, updated = prune24(weight.to(dtype), x.t() @ x)
+    mask, updated = prune(weight.to(dtype), x.t() @ x)
     assert updated.dtype == dtype
     assert updated.isfinite().all()
     assert not mask[:, 5].any()
@@ -187,7 +187,7 @@ def test_later_layers_are_measured_behind_pruned_ones():
     for inputs, same in ((dense.mlp[:2], False), (model.mlp[:2], True)):
         with torch.no_grad():
             h = inputs(batch)
-        _, expected = prune24(dense.mlp[2].weight, h.t() @ h)
+        _, expected = prune(dense.mlp[2].weight, h.t() @ h)
         assert torch.allclose(model.mlp[2].weight, expected, atol=1e-5) is same
 
 
@@ -286,7 +286,7 @@ def test_sparsegpt_does_not_depend_on_the_scale_of_the_inputs():
     x = torch.randn(64, 16, generator=generator, dtype=torch.float64)
     x[:, 3] = 0
     weight = torch.randn(8, 16, generator=generator)
-    mask, updated = prune24(weight, x.t() @ x)
-    small_mask, small = prune24(weight, 2.0**-40 * (x.t() @ x))
+    mask, updated = prune(weight, x.t() @ x)
+    small_mask, small = prune(weight, 2.0**-40 * (x.t() @ x))
     assert torch.equal(small_mask, mask)
     torch.testing.assert_close(small, updated, rtol=1e-5, atol=1e-6)

@@ -1,8 +1,11 @@
 """Hard threshold and straight-through gradient."""
 
+import pytest
 import torch
 from torch import nn
 
+import methods
+from common_kernels import check_nm
 from methods import s_ste, ste
 
 
@@ -54,3 +57,55 @@ def test_masks_follow_the_weights_and_the_end_is_sparse():
     method.finalize(layer)
     assert torch.equal(layer.weight, before)
     assert list(layer.state_dict()) == ["weight"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_any_pattern_is_chosen_kept_and_counted(fused):
+    """Also by FusedAdamW, whose own pass knows 2:4 alone."""
+    arms = [("ste", {}), ("sr_ste", {"alpha": 1e-2}), *(
+        ("one_shot", {"metric": metric}) for metric in ("magnitude", "wanda", "sparsegpt")
+    )]  # fmt: skip
+    for (name, options), (n, m) in [(arm, p) for arm in arms for p in [(4, 8), (1, 4), (3, 12)]]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"fc": nn.Linear(24, 24)})
+        model.forward = lambda x, fc=model["fc"]: (None, fc(x).square().sum())
+        x = torch.randn(64, 24)
+        method = methods.build(name, include=["fc"], n=n, m=m, **options)
+        method.calibrate(model, [{"x": x}])
+        method.convert(model)
+        kind = methods.FusedAdamW if fused else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.1)
+        for step in range(2):
+            method.on_step_begin(step)
+            method.loss(model, {"x": x}).backward()
+            method.on_gradients(step, optimizer)
+            optimizer.step()
+            method.on_step_end(step)
+        measured = method.metrics()
+        assert (measured["density"], measured["illegal_groups"]) == (n / m, 0), (name, n, m)
+        assert method.pattern("fc") == (n, m) and f"pattern={n}:{m}" in repr(model)
+        method.finalize(model)
+        assert int(check_nm(model["fc"].weight, n, m)) == 0
+    with pytest.raises(ValueError, match="fp8=paper needs the pattern 2:4, not 4:8"):
+        ste.Config(fp8="paper", n=4, m=8)
+    with pytest.raises(ValueError, match=r"fc cannot .*\[24, 24\]; 4:16 needs .* multiples of 16"):
+        methods.build("ste", include=["fc"], n=4, m=16).convert(nn.ModuleDict({"fc": model["fc"]}))
+
+
+def test_illegal_groups_are_counted_by_the_layers_own_pattern():
+    """As `docs/extending.md` says for a method of one's own: nothing else has to be overridden."""
+
+    class Own(ste.Linear):
+        def setup(self, name, config, dtype):
+            super().setup(name, config, dtype)
+            self.pattern = 4, 8
+
+    class Method(ste.Method):
+        Linear = Own
+
+    method = Method(ste.Config(include=["*"]))
+    model = nn.Linear(64, 64)
+    method.convert(model)
+    model.mask.zero_().view(64, 8, 8)[..., :4] = True
+    model.refresh()
+    assert method.metrics()["illegal_groups"] == 0 and method.pattern("") == (4, 8)
