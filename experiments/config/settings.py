@@ -246,6 +246,8 @@ class ImplConfig:
         weights are moved to the GPU for its passes.
     activation_checkpointing: keep only the input of each transformer block and recompute the block
         in the backward pass: a third more work, for less memory.
+    deterministic: choose kernels that add in a fixed order, some of which are slower, so that a
+        repetition on the same machine gives the same bits.
     checkpoint_every: optimizer steps between checkpoints; 0 = never.
     threads: CPU threads; 0 = torch's choice minus the workers.
     workers: processes per rank that read images; 0 = none besides this one.
@@ -263,6 +265,7 @@ class ImplConfig:
     shard: str = "ddp"
     offload: bool = False
     activation_checkpointing: bool = False
+    deterministic: bool = False
     checkpoint_every: int = 50
     threads: int = 0
     workers: int = 0

@@ -377,16 +377,22 @@ def _finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | 
 
 @contextmanager
 def process_settings(impl: ImplConfig) -> Iterator[None]:
-    """A context with the run's number of threads and backend; afterwards both are restored."""
+    """A context with the run's threads, backend and determinism; afterwards these are restored."""
     threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
-    before = os.environ.get(name)
+    before, deterministic = os.environ.get(name), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
     if impl.backend != "auto":
         os.environ[name] = impl.backend
+    if impl.deterministic:
+        # Both are read once, before the first product and the first compilation.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
         if before is None:
             os.environ.pop(name, None)
         else:

@@ -278,15 +278,17 @@ def test_values_out_of_range_are_one_line(overrides, message):
     assert "\n" not in str(caught.value)
 
 
-def test_threads_and_backend_are_given_back(tiny, monkeypatch):
+def test_settings_of_the_process_are_given_back(tiny, monkeypatch):
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
     threads = torch.get_num_threads()
-    config = tiny("impl.threads=3", "impl.backend=cpu")
+    config = tiny("impl.threads=3", "impl.backend=cpu", "impl.deterministic=true")
+    assert config.digest() == tiny().digest()
     with pytest.raises(Stop), pretraining.process_settings(config.impl):
-        assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == 3 and torch.are_deterministic_algorithms_enabled()
         assert os.environ[backend.ENVIRONMENT_VARIABLE] == "cpu"
         raise Stop
     assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
     assert backend.ENVIRONMENT_VARIABLE not in os.environ
 
 
