@@ -8,18 +8,14 @@ budget no run is started, and running ones are told to stop, which save a checkp
 
 from __future__ import annotations
 
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from experiments.config.run import RunConfig
 from experiments.data.manifest import DataConfig
@@ -29,20 +25,18 @@ from experiments.support.errors import UserError, deferred_stop
 from reproduce.blocks import EVIDENCE, Block, BlockRun
 from reproduce.engine import clock, needs_gpu
 from reproduce.jobs import quoted
+from reproduce.processes import Process, terminate, visible_gpus
 
 POLL = 0.2  # seconds
-PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
 SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
 
 
 @dataclass
 class Worker:
-    """A process that trains. runs: the runs that it makes, all with the same config. log: the file
-    with its output."""
+    """A process that trains. runs: the runs that it makes, all with the same config."""
 
     runs: list[BlockRun]
-    process: subprocess.Popen[bytes]
-    log: Path
+    process: Process
     started: float
 
     def __str__(self) -> str:
@@ -154,7 +148,7 @@ class Queue:
                 signal.raise_signal(stop.number)  # its handler defers a second one
                 raise stop.kind
         finally:
-            _stop(list(self.working.values()))
+            terminate([worker.process for worker in self.working.values()])
             for worker in self.working.values():  # a stopped one may have finished
                 self.done += sum(map(self._ended, worker.runs))
 
@@ -165,11 +159,14 @@ class Queue:
             ready = [training for training in self.waiting if training[0].source not in self.ahead]
             if place not in self.working and ready and time.monotonic() + expected < deadline:
                 self.waiting.remove(ready[0])
-                self.working[place] = _start(ready[0], gpu, self.runs, len(self.places))
+                first = ready[0][0]
+                log = first.file(self.kept / "logs").with_suffix(".txt")
+                process = Process(command(first, self.runs), log, gpu, len(self.places))
+                self.working[place] = Worker(ready[0], process, time.monotonic())
 
     def _collect(self) -> None:
         """Keep the records of trainings that have ended, and report them."""
-        for place in [p for p, w in self.working.items() if w.process.poll() is not None]:
+        for place in [p for p, w in self.working.items() if w.process.ended()]:
             worker = self.working.pop(place)
             result = worker.runs[0].job.result()
             if result is not None and all(map(self._ended, worker.runs)):
@@ -194,7 +191,7 @@ class Queue:
         left_out = [training for training in self.waiting if training[0].source == worker.runs[0]]
         self.waiting = [training for training in self.waiting if training not in left_out]
         self.failed += len(worker.runs) + sum(map(len, left_out))
-        self.report(f"failed: {worker}: {_reason(worker)}")
+        self.report(f"failed: {worker}: {worker.process.reason()}")
         if left_out:
             self.report(f"left out: {sum(map(len, left_out))} runs that start there")
 
@@ -217,54 +214,11 @@ class Queue:
         return (run.record(self.committed, self.kept) or run.keep(self.kept)) is not None
 
 
-def visible_gpus() -> list[str | None]:
-    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. CUDA is not
-    initialised for this, since it would take memory on each GPU."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    count = torch.cuda.device_count()
-    return [*names[:count]] if names[0] else [str(number) for number in range(count)]
-
-
 def command(run: BlockRun, runs: Path) -> list[str]:
     """The command line that makes a run, in words."""
     module = f"experiments.{run.job.driver}"
     init = [] if run.source is None else [f"init={quoted(run.source.config.directory())}"]
     return [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}", *init]
-
-
-def _start(training: list[BlockRun], gpu: str | None, runs: Path, places: int) -> Worker:
-    first = training[0]
-    log = first.file(runs / "evidence" / "logs").with_suffix(".txt")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    threads = max(1, (os.cpu_count() or 1) // places)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command(first, runs),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment,
-            # A separate session, so that Ctrl-C does not reach the run: our SIGTERM would be its
-            # second signal and end it before it has saved.
-            start_new_session=True,
-        )
-    return Worker(training, process, log, time.monotonic())
-
-
-def _stop(workers: list[Worker]) -> None:
-    """Terminate the running processes; each finishes its step and saves a checkpoint."""
-    for worker in workers:
-        worker.process.terminate()
-    deadline = time.monotonic() + PATIENCE
-    for worker in workers:
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
 
 
 def _figures(record: dict[str, Any]) -> str:
@@ -273,17 +227,3 @@ def _figures(record: dict[str, Any]) -> str:
     told = ["val_loss is not finite" if loss is None else f"val_loss {loss:.4f}"]
     told += [f"{name} {metrics[name]:.2f}" for name in SCORES if name in metrics]
     return ", ".join([*told, f"{record['step_seconds'] * 1e3:.1f} ms a step"])
-
-
-def _reason(worker: Worker) -> str:
-    """The reason why a process failed, in one line."""
-    status = worker.process.returncode
-    if status < 0:
-        return f"it was ended by {signal.Signals(-status).name}; see {worker.log}"
-    return f"{last_line(worker.log)} (see {worker.log})"
-
-
-def last_line(log: Path) -> str:
-    """The last line of a process's output that is not empty."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing"

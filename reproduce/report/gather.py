@@ -17,8 +17,8 @@ from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
 from reproduce.claims import Claims, differences
+from reproduce.processes import last_line
 from reproduce.records import Evidence, StoredRecord
-from reproduce.runner import last_line
 
 
 @dataclass(frozen=True)

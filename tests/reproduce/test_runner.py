@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from experiments.images.dataset import load_images
 from experiments.support.errors import UserError
-from reproduce import blocks, runner
+from reproduce import blocks, processes, runner
 from reproduce.__main__ import main
 from reproduce.blocks import Block, BlockSource
 from reproduce.runner import run_block
@@ -349,7 +350,7 @@ def test_a_run_that_ends_with_the_budget_counts(start, children, tmp_path, clock
 
 
 def test_a_run_that_does_not_stop_is_killed(start, children, monkeypatch, tmp_path, clock):
-    monkeypatch.setattr(runner, "PATIENCE", 0.1)
+    monkeypatch.setattr(processes, "PATIENCE", 0.1)
     children.do = {"dense": "stay"}
     stays = next(block().runs(tmp_path)).job.config.directory() / "seen.json"
     clock(lambda: 1000 if stays.is_file() else 0)
@@ -418,16 +419,16 @@ def test_a_signal_in_the_midst_of_looking_after_a_child(number, children, monkey
     """The exception of a handler there would leave the child's lock taken."""
     children.do = {"dense": "stay"}
     monkeypatch.setattr(blocks, "read_block", lambda name: block())
-    monkeypatch.setattr(runner, "PATIENCE", 0.1)
-    begin, locks = runner._start, []
+    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    begin, locks = subprocess.Popen, []
 
-    def begun(*arguments):
-        worker = begin(*arguments)
+    def begun(*arguments, **options):
+        process = begin(*arguments, **options)
         locks.append(InterruptedLock(number))
-        worker.process._waitpid_lock = locks[-1]
-        return worker
+        process._waitpid_lock = locks[-1]
+        return process
 
-    monkeypatch.setattr(runner, "_start", begun)
+    monkeypatch.setattr(subprocess, "Popen", begun)
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -495,7 +496,7 @@ def test_the_gpus_are_those_that_this_process_may_use(variable, count, expected,
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("it initialises CUDA"))
-    assert runner.visible_gpus() == expected
+    assert processes.visible_gpus() == expected
 
 
 def test_the_command_of_a_run_with_a_source(finish, tmp_path):
