@@ -61,7 +61,7 @@ def keep(a: torch.Tensor, mask: torch.Tensor, n: int) -> None:
         beats = torch.ge(a[:, :-d], a[:, d:]).view(torch.int8)
         wins[:, :-d] += beats
         wins[:, d:] += 1 - beats
-    torch.ge(wins, m - n, out=mask)
+    torch.gt(wins, m - n - 1, out=mask)  # m - n may be 128, which int8 cannot hold
 
 
 def keep24(x: torch.Tensor, mask: torch.Tensor) -> Callable[..., None]:

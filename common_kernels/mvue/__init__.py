@@ -30,8 +30,9 @@ def mvue24(
     The random bits depend only on seed and on offset + the group's index in the row-major order of
     x's shape. A part of a batch therefore draws the same bits as the whole batch, if its offset is
     given. seed and offset are ints or 0-dim int64 tensors; a tensor does not become a constant of a
-    compiled graph. The result has x's shape, dtype and strides. NaN and Inf propagate. No gradient
-    is defined; the caller supplies a straight-through rule.
+    compiled graph. The result has x's shape, dtype and strides. NaN and Inf propagate, and so does
+    the overflow of a sum of three magnitudes in fp32. No gradient is defined; the caller supplies a
+    straight-through rule.
     """
     checks.float_tensor(x)
     if design not in DESIGNS:

@@ -82,7 +82,9 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
     for i, (neighbour, rest) in enumerate(((1, s23), (0, s23), (3, s01), (2, s01))):
         torch.add(a[neighbour], rest, out=others[i])
     h = torch.amin(others, 0, out=scratch("h", *shape))
-    torch.minimum(h, s01.add_(s23).mul_(0.5), out=h)
+    halves = s01 * 0.5 + s23 * 0.5  # differs from S/2 only where S overflows, and in subnormals
+    total = s01.add_(s23)
+    torch.minimum(h, torch.where(total.isinf(), halves, total.mul_(0.5)), out=h)
     value = torch.maximum(a, h, out=scratch("value", *x.shape))
     # Comparisons give 0.0 or 1.0, which is faster than bool; the bits of 1.0 shifted right by 29
     # are 1. At most one entry is dominant.

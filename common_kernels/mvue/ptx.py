@@ -44,8 +44,8 @@ min.f32 m01, a0, a1;
 add.f32 o01, m01, s23;
 add.f32 o2, a3, s01;
 add.f32 o3, a2, s01;
-add.f32 h, s01, s23;
-mul.f32 h, h, 0f3F000000; // 1/2
+mul.f32 h, s23, 0f3F000000; // 1/2: exact, as the entries have 16 bits
+fma.rn.f32 h, s01, 0f3F000000, h;
 min.NaN.f32 h, h, o01;
 min.NaN.f32 t, o2, o3;
 min.NaN.f32 h, h, t;

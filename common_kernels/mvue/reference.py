@@ -38,7 +38,9 @@ def exact(group: list[float], u: float) -> list[float]:
     a0, a1, a2, a3 = a = x.abs()
     first, last = a0 + a1, a2 + a3
     others = torch.stack([a1 + last, a0 + last, a3 + first, a2 + first])
-    h = torch.minimum((first + last) / 2, others.min())
+    total = first + last
+    half = first / 2 + last / 2 if total.isinf() else total / 2
+    h = torch.minimum(half, others.min())
     dominant = a > others
     ends = torch.where(dominant, 0.0, a).cumsum(0)[:3]  # where one entry ends, the next begins
     point = u * h

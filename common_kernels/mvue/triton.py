@@ -201,7 +201,9 @@ def draw(x0, x1, x2, x3, u):
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     s01, s23 = a0 + a1, a2 + a3
     m01 = tl.minimum(a0, a1)
-    h = least(least(m01 + s23, tl.minimum(a2, a3) + s01), (s01 + s23) * 0.5)
+    total = s01 + s23
+    half = tl.where(total == float("inf"), s01 * 0.5 + s23 * 0.5, total * 0.5)
+    h = least(least(m01 + s23, tl.minimum(a2, a3) + s01), half)
     d0 = a0 > a1 + s23
     d01 = (a1 > a0 + s23) | d0
     d2 = a2 > a3 + s01

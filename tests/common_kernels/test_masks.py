@@ -57,6 +57,10 @@ def test_masks_of_empty_tensors():
     assert nm_mask(torch.empty(3, 0)).shape == (3, 0)
 
 
+def test_none_of_the_most_entries_is_kept():
+    assert nm_mask(torch.ones(1, 128), 0, 128).sum() == 0
+
+
 def test_errors_name_the_offender():
     with pytest.raises(ValueError, match=r"dim 1 of shape \(4, 6\).*no multiple of 4"):
         nm_mask(torch.ones(4, 6))

@@ -146,8 +146,12 @@ def test_non_finite_values_propagate_and_stay_legal(design):
 
 
 def test_scale_invariance(generator):
+    """Also where the sum of four overflows but that of three does not."""
     x = torch.randn(1 << 12, 4, generator=generator)
     assert torch.equal(mvue24(2.0**-20 * x, 11), 2.0**-20 * mvue24(x, 11))
+    large = x.sign() * (0.9 + 0.4 * torch.rand(x.shape, generator=generator))
+    for sample in (mvue24, reference.mvue24):
+        assert torch.equal(sample(2.0**126 * large, 11), 2.0**126 * sample(large, 11))
 
 
 @pytest.mark.parametrize("std", [1.0, 1e-4, 1e-8])
