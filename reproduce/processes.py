@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,11 +17,11 @@ PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
 
 
 class Process:
-    """A process that runs a command.
+    """A process that runs a command. If this process dies, however it does, it gets SIGTERM.
 
     Args:
         command: in words.
-        log: the file for its output.
+        log: the file to which its output is appended.
         gpu: the only one that it sees; None = all.
         at_once: so many processes share the CPU.
     """
@@ -33,7 +35,8 @@ class Process:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        with log.open("wb") as file:
+        with log.open("ab") as file:
+            self.begin = file.tell()
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -43,6 +46,7 @@ class Process:
                 # A separate session, so that Ctrl-C does not reach the run: our SIGTERM would be
                 # its second signal and end it before it has saved.
                 start_new_session=True,
+                preexec_fn=_end_with_parent(),
             )
 
     def ended(self) -> bool:
@@ -54,7 +58,7 @@ class Process:
         status = self.process.returncode
         if status < 0:
             return f"it was ended by {signal.Signals(-status).name}; see {self.log}"
-        return f"{last_line(self.log)} (see {self.log})"
+        return f"{last_line(self.log, self.begin)} (see {self.log})"
 
 
 def terminate(processes: Sequence[Process]) -> None:
@@ -70,9 +74,25 @@ def terminate(processes: Sequence[Process]) -> None:
             one.process.wait()
 
 
-def last_line(log: Path) -> str:
-    """The last line of a process's output that is not empty."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child calls before it begins, so that the kernel sends it SIGTERM when this process
+    dies; None where that is not Linux's."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def ask() -> None:
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
+
+
+def last_line(log: Path, begin: int = 0) -> str:
+    """The last line of a process's output that is not empty. begin: its first byte in the file."""
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it printed nothing"
 
 

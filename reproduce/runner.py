@@ -3,7 +3,8 @@
 Every run is a separate process, several on each GPU, because one small model does not fill a GPU. A
 run is done if it has a record in `reproduce/evidence` or `runs/evidence`. A run from which others
 start is trained before them if its weights are missing, even if it has a record. After the time
-budget no run is started, and running ones are told to stop, which save a checkpoint first.
+budget no run is started, and running ones are told to stop, which save a checkpoint first. They do
+so as well if the runner dies (on Linux); the next runner waits until they have ended.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from experiments.config.run import RunConfig
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
 from experiments.images.dataset import load_images
+from experiments.support.checkpoint import is_locked
 from experiments.support.errors import UserError, deferred_stop
 from reproduce.blocks import EVIDENCE, Block, BlockRun
 from reproduce.engine import clock, needs_gpu
@@ -92,7 +94,8 @@ class Queue:
     runs.
 
     waiting: trainings in the order in which they are to be started. ahead: the first runs of those
-    from which others start, which wait for them. working: running trainings by their place.
+    from which others start, which wait for them. working: running trainings by their place. held:
+    those that another process is making, for example a child of a runner that was killed.
     durations: seconds of each finished training. begun: the time at which `work` began. total: runs
     that had no record at first.
     """
@@ -113,6 +116,7 @@ class Queue:
         self.ahead = {first for first, *_ in self.waiting if first in sources}
         self.places = (visible_gpus() or [None]) * per_gpu
         self.working: dict[int, Worker] = {}
+        self.held: list[list[BlockRun]] = []
         self.durations: list[float] = []
         self.begun = 0.0
         self.total, self.done, self.failed = sum(map(len, self.waiting)), 0, 0
@@ -140,7 +144,7 @@ class Queue:
             with deferred_stop(again=False) as stop:
                 while stop.number is None and time.monotonic() < deadline:
                     self._fill(deadline)
-                    if not self.working:
+                    if not self.working and not self.held:
                         break
                     time.sleep(POLL)
                     self._collect()
@@ -155,14 +159,19 @@ class Queue:
     def _fill(self, deadline: float) -> None:
         """Start a training at every free place, if one as long as the others can end in time."""
         expected = statistics.median(self.durations) if self.durations else 0.0
+        ready = [training for training in self.waiting if training[0].source not in self.ahead]
+        held = [training for training in ready if _is_held(training)]
+        for first, *_ in (training for training in held if training not in self.held):
+            self.report(f"{first.job}: another process is making it; waiting for that")
+        self.held = held
+        ready = [training for training in ready if training not in held]
         for place, gpu in enumerate(self.places):
-            ready = [training for training in self.waiting if training[0].source not in self.ahead]
             if place not in self.working and ready and time.monotonic() + expected < deadline:
-                self.waiting.remove(ready[0])
-                first = ready[0][0]
-                log = first.file(self.kept / "logs").with_suffix(".txt")
-                process = Process(command(first, self.runs), log, gpu, len(self.places))
-                self.working[place] = Worker(ready[0], process, time.monotonic())
+                training = ready.pop(0)
+                self.waiting.remove(training)
+                log = training[0].file(self.kept / "logs").with_suffix(".txt")
+                process = Process(command(training[0], self.runs), log, gpu, len(self.places))
+                self.working[place] = Worker(training, process, time.monotonic())
 
     def _collect(self) -> None:
         """Keep the records of trainings that have ended, and report them."""
@@ -171,6 +180,8 @@ class Queue:
             result = worker.runs[0].job.result()
             if result is not None and all(map(self._ended, worker.runs)):
                 self._succeeded(worker, result)
+            elif _is_held(worker.runs):
+                self.waiting.append(worker.runs)
             else:
                 self._failed(worker)
 
@@ -212,6 +223,11 @@ class Queue:
         if run.job.result() is None:
             return False
         return (run.record(self.committed, self.kept) or run.keep(self.kept)) is not None
+
+
+def _is_held(training: list[BlockRun]) -> bool:
+    """True if another process is making a training."""
+    return is_locked(training[0].config.directory())
 
 
 def command(run: BlockRun, runs: Path) -> list[str]:

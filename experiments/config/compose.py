@@ -86,10 +86,12 @@ def plain(composed: Any, *needed: str) -> dict[str, Any]:
     """A composed `DictConfig` as plain values.
 
     Raises:
-        UserError: one of the keys that are `needed` is gone.
+        UserError: one of the keys that are `needed` is gone, or one has no value.
     """
     from omegaconf import OmegaConf
 
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise UserError(f"{missing[0]} has no value; give it one, {missing[0]}=VALUE")
     values: Any = OmegaConf.to_container(composed, resolve=True)
     if missing := [key for key in needed if key not in values]:
         raise UserError(f"the config has no {missing[0]}: leave ~{missing[0]} out")

@@ -23,7 +23,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from experiments.data import corpus_source
-from experiments.data.corpus_source import EMBEDDED, MIXTURE, PACKAGES
+from experiments.data.corpus_source import EMBEDDED, MIXTURE, NUMBERS, PACKAGES
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support.checkpoint import lacks, sha256
@@ -109,6 +109,11 @@ class DataConfig:
             raise UserError(
                 f"data.source={self.source} is not the embedded corpus: give it another name with "
                 "data.name=..."
+            )
+        if self.source in (EMBEDDED, NUMBERS, PACKAGES) and self.text_column != "text":
+            raise UserError(
+                f"data.text_column={self.text_column}, but data.source={self.source} has no "
+                "columns; leave it out"
             )
         if self.vocab_size > 2**32:
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint32 tokens")

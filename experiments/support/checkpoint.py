@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -108,6 +108,8 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
         UserError: the disk is full; nothing of this checkpoint is left.
     """
     path = directory / f"step-{step:09d}.pt"
+    if _sidecar(path).is_dir():  # it cannot be replaced, and is none
+        remove(_sidecar(path))
     write_atomic(path, lambda p: write(state, p))
     try:
         write_json(_sidecar(path), record_of(path))
@@ -126,16 +128,22 @@ def remove_others(path: Path) -> None:
         # Later checkpoints must be damaged, or this run would have resumed from them.
         if other in (path, *before[1 - KEPT :]):
             continue
-        if other.is_dir():
-            shutil.rmtree(other)
-        else:
-            _sidecar(other).unlink(missing_ok=True)
-            other.unlink()
+        if not other.is_dir():
+            remove(_sidecar(other))
+        remove(other)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def found(directory: Path) -> list[Path]:
     """The checkpoints in `directory`, files and folders, the oldest first."""
-    return sorted(p for p in directory.glob("step-*") if p.suffix == ".pt" or p.is_dir())
+    return sorted(p for p in directory.glob("step-*") if p.suffix == (".pt" if p.is_file() else ""))
 
 
 def load_latest(
@@ -173,14 +181,29 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another process is running in {directory}; wait for it") from error
+        if not _taken(lock):
+            raise UserError(f"another process is running in {directory}; wait for it")
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
-                shutil.rmtree(debris) if debris.is_dir() else debris.unlink()
+                remove(debris)
         yield
+
+
+def is_locked(directory: Path) -> bool:
+    """True if a process is running in `directory`, as `exclusive` says."""
+    if not (directory / LOCK).is_file():
+        return False
+    with (directory / LOCK).open() as lock:
+        return not _taken(lock)
+
+
+def _taken(lock: IO[str]) -> bool:
+    """Lock a file until it is closed; False if another process has locked it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sidecar(path: Path) -> Path:
@@ -216,7 +239,7 @@ def read_record(path: Path) -> Any:
     except FileNotFoundError as error:
         # The process ended between the two writes: the file is complete, but unverified.
         raise Damaged("its checksum file is missing") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise Damaged("its checksum file is damaged") from error
 
 

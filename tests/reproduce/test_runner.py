@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from experiments.images.dataset import load_images
+from experiments.support.checkpoint import exclusive
 from experiments.support.errors import UserError
 from reproduce import blocks, processes, runner
 from reproduce.__main__ import main
@@ -287,6 +289,55 @@ def test_a_failure_is_one_line_and_the_rest_go_on(start, children, tmp_path):
     children.do, children.started[:] = {}, []
     assert start(block())[0]
     assert children.started == ["dense, seed 0", "dense, seed 1"]
+    before = log.read_bytes()  # a second attempt does not lose what the first said
+    assert before.count(b"step 1") == 2 and processes.last_line(log) == "step 1"
+    assert processes.last_line(log, len(before)) == "it printed nothing"
+
+
+def test_a_training_of_another_process_is_waited_for(children, monkeypatch, tmp_path):
+    held = next(block().runs(tmp_path)).config.directory()
+    said = []
+    with ExitStack() as other:
+        other.enter_context(exclusive(held))
+
+        def report(line):
+            said.append(line)
+            if line.startswith("[1/2] ste"):
+                other.close()
+
+        assert run_block(block(seeds=[0]), tmp_path, report=report, committed=tmp_path / "no")
+    assert children.started == ["ste, seed 0", "dense, seed 0"]
+    assert said[1] == "dense, seed 0: another process is making it; waiting for that"
+    assert [line[:13] for line in said[2:]] == ["[1/2] ste, se", "[2/2] dense, "]
+
+
+def test_a_training_that_another_process_takes_at_the_last_moment(start, children, monkeypatch):
+    children.do = {"dense": "fail"}
+    answers = iter([False, True, True])  # before the first start, after it, and before the second
+    monkeypatch.setattr(runner, "_is_held", lambda training: next(answers, False))
+    assert not (found := start(block(seeds=[0], dense=["method=dense"])))[0]
+    assert children.started == ["dense, seed 0"] * 2
+    assert [line.split(":")[0] for line in found[1][1:]] == ["dense, seed 0", "failed"]
+
+
+def test_children_end_with_a_runner_that_is_killed(tmp_path):
+    command = [sys.executable, "-S", "-c", CHILD, "stand", str(tmp_path / "run"), "{}"]
+    if (parent := os.fork()) == 0:
+        processes.Process(command, tmp_path / "log.txt")
+        time.sleep(60)
+        os._exit(0)
+    wait_for(tmp_path / "run" / "seen.json")
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_for(tmp_path / "run" / "saved")
+
+
+def wait_for(path):
+    for _ in range(1000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} does not appear")
 
 
 def test_a_child_that_is_killed_says_by_which_signal(start, children):

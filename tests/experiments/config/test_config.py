@@ -187,6 +187,9 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("data.name=.", "data.name='.' names a folder"),
         ("model.name=gpt2_/../../x", "model.name='gpt2_/../../x' names a folder"),
         ("data.source=texts", "data.source=texts is not the embedded corpus"),
+        ("data.text_column=x", "data.text_column=x, but data.source=stdlib has no columns"),
+        ("data.order=???", "data.order has no value"),
+        ("train.grad_clip=???", "train.grad_clip has no value"),
     ],
 )
 def test_bad_overrides_are_one_line(override, message):

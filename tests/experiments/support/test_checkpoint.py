@@ -30,7 +30,7 @@ def test_the_newest_is_loaded_and_two_are_kept(tmp_path):
 SIDECARS = {"empty": b"{}", "list": b"[]", "bytes": b"\xff\xfe", "text": b'{"bytes": "x"}'}
 
 
-@pytest.mark.parametrize("damage", ["half", "bit", "sidecar", *SIDECARS])
+@pytest.mark.parametrize("damage", ["half", "bit", "sidecar", "folder", *SIDECARS])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, damage):
     checkpoint.save(tmp_path, 5, {"step": 5})
     path = checkpoint.save(tmp_path, 10, {"step": 10})
@@ -43,10 +43,16 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, d
         path.with_suffix(".json").write_bytes(SIDECARS[damage])
     else:
         path.with_suffix(".json").unlink()
+    if damage == "folder":
+        path.with_suffix(".json").mkdir()
     state, messages = heard(tmp_path)
     assert state["step"] == 5
     assert len(messages) == 1 and str(path) in messages[0] and "damaged" in messages[0]
     assert messages[0].endswith("; step-000000005.pt, the one before it, is used")
+    for step in (10, 15, 20):  # the damaged one is replaced, and later removed
+        checkpoint.save(tmp_path, step, {"step": step})
+        assert heard(tmp_path) == ({"step": step}, [])
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
