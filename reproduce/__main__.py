@@ -7,6 +7,8 @@ and .png. Exit status: 0 if every cell of the tier has a value, 1 if not, 2 for 
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +22,19 @@ from experiments.support.errors import (
     raise_on_sigterm,
 )
 from reproduce import coverage, everything
-from reproduce.making import attempt
+from reproduce.making import How, attempt
 from reproduce.reading import TABLES, read_tables
 from reproduce.spec import TIERS, Table
 
 RUNS = Path("runs")
 ALL = "all"
+KEYS = {  # of a table's options, as they are typed
+    "paper": "paper=NAME",
+    "tier": "tier=TIER",
+    "launch": "launch=COMMAND",
+    "per_gpu": "per_gpu=N",
+    "commands": "commands",
+}
 COMMANDS = (ALL, "run", "claims", "report")
 USAGE = """\
 python -m reproduce quickstart
@@ -34,6 +43,9 @@ python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
     make Table 2 of every paper that has one, or of one paper; likewise table1,
     figure7 and all others that --list names. smoke takes minutes on a CPU, mini
     has small models, mostly with committed results, full is the paper's setting
+    launch="torchrun --nproc_per_node=8" starts every training so, on all GPUs;
+    per_gpu=1 runs one on each GPU at the same time; commands prints the commands
+    that are left instead
 python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
     make every table and figure, a summary in runs/tables, and the page of
     results; runs that are finished are not repeated
@@ -58,10 +70,11 @@ class UsageError(UserError):
 
 @dataclass(frozen=True)
 class Request:
-    """The tables and the tier that the command line asks for."""
+    """The tables and the tier that the command line asks for, and how to make them."""
 
     tables: list[Table]
     tier: str
+    how: How
 
 
 def parse(arguments: list[str], tables: list[Table]) -> Request:
@@ -86,8 +99,8 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
     given: dict[str, str] = {}
     for option in options:
         key, _, value = option.partition("=")
-        if key not in ("paper", "tier") or not value or key in given:
-            raise UsageError(f"cannot use {option!r}; use paper=NAME and tier=TIER, each once")
+        if key not in KEYS or bool(value) == (key == "commands") or key in given:
+            raise UsageError(f"cannot use {option!r}; use {', '.join(KEYS.values())}, each once")
         given[key] = value
     if "paper" in given:
         papers = dict.fromkeys(table.paper for table in chosen if table.paper)
@@ -101,7 +114,23 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
     if not any(tier in table.tiers for table in chosen):
         known = ", ".join(dict.fromkeys(name for table in chosen for name in table.tiers))
         raise UsageError(f"no tier {tier!r} of {command}; choose of {known}")
-    return Request(chosen, tier)
+    return Request(chosen, tier, _how(given))
+
+
+def _how(given: dict[str, str]) -> How:
+    """How runs are made, by the options that were given."""
+    words, per_gpu = given.get("launch", ""), given.get("per_gpu")
+    if words and per_gpu:
+        raise UsageError("launch= gives every run all GPUs, per_gpu= one of them; choose one")
+    if per_gpu is not None and not (per_gpu.isdecimal() and 0 < int(per_gpu) < 1000):
+        raise UsageError(f"per_gpu={per_gpu}; it must be a whole number from 1 to 999")
+    try:
+        launch = tuple(shlex.split(words))
+    except ValueError as error:
+        raise UsageError(f"launch={words}: {error}") from error
+    if launch and shutil.which(launch[0]) is None:
+        raise UsageError(f"launch={words}: there is no command {launch[0]!r} here")
+    return How(launch, None if per_gpu is None else int(per_gpu), "commands" in given)
 
 
 def _refuse_uncovered(command: str, paper: str = "") -> None:
@@ -178,10 +207,10 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
             print(line)
         return 0
     request = parse(arguments, tables)
-    if arguments[0] == ALL:
-        return 0 if everything.run(request.tables, request.tier, runs) else 1
-    made = [attempt(table, request.tier, runs) for table in request.tables]
-    return 0 if all(one.complete for one in made) else 1
+    if arguments[0] == ALL and not request.how.commands:
+        return 0 if everything.run(request.tables, request.tier, runs, request.how) else 1
+    made = [attempt(table, request.tier, runs, request.how) for table in request.tables]
+    return 0 if request.how.commands or all(one.complete for one in made) else 1
 
 
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,41 +42,79 @@ def run_job(job: Job, report: Report) -> Any:
     return job.module.run(job.config, report)
 
 
-def execute(jobs: list[Job], report: Report, act: Act = run_job) -> int:
+def execute(
+    jobs: list[Job],
+    report: Report,
+    act: Act = run_job,
+    at_once: int = 0,
+    stop: Callable[[], None] = lambda: None,
+) -> int:
     """Run the jobs that are not finished, in order; return how many they were. The failure of a job
-    is reported in one line, and the others are run."""
+    is reported in one line, and the others are run.
+
+    Args:
+        at_once: so many jobs run side by side, each by `act` in a thread of its own; 0 = one after
+            the other in this thread.
+        stop: makes the `act` of all threads return, for an interrupt.
+    """
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
     if waiting and needs_gpu(job.config for _, job in waiting):
         report("nothing is run: a GPU is needed, and torch sees none here; tier=smoke needs none")
         return len(waiting)
     start = time.monotonic()
-    for position, (number, job) in enumerate(waiting):
+    ended = {job: threading.Event() for _, job in waiting}
+
+    def run(position: int, number: int, job: Job) -> None:
+        if job.source in ended:  # it was begun before, since it stands before
+            ended[job.source].wait()
         elapsed = time.monotonic() - start
         left = ""
-        if position:
-            rest = elapsed / position * (len(waiting) - position)
+        if done := sum(event.is_set() for event in ended.values()):
+            rest = elapsed / done * (len(waiting) - position)
             left = f" ({clock(elapsed)} elapsed, about {clock(rest)} left)"
         report(f"[{number}/{len(jobs)}] {job}{left}")
-        if job.source is not None and job.source.result() is None:
-            report(f"failed: {job}: it needs the finished run of {job.source}")
-            continue
-        trace = None
         try:
-            trace = job.config.directory() / "failure.txt"
-            trace.unlink(missing_ok=True)
-            act(job, lambda message: report_lines(message, report))
-        except UserError as error:
-            report(f"failed: {job}: {one_line(error)}")
-        except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            if trace is not None:
-                write_text(trace, traceback.format_exc())
-                reason += f" (see {trace})"
-            report(f"failed: {job}: {reason}")
+            _attempt(job, report, act)
+        finally:
+            ended[job].set()
+
+    tasks = [(position, *task) for position, task in enumerate(waiting)]
+    if not at_once:
+        for task in tasks:
+            run(*task)
+    else:
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                for future in [pool.submit(run, *task) for task in tasks]:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                stop()
+                raise
     if waiting:
         report(f"{clock(time.monotonic() - start)} for {len(waiting)} runs")
     return len(waiting)
+
+
+def _attempt(job: Job, report: Report, act: Act) -> None:
+    """Run a job; report its failure."""
+    if job.source is not None and job.source.result() is None:
+        report(f"failed: {job}: it needs the finished run of {job.source}")
+        return
+    trace = None
+    try:
+        trace = job.config.directory() / "failure.txt"
+        trace.unlink(missing_ok=True)
+        act(job, lambda message: report_lines(message, report))
+    except UserError as error:
+        report(f"failed: {job}: {one_line(error)}")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if trace is not None:
+            write_text(trace, traceback.format_exc())
+            reason += f" (see {trace})"
+        report(f"failed: {job}: {reason}")
 
 
 def needs_gpu(configs: Iterable[Any]) -> bool:

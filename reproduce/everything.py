@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from experiments.support.errors import UserError, one_line
-from reproduce.making import Made, attempt, not_offered
+from reproduce.making import HERE, How, Made, attempt, not_offered
 from reproduce.spec import Table
 
 
@@ -42,7 +42,7 @@ class Line:
         self.status = "complete" if made.complete else status
 
 
-def run(tables: list[Table], tier: str, runs: Path) -> bool:
+def run(tables: list[Table], tier: str, runs: Path, how: How = HERE) -> bool:
     """Make every table that has the tier, then the page of results; return True if all tables are
     complete."""
     summary = Summary(tables, tier, runs)
@@ -52,7 +52,7 @@ def run(tables: list[Table], tier: str, runs: Path) -> bool:
         elapsed = time.monotonic() - start
         after = f" after {elapsed / 60:.1f} minutes" if number > 1 else ""
         print(f"== [{number}/{len(wanted)}] {table.name}{after}", flush=True)
-        summary.make(table)
+        summary.make(table, how)
     try:
         from reproduce.report import page
 
@@ -88,12 +88,12 @@ class Summary:
             return {}
         return {line["spec"]: Line(**line) for line in content["tables"]}
 
-    def make(self, table: Table) -> None:
+    def make(self, table: Table, how: How = HERE) -> None:
         """Make a table and record how it ended, or that it was interrupted."""
         line, start = self.lines[table.name], time.monotonic()
         line.status = "interrupted"
         try:
-            line.end(attempt(table, self.tier, self.runs))
+            line.end(attempt(table, self.tier, self.runs, how))
         except Exception as error:  # a defect in one table must not prevent the others
             traceback.print_exc()
             line.end(Made(reason=f"{type(error).__name__}: {one_line(error)}"))

@@ -8,7 +8,8 @@ before that run exists, because its directory and hash depend on the run.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from experiments.support.errors import UserError
 from reproduce.spec import BENCH, Table, TableRow, Tier, Variant
 
+SHARED = ("pretrain", "distill", "dino", "translate", "finetune")  # run under torchrun, too
 INPUTS = "smoke_tasks"  # folder below that of the runs, written by reproduce/smoke_tasks.py
 
 
@@ -45,10 +47,26 @@ class Job:
         inside = "reproduce.bench" if self.driver == BENCH else f"experiments.{self.driver}"
         return importlib.import_module(inside)
 
+    def arguments(self, source: Path | None) -> list[str]:
+        """The driver's arguments, with the directory of the source's run filled in."""
+        given = [] if source is None else [f"{self.source_key}={quoted(source)}"]
+        return [*self.overrides, f"runs={quoted(self.runs)}", *given]
+
     def compose(self, source: Path | None) -> Any:
         """The config, with the directory of the source's run filled in."""
-        given = [] if source is None else [f"{self.source_key}={quoted(source)}"]
-        return self.module.load([*self.overrides, f"runs={quoted(self.runs)}", *given])
+        return self.module.load(self.arguments(source))
+
+    def command(self, launch: Sequence[str] = ()) -> list[str] | None:
+        """The command line that runs the job, in words. A driver that can share its work among
+        processes is started by `launch`, such as torchrun and its options, or by Python. None as
+        long as the source's directory is not known."""
+        source = None
+        if self.source is not None:
+            if self.source.config is None:
+                return None
+            source = self.source.config.directory()
+        start = launch if launch and self.driver in SHARED else (sys.executable,)
+        return [*start, "-m", f"experiments.{self.driver}", *self.arguments(source)]
 
     @property
     def config(self) -> Any:

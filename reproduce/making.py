@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.support.errors import UserError, one_line
 from reproduce import coverage, smoke_tasks
-from reproduce.spec import Table
+from reproduce.spec import BENCH, Table
 
 NAMED = 5  # so many missing runs are named in the printed line
 
@@ -33,7 +34,23 @@ class Made:
         return self.done == self.jobs and not self.reason
 
 
-def make(table: Table, tier: str, runs: Path) -> Made:
+@dataclass(frozen=True)
+class How:
+    """How missing runs are made: `launch=`, `per_gpu=` and `commands` of the command line.
+
+    launch: the beginning of a training's command. per_gpu: so many runs at once on each GPU. With
+    neither, everything runs in this process. commands: they are printed instead.
+    """
+
+    launch: tuple[str, ...] = ()
+    per_gpu: int | None = None
+    commands: bool = False
+
+
+HERE = How()
+
+
+def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
     """Run the missing jobs of a table, then write and print the table."""
     if reason := not_offered(table, tier):
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
@@ -44,6 +61,7 @@ def make(table: Table, tier: str, runs: Path) -> Made:
     from reproduce.engine import execute, finished_runs, needs_gpu
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
+    from reproduce.launch import Launch, commands
     from reproduce.render import render
 
     print(f"{table.title}, tier {tier}", flush=True)
@@ -52,7 +70,12 @@ def make(table: Table, tier: str, runs: Path) -> Made:
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
-    if table.tiers[tier].block:
+    block = table.tiers[tier].block
+    if how.commands and (block or table.driver == BENCH):
+        made_by = f"run {block}" if block else f"{table.command} paper={table.paper} tier={tier}"
+        print(f"python -m reproduce {made_by}")
+        return Made()
+    if block:
         collected = from_records.collect(table, tier, runs)
         table, done = collected.table, collected.runs
         for warning in collected.warnings:
@@ -65,7 +88,14 @@ def make(table: Table, tier: str, runs: Path) -> Made:
         planned = plan(table, tier, runs)
         if needs_inputs(table, tier):
             smoke_tasks.write(runs / INPUTS)
-        waiting = execute(planned.jobs, lambda message: print(message, flush=True))
+        if how.commands:
+            print("\n".join(commands(planned.jobs, [*how.launch])))
+            return Made()
+        options: dict[str, Any] = {}
+        if table.driver != BENCH and how != HERE:  # one that measures has the device for itself
+            launch = Launch([*how.launch], how.per_gpu)
+            options = {"act": launch.run, "at_once": launch.at_once, "stop": launch.stop}
+        waiting = execute(planned.jobs, lambda message: print(message, flush=True), **options)
         done, jobs = finished_runs(planned), len(planned.jobs)
         if waiting == jobs and needs_gpu(job.config for job in planned.jobs):
             if file := coverage.measured_file(table, tier):
@@ -85,7 +115,6 @@ def make(table: Table, tier: str, runs: Path) -> Made:
     rendered.print()
     print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     if missing:
-        block = table.tiers[tier].block
         remedy = f" (python -m reproduce run {block})" if block else ""
         print(f"missing: {abbreviated(missing)}{remedy}", file=sys.stderr)
     return made
@@ -105,11 +134,11 @@ def not_offered(table: Table, tier: str) -> str:
     return table.tiers[tier].unavailable
 
 
-def attempt(table: Table, tier: str, runs: Path) -> Made:
+def attempt(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
     """Make a tier of a table as `make` does. A `UserError` is printed as one line and returned as
     the reason, so that the next table can be made."""
     try:
-        return make(table, tier, runs)
+        return make(table, tier, runs, how)
     except UserError as error:
         reason = one_line(error)
         print(f"error: {reason}", file=sys.stderr)

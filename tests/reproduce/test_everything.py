@@ -33,7 +33,7 @@ def outcomes(monkeypatch):
 
     found = Outcomes({name: Made(2, 2) for name in NAMES})
 
-    def attempt(table, tier, runs):
+    def attempt(table, tier, runs, how):
         found.order.append(table.name)
         if isinstance(found[table.name], BaseException):
             raise found[table.name]
