@@ -32,7 +32,7 @@ from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce import verdicts
 from reproduce.__main__ import parse
-from reproduce.blocks import EVIDENCE, read_block
+from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import differences, read_claims
 from reproduce.reading import TABLES, read_tables
 from reproduce.records import read_evidence
@@ -140,7 +140,7 @@ def test_commands_are_understood():
                 bench_parser().parse_args(arguments)
             elif module == "reproduce":
                 if arguments[0] == "run":
-                    assert (ROOT / "reproduce" / "blocks" / f"{arguments[1]}.yaml").exists()
+                    assert arguments[1] == "BLOCK" or (BLOCKS / f"{arguments[1]}.yaml").exists()
                 elif arguments[0] not in ("claims", "report", "--list"):
                     parse(arguments, tables)
             elif module.startswith("reproduce."):
