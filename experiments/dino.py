@@ -60,7 +60,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     with pretraining.process_settings(config.impl):
         found = probe(model, config.data, "cuda" if gpu else "cpu", config.impl.workers)
     result["metrics"] |= found
-    checkpoint.write_json(config.directory() / results.FILE, result)
+    checkpoint.write_sealed(config.directory() / results.FILE, result)
     report(f"k-NN {found['knn_top1']:.2f} %, linear {found['linear_top1']:.2f} % top-1")
     return result
 

@@ -115,7 +115,7 @@ def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[st
     }
     result["search"] = dataclasses.asdict(config.search)
     result["bleu_signature"] = scores.signature
-    checkpoint.write_json(config.directory() / results.FILE, result)
+    checkpoint.write_sealed(config.directory() / results.FILE, result)
     report(
         f"BLEU {scores.bleu:.2f}, tokenised {scores.bleu_tokenized:.2f}, exact match "
         f"{scores.exact_match:.1f} % of {len(found)} sentences -> {config.directory() / FILE}"

@@ -9,7 +9,6 @@ on a machine that has no weights.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.run import RunConfig, digest
-from experiments.support.checkpoint import lacks, write_json
+from experiments.support.checkpoint import METRICS, is_count, lacks, read_sealed, write_sealed
 from experiments.support.errors import UserError
 from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job
@@ -32,10 +31,10 @@ POINTS = 100  # greatest number of points of a training curve in a record
 RECORD = {  # the entries of a record that others read, with their types
     "block": str,
     "arm": str,
-    "seed": int,
+    "seed": is_count,
     "overrides": list,
     "config_hash": str,
-    "metrics": dict,
+    "metrics": METRICS,
     "curves": dict,
 }
 
@@ -206,7 +205,7 @@ class BlockRun:
             },
             "curves": curves(log),
         }
-        write_json(self.file(folder), record)
+        write_sealed(self.file(folder), record)
         return record
 
 
@@ -229,11 +228,11 @@ def read_record(path: Path) -> dict[str, Any]:
         UserError: the file is damaged.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_sealed(path)
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it") from error
+        raise UserError(f"{path} is damaged ({error}); remove or restore it") from error
     if (found := lacks(record, RECORD)) is not None:
-        raise UserError(f"{path} is damaged (no {found or 'record'} in it); remove it")
+        raise UserError(f"{path} is damaged (no {found or 'record'} in it); remove or restore it")
     return record
 
 

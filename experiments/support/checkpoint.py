@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any
 
 import torch
@@ -27,6 +28,7 @@ import torch
 from experiments.support.errors import UserError, writing
 
 KEPT = 2
+METRICS = {...: int | float | None}  # for `lacks`; None stands for nan
 LOCK = ".lock"
 
 
@@ -66,6 +68,31 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(finite(value), indent=2) + "\n")
 
 
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as `write_json` does, with the hash of its entries as a further one, `sha256`,
+    which `read_sealed` checks."""
+    value = json.loads(json.dumps(finite(value)))
+    write_json(path, {"sha256": _seal(value), **value})
+
+
+def read_sealed(path: Path) -> Any:
+    """The content of a JSON file, without its entry `sha256`. A file without one is not checked:
+    earlier versions wrote none.
+
+    Raises:
+        ValueError: it is not JSON, or its content was changed since `write_sealed`.
+    """
+    value = json.loads(path.read_text(encoding="utf-8"))
+    seal = value.pop("sha256", None) if isinstance(value, dict) else None
+    if seal not in (None, _seal(value)):
+        raise ValueError("its content does not fit its sha256")
+    return value
+
+
+def _seal(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` in UTF-8, atomically."""
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
@@ -82,14 +109,26 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def lacks(value: Any, shape: Any, key: str = "") -> str | None:
-    """The first dotted key at which a value from JSON does not have the type in `shape` (a type, or
-    a dict of shapes); "" if the value itself does not, None if everything fits."""
+    """The first dotted key at which a value from JSON does not fit `shape`; "" if the value itself
+    does not, None if everything fits.
+
+    shape: a type, a function that says whether a value fits, or a dict of shapes, in which the key
+        `...` stands for every key.
+    """
     if not isinstance(shape, dict):
-        return None if isinstance(value, shape) else key
+        kind = isinstance(shape, type | UnionType)
+        return None if (isinstance(value, shape) if kind else shape(value)) else key
     if not isinstance(value, dict):
         return key
+    if ... in shape:
+        shape = dict.fromkeys(value, shape[...])
     parts = (lacks(value.get(k), part, f"{key}.{k}".strip(".")) for k, part in shape.items())
     return next((found for found in parts if found is not None), None)
+
+
+def is_count(value: Any) -> bool:
+    """True for a whole number that is not negative."""
+    return isinstance(value, int) and value >= 0
 
 
 def finite(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import platform
 import resource
@@ -15,13 +14,16 @@ from typing import Any
 
 import torch
 
-from experiments.support.checkpoint import lacks, write_json
+from experiments.support.checkpoint import METRICS, is_count, lacks, read_sealed, write_sealed
 from experiments.support.errors import UserError
 from models.sparse import RECORD
 
 SCHEMA = 1
 FILE = "result.json"
 
+# Entries that results have, with their kinds; all but the first two may be missing.
+_KINDS: dict[str, Any] = {"schema": int, "config_hash": str}
+_IF_THERE = {"metrics": METRICS, "seed": is_count, "steps": is_count, "tokens": is_count}
 MOST_LISTED = 50  # finished runs
 # Entries of a training's result that fine-tuning, evaluation and export need, for checkpoint.lacks.
 TRAINING: dict[str, Any] = {
@@ -34,7 +36,7 @@ TRAINING: dict[str, Any] = {
 def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
     """Write `result` with schema and environment added, atomically, and return it."""
     result = {"schema": SCHEMA, **result, "environment": environment()}
-    write_json(directory / FILE, result)
+    write_sealed(directory / FILE, result)
     return result
 
 
@@ -61,7 +63,7 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
     """
     path = directory / FILE
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_sealed(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         if (directory / RECORD).is_file():
             raise NoResult(
@@ -76,7 +78,8 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
         ) from error
     except (OSError, ValueError) as error:
         raise _damaged(directory, str(error)) from error
-    check_shape(directory, result, {"schema": int, "config_hash": str})
+    check_shape(directory, result, _KINDS)
+    check_shape(directory, result, {k: v for k, v in _IF_THERE.items() if k in result})
     if result["schema"] != SCHEMA or config_hash not in (None, result["config_hash"]):
         raise NoResult("other", f"{path} is of another config or version; remove it and run again")
     check_shape(directory, result, shape)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from experiments.config.run import load
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
-from experiments.support.checkpoint import sha256
+from experiments.support.checkpoint import read_sealed, sha256
 from experiments.training.trainer import Trainer
 
 TINY_MODEL = [
@@ -157,7 +157,7 @@ def made_again():
     def replace(directory, change):
         path = directory / "model.safetensors"
         save_file(change(load_file(path)), path)
-        result = json.loads((directory / "result.json").read_text())
+        result = read_sealed(directory / "result.json")
         if "files" in result:
             result["files"][path.name] = sha256(path)
         (directory / "result.json").write_text(json.dumps(result))

@@ -13,6 +13,7 @@ from experiments.config.run import load
 from experiments.config.settings import TrainConfig
 from experiments.evaluation import probes
 from experiments.runs.finished import FinishedRun
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.optimization import Optimization
@@ -63,7 +64,7 @@ def test_two_steps_deliver_the_teacher_and_probe_it(tiny, method, monkeypatch):
     assert result["steps"] == 2 and result["tokens"] == 2 * 4 * (2 * 17 + 5)
     metrics = result["metrics"]
     assert {"val_loss", "knn_top1", "linear_top1", "linear_decay"} <= metrics.keys()
-    written = json.loads((config.directory() / "result.json").read_text())
+    written = read_sealed(config.directory() / "result.json")
     assert written == json.loads(json.dumps(result)) == dino.finished(config)
 
     trained = kept[-1]

@@ -12,6 +12,7 @@ from experiments import find_decay
 from experiments.config.compose import one_line_errors
 from experiments.config.run import load
 from experiments.find_decay import DecaySearch, Outcome, find, freeze_search, recommend
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
@@ -220,9 +221,6 @@ def test_two_ranks_share_the_runs(overrides, search, run_on_two_ranks, tmp_path)
     for entry, run in zip([found["dense"], *found["candidates"]], runs, strict=True):
         directory = Path(entry["directory"])
         assert directory.parts[-2:] == run.directory().parts[-2:]
-        assert (
-            entry["val_loss"]
-            == json.loads((directory / "result.json").read_text())["metrics"]["val_loss"]
-        )
+        assert entry["val_loss"] == read_sealed(directory / "result.json")["metrics"]["val_loss"]
         rates = {r["step"]: r.get("flip_rate") for r in read_metrics(directory / "metrics.jsonl")}
         assert entry["flip_rate"] == pytest.approx(sum(rates[s] for s in single.window) / 3)

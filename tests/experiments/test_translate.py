@@ -12,6 +12,7 @@ from common_kernels import check24
 from experiments import translate
 from experiments.data import numbers
 from experiments.runs.finished import FinishedRun
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.optimization import Optimization
@@ -58,7 +59,7 @@ def test_a_run_is_trained_translated_and_scored(tiny):
     metrics = result["metrics"]
     assert {"val_loss", "averaged_val_loss", "bleu", "bleu_tokenized", "val_bleu"} <= metrics.keys()
     assert 0 <= metrics["bleu"] <= 100 and metrics["exact_match"] == 0.0
-    written = json.loads((config.directory() / "result.json").read_text())
+    written = read_sealed(config.directory() / "result.json")
     assert written == json.loads(json.dumps(result)) == translate.finished(config)
     assert len((config.directory() / "translations.txt").read_text().splitlines()) == 12
     assert "tok:13a" in result["bleu_signature"]

@@ -1,6 +1,5 @@
 """Blocks of runs: what their files say, and the records that are kept of their runs."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.config.run import digest
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from reproduce import blocks
 from reproduce.blocks import Block, curves, read_block
@@ -206,7 +206,7 @@ def test_a_run_is_kept_and_recognised(run, finish, tmp_path):
     finish(run.job.config, log)
     kept = run.keep(own)
     path = own / "t" / "a_b_c-seed7.json"
-    assert json.loads(path.read_text(encoding="utf-8")) == kept
+    assert read_sealed(path) == kept
     assert (kept["block"], kept["arm"], kept["seed"]) == ("t", "a/b c", 7)
     assert kept["config_hash"] == run.digest()
     assert kept["overrides"] == ["train.steps=20", "method=ste", "tier=mini", "seed=7"]
@@ -281,7 +281,7 @@ def test_a_damaged_record_is_named(run, tmp_path):
     path = run.file(tmp_path / "evidence")
     path.parent.mkdir(parents=True)
     path.write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"a_b_c-seed7.json is damaged .*; remove it"):
+    with pytest.raises(UserError, match=r"a_b_c-seed7.json is damaged .*; remove or restore it"):
         run.record(tmp_path / "evidence")
 
 

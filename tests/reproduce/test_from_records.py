@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.support.checkpoint import write_json
+from experiments.support.checkpoint import read_sealed, write_json
 from experiments.support.errors import UserError
 from reproduce import blocks, from_records, making
 from reproduce.blocks import read_block
@@ -175,7 +175,7 @@ def test_records_take_the_place_of_runs(folders):
 
 def test_an_outdated_record_does_not_stand_for_one_s_own(folders):
     path = keep(folders, "t", "dense", 0, 9.0)
-    outdated = json.loads(path.read_text())
+    outdated = read_sealed(path)
     write_json(path, outdated | {"config_hash": "0" * 16})
     own = keep(folders, "t", "dense", 0, 2.0, where="own")
     collected = collect(table(), "mini", **folders)

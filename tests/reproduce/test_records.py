@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from experiments.support.checkpoint import write_json
+from experiments.support.checkpoint import read_sealed, write_json
 from experiments.support.errors import UserError
-from reproduce.blocks import read_block
+from reproduce.__main__ import main
+from reproduce.blocks import EVIDENCE, read_block
 from reproduce.records import read_evidence
 
 BLOCK = """
@@ -77,7 +78,7 @@ def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder
 def test_the_config_counts_and_not_how_it_was_asked_for(tmp_path, folder):
     path = keep(tmp_path / "kept", folder, "t", "it")
     other_words = ["method=ste", "train.steps=4", "seed=0", "tier=none"]
-    write_json(path, json.loads(path.read_text()) | {"overrides": other_words})
+    write_json(path, read_sealed(path) | {"overrides": other_words})
     assert losses(read_evidence(tmp_path / "kept", blocks=folder)) == {("t", "it"): {0: 1.0}}
     changed = BLOCK.replace("[method=ste]", "[method=ste, train.learning_rate=1e-3]")
     (folder / "t.yaml").write_text(changed, encoding="utf-8")
@@ -107,8 +108,24 @@ def test_a_record_of_a_run_that_started_elsewhere_does_not_count(tmp_path, folde
 def test_a_damaged_record_is_named(tmp_path, folder):
     path = keep(tmp_path, folder, "t", "dense")
     path.write_text('{"block": "t"', encoding="utf-8")
-    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove it"):
+    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove or restore it"):
         read_evidence(tmp_path, blocks=folder)
     path.write_text('{"block": "t"}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .no arm in it.; remove it"):
+    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .no arm in it.; remove or"):
         read_evidence(tmp_path, blocks=folder)
+
+
+def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
+    tmp_path, monkeypatch, capsys
+):
+    paths = sorted(EVIDENCE.rglob("*.json"))
+    assert paths and all('"sha256": ' in path.read_text().splitlines()[1] for path in paths)
+    path = tmp_path / "a" / "bi_mask-seed0.json"
+    path.parent.mkdir()
+    text = (EVIDENCE / "a" / path.name).read_text()
+    path.write_text(text.replace('"val_loss": 2.', '"val_loss": 3.', 1))
+    monkeypatch.setattr("reproduce.verdicts.EVIDENCE", tmp_path)
+    assert main(["claims"], runs=tmp_path / "runs") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path} is damaged (its content does not fit its sha256);")
+    assert said.count("\n") == 1 and not (tmp_path / "runs").exists()

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from experiments.images.dataset import load_images
-from experiments.support.checkpoint import exclusive
+from experiments.support.checkpoint import exclusive, read_sealed
 from experiments.support.errors import UserError
 from reproduce import blocks, processes, runner
 from reproduce.__main__ import main
@@ -165,8 +165,7 @@ def test_arms_of_one_config_share_their_training(start, children, tmp_path):
     )
     assert any(" ste, seed 0 = again, seed 0: val_loss 1.0000" in line for line in said)
     ste, again = (
-        json.loads((tmp_path / "evidence" / "t" / f"{arm}-seed1.json").read_text())
-        for arm in ("ste", "again")
+        read_sealed(tmp_path / "evidence" / "t" / f"{arm}-seed1.json") for arm in ("ste", "again")
     )
     assert ste["metrics"] == again["metrics"] and (ste["arm"], again["arm"]) == ("ste", "again")
     assert start(same)[1] == ["t: 6 runs, 6 done already; 1 at a time"]

@@ -18,6 +18,7 @@ from experiments.exporting import export
 from experiments.images.dataset import ImageConfig
 from experiments.images.source import ImageSource
 from experiments.runs.finished import FinishedRun
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.support.progress import say
 from experiments.training import legality, pretraining
@@ -81,7 +82,7 @@ def test_perplexity_and_legality_of_a_run(trained, text):
     row = ["transformer.h.0.mlp.c_fc", "64 x 16", "0.5000", "2:4", "0 of 256"]
     assert row in [[cell.strip() for cell in line if cell] for line in cells]
     assert f"ppl {result['metrics']['ppl']:.4f}" in said[2].splitlines()
-    stored = json.loads((config.directory() / "result.json").read_text())
+    stored = read_sealed(config.directory() / "result.json")
     assert stored == json.loads(json.dumps(result))
     assert config.directory().parent == trained.directory / "evaluate"
 
@@ -140,7 +141,7 @@ def test_replaced_weights_are_evaluated_anew_a_damaged_result_is_not(trained, tm
 
 def test_a_dense_run_is_said_to_be_dense(trained, tmp_path):
     run = shutil.copytree(trained.directory, tmp_path / "run")
-    content = json.loads((run / "result.json").read_text())
+    content = read_sealed(run / "result.json")
     content["config"]["method"] = {"name": "dense"}
     (run / "result.json").write_text(json.dumps(content))
     said = []

@@ -21,6 +21,7 @@ from experiments.finetuning import glue, glue_table, squad, tuning
 from experiments.finetuning.config import Recipe
 from experiments.finetuning.tasks import Encoded, collate
 from experiments.support import tensor_files
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
@@ -114,7 +115,7 @@ def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
     assert result["metrics"]["score"] == result["metrics"]["accuracy"] > 80.0
     assert result["sparsity"]["density"] == pytest.approx(0.5, abs=1e-3)
     assert result["sparsity"]["illegal_groups"] == 0 < result["sparsity"]["groups"]
-    source = json.loads((run / "result.json").read_text())
+    source = read_sealed(run / "result.json")
     assert result["converted"] == source["converted"] and len(source["converted"]) == 4
     method = {"gpt2": "s_ste", "bert": "sr_ste"}[family]
     assert result["pretrained"] == {
@@ -133,7 +134,7 @@ def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
 def test_linears_of_the_head_of_pre_training_are_left_behind(runs):
     run = runs("original")
     result = finetune.run(config(run, "rte", "recipe.epochs=1"), quiet)
-    source = json.loads((run / "result.json").read_text())["converted"]
+    source = read_sealed(run / "result.json")["converted"]
     assert "predictions.transform.dense" in source and "bert.pooler.dense" in source
     assert result["converted"] == [n for n in source if not n.startswith("predictions.")]
     assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
@@ -326,11 +327,11 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     scores = [result["metrics"][task] for task in glue.TASKS]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 9)
     assert result["tasks"].keys() == glue.TASKS.keys()
-    qqp = json.loads((own.single("qqp").directory() / "result.json").read_text())
+    qqp = read_sealed(own.single("qqp").directory() / "result.json")
     assert qqp["examples"] == {"train": 48, "dev": 16, "broken_lines": 0}
     assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
     for task in glue.TASKS:
-        part = json.loads((own.single(task).directory() / "result.json").read_text())
+        part = read_sealed(own.single(task).directory() / "result.json")
         assert part["metrics"] == result["tasks"][task] and part["task"] == task
     table = "\n".join(said)
     assert f"mean of 9  {result['metrics']['score']:>5.1f}" in table
@@ -345,7 +346,7 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
         assert finetune.run(own, quiet)["tasks"] == result["tasks"]
     # A task that was done again since makes the table an old one.
     path = own.single("rte").directory() / "result.json"
-    content = json.loads(path.read_text())
+    content = read_sealed(path)
     content["metrics"] = dict.fromkeys(content["metrics"], 90.0)
     path.write_text(json.dumps(content))
     assert finetune.finished(own) is None
@@ -850,7 +851,7 @@ def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests, tmp_pat
     own = config(gpt2, "glue", *more)
     finetune.run(own, quiet)
     rte = own.single("rte")
-    result = json.loads((rte.directory() / "result.json").read_text())
+    result = read_sealed(rte.directory() / "result.json")
     assert [*result["files"]] == ["model.safetensors", "predictions/dev.tsv", "predictions/RTE.tsv"]
     header, *rows = table(rte.directory() / "predictions/dev.tsv")
     assert header == ["index", "prediction", "label"] and len(rows) == 16

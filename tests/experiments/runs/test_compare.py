@@ -15,6 +15,7 @@ from experiments.runs import comparison, curves
 from experiments.runs.comparison import arms, choose, differing, find, markdown, of_sweep, table
 from experiments.runs.finished import FinishedRun
 from experiments.runs.stats import paired_interval
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import runs_below
 
@@ -466,7 +467,7 @@ def test_a_sweep_ends_with_its_table(three):
 @pytest.mark.parametrize("key", ["metrics", "config.seed", "config.train", "config.train.steps"])
 def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
     path = write("ste", 0, 1.0) / "result.json"
-    result = json.loads(path.read_text())
+    result = read_sealed(path)
     *groups, last = key.split(".")
     del reduce(getitem, groups, result)[last]
     path.write_text(json.dumps(result))
@@ -476,7 +477,7 @@ def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
 
 def test_a_run_just_made_is_of_the_config_of_one_that_was_read(write):
     """Its config has tuples where the file has lists."""
-    read = FinishedRun(write(seed=0), json.loads((write(seed=1) / "result.json").read_text()))
+    read = FinishedRun(write(seed=0), read_sealed(write(seed=1) / "result.json"))
     made = {**read.result, "config": json.loads(json.dumps(read.result["config"]))}
     made["config"]["method"]["include"] = tuple(made["config"]["method"]["include"])
     assert comparison.flat(made) == comparison.flat(read.result)

@@ -15,7 +15,7 @@ from experiments.exporting import export
 from experiments.finetuning.config import load as load_tuning
 from experiments.runs.finished import FinishedRun
 from experiments.support import hashes
-from experiments.support.checkpoint import sha256
+from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.results import read_training
 from experiments.training import pretraining
@@ -62,7 +62,7 @@ def config(made, tmp_path):
     shutil.copytree(whole.runs, tmp_path / "runs")
     config = load([*made, f"runs={tmp_path / 'runs'}"])
     path = config.directory() / "result.json"
-    result = json.loads(path.read_text()) | {"command": config.command}
+    result = read_sealed(path) | {"command": config.command}
     path.write_text(json.dumps(result))
     return config
 
@@ -80,7 +80,7 @@ def remove(path):
 
 def test_a_result_vouches_for_every_file_that_the_run_wrote(config):
     directory = config.directory()
-    stored = json.loads((directory / "result.json").read_text())["files"]
+    stored = read_sealed(directory / "result.json")["files"]
     assert stored == {name: sha256(directory / name) for name in FILES}
     others = {path.name for path in directory.iterdir() if path.is_file()} - set(FILES)
     assert others == {"config.json", "metrics.jsonl", "result.json", ".lock"}
@@ -153,7 +153,7 @@ def test_a_run_that_began_with_other_weights_says_so_and_is_trained_anew(config,
 
 def test_a_result_from_before_there_were_hashes_is_read(config):
     path = config.directory() / "result.json"
-    result = json.loads(path.read_text())
+    result = read_sealed(path)
     del result["files"], result["command"]
     path.write_text(json.dumps(result))
     assert pretraining.finished(config) is not None
@@ -197,7 +197,7 @@ def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
 @pytest.mark.parametrize("files", [{"model.safetensors": 5}, {"model.safetensors": {}}, "x", None])
 def test_files_without_hashes_are_no_traceback(config, files):
     path = config.directory() / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+    path.write_text(json.dumps(read_sealed(path) | {"files": files}))
     assert pretraining.finished(config) is None
     with pytest.raises(UserError, match=r"result\.json is damaged .*; make the run again: "):
         FinishedRun.open(config.directory()).model()
@@ -217,7 +217,7 @@ def test_files_without_hashes_are_no_traceback(config, files):
 )
 def test_a_result_with_wrong_values_is_one_line(config, key, value, read):
     path = config.directory() / "result.json"
-    result = json.loads(path.read_text())
+    result = read_sealed(path)
     *groups, last = key.split(".")
     part = result
     for group in groups:

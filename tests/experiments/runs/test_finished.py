@@ -14,6 +14,7 @@ from experiments.data import manifest
 from experiments.data.corpus import load_tokens
 from experiments.data.prepare import prepare
 from experiments.runs.finished import FinishedRun
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from methods import dense, one_shot, s_ste, slope
@@ -282,7 +283,7 @@ def test_layers_that_are_missing_or_damaged_are_one_line(finished):
 def test_a_result_without_a_setting_is_named(finished):
     run = finished("method=dense")
     path = run.directory / "result.json"
-    content = json.loads(path.read_text())
+    content = read_sealed(path)
     del content["config"]["model"]["n_layer"]
     content["config"]["model"]["depth"] = 3
     path.write_text(json.dumps(content))

@@ -1,6 +1,7 @@
 """The one reader of `result.json`: what it says where there is no result to use."""
 
 import json
+import math
 
 import pytest
 
@@ -32,6 +33,14 @@ WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
         ({"result.json": "[]"}, "damaged", r"is damaged \(no result in it\)"),
         ({"result.json": {"schema": 1}}, "damaged", r"\(no config_hash in it\)"),
         ({"result.json": {**WHOLE, "metrics": 1}}, "damaged", r"\(no metrics in it\)"),
+        *(
+            ({"result.json": WHOLE | wrong}, "damaged", rf"\(no {key} in it\)")
+            for key, wrong in {
+                "metrics.val_loss": {"metrics": {"val_loss": "abc"}},
+                "tokens": {"tokens": -5},
+                "steps": {"steps": 2.5},
+            }.items()
+        ),
         (
             {"result.json": {**WHOLE, "config_hash": "1"}},
             "other",
@@ -66,6 +75,19 @@ def test_what_was_written_is_read(tmp_path):
     assert read(tmp_path, SHAPE) == read_finished(tmp_path, "0", SHAPE) == written
     with pytest.raises(NoResult, match=r"no config in it"):
         read_training(tmp_path)
+
+
+def test_a_changed_digit_is_noticed_and_a_result_of_an_earlier_version_is_read(tmp_path):
+    content = {"config_hash": "0", "metrics": {"val_loss": 1.25}, "by_number": {1: (2, math.nan)}}
+    write_result(tmp_path, content)
+    path = tmp_path / "result.json"
+    text = path.read_text()
+    path.write_text(text.replace("1.25", "1.24"))
+    with pytest.raises(NoResult, match=r"damaged \(its content does not fit its sha256\)") as error:
+        read(tmp_path, SHAPE)
+    assert error.value.why == "damaged"
+    path.write_text("".join(line for line in text.splitlines() if '"sha256"' not in line))
+    assert read(tmp_path, SHAPE)["metrics"] == {"val_loss": 1.25}
 
 
 def test_a_file_holds_no_run(tmp_path):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
 from experiments.training.optimization import micro_batch_size
@@ -95,7 +96,7 @@ def test_a_run_writes_what_it_says(tiny):
         "result.json",
         "tokenizer.json",
     ]
-    stored = json.loads((directory / "result.json").read_text())
+    stored = read_sealed(directory / "result.json")
     assert stored == json.loads(json.dumps(result))
     assert stored["steps"] == 12 and stored["tokens"] == 12 * 4 * 16
     assert stored["sparsity"]["illegal_groups"] == 0
