@@ -34,7 +34,7 @@ from experiments.config.driver import driver
 from experiments.config.run import RunConfig, freeze
 from experiments.config.settings import ImplConfig
 from experiments.support import results
-from experiments.support.checkpoint import write_atomic, write_json
+from experiments.support.checkpoint import write_atomic, write_json, write_text
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import pretraining
@@ -184,7 +184,7 @@ def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, 
         if here.is_main:
             directory = search.directory()
             write_json(directory / "decay.json", record)
-            write_atomic(directory / "decay.md", lambda p: p.write_text(text, encoding="utf-8"))
+            write_text(directory / "decay.md", text)
             write_atomic(directory / "decay.png", lambda p: _draw(outcomes, mus, search, p))
             report(f"written: {directory}/decay.json, .md, .png")
         return record

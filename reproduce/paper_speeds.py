@@ -15,7 +15,7 @@ from functools import cache, reduce
 from operator import truediv
 from pathlib import Path
 
-from experiments.support.checkpoint import write_atomic
+from experiments.support.checkpoint import write_text
 from reproduce.cells import published_cell
 from reproduce.reading import read_tables
 from reproduce.spec import Table, Variant
@@ -252,7 +252,7 @@ def main() -> int:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     written = f"{before}{BEGIN}{table()}{END}{after}"
-    write_atomic(README, lambda p: p.write_text(written, encoding="utf-8"))
+    write_text(README, written)
     print(f"written to {README}")
     return 0
 

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.support.checkpoint import publish
+
 TRAIN = ("argparse", "inspect", "tarfile", "typing", "ast", "pickle", "zipfile/__init__", "zipfile")
 DEV = ("optparse", "configparser", "textwrap", "shlex", "pprint")
 TEXT = "shutil"
@@ -51,7 +53,7 @@ def write(folder: Path) -> Path:
         (building / "text.txt").write_text("\n".join(*_modules([TEXT])), encoding="utf-8")
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            building.rename(folder)
+            publish(building, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process has written it meanwhile
                 raise

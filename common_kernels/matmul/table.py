@@ -299,6 +299,8 @@ def save(path: Path, key: str, entries: dict[Problem, Entry]) -> None:
         everything[key] = [_to_json(*row) for row in rows.items()]
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(everything, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
         Path(file.name).replace(path)
 
 

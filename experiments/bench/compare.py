@@ -18,7 +18,7 @@ import rich.markup
 import rich.table
 
 from experiments.bench.report import identity, read_record
-from experiments.support.checkpoint import write_atomic
+from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 
 WITHIN = 0.03
@@ -125,5 +125,5 @@ def compare(old: Path, new: Path, table: Path | None = None) -> bool:
     if table is not None:
         rule = ["---"] * len(HEADS)
         rows = "\n".join(f"| {' | '.join(line)} |" for line in (HEADS, rule, *lines))
-        write_atomic(table, lambda path: path.write_text(f"{rows}\n\n{summary}\n", "utf-8"))
+        write_text(table, f"{rows}\n\n{summary}\n")
     return not slower

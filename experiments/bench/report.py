@@ -28,7 +28,7 @@ import rich.table
 import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
-from experiments.support.checkpoint import write_atomic, write_json
+from experiments.support.checkpoint import write_atomic, write_json, write_text
 from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state
 
@@ -366,4 +366,4 @@ def draw_roofline(record: dict[str, Any], path: Path) -> None:
 
 
 def write_table(record: dict[str, Any], path: Path) -> None:
-    write_atomic(path, lambda p: p.write_text(markdown(record), encoding="utf-8"))
+    write_text(path, markdown(record))

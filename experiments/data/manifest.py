@@ -26,6 +26,7 @@ from experiments.data import corpus_source
 from experiments.data.corpus_source import EMBEDDED, MIXTURE, NUMBERS, PACKAGES
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
+from experiments.support import hashes
 from experiments.support.checkpoint import lacks, sha256
 from experiments.support.errors import UserError
 from experiments.support.identity import identity_of
@@ -38,7 +39,7 @@ SCHEMA = 1
 SPLITS = ("train", "val")
 TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
 
-_FILE = {"file": str, "bytes": int, "sha256": str, "sha256_ends": str}
+_FILE = {"file": str, "bytes": int, "sha256": str}
 _SHARDS = {"shards": list, "sha256": str}
 _MANIFEST = {
     "source": {"path": str},
@@ -46,9 +47,6 @@ _MANIFEST = {
     "tokenizer": {"kind": str, "vocab_size": int, "end_of_text": int, "file": str | None},
 }
 
-_FULL_HASH_LIMIT = 256 * 2**20  # bytes; only the ends of a larger file are hashed at start-up
-_END = 2**20
-_SAMPLED = 512  # number of evenly spaced shards that are hashed at start-up
 _SOMEWHERE = "FOLDER"  # placeholder for the source of a mixture's part, which is not known
 _COUNTED = ("tokens", "documents", "text_bytes")
 ORDERS = ("drawn", "epochs")
@@ -349,65 +347,37 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 
 def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any]:
-    """The manifest's entry for a file: name, size and two hashes. whole: a hash over several files,
-    which is updated with this file's content."""
+    """The manifest's entry for a file: name, size and hash. whole: a hash over several files, which
+    is updated with this file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**24):
             digest.update(part)
             if whole is not None:
                 whole.update(part)
-    return {
-        "file": path.name,
-        "bytes": path.stat().st_size,
-        "sha256": digest.hexdigest(),
-        "sha256_ends": _hash_ends(path),
-    }
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
-    """Raise a `UserError` unless the files of a corpus are those that its manifest describes.
-
-    Sizes are checked, and hashes: of every byte up to 256 MiB per split, beyond that of the first
-    and last MiB of up to 512 files.
-    """
-    for split in manifest["splits"]:
-        record = manifest["splits"][split]
-        shards = record.get("shards", [record])
-        whole = sum(shard["bytes"] for shard in shards) <= _FULL_HASH_LIMIT
-        count = min(_SAMPLED, len(shards))
-        hashed = {number * len(shards) // count for number in range(count)}
-        for number, shard in enumerate(shards):
-            _check_file(config, shard, whole, whole or number in hashed)
-    if manifest["tokenizer"].get("file") is not None:
-        _check_file(config, manifest["tokenizer"], True, True)
-
-
-def _check_file(config: DataConfig, record: dict[str, Any], whole: bool, hashed: bool) -> None:
-    path = config.directory / record["file"]
+    """Raise a `UserError` unless the files of a corpus have the sizes and hashes that its manifest
+    says (`hashes.first_changed`)."""
+    splits = manifest["splits"].values()
+    records = [shard for split in splits for shard in split.get("shards", [split])]
+    records += [manifest["tokenizer"]] * (manifest["tokenizer"].get("file") is not None)
     remedy = f"delete {config.directory} and run `{config.prepare_command}`"
-    if not path.is_file():
-        raise UserError(f"{path} is missing; {remedy}")
-    if path.stat().st_size != record["bytes"]:
+    for record in records:
+        path = config.directory / record["file"]
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {remedy}")
+        if path.stat().st_size != record["bytes"]:
+            raise UserError(
+                f"{path} has {path.stat().st_size} bytes, its manifest says {record['bytes']}; "
+                f"{remedy}"
+            )
+    expected = {record["file"]: record["sha256"] for record in records}
+    if (changed := hashes.first_changed(config.directory, expected)) is not None:
+        name, found = changed
         raise UserError(
-            f"{path} has {path.stat().st_size} bytes, its manifest says {record['bytes']}; {remedy}"
+            f"{config.directory / name} was changed: its sha256 is {found[:12]}..., its manifest "
+            f"says {expected[name][:12]}...; {remedy}"
         )
-    if not hashed:
-        return
-    found, expected = (
-        (sha256(path), record["sha256"]) if whole else (_hash_ends(path), record["sha256_ends"])
-    )
-    if found != expected:
-        raise UserError(
-            f"{path} was changed: its sha256 is {found[:12]}..., its manifest says "
-            f"{expected[:12]}...; {remedy}"
-        )
-
-
-def _hash_ends(path: Path) -> str:
-    """SHA-256 of the first and the last MiB of a file (of a smaller file: of its content twice)."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_END))
-        file.seek(max(0, path.stat().st_size - _END))
-        digest.update(file.read(_END))
-    return digest.hexdigest()

@@ -56,7 +56,7 @@ from experiments.data.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
-from experiments.support.checkpoint import LOCK, exclusive
+from experiments.support.checkpoint import LOCK, exclusive, publish
 from experiments.support.errors import UserError, told, writing
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def prepare(config: DataConfig) -> Path:
         text = json.dumps(manifest, indent=2) + "\n"
         (building / "manifest.json").write_text(text, encoding="utf-8")
         try:
-            building.rename(directory)
+            publish(building, directory)
             (directory / LOCK).unlink()
             if sharded:
                 remove_unnamed(directory, manifest)

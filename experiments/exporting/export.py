@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -127,8 +126,7 @@ def export(
                 _build(run, form, building, measured, {**marks, **made_from})
             if folder.exists():
                 folder.rename(old)
-            building.rename(folder)
-            checkpoint.sync_directory(folder.parent)
+            checkpoint.publish(building, folder)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -165,8 +163,6 @@ def _build(
     usual = (folder / "README.md").stat().st_mode
     for path in paths:
         path.chmod(usual)  # safetensors creates files that only their owner can read
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
     head = {"format": FORMAT, "version": VERSION, **marks}
     sizes_told = {} if sizes is None else {"bytes": sizes}
     record = {**head, **sizes_told, "tensors": described, "files": hashes}

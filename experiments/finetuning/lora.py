@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from common_kernels import check_nm
+from experiments.support.checkpoint import publish
 from experiments.support.errors import UserError, writing
 from methods.nn import conversion
 from models.heads import Head
@@ -135,7 +136,7 @@ class Adapters:
                 self.wrapped.save_pretrained(building, save_embedding_layers=False)
             (building / "README.md").unlink(missing_ok=True)  # peft's empty template
             shutil.rmtree(folder, ignore_errors=True)
-            building.rename(folder)
+            publish(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
 

@@ -46,17 +46,30 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
             usual = temporary.stat().st_mode
             write(temporary)
             temporary.chmod(usual)  # safetensors creates files that only their owner can read
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            _sync(temporary)
             temporary.replace(path)
-            sync_directory(path.parent)
+            _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make renames in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def publish(building: Path, path: Path) -> None:
+    """Give a complete folder its name, once all that is in it survives a power cut.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    with writing(path):
+        for folder, _, names in os.walk(building):
+            for name in (*names, ""):
+                _sync(Path(folder, name))
+        building.rename(path)
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -111,8 +111,7 @@ def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> Non
     checkpoint.write_json(hidden / INDEX, {"ranks": ranks, "files": files})
     if path.exists():  # damaged, or the same state
         shutil.rmtree(path)
-    hidden.rename(path)
-    checkpoint.sync_directory(directory)
+    checkpoint.publish(hidden, path)
     checkpoint.remove_others(path)
 
 

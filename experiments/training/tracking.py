@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from experiments.support.checkpoint import finite, write_atomic
+from experiments.support.checkpoint import finite, write_text
 from experiments.support.errors import UserError, writing
 
 WANDB_ID = "wandb_id.txt"
@@ -32,8 +32,7 @@ class MetricsLog:
         self, directory: Path, lines: list[str], viewers: tuple[str, ...], config: dict[str, Any]
     ) -> None:
         self.path, self.lines = directory / "metrics.jsonl", [*lines]
-        text = "".join(self.lines)
-        write_atomic(self.path, lambda p: p.write_text(text, encoding="utf-8"))
+        write_text(self.path, "".join(self.lines))
         self._file = self.path.open("ab", buffering=0)
         self._tensorboard = _tensorboard(directory, config) if "tensorboard" in viewers else None
         self._wandb = _wandb(directory, config) if "wandb" in viewers else None
@@ -119,7 +118,7 @@ def _wandb(directory: Path, config: dict[str, Any]) -> Any:
 
     path = directory / WANDB_ID
     if not path.exists():
-        write_atomic(path, lambda p: p.write_text(uuid.uuid4().hex[:16], encoding="utf-8"))
+        write_text(path, uuid.uuid4().hex[:16])
     return wandb.init(
         project="sparse24",
         id=path.read_text(encoding="utf-8"),
