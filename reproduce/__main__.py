@@ -128,6 +128,8 @@ def _how(given: dict[str, str]) -> How:
         launch = tuple(shlex.split(words))
     except ValueError as error:
         raise UsageError(f"launch={words}: {error}") from error
+    if launch[:1] == ("torchrun",):  # that of this environment, which may not be on the PATH
+        launch = (sys.executable, "-m", "torch.distributed.run", *launch[1:])
     if launch and shutil.which(launch[0]) is None:
         raise UsageError(f"launch={words}: there is no command {launch[0]!r} here")
     return How(launch, None if per_gpu is None else int(per_gpu), "commands" in given)
