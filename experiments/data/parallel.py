@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from experiments.data import numbers
 from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
 from experiments.data.manifest import DataConfig
+from experiments.support import hub
 from experiments.support.errors import UserError, told
 
 Pair = tuple[str, str]
@@ -114,7 +115,8 @@ def documents(config: PairsConfig) -> Documents:
     """
     sizes = {split: 2 * pairs for split, pairs in _count(config).items()}
     languages = [config.source_language, config.target_language]
-    description = {"languages": languages, "split": "its own"}
+    revisions = hub.commits([hub.pinned(config.source)])
+    description = {"revisions": revisions, "languages": languages, "split": "its own"}
     return Documents(lambda split: _batches(config, split), sizes, description)
 
 
@@ -180,8 +182,9 @@ def _tables(config: PairsConfig) -> Any:
         raise UserError(
             "reading data files needs the datasets library: pip install -e '.[hf]' in the checkout"
         ) from error
-    files = {split: f"{config.source}/{name}-*.parquet" for split, name in SPLITS.items()}
     try:
+        place = hub.pinned(config.source)
+        files = {split: f"{place}/{name}-*.parquet" for split, name in SPLITS.items()}
         table = datasets.load_dataset("parquet", data_files=files)
     except Exception as error:  # of many libraries: network, file system, Parquet
         raise UserError(

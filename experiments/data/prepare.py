@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import sysconfig
 import uuid
@@ -56,6 +55,7 @@ from experiments.data.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
+from experiments.support import hub
 from experiments.support.checkpoint import LOCK, exclusive, publish
 from experiments.support.errors import UserError, told, writing
 
@@ -321,6 +321,8 @@ def _files(name: str, source: str, text_column: str) -> Documents:
     cache = datasets.config.HF_DATASETS_CACHE
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
+        if isinstance(paths, str):
+            paths = hub.pinned(paths)
         with writing(cache):
             table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
     except UserError:
@@ -364,13 +366,11 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         return (part[text_column] for part in left.iter(_BATCH))
 
     own = name not in _PUBLISHED or len(table) < _PUBLISHED_DOCUMENTS
-    # The hub's files are read in their current version; the URLs record its commit.
-    urls = "\n".join(table.info.download_checksums or ())
     return Documents(
         batches,
         {split: len(rows) for split, rows in by_split.items()},
         {
-            "revisions": sorted(set(re.findall(r"^hf://.*?@([0-9a-f]{40})/", urls, re.M))),
+            "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
             "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
             "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)"
             + (f", more from the start of train up to 1/{HELD_OUT} of the tokens" if own else ""),

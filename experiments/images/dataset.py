@@ -29,7 +29,7 @@ import numpy as np
 from experiments.images import idx
 from experiments.support import hashes
 from experiments.support.errors import UserError
-from experiments.support.hub import load_dataset
+from experiments.support.hub import commits, load_dataset
 from experiments.support.names import check_name
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ class Split(Protocol):
 class Images:
     """A data set. splits: `train` and `val`, or one of them. classes: their names, by label.
 
+    revisions: the hub's commits that they were read from.
     fingerprint: hash of the splits that were read. It covers the labels and sizes of all images, in
         a folder also their names, and every byte of a small data set. Of a larger one (above
         256 MiB) it covers the content of 512 evenly spaced images per split.
@@ -185,6 +186,7 @@ class Images:
     classes: tuple[str, ...]
     splits: dict[str, Split]
     fingerprint: str
+    revisions: tuple[str, ...] = ()
 
     @property
     def train(self) -> Split:
@@ -207,6 +209,7 @@ class Images:
             "classes": classes,
             "splits": {name: {"images": len(own.labels)} for name, own in self.splits.items()},
             "sha256": self.fingerprint,
+            **({"revisions": [*self.revisions]} if self.revisions else {}),
         }
 
 
@@ -434,7 +437,8 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
             digest.update(hashlib.sha256(content).digest())
         digests.append(digest.hexdigest())
         splits[split] = own
-    return Images(Path(hub_id), classes, splits, _joined(wanted, digests))
+    revisions = tuple(commits(data[names[wanted[0]]].info.download_checksums or ()))
+    return Images(Path(hub_id), classes, splits, _joined(wanted, digests), revisions)
 
 
 # Errors that Pillow's readers of `FORMATS` raise for truncated or malformed files.

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from experiments.support.errors import UserError
 
@@ -36,6 +39,25 @@ def download(source: str, patterns: Iterable[str], key: str) -> Path:
 def commit(folder: Path) -> str | None:
     """The commit of the snapshot in `folder`; None for any other folder."""
     return folder.name if folder.parent.name == "snapshots" else None
+
+
+@functools.cache
+def pinned(source: str) -> str:
+    """A path `hf://datasets/owner/name/...` at its newest commit, or at that of its revision, which
+    stays the same in this process. Any other path as it is."""
+    found = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?(/.*)?", source)
+    if found is None:
+        return source
+    from huggingface_hub import HfApi
+
+    hub_id, revision, path = found.groups()
+    sha = HfApi().dataset_info(hub_id, revision=revision and unquote(revision)).sha
+    return f"hf://datasets/{hub_id}@{sha}{path or ''}"
+
+
+def commits(urls: Iterable[str]) -> list[str]:
+    """The commits in URLs of the hub's files, sorted."""
+    return sorted({commit for url in urls for commit in re.findall(r"^hf://.*?@(\w{40})\b", url)})
 
 
 def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:

@@ -155,6 +155,8 @@ def hub(monkeypatch):
             pictures = [Image.new("L", (9, 9), next(level)) for _ in labels]
             rows = {"image": pictures, "label": labels}
             made[name] = datasets.Dataset.from_dict(rows, features=features)
+            url = f"hf://datasets/some/pets@{'c' * 40}/{name}.parquet"
+            made[name].info.download_checksums = {url: {}}
         asked = []
 
         def load_dataset(name, config, revision):
@@ -173,6 +175,7 @@ def test_a_data_set_of_the_hub(hub):
     assert (data.classes, data.train.labels.tolist()) == (("cat", "dog"), [0, 1, 0])
     assert data.val.open(1).getpixel((0, 0)) == (5, 5, 5)
     assert data.val.where(1) == "some/pets, validation, row 1"
+    assert data.describe()["revisions"] == ["c" * 40]
     load_images(ImageConfig("pets", "some/pets@0a1b2c"))
     assert asked == [("some/pets", None, None), ("some/pets", None, "0a1b2c")]
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -10,8 +11,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from experiments.config.initial import HFConfig
 from experiments.config.run import load
+from experiments.data import parallel
 from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
+from experiments.data.parallel import PairsConfig
 from experiments.data.prepare import prepare
 from experiments.evaluation.config import load as load_evaluation
 from experiments.finetuning.config import load as load_finetuning
@@ -45,6 +48,40 @@ def hub_calls(tmp_path, monkeypatch, hf_model, corpus_dir):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     return calls
+
+
+@pytest.mark.parametrize(("revision", "name"), [("", "main"), ("@old", "old")])
+def test_text_and_pairs_are_of_one_commit_which_is_recorded(tmp_path, monkeypatch, revision, name):
+    """Also where the source names none: all its files are then asked for by that commit."""
+    datasets = pytest.importorskip("datasets")
+    tables = {
+        "owner/text": datasets.Dataset.from_dict({"text": ["the mask"] * 4}),
+        "owner/pairs": {
+            split: datasets.Dataset.from_list([{"translation": {"de": "eins", "en": "one"}}] * 2)
+            for split in parallel.SPLITS
+        },
+    }
+    asked = []
+
+    class HfApi:
+        def dataset_info(self, hub_id, revision):
+            return SimpleNamespace(sha=COMMITS[revision or "main"])
+
+    def load_dataset(builder, data_files, **options):
+        asked.append(data_files if isinstance(data_files, str) else data_files["train"])
+        return tables[asked[-1].removeprefix("hf://datasets/").partition("@")[0]]
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", HfApi)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for kind, what, path in ((DataConfig, "text", "/*.parquet"), (PairsConfig, "pairs", "/de-en")):
+        hub.pinned.cache_clear()
+        source = f"hf://datasets/owner/{what}{revision}{path}"
+        directory = prepare(kind(what, source, str(tmp_path), "bpe", 300))
+        manifest = json.loads((directory / "manifest.json").read_text())
+        assert manifest["source"]["revisions"] == [COMMITS[name]]
+        pinned = f"hf://datasets/owner/{what}@{COMMITS[name]}{path}"
+        assert {url.partition("/train-")[0] for url in asked} == {pinned}
+        asked.clear()
 
 
 @pytest.mark.parametrize(("revision", "name"), [("", "main"), ("@old", "old")])
