@@ -34,6 +34,7 @@ from .nn import base, calibration, distillation, slorb
 from .nn.conversion import check_low_rank, weight_of
 from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear
+from .nn.optimizer import Optimizers, each, group_of
 
 METRICS = ("magnitude", "wanda")
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
@@ -241,19 +242,22 @@ class Method(distillation.Method):
         )
 
     @torch.no_grad()
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
         route, decay = self.config.decay_route, self.decay(step)
         layers = [m for m in self.layers.values() if isinstance(m, Linear)]
         if route == "decoupled_first_moment":
-            if not isinstance(optimizer, AdamW):
-                raise ValueError(
-                    "decay_route=decoupled_first_moment is an update rule: train with "
-                    "method.optimizer(groups, lr=...) and pass it to on_gradients(step, "
-                    "optimizer), or choose decay_route=gradient"
-                )
-            optimizer.decay = decay
-            optimizer.masks = {m.weight: m.mask for m in layers}
+            optimizers = each(optimizer)
+            for own in {group_of(optimizers, m.weight)[0] for m in layers}:
+                if not isinstance(own, AdamW):
+                    raise ValueError(
+                        f"AST has its own update rule, which {type(own).__module__}."
+                        f"{type(own).__name__} lacks: make the optimizer with method.optimizer("
+                        'parameters, lr=...), or the method with decay_route="gradient"'
+                    )
+            for own in optimizers:
+                if isinstance(own, AdamW):
+                    own.decay, own.masks = decay, {m.weight: m.mask for m in layers}
             return
         for layer in layers:
             if route == "decoupled":

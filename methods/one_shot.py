@@ -30,7 +30,7 @@ from common_kernels import nm_mask
 
 from .nn import base, distillation
 from .nn.calibration import collect
-from .nn.gemms import DENSE, Products, under_autocast
+from .nn.gemms import DENSE, Products
 from .nn.linear import MaskedLinear
 from .nn.sparsegpt import prune
 
@@ -112,7 +112,7 @@ class Linear(MaskedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x = under_autocast(x)
+        x = self.taken(x)
         weight = _MaskedGradient.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 

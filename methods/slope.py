@@ -42,6 +42,7 @@ from .nn.compressed_fp8 import Fp8CompressedLinear
 from .nn.conversion import check_low_rank, weight_of
 from .nn.fp8_gemms import FP8
 from .nn.fp8_linear import Fp8Method
+from .nn.optimizer import Optimizers, each
 
 # The paper leaves the heads and the first linear after the input dense. These are the first block's
 # linears for queries, keys and values in GPT-2, BERT, ViT, and OPT or LLaMA.
@@ -181,10 +182,11 @@ class Method(Fp8Method):
         """Check the order of calls; no random bits are drawn."""
         self._check_opened()
 
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
-        if optimizer is not None:
-            self._check_optimizer(optimizer)
+        optimizers = each(optimizer)
+        if optimizers:
+            self._check_optimizers(optimizers)
         # DDP sets missing gradients to zero; optimizers would then count steps and apply decay.
         for layer in self._layers():
             for adapter in (layer.left, layer.right):
@@ -192,20 +194,28 @@ class Method(Fp8Method):
                     continue
                 if not layer.adapting:
                     adapter.grad = None
-                if optimizer is not None and step <= self.adapter_start:
+                if step <= self.adapter_start:
                     # torch.distributed.checkpoint creates moments for all parameters on loading.
-                    optimizer.state.pop(adapter, None)
+                    for own in optimizers:
+                        own.state.pop(adapter, None)
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer made before `convert`: it holds the replaced weights
-        and would not train the new ones."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    def _check_optimizers(self, optimizers: list[Any]) -> None:
+        """Raise ValueError for an optimizer made before `convert`, which holds the replaced weights
+        and would not train the new ones, and for Muon."""
+        held = {
+            id(p): own for own in optimizers for group in own.param_groups for p in group["params"]
+        }
         for name, layer in self.layers.items():
             assert isinstance(layer, CompressedLinear)
             if layer.values.requires_grad and id(layer.values) not in held:
                 raise ValueError(
                     f"the optimizer does not hold {name}.values, which replaced {name}.weight: "
                     "make the optimizer after method.convert(model)"
+                )
+            if "muon" in type(held.get(id(layer.values))).__name__.lower():
+                raise ValueError(
+                    f"Muon would orthogonalise {name}.values, half of the entries pushed together, "
+                    "and not the weight: give the converted layers' parameters to AdamW"
                 )
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from common_kernels.adamw import Rule
 
 from .nn import base
 from .nn.linear import MaskedLinear, SparseLinear
-from .nn.optimizer import StepWork
+from .nn.optimizer import Optimizers, StepWork, each, group_of
 
 # On the weights alpha is multiplied only by the learning rate, and 2e-4 has no effect: it removes
 # 0.5 % of GPT-2's pruned weights in 300,000 steps at rate 1.5e-4. With 1 a pruned weight loses a
@@ -72,7 +72,7 @@ class Method(base.Method):
     acts_on_gradients = True
 
     @torch.no_grad()
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
         alpha = self.alpha(step)
         if not alpha:
@@ -103,12 +103,5 @@ class Method(base.Method):
         )
 
 
-def learning_rate_of(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> float:
-    if optimizer is None:
-        raise ValueError(
-            'decay_on="weights" needs the learning rate: call on_gradients(step, optimizer)'
-        )
-    for group in optimizer.param_groups:
-        if any(p is weight for p in group["params"]):
-            return float(group["lr"])
-    raise ValueError("the optimizer does not hold the weights of the converted layers")
+def learning_rate_of(optimizer: Optimizers, weight: Tensor) -> float:
+    return float(group_of(each(optimizer), weight)[1]["lr"])

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from .nn import base
+from .nn.optimizer import Optimizers, each, group_of
 from .nn.order import without_state
 from .nn.phases import SwitchedLinear, SwitchedMethod
 from .nn.sharding import summed
@@ -95,30 +96,26 @@ class Method(SwitchedMethod):
         return self.start is None or step < self.start
 
     @torch.no_grad()
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
+        optimizers = each(optimizer)
         weights = [layer.weight for layer in self.layers.values() if layer.weight.grad is not None]
-        pairs = [(weight, _adam_group(optimizer, weight)) for weight in weights]
-        assert optimizer is not None
-        if not base.all_finite(p for group in optimizer.param_groups for p in group["params"]):
+        held = [(weight, *_adam_group(optimizers, weight)) for weight in weights]
+        groups = [group for own in optimizers for group in own.param_groups]
+        if not base.all_finite(p for group in groups for p in group["params"]):
             return  # a GradScaler will skip this step, and our update could not be undone
         if self.dense_at(step):
-            if pairs:
-                self._watch(step + 1, optimizer, pairs)
+            if held:
+                self._watch(step + 1, held)
             return
-        for weight, group in pairs:
-            _update_with_frozen_moment(weight, group, optimizer.state[weight])
+        for weight, own, group in held:
+            _update_with_frozen_moment(weight, group, own.state[weight])
             weight.grad = None
 
-    def _watch(
-        self,
-        steps: int,
-        optimizer: torch.optim.Optimizer,
-        pairs: list[tuple[Tensor, dict[str, Any]]],
-    ) -> None:
+    def _watch(self, steps: int, held: list[tuple[Tensor, Any, dict[str, Any]]]) -> None:
         """Decide whether phase 1 ends with this step, the last of `steps` steps done so far."""
-        total, entries = torch.zeros((), dtype=torch.float64, device=pairs[0][0].device), 0
-        for weight, group in pairs:
+        total, entries = torch.zeros((), dtype=torch.float64, device=held[0][0].device), 0
+        for weight, optimizer, group in held:
             assert weight.grad is not None
             # v_t - v_(t-1) = (1 - beta2) (g^2 - v_(t-1)); the optimizer still holds v_(t-1).
             change = weight.grad.float().square()
@@ -131,7 +128,7 @@ class Method(SwitchedMethod):
             total += summed(change)
             entries += change.numel()
         mean = float(total) / entries
-        group = pairs[0][1]
+        group = held[0][2]
         window = round(1 / (1 - group["betas"][1]))
         change_now = math.exp(mean) if self.config.criterion == "geometric" else mean
         self.changes = [*self.changes, change_now][-window:]
@@ -151,24 +148,20 @@ class Method(SwitchedMethod):
         self.changes, self.start = list(state["changes"]), state["start"]
 
 
-def _adam_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> dict[str, Any]:
-    """The parameter group of AdamW that holds `weight`.
+def _adam_group(optimizers: list[Any], weight: Tensor) -> tuple[Any, dict[str, Any]]:
+    """The AdamW that holds `weight`, and its parameter group.
 
     Raises:
-        ValueError: no group holds it, or the optimizer is not a plain AdamW.
+        ValueError: no optimizer holds it, or one that is not a plain AdamW.
     """
-    if optimizer is None:
-        raise ValueError("STEP needs the moments of AdamW: call on_gradients(step, optimizer)")
-    for group in optimizer.param_groups:
-        if any(p is weight for p in group["params"]):
-            plain = not group.get("amsgrad") and not group.get("maximize")
-            if group.get("decoupled_weight_decay") and plain:
-                return group
-            raise ValueError(
-                "STEP needs the moments of torch.optim.AdamW without amsgrad or maximize, not of "
-                f"a {type(optimizer).__name__}; method.optimizer(parameters, lr=...) makes one"
-            )
-    raise ValueError("the optimizer does not hold the weights of the converted layers")
+    own, group = group_of(optimizers, weight)
+    plain = not group.get("amsgrad") and not group.get("maximize")
+    if not group.get("decoupled_weight_decay") or not plain:
+        raise ValueError(
+            "STEP needs the moments of torch.optim.AdamW without amsgrad or maximize, not of "
+            f"a {type(own).__name__}; method.optimizer(parameters, lr=...) makes one"
+        )
+    return own, group
 
 
 def _update_with_frozen_moment(

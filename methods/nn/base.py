@@ -42,7 +42,7 @@ from .conversion import Report, weight_of
 from .gemms import Products, choose_products
 from .keys import layer_seed
 from .linear import SparseLinear
-from .optimizer import FusedAdamW, StepWork
+from .optimizer import FusedAdamW, Optimizers, StepWork, each
 from .order import CallOrder
 
 
@@ -417,18 +417,24 @@ class Method:
             torch._foreach_zero_(numbers)
             torch._foreach_add_(numbers, values)
 
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         """Do the method's work on the gradients (masked decay, for example). Call it after
         unscaling and clipping, and before `optimizer.step()`.
 
-        `optimizer` is needed by options that use the learning rate, and by `FusedAdamW`, which
-        takes over work of the method.
+        `optimizer`, or a list of all if there are several, is needed by options that use the
+        learning rate, and by `FusedAdamW`, which takes over work of the method.
         """
         self._given = True
+        if not self.micro_batch and any(layer.mvue for layer in self.sparse_layers.values()):
+            raise RuntimeError(
+                f"no micro-batch was opened in step {step}, so that all would draw equal random "
+                "bits: call open_micro_batch() before each forward pass, or use loss(model, batch)"
+            )
         self._works.clear()
-        if isinstance(optimizer, FusedAdamW):
+        fused = next((own for own in each(optimizer) if isinstance(own, FusedAdamW)), None)
+        if fused:
             works = {n: self.step_work(layer, step) for n, layer in self.sparse_layers.items()}
-            self._works = optimizer.take({n: work for n, work in works.items() if work})
+            self._works = fused.take({n: work for n, work in works.items() if work})
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         """The work of `on_gradients` and `on_step_end` on the weight of `layer` in this step, for
@@ -487,6 +493,8 @@ class Method:
         begun: the step that has begun and not ended, if any.
         """
         self._order.remember(self._trained(), begun)
+        for layer in self.sparse_layers.values():
+            layer.see()
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for layer in self.layers.values():  # they have no submodules
@@ -580,6 +588,7 @@ class Method:
 
         Raises:
             ValueError: `model` is another one than was converted.
+            RuntimeError: the weights changed and no hook followed.
         """
         ended, total = self._order.ended, self.config.total_steps
         if ended is not None and ended + 1 < total and self.unfinished:
@@ -597,8 +606,11 @@ class Method:
                 "together, as in copy.deepcopy((model, method)), or load the copy's state dict"
             )
         for layer in self.sparse_layers.values():
+            layer.check_seen()
+        for layer in self.sparse_layers.values():
             layer.restore()
-            vars(layer).pop("was_loaded", None)
+            for name in ("was_loaded", "seen", "in_use"):
+                vars(layer).pop(name, None)
             conversion.release(layer)
         self.layers, self._model = {}, None
         return model

@@ -304,7 +304,7 @@ class CompressedLinear(SparseLinear):
 
     def forward_with(self, x: Tensor, operands: tuple[None, None] | None = None) -> Tensor:
         """`forward` with these operands; dense ones are made for those that are None."""
-        x = under_autocast(x)
+        x = self.taken(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
         taken = operands or self.operands(x.dtype)
         return _Product.apply(

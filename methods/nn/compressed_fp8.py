@@ -24,7 +24,6 @@ from . import delayed
 from .compressed import CompressedLinear, adapter_gradients, dense_left
 from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .fp8_linear import Fp8Linear
-from .gemms import under_autocast
 from .operands import save, saved, with_leading_dims
 
 
@@ -96,7 +95,7 @@ class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
         """x [..., in] -> [..., out]; in evaluation without FP8."""
         if not self.fp8 or (not self.training and not torch.is_grad_enabled()):
             return self.forward_with(x, (None, None) if self.fp8 else None)
-        x = under_autocast(x)
+        x = self.taken(x)
         amax = delayed.of(self) if self.fp8.delayed else delayed.NONE
         operands: Any = self.operands(x.dtype)
         return _Fp8Product.apply(

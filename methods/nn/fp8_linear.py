@@ -15,7 +15,7 @@ from common_kernels.pack.cpu import buffer_bytes
 
 from . import base, delayed
 from .fp8_gemms import Fp8Formats, fp8_linear, recipe
-from .gemms import DENSE, Products, under_autocast
+from .gemms import DENSE, Products
 from .linear import SparseLinear
 from .operands import Dense, Fp8
 
@@ -164,7 +164,7 @@ class Fp8Linear(SparseLinear):
         """x [..., in] -> [..., out]; in evaluation without FP8."""
         if not self.fp8:
             return super().forward(x)
-        x = under_autocast(x)
+        x = self.taken(x)
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
         fp8, operands, products = self.fp8, self.operands(x.dtype), self.products

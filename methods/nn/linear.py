@@ -47,6 +47,11 @@ class SparseLinear(nn.Linear):
     rounds_first: bool = True
     # True once a state with this layer's own buffers was loaded: that of a converted model.
     was_loaded: bool = False
+    # The identity and version of the first parameter when operands were last derived from it.
+    seen: tuple[int, int] = (0, 0)
+    # True once a forward pass or a hook has taken the weights as they are. They may change before,
+    # as where DDP copies equal ones.
+    in_use: bool = False
     # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
     # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
@@ -177,6 +182,40 @@ class SparseLinear(nn.Linear):
         `derive`."""
         self.settle()
         self.derive(amax)
+        vars(self)["seen"] = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        weight = next(iter(self._parameters.values()))
+        assert weight is not None
+        return id(weight), 0 if weight.is_inference() else weight._version
+
+    def see(self) -> None:
+        """Take the weights as they are for those that mask and operands follow."""
+        vars(self).update(seen=self._stamp(), in_use=True)
+
+    def check_seen(self) -> None:
+        """Raise RuntimeError if the weights have changed since they were last seen."""
+        now = self._stamp()
+        if now != self.seen and now[0] == self.seen[0]:
+            raise RuntimeError(
+                "weights of converted layers changed, and masks and operands did not follow: call "
+                "on_step_begin(step) and on_step_end(step) around every optimizer step (Trainer: "
+                "MethodCallback), and methods.refresh(model) after any other change, as in an "
+                "averaged copy"
+            )
+
+    def taken(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the products; `check_seen` first, unless the pass is compiled."""
+        if not torch.compiler.is_compiling():
+            if self.in_use:
+                self.check_seen()
+            else:
+                self.see()
+        return under_autocast(x)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.see()  # a copy has parameters of its own
 
     def derive(self, amax: Tensor | None = None) -> None:
         """Write the operands that the layer holds. amax: the largest magnitude of the weight in use
@@ -218,7 +257,7 @@ class SparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x = under_autocast(x)
+        x = self.taken(x)
         fprop, dgrad = self.operands(x.dtype)
         # Only both together mean evaluation: some recipes pre-train in eval mode, and activation
         # checkpointing runs training's forward pass without gradients.
@@ -254,6 +293,7 @@ class SparseLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():
             self.reload()
+        self.see()
 
     def _swap_layout(self, state_dict: Any, prefix: str) -> None:
         """Transpose the weight and masks in a state dict between `Conv1D`'s layout and this
@@ -305,3 +345,4 @@ def refresh(model: nn.Module) -> None:
         if isinstance(module, SparseLinear):
             module.refresh_mask()
             module.reload()
+            module.see()

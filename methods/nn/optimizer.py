@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,30 @@ from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 
 from .linear import SparseLinear
 from .sharding import chunk_of, is_sharded, rows_of, shard_dim
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def each(optimizers: Optimizers) -> list[Any]:
+    """The optimizers that `on_gradients` was given, without accelerate's wrapper."""
+    several: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers or ()
+    return [getattr(own, "optimizer", own) for own in several]
+
+
+def group_of(optimizers: list[Any], weight: Tensor) -> tuple[Any, dict[str, Any]]:
+    """The optimizer that holds `weight`, and its parameter group.
+
+    Raises:
+        ValueError: none does.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(p is weight for p in group["params"]):
+                return optimizer, group
+    raise ValueError(
+        "no optimizer given to on_gradients holds the weights of the converted layers: call "
+        "on_gradients(step, optimizer), or with a list of all optimizers"
+    )
 
 
 @dataclass(eq=False, kw_only=True)

@@ -193,6 +193,9 @@ class ShardedLayer:
             if is_sharded(buffer) and _is_mask(buffer):
                 self._bits_of(name)
 
+    def _stamp(self) -> tuple[int, int]:
+        return 0, 0  # a forward pass shows the layer other parameters than a hook does
+
     def sample(self) -> None:
         """Do nothing: samples are drawn when they are used."""
 

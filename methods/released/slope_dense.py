@@ -11,9 +11,8 @@ Everything sparse is as in `methods.slope`.
 
 from __future__ import annotations
 
-import torch
-
 from .. import slope
+from ..nn.optimizer import Optimizers, each
 
 Config = slope.Config
 
@@ -21,14 +20,14 @@ Config = slope.Config
 class Method(slope.Method):
     acts_on_gradients = True
 
-    def on_gradients(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
         if optimizer is None:
             raise ValueError(
                 "released.slope_dense needs the optimizer: on_gradients(step, optimizer)"
             )
         sparse = {id(layer.values) for layer in self._layers()}
-        for group in optimizer.param_groups:
+        for group in (group for own in each(optimizer) for group in own.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in sparse:
                     parameter.grad = None

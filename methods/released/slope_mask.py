@@ -20,7 +20,7 @@ from common_kernels import compress_nm
 
 from .. import slope
 from ..nn.compressed import CompressedLinear, _Product
-from ..nn.gemms import DENSE, Products, under_autocast
+from ..nn.gemms import DENSE, Products
 
 Config = slope.Config
 
@@ -48,7 +48,7 @@ class Linear(CompressedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x, pattern = under_autocast(x), self.pattern
+        x, pattern = self.taken(x), self.pattern
         masks, none = (self.row_mask, self.column_mask), (None, None)
         y = _Product.apply(
             x, self.values.detach(), *none, self.bias, *masks, None, *none, pattern, False

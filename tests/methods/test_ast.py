@@ -373,8 +373,11 @@ def test_the_optimizer_that_the_route_needs():
     layer, method = converted()
     assert isinstance(method.optimizer([layer.weight], lr=1e-3, fused=True), ast.AdamW)
     layer.weight.grad = zero(0)
-    for foreign in (torch.optim.AdamW([layer.weight]), None):
-        with pytest.raises(ValueError, match=r"train with method\.optimizer\(groups, lr=\.\.\.\)"):
+    for foreign, told in (
+        (torch.optim.AdamW([layer.weight]), r"AdamW lacks: .* method\.optimizer\(parameters, lr="),
+        (None, r"call on_gradients\(step, optimizer\)"),
+    ):
+        with pytest.raises(ValueError, match=told):
             method.on_gradients(0, foreign)
     optimizer = method.optimizer([layer.weight], lr=1e-3)
     with pytest.raises(RuntimeError, match=r"call method\.on_gradients"):

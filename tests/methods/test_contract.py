@@ -343,10 +343,10 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
         with torch.no_grad():
             return model(idx)[0]
 
-    stale = logits(average)
+    if name != "dense":
+        with pytest.raises(RuntimeError, match=r"methods\.refresh\(model\) after any other change"):
+            logits(average)
     methods.refresh(average)
-    # These compute with their parameters themselves, the others with what was derived from them.
-    assert torch.equal(logits(average), stale) is (name in ("dense", "slope"))
     # A plain model with the averaged weights, the sparse ones of them written out.
     state = average.module.state_dict()
     plain = slorb.attach(GPT(TINY), state)

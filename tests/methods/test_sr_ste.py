@@ -106,7 +106,7 @@ def test_on_weights_needs_the_optimizer():
     with pytest.raises(ValueError, match=r"on_gradients\(step, optimizer\)"):
         method.on_gradients(0)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(ValueError, match="does not hold the weights"):
+    with pytest.raises(ValueError, match="holds the weights of the converted"):
         method.on_gradients(0, stranger)
     assert layer.weight.grad is None
 

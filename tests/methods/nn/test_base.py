@@ -437,10 +437,87 @@ def test_a_loop_without_on_step_begin_is_told_at_its_second_step(name, options):
 def test_a_loop_without_any_hook_is_told_at_its_second_step(name, options):
     loop = Loop(name, options)
     loop.update(0)
-    with torch.no_grad():
-        loop.forward()  # an evaluation
     with pytest.raises(RuntimeError, match=r"no step has begun: .*call on_step_begin\(step\)"):
         loop.update(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "options"), LOOPS[:-1])  # all but dense
+def test_an_own_loss_without_any_hook_is_told(name, options, compiled):
+    """Masks of a changed weight are stale, in training, in evaluation and at the end. A compiled
+    pass is not checked."""
+    loop = Loop(name, options)
+    run = torch.compile(loop.model["mlp"], backend="eager") if compiled else loop.model["mlp"]
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(1)  # as DDP does once
+        loop.model["mlp"](torch.ones(4, 8))
+    run(torch.ones(4, 8)).square().mean().backward()
+    loop.optimizer.step()
+    told = r"changed, and masks and operands did not follow: call on_step_begin"
+    for again in (
+        lambda: loop.model["mlp"](torch.ones(4, 8)),
+        lambda: loop.method.finalize(loop.model),
+    ):
+        with pytest.raises(RuntimeError, match=told), torch.set_grad_enabled(compiled):
+            again()
+    methods.refresh(loop.model)
+    run(torch.ones(4, 8))
+    twin, method = copy.deepcopy((loop.model, loop.method))
+    twin["mlp"](torch.ones(4, 8))
+    method.finalize(twin)
+    assert "seen" not in vars(twin["mlp"][0])
+
+
+def test_a_loop_that_opens_no_micro_batch_is_told():
+    loop = Loop("s_ste", {})
+    loop.method.on_step_begin(0)
+    loop.model["mlp"](torch.ones(4, 8)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"step 0, .* call open_micro_batch\(\) before each"):
+        loop.method.on_gradients(0, loop.optimizer)
+
+
+SEVERAL = [
+    ("t_sr_ste", {"alpha": 0.1}),
+    ("sr_ste", {"alpha": 0.1, "decay_on": "weights"}),
+    ("step", {"min_fraction": 0.1, "max_fraction": 0.1}),
+    ("ast", {"alpha": 0.1, "ramp_steps": 0}),
+    ("slope", {"adapter_rank": 2}),
+]
+
+
+@pytest.mark.parametrize("make", ["optimizer", "fused"])
+@pytest.mark.parametrize(("name", "options"), SEVERAL)
+def test_two_optimizers_are_given_as_a_list(name, options, make):
+    """They then train as one does."""
+    if make == "fused" and name in ("ast", "step"):
+        return  # their own update rules
+    losses = []
+    for count in (1, 2):
+        loop = Loop(name, options)
+        new = loop.method.optimizer if make == "optimizer" else methods.FusedAdamW
+        parts = [[p for p in loop.model.parameters() if p.ndim > n] for n in (0, 1)]
+        weights = set(parts[1])
+        parts = [parts[0]] if count == 1 else [[p for p in parts[0] if p not in weights], parts[1]]
+        several = [new(part, lr=1e-2) for part in parts]
+        for step in range(4):
+            loop.method.on_step_begin(step)
+            losses.append(loop.forward())
+            losses[-1].backward()
+            loop.method.on_gradients(step, several if count == 2 else several[0])
+            for own in several:
+                own.step()
+                own.zero_grad()
+            loop.method.on_step_end(step)
+    assert losses[:4] == losses[4:]
+
+
+def test_muon_does_not_train_compressed_values():
+    loop = Loop("slope", {})
+    muon = torch.optim.Muon([p for p in loop.model.parameters() if p.ndim == 2])
+    rest = torch.optim.AdamW([p for p in loop.model.parameters() if p.ndim != 2])
+    with pytest.raises(ValueError, match=r"Muon would orthogonalise mlp\.0\.values, .* to AdamW$"):
+        loop.method.on_gradients(0, [muon, rest])
 
 
 ACTING = [

@@ -56,6 +56,7 @@ class Run:
         self.optimizer = make(self.model.parameters(), lr=1e-2, **settings)
 
     def gradients(self, step):
+        self.method.open_micro_batch()
         generator = torch.Generator().manual_seed(step)
         for parameter in self.model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
