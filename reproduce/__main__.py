@@ -53,9 +53,10 @@ python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
     run a block, many small trainings that test the papers' claims, on all GPUs;
     minutes: stop after this time; per_gpu: so many runs at once on each GPU.
     The blocks are in reproduce/blocks
-python -m reproduce claims
+python -m reproduce claims [N|all]
     judge the papers' claims by the runs of the blocks and the measured speeds;
-    print the verdicts and write them to runs/report
+    print the verdicts, or all about claim N or about every one; write them to
+    runs/report
 python -m reproduce report [figure=FILE]
     write one page with all results, runs/report/index.html, or, to FILE, only
     the main figure of the committed results as SVG
@@ -195,10 +196,10 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         return 0 if arguments else 2
     if arguments[0] == "run":
         return 0 if run(arguments[1:], runs) else 1
-    if arguments == ["claims"]:
+    if arguments[0] == "claims" and len(arguments) < 3:
         from reproduce import verdicts
 
-        verdicts.main(runs)
+        verdicts.main(runs, *arguments[1:])
         return 0
     if arguments[0] == "report":
         write_page(arguments[1:], runs)

@@ -1,13 +1,13 @@
 """Judges the papers' claims on quality by the records of the blocks' runs.
 
-The rules are in claims.yaml and were fixed before the runs that they judge. speed_claims.py judges
-claims on time and memory, and verdicts.py reports all verdicts.
+The rules are in claims.yaml. speed_claims.py judges claims on time and memory, and verdicts.py
+reports all verdicts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,9 +25,12 @@ from reproduce.records import Values
 
 FILE = Path(__file__).with_name("claims.yaml")
 EXPECTED = ("lower", "higher", "equal")
-KINDS = ("kernel", "step", "projected")
-CONFIRMED, REFUTED, INCONCLUSIVE = "confirmed", "refuted", "inconclusive"
-NOT_TESTED = "not tested"
+KINDS = ("kernel", "step", "projected", "counted")
+CONFIRMED, DIRECTION, INCONCLUSIVE = "confirmed", "direction only", "inconclusive"
+REFUTED, NOT_REPRODUCED, NOT_TESTED = "refuted", "not reproduced", "not tested"
+REGIME = "not in the paper's regime"  # why a contrast of such a claim is not tested
+# A claim, or a statement on several rows, has the first of these that one of its parts has.
+VERDICTS = (REFUTED, NOT_REPRODUCED, NOT_TESTED, INCONCLUSIVE, DIRECTION, CONFIRMED)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Contrast:
     arm, against: the difference is that of `arm` minus `against`. expect: its expected sign,
     `lower` or `higher`, or `equal` if it should lie within the margin. metric: what is compared, a
     dotted path into a record. margin_of: the block whose gap gives the margin, if it is not
-    `block`.
+    `block`. paper: the paper's values of the two, perplexities or accuracies. own_setting: the runs
+    are in the paper's setting, or in one that it says its claim holds for.
     """
 
     block: str
@@ -56,10 +60,23 @@ class Contrast:
     expect: str
     metric: str = "metrics.val_loss"
     margin_of: str | None = None
+    paper: list[float] = field(default_factory=list)
+    own_setting: bool = False
 
     def __post_init__(self) -> None:
         if self.expect not in EXPECTED:
             raise ValueError(f"expect={self.expect}; choose one of {', '.join(EXPECTED)}")
+        if len(self.paper) not in (0, 2):
+            raise ValueError(f"paper={self.paper}; it takes two values, of {self.arm} first")
+
+    @property
+    def published(self) -> float | None:
+        """The paper's effect in our unit: nats, the logarithm of the ratio of two perplexities, or
+        points of accuracy; None if it gives none."""
+        if not self.paper:
+            return None
+        own, other = self.paper
+        return math.log(own / other) if self.metric.endswith("val_loss") else own - other
 
 
 @dataclass(frozen=True)
@@ -69,7 +86,8 @@ class Speed:
     table, column: of reproduce/measured; the values are relative to dense. kind: what was timed,
     explained in claims.yaml. rows: how the labels of the judged rows end. than: how the labels of
     the rows end that these should be faster than, if the statement compares rows. less: the values
-    are bytes, where less is better.
+    are bytes, where less is better. left_out: rows that are shown and not judged, with the reason.
+    own_setting: as of `Contrast`.
     """
 
     table: str
@@ -78,6 +96,8 @@ class Speed:
     rows: str = ""
     than: str = ""
     less: bool = False
+    left_out: dict[str, str] = field(default_factory=dict)
+    own_setting: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -88,8 +108,9 @@ class Speed:
 class Claim:
     """One claim, judged by contrasts of runs or by measurements of time and memory.
 
-    says: the claim in words. number: the number that the paper gives. decides: an explanation of
-    the contrasts. settles: what would decide the claim if it is not confirmed.
+    says: the claim in words; short: in a few. number: what the paper measured. regime: why the
+    runs are not in the paper's regime, so that the claim is not tested whatever they show. note:
+    what else has to be known of the verdict. settles: what would decide the claim.
     """
 
     id: int
@@ -97,9 +118,11 @@ class Claim:
     says: str
     number: str
     contrasts: list[Contrast] = field(default_factory=list)
-    decides: str = ""
+    regime: str = ""
+    note: str = ""
     settles: str = ""
     measured: list[Speed] = field(default_factory=list)
+    short: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,11 +138,22 @@ class Released:
 
 
 @dataclass(frozen=True)
+class Diverged:
+    """A run that became unstable (`what` happened) but ended with a number, so that it counts."""
+
+    block: str
+    arm: str
+    seed: int
+    what: str
+
+
+@dataclass(frozen=True)
 class Claims:
     """All claims with the rules that they share.
 
     level: the significance level. seeds: the least number of seeds for a test. noise: half the
-    width of the interval that a single speed measurement is given, as a share of its value.
+    width of the interval that a single speed measurement is given, as a share of its value. rates:
+    what has to be known of the learning rate of an arm, by block and arm.
     """
 
     margin: Margin
@@ -128,6 +162,8 @@ class Claims:
     noise: float
     claims: list[Claim]
     released: list[Released] = field(default_factory=list)
+    diverged: list[Diverged] = field(default_factory=list)
+    rates: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.seeds < 2:
@@ -146,9 +182,11 @@ class Judged:
     """A contrast with its result.
 
     n: number of seeds. effect, interval: the mean paired difference and its 95 % interval. margin:
-    if `equal` is expected. p_expected, p_contrary: p-values of the expected result and of the
-    contrary, adjusted by Holm's method. by_seed: the paired differences. why: the reason why it was
-    not tested; effect and interval are then preliminary, or nan if the runs cannot be compared.
+    up to which the arms are equal; None without one. equal: they are, by TOST. p_expected,
+    p_contrary: p-values of the expected result and of the contrary, adjusted by Holm's method.
+    by_seed: the paired differences. why: the reason why it was not tested; effect and interval are
+    then preliminary, or nan if the runs cannot be compared. without: the result without a run that
+    diverged, if there was one.
     """
 
     contrast: Contrast
@@ -156,18 +194,21 @@ class Judged:
     effect: float = float("nan")
     interval: tuple[float, float] = (float("nan"), float("nan"))
     margin: float | None = None
+    equal: bool = False
     p_expected: float = float("nan")
     p_contrary: float = float("nan")
     verdict: str = NOT_TESTED
     why: str = ""
     by_seed: dict[int, float] = field(default_factory=dict)
+    without: Judged | None = None
 
     @property
     def more_seeds(self) -> bool:
         """True if it was tested and more seeds are needed by the rule: its interval is wider than
-        half of the effect, or of the margin if that is larger."""
+        half of the effect, or of the margin of an expected equality if that is larger."""
         low, high = self.interval
-        return not self.why and high - low > max(abs(self.effect), self.margin or 0.0) / 2
+        margin = self.margin if self.contrast.expect == "equal" else None
+        return not self.why and high - low > max(abs(self.effect), margin or 0.0) / 2
 
 
 def read_claims(path: Path = FILE) -> Claims:
@@ -199,8 +240,26 @@ def _paired(values: Values, block: str, arm: str, against: str, metric: str) -> 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
     """The contrasts of a claim with their verdicts; p-values are corrected by Holm's method for
-    their number."""
-    return _with_verdicts([_tested(claims, c, values) for c in claim.contrasts], claims.level)
+    their number. Those with a run that diverged have the result without it, too."""
+    found = _judged(claims, claim, values)
+    unstable, calm = {(d.block, d.arm, d.seed) for d in claims.diverged}, dict(values)
+    for c in claim.contrasts:
+        for key in ((c.block, c.arm), (c.block, c.against)):
+            calm[key] = {
+                seed: record
+                for seed, record in calm.get(key, {}).items()
+                if (*key, seed) not in unstable and math.isfinite(number(record, c.metric))
+            }
+    again = _judged(replace(claims, seeds=max(2, claims.seeds - 1)), claim, calm)
+    return [
+        replace(j, without=other) if 1 < other.n < j.n else j
+        for j, other in zip(found, again, strict=True)
+    ]
+
+
+def _judged(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
+    tested = [_tested(claims, c, values) for c in claim.contrasts]
+    return _with_verdicts(tested, claims.level, claim.regime)
 
 
 def _tested(claims: Claims, contrast: Contrast, values: Values) -> Judged:
@@ -215,11 +274,13 @@ def _tested(claims: Claims, contrast: Contrast, values: Values) -> Judged:
         judged = _with_effect(judged, by_seed)
     if why := _untestable(claims, c.arm, c.against, c.metric, paired) or other_data:
         return replace(judged, why=why)
+    equality = _tested_for_equality(claims, judged, values)
     if c.expect == "equal":
-        return _tested_for_equality(claims, judged, values)
+        return equality
     p = p_value(paired)
     as_expected = (judged.effect < 0) == (c.expect == "lower")
     expected, contrary = (p, 1.0) if as_expected else (1.0, p)
+    judged = replace(judged, margin=equality.margin, equal=equality.equal)
     return replace(judged, p_expected=expected, p_contrary=contrary)
 
 
@@ -247,10 +308,12 @@ def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judg
     ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
     above = p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
     below = p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
+    p = equivalence_p_value(paired, ends)
     return replace(
         _with_effect(judged, by_seed),
         margin=rule.share * abs(mean(gap)),
-        p_expected=equivalence_p_value(paired, ends),
+        equal=p < claims.level,
+        p_expected=p,
         p_contrary=min(1.0, 2 * min(above, below)),  # the difference may lie beyond either end
     )
 
@@ -285,27 +348,55 @@ def _on_other_data(values: Values, c: Contrast) -> str:
     return f"{c.arm} and {c.against} had different data at seeds {seeds}" if unequal else ""
 
 
-def _with_verdicts(contrasts: list[Judged], level: float) -> list[Judged]:
+def _with_verdicts(contrasts: list[Judged], level: float, regime: str) -> list[Judged]:
     """The contrasts with their corrected p-values and verdicts."""
     tested = [j for j in contrasts if not j.why]
     expected = iter(holm([j.p_expected for j in tested]))
     contrary = iter(holm([j.p_contrary for j in tested]))
     judged = []
     for j in contrasts:
-        if j.why:
-            judged.append(j)
-            continue
-        p, q = next(expected), next(contrary)
-        verdict = CONFIRMED if p < level else REFUTED if q < level else INCONCLUSIVE
-        judged.append(replace(j, p_expected=p, p_contrary=q, verdict=verdict))
+        if not j.why:
+            p, q = next(expected), next(contrary)
+            certain = 1 if p < level else -1 if q < level else 0
+            j = replace(j, p_expected=p, p_contrary=q)
+            j = replace(j, verdict=_verdict(j, certain)) if not regime else replace(j, why=REGIME)
+        judged.append(j)
     return judged
 
 
-def verdict(verdicts: Sequence[str]) -> str:
-    """The verdict on a claim from the verdicts on its parts: refuted if a part is refuted, else not
-    tested if a part is not, confirmed if all parts are, else inconclusive."""
-    if REFUTED in verdicts:
-        return REFUTED
-    if not verdicts or NOT_TESTED in verdicts:
-        return NOT_TESTED
-    return CONFIRMED if set(verdicts) == {CONFIRMED} else INCONCLUSIVE
+def _verdict(j: Judged, certain: int) -> str:
+    """The verdict on a contrast. certain: 1 if the expected result is, -1 if the contrary is."""
+    c = j.contrast
+    if c.expect == "equal":
+        return by_size(j.interval, None, certain, c.own_setting)
+    sign = -1 if c.expect == "lower" else 1
+    low, high = sorted(sign * end for end in j.interval)
+    half = None if c.published is None else sign * c.published / 2
+    found = by_size((low, high), half, certain, c.own_setting)
+    # What a paper calls a difference must not count as none.
+    return DIRECTION if found == CONFIRMED and j.equal else found
+
+
+def by_size(
+    interval: tuple[float, float], half: float | None, certain: int, own_setting: bool
+) -> str:
+    """The verdict on a difference, positive in the paper's direction.
+
+    Args:
+        interval: of our difference.
+        half: half of the paper's difference, or None if it gives none.
+        certain: 1 if the sign is certainly the paper's, -1 if it is the opposite, else 0.
+        own_setting: ours is the paper's own setting.
+    """
+    against = REFUTED if own_setting else NOT_REPRODUCED
+    if certain < 0:
+        return against
+    if half is not None and interval[1] < half:
+        return DIRECTION if certain else against
+    return CONFIRMED if certain and (half is None or interval[0] >= half) else INCONCLUSIVE
+
+
+def verdict(verdicts: Collection[str]) -> str:
+    """The verdict on a claim from those on its parts: the first of `VERDICTS` that is among them,
+    not tested without any."""
+    return next((word for word in VERDICTS if word in verdicts), NOT_TESTED)

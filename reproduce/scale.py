@@ -105,6 +105,12 @@ def _amount(count: int) -> str:
     return f"{count / 1e6:.4g}M" if count >= 1e6 else f"{count:,}"
 
 
+def model(runs: dict[int, dict[str, Any]]) -> str:
+    """The name of the model of an arm's runs."""
+    overrides = [o.partition("=") for run in runs.values() for o in run.get("overrides", [])]
+    return next((value for key, _, value in overrides if key == "model"), "?")
+
+
 def of_records(records: Iterable[dict[str, Any]]) -> str:
     """Model, length of training, data and seeds of runs, in words; "" without runs. Seeds at which
     runs started from different weights, because their first model was trained twice, are named."""
@@ -113,18 +119,18 @@ def of_records(records: Iterable[dict[str, Any]]) -> str:
     starts: dict[tuple[str, int], set[str]] = {}
     for record in records:
         chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
-        model = chosen.get("model", "?")
+        name = model({0: record})
         # A record counts what a model reads: of an image its patches and the class token.
-        unit = "tokens" if model.startswith(("gpt2", "bert", "hf")) else "image tokens"
+        unit = "tokens" if name.startswith(("gpt2", "bert", "hf")) else "image tokens"
         data = f"data={chosen['data']}" if "data" in chosen else "the default data"
         setting = {
-            "model": model,
+            "model": name,
             "length": f"{_amount(record['tokens'])} {unit}",
             "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
             "data": f"{data} ({record['corpus_hash'][:12]})",
         }
-        for name, text in setting.items():
-            texts.setdefault(name, {})[text] = None
+        for key, text in setting.items():
+            texts.setdefault(key, {})[text] = None
         seeds.add(record["seed"])
         if "source" in record:
             starts.setdefault((record["block"], record["seed"]), set()).add(str(record.get("init")))

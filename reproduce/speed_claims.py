@@ -13,15 +13,7 @@ from pathlib import Path
 
 from experiments.runs.stats import holm, mean, p_value, paired_interval
 from experiments.support.errors import UserError
-from reproduce.claims import (
-    CONFIRMED,
-    INCONCLUSIVE,
-    NOT_TESTED,
-    REFUTED,
-    Claims,
-    Speed,
-    verdict,
-)
+from reproduce.claims import NOT_TESTED, Claims, Speed, by_size, verdict
 from reproduce.paper_speeds import MEASURED
 from reproduce.reading import TABLES, read_table
 from reproduce.spec import Table
@@ -32,7 +24,7 @@ SHOWN = "shown, not judged"
 @dataclass(frozen=True)
 class Line:
     """One row of a measured table. paper: the paper's factor over dense, if it has one. ours: our
-    factor, the mean of n repeats, with its `interval`."""
+    factor, the mean of n repeats, with its `interval`. why: the reason why it is not judged."""
 
     label: str
     paper: float | None
@@ -40,6 +32,12 @@ class Line:
     n: int
     interval: tuple[float, float]
     verdict: str
+    why: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """Our gain as a fraction of the paper's, if that has one."""
+        return None if self.paper in (None, 1) else (self.ours - 1) / (self.paper - 1)
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measur
     if speed.than:
         lines, why = _faster(claims, speed, labels, paper, ours)
     else:
-        lines = [_gain(claims, speed, label, paper.get(label), ours[label]) for label in labels]
-        why = ""
+        lines, why = [_gain(claims, speed, x, paper.get(x), ours[x]) for x in labels], ""
     judged = [line.verdict for line in lines if line.verdict != SHOWN]
     result = verdict(judged) if judged else SHOWN
     return Measured(speed, result, lines, device, code, why)
@@ -84,18 +81,22 @@ def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measur
 def _gain(
     claims: Claims, speed: Speed, label: str, paper: float | None, repeats: dict[int, float]
 ) -> Line:
-    """The verdict on one row: our gain over dense is at least half of the paper's, or not."""
-    values = list(repeats.values())
+    """The verdict on one row by our gain over dense. A count has no error, however often it was
+    made."""
+    counted = speed.kind == "counted"
+    values = list(repeats.values())[: 1 if counted else None]
     ours, interval = mean(values), paired_interval(values)
-    if paper is None:
-        return Line(label, None, ours, len(values), interval, SHOWN)
-    low, high = interval
+    line = Line(label, paper, ours, len(values), interval, SHOWN, speed.left_out.get(label, ""))
+    if paper is None or line.why:
+        return line
     if len(values) == 1:
-        low, high = ours * (1 - claims.noise), ours * (1 + claims.noise)
-    least, most = (1 - high, 1 - low) if speed.less else (low - 1, high - 1)
-    half = (1 - paper if speed.less else paper - 1) / 2
-    result = CONFIRMED if least >= half else REFUTED if most < half else INCONCLUSIVE
-    return Line(label, paper, ours, len(values), interval, result)
+        noise = 0.0 if counted else claims.noise
+        interval = ours * (1 - noise), ours * (1 + noise)
+    sign = -1 if speed.less else 1
+    low, high = sorted(sign * (end - 1) for end in interval)
+    certain = (low > 0) - (high < 0)
+    half = sign * (paper - 1) / 2
+    return replace(line, verdict=by_size((low, high), half, certain, speed.own_setting))
 
 
 def _faster(
@@ -111,19 +112,25 @@ def _faster(
     for label in labels:
         other = label.removesuffix(speed.rows) + speed.than
         both = sorted(ours[label].keys() & ours.get(other, {}).keys())
-        logs.append([math.log(ours[label][seed] / ours[other][seed]) for seed in both])
+        log = [math.log(ours[label][seed] / ours[other][seed]) for seed in both]
         quotient = paper[label] / paper[other] if {label, other} <= paper.keys() else None
-        factor = math.exp(mean(logs[-1])) if both else math.nan
-        low, high = map(math.exp, paired_interval(logs[-1]))
-        lines.append(Line(label, quotient, factor, len(both), (low, high), NOT_TESTED))
+        factor = math.exp(mean(log)) if both else math.nan
+        low, high = map(math.exp, paired_interval(log))
+        why = speed.left_out.get(label, "")
+        first = SHOWN if why else NOT_TESTED
+        lines.append(Line(label, quotient, factor, len(both), (low, high), first, why))
+        logs += [] if why else [log]
     fewest = min(line.n for line in lines)
     if fewest < claims.seeds:
         return lines, f"{fewest} of {claims.seeds} repeats ({_command(speed)})"
-    judged = []
-    for line, p, log in zip(lines, holm([p_value(log) for log in logs]), logs, strict=True):
-        direction = CONFIRMED if mean(log) > 0 else REFUTED
-        judged.append(replace(line, verdict=direction if p < claims.level else INCONCLUSIVE))
-    return judged, ""
+    tests = iter(zip(holm([p_value(log) for log in logs]), logs, strict=True))
+    return [x if x.why else _ranked(claims, speed, x, *next(tests)) for x in lines], ""
+
+
+def _ranked(claims: Claims, speed: Speed, line: Line, p: float, log: list[float]) -> Line:
+    certain = 0 if p >= claims.level else 1 if mean(log) > 0 else -1
+    half = None if line.paper is None else math.log(line.paper) / 2
+    return replace(line, verdict=by_size(paired_interval(log), half, certain, speed.own_setting))
 
 
 # --- what was measured ---------------------------------------------------------------------------

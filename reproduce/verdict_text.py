@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from experiments.runs.stats import difference_form
 from reproduce import scale
-from reproduce.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTED, REFUTED
+from reproduce.claims import CONFIRMED, NOT_TESTED, VERDICTS
 from reproduce.speed_claims import SHOWN
 
 PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torchao": "torchao"}
+WIDTH = 80
 Json = dict[str, Any]  # claims.json, as `verdicts.content` gives it, or a part of it
 LEGEND = (
     "n is the number of seeds that both arms have, or of repeats of a measurement. Square brackets "
     "give the 95 % interval of the mean paired difference (Student's t). p is the p-value of the "
     "expected result or, where marked, of the contrary. It is adjusted for the number of contrasts "
     "in a claim (Holm's method), so a single interval can exclude 0 although the verdict is "
-    "inconclusive. More seeds are needed where an interval is wider than half of the effect (or of "
-    "the margin, if that is larger). Losses are in nats, flip rates are fractions of the mask per "
-    "step, accuracies in percentage points."
+    "inconclusive. g is the share of the cost of half the width: 0 is as good as dense, 1 as bad "
+    "as half the width. More seeds are needed where an interval is wider than half of the effect "
+    "(or of the margin of an expected equality, if that is larger). Losses are in nats, flip rates "
+    "are fractions of the mask per step, accuracies in percentage points."
 )
 
 
@@ -32,37 +35,66 @@ def table_name(name: str) -> str:
     return f"{PAPERS[paper]}, {kind} {number}" if paper in PAPERS else name
 
 
-def lines(judged: Json) -> list[str]:
-    """The lines about all claims that are printed on a terminal."""
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """The lines, broken where they are too long for a terminal; what follows is indented."""
     text = []
-    for claim in judged["claims"]:
-        word = ": ".join(filter(None, (claim["verdict"], claim["parts"])))
-        paper = PAPERS.get(claim["paper"], claim["paper"])
-        text.append(f"{claim['id']}. [{word}] {paper}: {claim['says']}")
-        text.append(f"   the paper: {claim['number']}")
-        if claim["at"]:
-            text.append(f"   {claim['at']}")
-        for contrast in claim["contrasts"]:
-            text += _contrast_lines(contrast)
-        for measured in claim["measured"]:
-            text += _measured_lines(measured)
-        if claim["settles"]:
-            text.append(f"   what would decide it: {claim['settles']}")
-    if judged["released"]:
-        text.append("Effects of defects in released code: with the defect minus without it.")
-    for released in judged["released"]:
-        text += _released_lines(released)
-    for gap in judged["blocks"]:
-        text.append(_gap_line(gap))
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        text += textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
     return text
 
 
+def worded(part: Json) -> str:
+    """The verdict on a claim or a part of it, with what it is restricted to."""
+    return f"{part['verdict']} {part['where']}".rstrip()
+
+
+def overview(judged: Json) -> list[str]:
+    """A line for each claim."""
+    lines = (
+        f"{c['id']:>2} {PAPERS.get(c['paper'], c['paper'])}, {c['short']}: {worded(c)}"
+        for c in judged["claims"]
+    )
+    return [
+        *lines,
+        "Verdicts hold for the models, texts and cards that were used.",
+        "All about one: python -m reproduce claims N; about every one: claims all",
+    ]
+
+
+def details(claim: Json) -> list[str]:
+    """The lines about one claim."""
+    parts = f" ({claim['parts']})" if claim["parts"] else ""
+    without = f"; {claim['without']}" if claim["without"] else ""
+    told = {
+        "verdict: ": f"{worded(claim)}{parts}{without}",
+        "the paper: ": claim["number"],
+        "": claim["at"],
+        "not in the paper's regime: ": claim["regime"],
+        "note: ": claim["note"],
+        "learning rates: ": "; ".join(f"{arm}: {what}" for arm, what in claim["rates"].items()),
+        "what would decide it: ": claim["settles"],
+    }
+    return [
+        f"{claim['id']}. {PAPERS.get(claim['paper'], claim['paper'])}: {claim['says']}",
+        *(f"  {name}{what}" for name, what in told.items() if what),
+        *(line for c in claim["contrasts"] for line in _contrast_lines(c)),
+        *(line for m in claim["measured"] for line in _measured_lines(m)),
+    ]
+
+
+def released_lines(judged: Json) -> list[str]:
+    """The lines on the defects of released code, and on what the blocks can tell apart."""
+    text = ["Effects of defects in released code: with the defect minus without it."]
+    for r in judged["released"]:
+        text += [f"  {_name(r)}: {r['why'] or _effect(r)}", f"    {r['defect']}"]
+    return [*text, *map(_gap_line, judged["blocks"])]
+
+
 def _name(c: Json) -> str:
-    return f"   {c['arm']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
-
-
-def _released_lines(r: Json) -> list[str]:
-    return [f"{_name(r)}: {r['why'] or _effect(r)}", f"      {r['defect']}"]
+    return f"{c['arm']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
 
 
 def _effect(c: Json) -> str:
@@ -71,26 +103,24 @@ def _effect(c: Json) -> str:
 
 
 def _contrast_lines(c: Json) -> list[str]:
-    name = _name(c)
-    if c["verdict"] == NOT_TESTED:
-        so_far = f": so far {_effect(c)}" if math.isfinite(c["effect"]) else ""
-        text = [f"{name}: not tested, {c['why']}{so_far}"]
-    else:
-        margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
-        text = [
-            f"{name}: {_effect(c)}, expected {c['expect']}{margin}, p = {p_value(c)}: "
-            f"{c['verdict']}"
-        ]
+    margin = "" if c["margin"] is None else f" within {c['margin']:.4f}"
+    equality = c["expect"] == "equal"
+    told = [worded(c), c["why"], f"equal{margin}" if c["equal"] and not equality else ""]
+    text = [f"  {_name(c)}: {'; '.join(filter(None, told))}"]
+    if math.isfinite(c["effect"]):
+        expected = f", expected {c['expect']}{margin if equality else ''}"
+        p = "" if c["why"] else f", p = {p_value(c)}"
+        text.append(f"    {_effect(c)}{expected}{p}{_paper(c)}")
+    if other := c["without"]:
+        start = f"    without seed {other['seed']}, which diverged: {worded(other)}"
+        text.append(f"{start}, {_effect(other)}")
     if c["by_seed"]:
         form = difference_form(c["effect"], c["low"], c["high"])
         seeds = ", ".join(f"{seed}: {one:{form}}" for seed, one in c["by_seed"].items())
-        more = "; more seeds are needed" if c["more_seeds"] else ""
-        text.append(f"      by seed: {seeds}{more}")
-    closed = [f"{arm} {_gap_closed(g, c['n'])}" for arm, g in c["gap_closed"].items()]
-    if closed:
-        text.append(
-            f"      g (0: as good as dense, 1: as bad as half the width): {'; '.join(closed)}"
-        )
+        text.append(f"    by seed: {seeds}{'; more seeds are needed' * c['more_seeds']}")
+    if c["gap_closed"]:
+        closed = (f"{arm} {_gap_closed(g, c['n'])}" for arm, g in c["gap_closed"].items())
+        text.append(f"    g: {'; '.join(closed)}")
     return text
 
 
@@ -101,6 +131,13 @@ def p_value(c: Json) -> str:
     return f"{contrary:.2g} (contrary)" if contrary < expected else f"{expected:.2g}"
 
 
+def _paper(c: Json) -> str:
+    """The paper's effect in our unit and ours as a fraction of it; "" if it gives none."""
+    if c["published"] is None:
+        return ""
+    return f"; the paper {c['published']:+.4f}, ours is {c['share']:.2f} times that"
+
+
 def _gap_closed(g: Json, n: int) -> str:
     """g with its interval, and its number of seeds if it is not n."""
     seeds = f" (n = {g['n']})" if g["n"] != n else ""
@@ -108,27 +145,27 @@ def _gap_closed(g: Json, n: int) -> str:
 
 
 def _measured_lines(m: Json) -> list[str]:
-    """A line on a statement on speed, then the rows that do not confirm it."""
-    name = f"   {statement(m)}"
-    if not m["lines"]:
-        return [f"{name}: not tested, {m['why']}"]
-    ours, papers, repeats = (
-        _range([line[key] for line in m["lines"] if line[key] is not None], form)
-        for key, form in (("ours", ".3f"), ("paper", ".3f"), ("n", "d"))
+    """Lines on a statement on speed, then the rows that do not confirm it."""
+    lines, reason = m["lines"], f"; {m['why']}" if m["why"] else ""
+    text = [f"  {statement(m)}: {worded(m)}{reason}"]
+    if not lines:
+        return text
+    n, ours, papers = (
+        _range([line[key] for line in lines if line[key] is not None], form)
+        for key, form in (("n", "d"), ("ours", ".3f"), ("paper", ".3f"))
     )
-    start = f"{name}: {ours}; the paper {papers or 'gives none'}; n = {repeats}"
-    if m["verdict"] == NOT_TESTED:
-        return [f"{start}: not tested, {m['why']}"]
-    if m["verdict"] == SHOWN:
-        return [f"{start}: {SHOWN}"]
-    device = m["device"].partition(",")[0]
-    text = [f"{start}; {agreement(m)}: {m['verdict']} on {device}"]
-    for verdict in (REFUTED, INCONCLUSIVE):
-        rows = [line for line in m["lines"] if line["verdict"] == verdict]
-        text += [f"      {verdict}: {_row(x)}" for x in sorted(rows, key=_share_of_paper)[:3]]
+    shares = _range([x["share"] for x in lines if x["share"] is not None and not x["why"]], ".2f")
+    counted = "counted" if m["kind"] == "counted" else f"n = {n}"
+    told = [agreement(m), f"{ours}, {counted}", f"the paper {papers or 'gives none'}"]
+    told += [f"ours is {shares} times its gain"] if shares else []
+    text.append(f"    {'; '.join(filter(None, told))}")
+    for verdict in VERDICTS:
+        rows = [x for x in lines if x["verdict"] == verdict != CONFIRMED and not m["why"]]
+        text += [f"    {verdict}: {_row(x)}" for x in sorted(rows, key=_share)[:3]]
         if len(rows) > 3:
-            text.append(f"      {verdict}: and {len(rows) - 3} more (claims.csv)")
-    return text
+            text.append(f"    {verdict}: and {len(rows) - 3} more (claims.csv)")
+    left_out = (x for x in lines if x["why"])
+    return [*text, *(f"    not judged: {_row(x)}: {x['why']}" for x in left_out)]
 
 
 def statement(m: Json) -> str:
@@ -141,7 +178,7 @@ def statement(m: Json) -> str:
 def agreement(m: Json) -> str:
     """The number of rows that confirm a statement on speed or memory; "" if no row is judged."""
     judged = [x["verdict"] for x in m["lines"] if x["verdict"] not in (SHOWN, NOT_TESTED)]
-    what = "faster" if m["than"] else "at least half of the paper's gain"
+    what = "at least half of the paper's gain"
     return f"{what} in {judged.count(CONFIRMED)} of {len(judged)} rows" if judged else ""
 
 
@@ -151,9 +188,9 @@ def _row(line: Json) -> str:
     return f"{line['label']}: {line['ours']:.3f}{interval}, the paper {paper}"
 
 
-def _share_of_paper(line: Json) -> float:
+def _share(line: Json) -> float:
     """Our factor over the paper's, by which rows are sorted."""
-    return line["ours"] / line["paper"] if line["paper"] else line["ours"]
+    return line["ours"] / line["paper"]
 
 
 def _range(values: Iterable[float], form: str) -> str:

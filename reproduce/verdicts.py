@@ -1,4 +1,4 @@
-"""Judges all claims, and prints and writes the verdicts: `python -m reproduce claims`.
+"""Judges all claims, and prints and writes the verdicts: `python -m reproduce claims [N|all]`.
 
 Writes to `runs/report`: `claims.json` with everything; `claims.csv` with a line for each contrast,
 each measured row and each defect of released code; and the curve of loss against mu for claim 2
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 
 from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import csv_text, write_json, write_text
+from experiments.support.errors import UserError
 from reproduce import decay_curve, scale
 from reproduce.blocks import EVIDENCE
 from reproduce.claims import (
-    INCONCLUSIVE,
+    CONFIRMED,
+    NOT_REPRODUCED,
     NOT_TESTED,
-    REFUTED,
     Claim,
     Claims,
     Judged,
@@ -35,7 +35,7 @@ from reproduce.claims import (
 from reproduce.paper_speeds import MEASURED
 from reproduce.records import Values, read_evidence
 from reproduce.speed_claims import SHOWN, Measured, judge_speed
-from reproduce.verdict_text import LEGEND, Json, lines
+from reproduce.verdict_text import LEGEND, Json, details, overview, released_lines, wrapped
 
 PRELIMINARY = 2  # least number of seeds for which g is shown with an effect that is not tested
 
@@ -72,30 +72,55 @@ def _metrics(claims: Claims) -> dict[str, str]:
 def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Json:
     contrasts = [_contrast(claims, j, values) for j in judge(claims, claim, values)]
     speeds = [_speed(judge_speed(claims, speed, measured)) for speed in claim.measured]
-    parts = [part["verdict"] for part in [*contrasts, *speeds] if part["verdict"] != SHOWN]
+    parts = [part for part in [*contrasts, *speeds] if part["verdict"] != SHOWN]
+    words = [part["verdict"] for part in parts]
+    lost = {c["without"]["seed"]: None for c in contrasts if c["without"]}
+    calm = [(c["without"] or c)["verdict"] for c in contrasts]
+    arms = {(c.block, arm): None for c in claim.contrasts for arm in (c.arm, c.against)}
     return {
         "id": claim.id,
         "paper": claim.paper,
+        "short": claim.short,
         "says": claim.says.strip(),
         "number": claim.number,
-        "verdict": verdict(parts),
-        "parts": _parts(parts),
+        "verdict": verdict(words),
+        "where": _where(claim, parts, verdict(words)),
+        "parts": _parts(words),
+        "without": f"without the run that diverged: {verdict(calm)}" if lost else "",
         "at": _at(claim, values, speeds),
-        "settles": claim.settles if {REFUTED, INCONCLUSIVE} & set(parts) else "",
-        "decides": claim.decides,
+        "regime": claim.regime,
+        "note": claim.note,
+        "rates": {
+            f"{arm} (block {block})": claims.rates[block][arm]
+            for block, arm in arms
+            if arm in claims.rates.get(block, {})
+        },
+        "settles": "" if verdict(words) == CONFIRMED else claim.settles,
         "contrasts": contrasts,
         "measured": speeds,
     }
 
 
+def _where(claim: Claim, parts: list[Json], verdict: str) -> str:
+    """What a verdict is restricted to: where a claim is not reproduced, such as "on NVIDIA H200",
+    or why it is not tested; else ""."""
+    if verdict == NOT_TESTED:
+        no_margin = any(part["why"].startswith("no margin") for part in parts)
+        return "in the paper's regime" if claim.regime else "(no margin)" if no_margin else ""
+    return " and ".join(dict.fromkeys(part["where"] for part in parts if part["where"]))
+
+
+def _here(verdict: str, place: str) -> str:
+    """The place, if a verdict is restricted to it; else ""."""
+    return place if verdict == NOT_REPRODUCED else ""
+
+
 def _parts(verdicts: list[str]) -> str:
-    """The verdicts on the tested parts of a claim of which other parts are not tested, in words; ""
-    if all parts or none are tested."""
-    if verdict(verdicts) != NOT_TESTED or set(verdicts) <= {NOT_TESTED}:
+    """How many parts of a claim have which verdict, in words; "" if all have the same."""
+    counts = Counter(verdicts)
+    if len(counts) < 2:
         return ""
-    tested = Counter(one for one in verdicts if one != NOT_TESTED)
-    counts = ", ".join(f"{count} {word}" for word, count in tested.items())
-    return f"{counts} of {len(verdicts)} parts"
+    return ", ".join(f"{count} {word}" for word, count in counts.most_common())
 
 
 def _at(claim: Claim, values: Values, speeds: list[Json]) -> str:
@@ -114,11 +139,20 @@ def _at(claim: Claim, values: Values, speeds: list[Json]) -> str:
 
 
 def _contrast(claims: Claims, judged: Judged, values: Values) -> Json:
-    content = {**dataclasses.asdict(judged.contrast), **dataclasses.asdict(judged)}
-    del content["contrast"]
-    content["more_seeds"] = judged.more_seeds
-    content["low"], content["high"] = content.pop("interval")
-    c, content["gap_closed"] = judged.contrast, {}
+    content = _interval({**dataclasses.asdict(judged.contrast), **dataclasses.asdict(judged)})
+    del content["contrast"], content["paper"]
+    c, other, content["gap_closed"] = judged.contrast, judged.without, {}
+    content["more_seeds"], content["published"] = judged.more_seeds, c.published
+    content["share"] = judged.effect / c.published if c.published else None
+    place = f"at {scale.model(values.get((c.block, c.arm), {}))}"
+    content["where"] = _here(judged.verdict, place)
+    if other is not None:
+        lost = judged.by_seed.keys() - other.by_seed.keys()
+        content["without"] = _interval(
+            {"seed": ", ".join(map(str, sorted(lost))), "effect": other.effect, "n": other.n}
+            | {"verdict": other.verdict, "where": _here(other.verdict, place)}
+            | {"why": other.why, "interval": other.interval}
+        )
     if c.metric == _metrics(claims)[c.block] and math.isfinite(judged.effect):
         seeds = PRELIMINARY if judged.why else claims.seeds
         for arm in (c.arm, c.against):
@@ -126,6 +160,11 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Json:
             if g is not None and arm != claims.margin.upper:  # whose g is 1 by definition
                 content["gap_closed"][arm] = dataclasses.asdict(g)
     return content
+
+
+def _interval(content: Json) -> Json:
+    low, high = content.pop("interval")
+    return content | {"low": low, "high": high}
 
 
 def _released(released: Released, values: Values) -> Json:
@@ -149,8 +188,10 @@ def _released(released: Released, values: Values) -> Json:
 def _speed(measured: Measured) -> Json:
     content = {**dataclasses.asdict(measured.speed), **dataclasses.asdict(measured)}
     del content["speed"]
-    for line in content["lines"]:
-        line["low"], line["high"] = line.pop("interval")
+    content["where"] = _here(measured.verdict, f"on {measured.device.partition(',')[0]}")
+    content["lines"] = [
+        _interval({**dataclasses.asdict(line), "share": line.share}) for line in measured.lines
+    ]
     return content
 
 
@@ -166,6 +207,7 @@ def table(judged: Json) -> list[Json]:
             row = {**of, "judged_by": f"block {c['block']}", "what": c["arm"]}
             row |= {key: c[key] for key in ("against", "metric", "expect", "n", "effect")}
             row |= {key: c[key] for key in ("low", "high", "margin", "p_expected", "p_contrary")}
+            row |= {key: c[key] for key in ("published", "share")}
             for arm, which in ((c["arm"], "g"), (c["against"], "g_against")):
                 g = c["gap_closed"].get(arm)
                 if g is not None:
@@ -176,8 +218,9 @@ def table(judged: Json) -> list[Json]:
             for line in m["lines"]:
                 row = {**of_table, "what": line["label"], "against": m["than"].strip(" /")}
                 row |= {"n": line["n"], "effect": line["ours"], "published": line["paper"]}
-                row |= {"low": line["low"], "high": line["high"], "device": m["device"]}
-                rows.append({**row, "verdict": line["verdict"], "why": m["why"]})
+                row |= {key: line[key] for key in ("low", "high", "share")}
+                why = line["why"] or m["why"]
+                rows.append({**row, "device": m["device"], "verdict": line["verdict"], "why": why})
     for r in judged["released"]:
         row = {"judged_by": f"block {r['block']}", "what": r["arm"], "verdict": "as released"}
         keys = ("against", "metric", "n", "effect", "low", "high", "why")
@@ -185,12 +228,25 @@ def table(judged: Json) -> list[Json]:
     return rows
 
 
-def main(runs: Path, report: Callable[[str], None] = print) -> None:
-    """Print and write the verdicts by the committed records and those of one's own runs."""
+def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> None:
+    """Print and write the verdicts by the committed records and those of one's own runs.
+
+    Args:
+        which: the number of a claim, to print all about it, or `all`; "" = a line for each.
+    Raises:
+        UserError: there is no such claim.
+    """
     claims = read_claims()
+    ids = [str(claim.id) for claim in claims.claims]
+    if which not in ("", "all", *ids):
+        raise UserError(f"no claim {which!r}; there are {ids[0]} to {ids[-1]}, and all")
     evidence = read_evidence(EVIDENCE, runs / "evidence", only=claims.blocks)
     values, judged = evidence.values, content(claims, evidence.values)
-    for line in [*textwrap.wrap(LEGEND, 90), *lines(judged), *evidence.warnings()]:
+    text = overview(judged) if not which else []
+    for claim in judged["claims"]:
+        text += details(claim) if which in ("all", str(claim["id"])) else []
+    text += released_lines(judged) if which == "all" else []
+    for line in wrapped([*text, *[LEGEND] * bool(which), *evidence.warnings()]):
         report(line)
     folder = runs / "report"
     write_json(folder / "claims.json", judged)

@@ -90,7 +90,7 @@ def in_turns(
 
     Each turn has its own random order, the same in every process. At the power limit the clock lags
     behind the load, so a call takes longer after a heavy one: in a fixed order the ratio of two
-    calls is wrong by up to 8 % (docs/speed.md).
+    calls is wrong by up to 8 % (docs/tables.md).
 
     Args:
         repeats: samples of each call, after a warm-up of one turn, or on a GPU of SUSTAINED_S

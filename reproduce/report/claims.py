@@ -12,7 +12,7 @@ from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
-from reproduce.verdict_text import LEGEND, PAPERS, Json, agreement, p_value, statement
+from reproduce.verdict_text import LEGEND, PAPERS, Json, agreement, p_value, statement, worded
 
 Arms = set[tuple[str, str]]  # block and arm
 
@@ -54,21 +54,25 @@ def section(judged: Json, arms: Arms, links: Links) -> Markup:
 
 def _entry(claim: Json) -> Markup:
     words = f"{PAPERS.get(claim['paper'], claim['paper'])}: {claim['says']}"
-    return text(badge(claim["verdict"]), " ", tag("a", words, href=f"#claim-{claim['id']}"))
+    link = tag("a", words, href=f"#claim-{claim['id']}")
+    return text(badge(claim["verdict"]), f" {claim['where']} ", link)
 
 
 def _claim(claim: Json, arms: Arms, links: Links) -> Markup:
     paper = PAPERS.get(claim["paper"], claim["paper"])
     heading = tag("h3", f"{claim['id']}. {paper}: {claim['says']}")
-    parts = f": {claim['parts']}," if claim["parts"] else ""
-    lines = [tag("p", badge(claim["verdict"]), f"{parts} {claim['at']}", class_="told")]
+    told = filter(None, (claim["where"], claim["parts"], claim["without"], claim["at"]))
+    lines = [tag("p", badge(claim["verdict"]), f" {'; '.join(told)}", class_="told")]
     lines.append(tag("p", tag("strong", "The paper: "), claim["number"]))
+    rates = "; ".join(f"{arm}: {what}" for arm, what in claim["rates"].items())
+    notes = {"Not in its regime": claim["regime"], "Note": claim["note"], "Learning rates": rates}
+    for name, what in notes.items():
+        if what:
+            lines.append(tag("p", tag("strong", f"{name}: "), what))
     if claim["contrasts"]:
         lines.append(_contrasts(claim, arms))
     for measured in claim["measured"]:
         lines.append(_measured(claim, measured, links))
-    if claim["decides"]:
-        lines.append(tag("p", claim["decides"]))
     if claim["settles"]:
         lines.append(tag("p", tag("strong", "What would decide it: "), claim["settles"]))
     return tag("article", heading, lines, id=f"claim-{claim['id']}", class_="claim")
@@ -82,16 +86,29 @@ def _contrasts(claim: Json, arms: Arms) -> Markup:
             f", {c['metric'].rpartition('.')[2]}, {html.unbroken('block ' + c['block'])}",
         ]
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
-        judgement = text(badge(c["verdict"]), f": {c['why']}" if c["why"] else "")
-        so_far = "so far " if c["why"] and math.isfinite(c["effect"]) else ""
+        equal = c["equal"] and c["expect"] != "equal"
+        told = [c["where"], c["why"], f"equal{within}" if equal else "", _without(c)]
+        judgement = text(badge(c["verdict"]), f" {'; '.join(filter(None, told))}")
+        within = within if c["expect"] == "equal" else ""
+        preliminary = c["why"] and not claim["regime"] and math.isfinite(c["effect"])
+        so_far = "so far " if preliminary else ""
         effect = so_far + signed(c["effect"], c["low"], c["high"])
         n = f"{c['n']}{' +' * c['more_seeds']}"
         p = "-" if c["why"] else p_value(c)
         expected = f"{c['expect']}{within}"
-        rows.append([name, judgement, effect, interval(c["low"], c["high"]), expected, n, p])
-    heads = ["contrast", "verdict", "effect", "95 % interval", "expected", "seeds", "p"]
-    drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 4))
+        ends, share = interval(c["low"], c["high"]), formatted(c["share"], ".2f")
+        published = "-" if c["published"] is None else signed(c["published"])
+        rows.append([name, judgement, effect, ends, published, share, expected, n, p])
+    heads = ["contrast", "verdict", "effect", "95 % interval", "the paper's", "ours / the paper's"]
+    heads += ["expected", "seeds", "p"]
+    drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 6))
     return text(drawn, _by_seed(claim))
+
+
+def _without(c: Json) -> str:
+    """The verdict without a run that diverged, in words; "" if none did."""
+    other = c["without"]
+    return f"without seed {other['seed']}, which diverged: {worded(other)}" if other else ""
 
 
 def _by_seed(claim: Json) -> Markup | None:
@@ -144,19 +161,20 @@ def _measured(claim: Json, measured: Json, links: Links) -> Markup:
     rows = [
         [
             line["label"],
-            badge(line["verdict"]),
+            text(badge(line["verdict"]), f": {line['why']}" if line["why"] else ""),
             formatted(line["paper"], ".3f"),
             formatted(line["ours"], ".3f"),
             interval(line["low"], line["high"], ".3f"),
-            line["n"],
+            formatted(line["share"], ".2f"),
+            "counted" if measured["kind"] == "counted" else line["n"],
         ]
         for line in measured["lines"]
     ]
-    heads = ["row", "verdict", "paper", "ours", "95 % interval", "n"]
+    heads = ["row", "verdict", "paper", "ours", "95 % interval", "gain / the paper's", "n"]
     files = sorted(MEASURED.glob(f"*/{measured['table']}-full*.csv"))
     where = [f"{measured['device']}; {measured['code']}: ", html.listed(map(links.to, files))]
     return html.details(
-        [badge(measured["verdict"]), f" {name}{count}"],
+        [badge(measured["verdict"]), f" {measured['where']} {name}{count}"],
         html.table(f"Claim {claim['id']}: {name}", heads, rows, words=(0, 1)) if rows else None,
         tag("p", where),
     )

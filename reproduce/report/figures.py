@@ -333,9 +333,17 @@ SHAPES: dict[str, Callable[[], Markup]] = {
         tag("circle", cx=8, cy=8, r=7, class_="full"),
         tag("path", d="M4.5 8.5l2.5 2.5 4.5-5.5", class_="sign"),
     ),
+    "direction only": lambda: text(
+        tag("circle", cx=8, cy=8, r=7, class_="full"),
+        tag("path", d="M8 12V4M5 7l3-3 3 3", class_="sign"),
+    ),
     "refuted": lambda: text(
         tag("path", d="M5 1h6l4 4v6l-4 4H5l-4-4V5z", class_="full"),
         tag("path", d="M5.2 5.2l5.6 5.6M10.8 5.2l-5.6 5.6", class_="sign"),
+    ),
+    "not reproduced": lambda: text(
+        tag("path", d="M5 1h6l4 4v6l-4 4H5l-4-4V5z", class_="full"),
+        tag("path", d="M4.5 8h7", class_="sign"),
     ),
     "inconclusive": lambda: text(
         tag("path", d="M8 .8L15.2 8 8 15.2.8 8z", class_="full"),

@@ -18,7 +18,8 @@ RECORDS = Path(bench.__file__).parents[1] / "bench_results"
 MEANS = {
     "kernel": "one layer or linear on its own, forward and backward",
     "step": "a training step of a whole model, with masks and packing",
-    "projected": "not a whole model: one timed layer represents it, or bytes are counted",
+    "projected": "not a whole model: one timed layer represents it",
+    "counted": "bytes, counted once",
 }
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
 SHORT = 8  # figures with at most so many rows are open at first

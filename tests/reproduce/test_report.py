@@ -186,7 +186,7 @@ def test_elements():
     assert tag("meta", name='"') == '<meta name="&quot;">'
     assert figures.badge("refuted").endswith("refuted</span>")
     shapes = {str(figures.SHAPES[verdict]()) for verdict in figures.SHAPES}
-    assert len(shapes) == 4  # told apart without colour
+    assert len(shapes) == 6  # told apart without colour
 
 
 def test_scale_and_ticks():

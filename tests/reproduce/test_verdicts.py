@@ -16,6 +16,7 @@ from reproduce.records import Evidence, StoredRecord
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
+SPEED = (4, 12, 14)  # claims that are judged by measurements
 MARGIN, LOSS = Margin(0.25, "dense", "half"), "metrics.val_loss"
 AT = "at this scale: gpt2_toy, 2M tokens, 2,000 tokens a step, data=words (abcdef012345), seeds "
 
@@ -49,6 +50,12 @@ def shifted(by, noise=NOISE):
 def of(*contrasts, **changed):
     claim = Claim(1, "fst", "it trains.", "1.0", [Contrast("a", *c) for c in contrasts])
     return Claims(MARGIN, 0.05, 5, 0.02, [replace(claim, settles="More of it.", **changed)])
+
+
+def shown_of(judged):
+    """Everything about all claims, as `claims all` prints it, before lines are broken."""
+    of_claims = [line for claim in judged["claims"] for line in verdict_text.details(claim)]
+    return of_claims + verdict_text.released_lines(judged)
 
 
 def test_the_gap_that_a_method_closes():
@@ -87,7 +94,7 @@ def test_whether_a_block_can_tell_arms_apart():
     assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
     assert found.other_ratio == pytest.approx(0.08 / (1.5 * spread))
     asked = of(("one", "dense", "lower"))
-    text = verdict_text.lines(verdicts.content(asked, arms))[-1]
+    text = shown_of(verdicts.content(asked, arms))[-1]
     low, high = paired_interval([0.08 + noise for noise in NOISE])
     assert (found.low, found.high) == pytest.approx((low, high))
     assert text.startswith(
@@ -96,7 +103,7 @@ def test_whether_a_block_can_tell_arms_apart():
     )
     assert "(n = 5 seeds); at least 5 are needed: met. It is " in text
     wide = values(dense=BASE, half=shifted(0.012))
-    assert verdict_text.lines(verdicts.content(asked, wide))[-1].endswith("needed: missed.")
+    assert shown_of(verdicts.content(asked, wide))[-1].endswith("needed: missed.")
     lower = values(dense=BASE, half=shifted(-0.08), one=shifted(0.01))
     assert scale.half_width_gap(lower, "a", LOSS, MARGIN).other_ratio == pytest.approx(
         0.08 / spread
@@ -136,46 +143,38 @@ def test_the_scale_of_runs():
 
 
 def test_what_a_terminal_shows():
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02), so_so=shifted(0.001))
-    shown = verdict_text.lines(verdicts.content(of(("it", "dense", "lower")), arms))
-    assert shown[:3] == ["1. [confirmed] FST: it trains.", "   the paper: 1.0",
-                         "   " + AT + "0, 1, 2, 3, 4"]  # fmt: skip
-    assert shown[3].startswith("   it - dense (val_loss, block a): -0.0200 [-0.0238, -0.0162], n =")
-    assert shown[3].endswith(": confirmed")
-    assert shown[4] == "      by seed: 0: -0.0200, 1: -0.0160, 2: -0.0230, 3: -0.0180, 4: -0.0230"
-    assert shown[5].startswith(
-        "      g (0: as good as dense, 1: as bad as half the width): it -0.25 [-0."
-    )
+    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.025), so_so=shifted(0.001))
+    shown = shown_of(verdicts.content(of(("it", "dense", "lower")), arms))
+    assert shown[:5] == ["1. FST: it trains.", "  verdict: confirmed", "  the paper: 1.0",
+                         "  " + AT + "0, 1, 2, 3, 4",
+                         "  it - dense (val_loss, block a): confirmed"]  # fmt: skip
+    assert shown[5].startswith("    -0.0250 [-0.0288, -0.0212], n = 5, expected lower, p = ")
+    assert shown[6] == "    by seed: 0: -0.0250, 1: -0.0210, 2: -0.0280, 3: -0.0230, 4: -0.0280"
+    assert shown[7].startswith("    g: it -0.31 [-0.")
     assert not any("would decide it" in line for line in shown)
     for arm in ("so_so", "half"):  # inconclusive and refuted
-        shown = verdict_text.lines(verdicts.content(of((arm, "dense", "lower")), arms))
-        assert "   what would decide it: More of it." in shown
+        shown = shown_of(verdicts.content(of((arm, "dense", "lower")), arms))
+        assert "  what would decide it: More of it." in shown
     # In part: one contrast is open, the claim is refuted by the other; and if one is not tested.
     for other in ("half", "not_run"):
         asked = of(("so_so", "dense", "lower"), (other, "dense", "lower"))
-        shown = verdict_text.lines(verdicts.content(asked, arms))
-        assert "   what would decide it: More of it." in shown
-    shown = verdict_text.lines(verdicts.content(of(("none", "dense", "lower")), arms))
-    assert (  # and no scale
-        shown[2]
-        == "   none - dense (val_loss, block a): not tested, 0 of 5 seeds of none and dense"
-    )
+        shown = shown_of(verdicts.content(asked, arms))
+        assert "  what would decide it: More of it." in shown
+    shown = shown_of(verdicts.content(of(("none", "dense", "lower")), arms))
+    why = "0 of 5 seeds of none and dense"  # and no scale
+    assert shown[1] == "  verdict: not tested"
+    assert shown[4] == f"  none - dense (val_loss, block a): not tested; {why}"
 
 
 def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
     arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3], near=shifted(0.0)[:1])
     found = verdicts.content(of(("it", "dense", "lower"), ("near", "dense", "lower")), arms)
-    shown = verdict_text.lines(found)
-    assert shown[0].startswith("1. [not tested] ")
-    assert shown[3].startswith(
-        "   it - dense (val_loss, block a): not tested, 3 of 5 seeds of it and dense: so far -0.0"
-    )
-    assert shown[3].endswith("], n = 3")
-    assert shown[4] == "      by seed: 0: -0.0200, 1: -0.0160, 2: -0.0230"
-    assert shown[5].startswith(
-        "      g (0: as good as dense, 1: as bad as half the width): it -0.2"
-    )
-    assert shown[6].endswith("not tested, 1 of 5 seeds of near and dense")
+    shown = shown_of(found)
+    assert shown[5] == "  it - dense (val_loss, block a): not tested; 3 of 5 seeds of it and dense"
+    assert shown[6].startswith("    -0.0") and shown[6].endswith("], n = 3, expected lower")
+    assert shown[7] == "    by seed: 0: -0.0200, 1: -0.0160, 2: -0.0230"
+    assert shown[8].startswith("    g: it -0.2")
+    assert shown[9].endswith("not tested; 1 of 5 seeds of near and dense")
     first, second = verdicts.table(found)
     two = verdicts.content(of(("two", "dense", "lower")), arms | values(two=shifted(-0.02)[:2]))
     assert [*two["claims"][0]["contrasts"][0]["gap_closed"]] == ["two"]
@@ -189,8 +188,8 @@ def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
     claims = verdicts.content(of(*contrasts), arms)["claims"]
     told = [(c["verdict"], verdict_text.p_value(c)) for c in claims[0]["contrasts"]]
     assert [(verdict, p.partition(" ")[2]) for verdict, p in told] == [
-        ("refuted", "(contrary)"),
-        ("refuted", "(contrary)"),
+        ("not reproduced", "(contrary)"),
+        ("not reproduced", "(contrary)"),
         ("confirmed", ""),
     ]
     assert all(float(p.split()[0]) < 0.05 for _, p in told)
@@ -206,7 +205,7 @@ def test_more_seeds_are_asked_for_where_the_interval_is_wide():
     assert [c["more_seeds"] for c in found["claims"][0]["contrasts"]] == [
         True, False, True, False, False
     ]  # fmt: skip
-    told = [line for line in verdict_text.lines(found) if line.startswith("      by seed: ")]
+    told = [line for line in shown_of(found) if line.startswith("    by seed: ")]
     assert told[0].endswith("-0.0130; more seeds are needed") and told[1].endswith("-0.0230")
 
 
@@ -223,9 +222,9 @@ def test_defects_are_told_without_a_verdict():
     arms = values(it=BASE, bad=shifted(0.02), blown=[*BASE[:4], float("nan")], new=BASE[:1])
     asked = [Released("a", arm, "it", f"what is {arm}") for arm in ("bad", "blown", "new", "none")]
     found = verdicts.content(replace(of(), claims=[], released=asked), arms)
-    shown = verdict_text.lines(found)
-    assert shown[1].startswith("   bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
-    assert shown[2] == "      what is bad"
+    shown = shown_of(found)
+    assert shown[1].startswith("  bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
+    assert shown[2] == "    what is bad"
     assert [line.rpartition(": ")[2] for line in shown[3::2]] == [
         "a run diverged", "n = 1", "n = 0"
     ]  # fmt: skip
@@ -287,24 +286,29 @@ def test_measurements_are_of_a_device(tmp_path):
     measurements(tmp_path, [1.5, 0.9, 0.95, 1.0, 1.1, 1.25])
     asked = of(measured=[Speed("slope_table1", "training", "kernel"),
                          Speed("slope_table1", "training", "step", rows="r0")])  # fmt: skip
-    shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
-    assert shown == [
-        "1. [refuted] FST: it trains.",
-        "   the paper: 1.0",
-        "   measured on NVIDIA Toy",
-        "   training (SLoPe, Table 1, kernel): 0.900 to 1.500; the paper 1.500; n = 1; at least "
-        "half of the paper's gain in 1 of 6 rows: refuted on NVIDIA Toy",
-        "      refuted: r1: 0.900, the paper 1.500",
-        "      refuted: r2: 0.950, the paper 1.500",
-        "      refuted: r3: 1.000, the paper 1.500",
-        "      refuted: and 1 more (claims.csv)",
-        "      inconclusive: r5: 1.250, the paper 1.500",
-        "   training (SLoPe, Table 1, step): 1.500; the paper 1.500; n = 1; at least half of "
-        "the paper's gain in 1 of 1 rows: confirmed on NVIDIA Toy",
-        "   what would decide it: More of it.",
+    shown = shown_of(verdicts.content(asked, {}, tmp_path))
+    assert shown[:-1] == [
+        "1. FST: it trains.",
+        "  verdict: not reproduced on NVIDIA Toy (1 not reproduced, 1 confirmed)",
+        "  the paper: 1.0",
+        "  measured on NVIDIA Toy",
+        "  what would decide it: More of it.",
+        "  training (SLoPe, Table 1, kernel): not reproduced on NVIDIA Toy",
+        "    at least half of the paper's gain in 1 of 6 rows; 0.900 to 1.500, n = 1; the paper "
+        "1.500; ours is -0.20 to 1.00 times its gain",
+        "    not reproduced: r1: 0.900, the paper 1.500",
+        "    not reproduced: r2: 0.950, the paper 1.500",
+        "    not reproduced: r3: 1.000, the paper 1.500",
+        "    inconclusive: r5: 1.250, the paper 1.500",
+        "    direction only: r4: 1.100, the paper 1.500",
+        "  training (SLoPe, Table 1, step): confirmed",
+        "    at least half of the paper's gain in 1 of 1 rows; 1.500, n = 1; the paper 1.500; ours "
+        "is 1.00 times its gain",
     ]
-    other = verdict_text.lines(verdicts.content(asked, {}, tmp_path / "none"))
-    assert other[2].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
+    lines = verdict_text.wrapped(shown)
+    assert max(map(len, lines)) <= 80 and " ".join(lines).split() == " ".join(shown).split()
+    other = shown_of(verdicts.content(asked, {}, tmp_path / "none"))
+    assert other[4].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
 
 
 def test_a_statement_without_a_published_value_decides_nothing(tmp_path):
@@ -322,11 +326,12 @@ def test_a_claim_that_is_tested_in_part_says_so(tmp_path):
     measurements(tmp_path, [1.5, 0.9])
     gain = Speed("slope_table1", "training", "kernel", rows="r0")
     asked = of(measured=[gain, replace(gain, than="r1")])
-    shown = verdict_text.lines(verdicts.content(asked, {}, tmp_path))
-    assert shown[0] == "1. [not tested: 1 confirmed of 2 parts] FST: it trains."
-    assert "   training, times as fast as r1 (SLoPe, Table 1, kernel): 1.667;" in shown[4]
+    shown = shown_of(verdicts.content(asked, {}, tmp_path))
+    assert shown[1] == "  verdict: not tested (1 confirmed, 1 not tested)"
+    assert shown[7].startswith("  training, times as fast as r1 (SLoPe, Table 1, kernel): not tes")
+    assert shown[8] == "    1.667, n = 1; the paper 1.000"
     memory = verdicts.content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
-    assert "   memory of training (SLoPe, Table 1, kernel): 1.500;" in verdict_text.lines(memory)[3]
+    assert "  memory of training (SLoPe, Table 1, kernel): not " in shown_of(memory)[5]
 
 
 def test_the_rows_of_the_csv_file(tmp_path):
@@ -342,7 +347,7 @@ def test_the_rows_of_the_csv_file(tmp_path):
     t_test = ttest_1samp([n - 0.04 for n in NOISE], 0.0)
     low, high = t_test.confidence_interval(0.95)
     ends = {"low": pytest.approx(low), "high": pytest.approx(high)}
-    claim = {"claim": 1, "paper": "fst", "claim_verdict": "refuted"}
+    claim = {"claim": 1, "paper": "fst", "claim_verdict": "not reproduced"}
     runs = {"judged_by": "block a", "what": "it", "against": "that", "metric": LOSS, "n": 5,
             "effect": pytest.approx(-0.04), "why": "", **ends}  # fmt: skip
     # `that` is 0.02 above dense, and the gap 0.08, at every seed.
@@ -350,17 +355,18 @@ def test_the_rows_of_the_csv_file(tmp_path):
          for end, own in (("", -0.04), ("_low", low), ("_high", high))}  # fmt: skip
     g_against = {f"g_against{end}": pytest.approx(0.25) for end in ("", "_low", "_high")}
     assert lower == {
-        **claim, **runs, **g, **g_against, "expect": "lower", "margin": None, "p_contrary": 1.0,
+        **claim, **runs, **g, **g_against, "expect": "lower", "p_contrary": 1.0, "share": None,
+        "margin": pytest.approx(0.02), "published": None,
         "p_expected": pytest.approx(2 * t_test.pvalue), "verdict": "confirmed",
     }  # fmt: skip
     beyond = ttest_1samp([n - 0.04 for n in NOISE], -0.02)
-    assert equal["margin"] == pytest.approx(0.02) and equal["verdict"] == "refuted"
+    assert equal["margin"] == pytest.approx(0.02) and equal["verdict"] == "not reproduced"
     assert equal["p_contrary"] == pytest.approx(2 * beyond.pvalue)  # two contrasts: Holm
     none = pytest.approx(math.nan, nan_ok=True)
     assert speed == {
         **claim, "judged_by": "slope_table1", "metric": "training", "kind": "kernel", "what": "r0",
-        "against": "", "n": 1, "effect": 1.5, "published": 1.5, "low": none, "high": none,
-        "device": "NVIDIA Toy", "verdict": "confirmed", "why": "",
+        "against": "", "n": 1, "effect": 1.5, "published": 1.5, "share": 1.0, "low": none,
+        "high": none, "device": "NVIDIA Toy", "verdict": "confirmed", "why": "",
     }  # fmt: skip
     assert defect == {**runs, "verdict": "as released"}
 
@@ -381,7 +387,7 @@ def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verdicts, "read_claims", lambda: asked)
     drawn = []
     monkeypatch.setattr(decay_curve, "write", lambda values, stem: drawn.append(stem) or True)
-    assert main(["claims"], runs=tmp_path) == 0
+    assert main(["claims", "1"], runs=tmp_path) == 0
     assert drawn == [tmp_path / "report" / "claim2_mu"]
     files = "claims.json, claims.csv, claim2_mu.csv, claim2_mu.png"
     assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'report'}/{files}\n")
@@ -416,11 +422,19 @@ def test_the_command_prints_a_verdict_for_each(tmp_path, capsys, monkeypatch):
     write_json(tmp_path / "evidence" / "a" / "gone-seed0.json", gone | {"config_hash": "0"})
     assert main(["claims"], runs=tmp_path) == 0
     out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[:14])) <= 80
     # Those of speed have measurements.
-    for number in {*range(1, 15)} - {4, 12, 14}:
-        assert f"\n{number}. [not tested] " in f"\n{out}"
-    assert "0 of 5 seeds of fst and dense" in out
-    assert "\nleft out: block a, gone, seeds 0: no block has such a run (" in out
+    for number, line in enumerate(out.splitlines()[:14], 1):
+        assert line.startswith(f"{number:2} ") and ("not tested" in line) == (number not in SPEED)
+    for which, expected in (("8", "8. AST: "), ("all", "14. torchao: ")):
+        assert main(["claims", which], runs=tmp_path) == 0
+        told = capsys.readouterr().out
+        assert f"\n{expected}" in f"\n{told}" and (which == "all") == ("\n9. AST" in told)
+        assert max(len(line) for line in told.splitlines() if str(tmp_path) not in line) <= 80
+        assert told.find("Student's t") > told.find("what would decide it") > 0
+    assert main(["claims", "15"], runs=tmp_path) == 1
+    assert capsys.readouterr().err == "error: no claim '15'; there are 1 to 14, and all\n"
+    assert "left out: block a, gone, seeds 0: no block has such a run (" in " ".join(out.split())
 
 
 # ------------------------------------------------------------------------------ loss against mu
