@@ -20,6 +20,7 @@ from typing import Any
 from experiments.config.run import RunConfig, digest
 from experiments.support.checkpoint import METRICS, is_count, lacks, read_sealed, write_sealed
 from experiments.support.errors import UserError
+from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job
 from reproduce.reading import build, errors_in, read_keys
@@ -183,10 +184,22 @@ class BlockRun:
                     return record
         return None
 
+    def result(self) -> dict[str, Any] | None:
+        """The content of its `result.json`, also if it diverged, which is a result of a block; None
+        if it has not ended."""
+        found = self.job.result()
+        try:
+            if found is None and (config := self.job.config) is not None:
+                lost = read(config.directory(), {"metrics": dict}, config.digest(), diverged=True)
+                found = lost if divergence(lost) else None
+        except UserError:  # there is none, or the config is refused, of which its job tells
+            pass
+        return found
+
     def keep(self, folder: Path) -> dict[str, Any] | None:
-        """Write the record of the finished run into a folder of records and return it; None if the
-        run is not finished."""
-        result = self.job.result()
+        """Write the record of the run into a folder of records and return it; None if the run has
+        not ended."""
+        result = self.result()
         if result is None:
             return None
         log = read_metrics(self.job.config.directory() / "metrics.jsonl")

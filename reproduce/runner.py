@@ -177,7 +177,7 @@ class Queue:
         """Keep the records of trainings that have ended, and report them."""
         for place in [p for p, w in self.working.items() if w.process.ended()]:
             worker = self.working.pop(place)
-            result = worker.runs[0].job.result()
+            result = worker.runs[0].result()
             if result is not None and all(map(self._ended, worker.runs)):
                 self._succeeded(worker, result)
             elif _is_held(worker.runs):
@@ -220,7 +220,7 @@ class Queue:
     def _ended(self, run: BlockRun) -> bool:
         """True if a run is finished and its weights are here. Its record is saved, unless there is
         one already (for a source that was made again)."""
-        if run.job.result() is None:
+        if run.result() is None:
             return False
         return (run.record(self.committed, self.kept) or run.keep(self.kept)) is not None
 

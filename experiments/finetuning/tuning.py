@@ -26,9 +26,10 @@ from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality
 from experiments.training.blocks import recompute
+from experiments.training.delivery import save_model
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
-from experiments.training.pretraining import process_settings, save_model
+from experiments.training.pretraining import process_settings
 from experiments.training.sharding import Shards, accelerate, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers
 from experiments.training.trainer import Trainer

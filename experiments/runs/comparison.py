@@ -72,7 +72,7 @@ def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
     runs, unfinished = [], []
     for directory in map(_shown, directories):
         try:
-            result = read_training(directory)
+            result = read_training(directory, diverged=True)
             check_shape(directory, result, _SHAPE)
             runs.append(FinishedRun(directory, result))
         except NoResult as reason:

@@ -21,8 +21,7 @@ from models.sparse import RECORD
 SCHEMA = 1
 FILE = "result.json"
 
-# Entries that results have, with their kinds; all but the first two may be missing.
-_KINDS: dict[str, Any] = {"schema": int, "config_hash": str}
+# Kinds of entries that not every result has.
 _IF_THERE = {"metrics": METRICS, "seed": is_count, "steps": is_count, "tokens": is_count}
 MOST_LISTED = 50  # finished runs
 # Entries of a training's result that fine-tuning, evaluation and export need, for checkpoint.lacks.
@@ -43,8 +42,8 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
 class NoResult(UserError):
     """There is no usable result; the message says why in one line.
 
-    why: `missing`, `unfinished` (begun but not ended), `other` (of another config, schema or kind
-    of run) or `damaged`.
+    why: `missing`, `unfinished` (begun but not ended), `diverged`, `other` (of another config,
+    schema or kind of run) or `damaged`.
     """
 
     def __init__(self, why: str, message: str, choices: Sequence[str] = ()) -> None:
@@ -52,11 +51,18 @@ class NoResult(UserError):
         self.why = why
 
 
-def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None) -> dict[str, Any]:
+def read(
+    directory: Path,
+    shape: dict[str, Any],
+    config_hash: str | None = None,
+    *,
+    diverged: bool = False,
+) -> dict[str, Any]:
     """The content of `result.json` in `directory`.
 
     shape: the entries that it must have (`checkpoint.lacks`).
     config_hash: the hash of the config that it must belong to, if given.
+    diverged: read the result of a training that diverged, too.
 
     Raises:
         NoResult: there is none, or it is damaged or belongs to another config.
@@ -78,12 +84,29 @@ def read(directory: Path, shape: dict[str, Any], config_hash: str | None = None)
         ) from error
     except (OSError, ValueError) as error:
         raise _damaged(directory, str(error)) from error
-    check_shape(directory, result, _KINDS)
-    check_shape(directory, result, {k: v for k, v in _IF_THERE.items() if k in result})
-    if result["schema"] != SCHEMA or config_hash not in (None, result["config_hash"]):
-        raise NoResult("other", f"{path} is of another config or version; remove it and run again")
+    check_shape(directory, result, {"schema": int})
+    if result["schema"] != SCHEMA:
+        raise NoResult(
+            "other",
+            f"{path} has schema {result['schema']}, this version of the code reads {SCHEMA}; read "
+            f"it with the version that wrote it, or move {directory} away to run again",
+        )
+    there = {key: kind for key, kind in _IF_THERE.items() if key in result}
+    check_shape(directory, result, {"config_hash": str, **there})
+    if config_hash not in (None, result["config_hash"]):
+        raise NoResult("other", f"{path} is of another config; move {directory} away to run again")
+    if (why := divergence(result)) and not diverged:
+        raise NoResult(
+            "diverged", f"{directory} diverged ({why}); train with a lower train.learning_rate"
+        )
     check_shape(directory, result, shape)
     return result
+
+
+def divergence(result: dict[str, Any]) -> str | None:
+    """Why the training of a result diverged, so that it has no loss; None if it did not."""
+    lost = result.get("metrics", {}).get("val_loss", 0.0) is None
+    return str(result.get("diverged", "its val_loss is not finite")) if lost else None
 
 
 def check_shape(directory: Path, result: Any, shape: dict[str, Any]) -> None:
@@ -100,28 +123,28 @@ def _damaged(directory: Path, how: str) -> NoResult:
 def read_finished(
     directory: Path, config_hash: str, shape: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """`read` for a run that may not have been made yet: None if it has no result.
+    """`read` for a run that may not have been made yet: None if it has no result or diverged.
 
     Raises:
-        NoResult: the result is damaged.
+        NoResult: the result is damaged, or of another config or schema, and must not be lost.
     """
     try:
         return read(directory, shape, config_hash)
     except NoResult as reason:
-        if reason.why == "damaged":
+        if reason.why in ("damaged", "other"):
             raise
         return None
 
 
-def read_training(directory: Path) -> dict[str, Any]:
-    """`read` for the result of a training.
+def read_training(directory: Path, *, diverged: bool = False) -> dict[str, Any]:
+    """`read` for the result of a training. diverged: also that of one that diverged.
 
     Raises:
         NoResult: there is none (finished trainings below the folder are listed), it is not the
             result of a training, or it is damaged.
     """
     try:
-        result = read(directory, {"config": dict})
+        result = read(directory, {"config": dict}, diverged=diverged)
     except NoResult as reason:
         if reason.why == "missing" and (below := runs_below(directory)):
             raise NoResult(
@@ -144,7 +167,7 @@ def runs_below(directory: Path) -> list[str]:
     lines = []
     for path in sorted(p for depth in ("*", "*/*", "*/*/*") for p in directory.glob(depth)):
         try:
-            result = read(path, shape)
+            result = read(path, shape, diverged=True)
         except NoResult:  # an evaluation, say
             continue
         if "val_loss" not in result["metrics"]:

@@ -43,6 +43,14 @@ class NonFiniteGradient(Exception):
         self.loss = loss
 
 
+class Diverged(UserError):
+    """The training has come to nothing. reason: why; the message adds what to do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
+
+
 def micro_batch_size(
     train: TrainConfig, micro_batch: int | None, ranks: int, quantizes: bool = False
 ) -> int:
@@ -192,7 +200,7 @@ class Optimization:
             finite, the loss scaler has skipped the step.
         Raises:
             NonFiniteGradient: the gradient is not finite, and there is no loss scaler.
-            UserError: the loss scaler has skipped too many steps in a row.
+            Diverged: the loss scaler has skipped too many steps in a row.
         """
         rate = learning_rate(self.train, step)
         for group in self.optimizer.param_groups:
@@ -256,10 +264,14 @@ class Optimization:
         self.skipped += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise UserError(
-                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {step}, at any"
-                f" loss scale; lower {self.group}.learning_rate, or train in bf16 or fp32"
+            raise self.diverged(
+                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {step}, at any loss"
+                " scale"
             )
+
+    def diverged(self, reason: str) -> Diverged:
+        others = " or ".join(dtype for dtype in ("bf16", "fp32") if dtype != self.train.dtype)
+        return Diverged(reason, f"lower {self.group}.learning_rate, or train in {others}")
 
     def to_device(self, batch: Batch) -> Batch:
         return {name: send(value, self.device) for name, value in batch.items()}

@@ -7,16 +7,15 @@ The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it r
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
+import math
 import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,16 +33,22 @@ from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality, speed
 from experiments.training.blocks import recompute
+from experiments.training.delivery import (
+    deliverable,
+    finalized_averages,
+    keep_tokenizer,
+    latent_state,
+    save_model,
+)
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
-from experiments.training.optimization import DTYPES, micro_batch_size
+from experiments.training.optimization import DTYPES, Diverged, micro_batch_size
 from experiments.training.sharding import Shards, accelerate, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers, read_metrics
 from experiments.training.trainer import Trainer
 from methods import Method, Report
 from methods.nn.ranks import alone
 from models.base import Model
-from models.dino import DINO
 
 _SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
 CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the statistics
@@ -141,7 +146,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
             if here.is_main:
-                # A result that is still here is damaged or of other initial weights.
+                # A result that is still here diverged, or its weights are damaged or began with
+                # other ones.
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
@@ -221,16 +227,70 @@ def _train(
     init: dict[str, str] | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
+    """Train and write the result, also if the training diverges, before that error is raised."""
     started = time.time()
+
+    def facts(means: dict[str, float], flip_rate: float) -> dict[str, Any]:
+        source = held_out.source
+        samples = int(config.train.samples_before[trainer.step])
+        return {
+            "config_hash": config.digest(),
+            "config": config.as_dict(),
+            "command": config.command,
+            "init": init,
+            "corpus_hash": source.fingerprint,
+            "corpus": source.describe(),
+            "seed": config.seed,
+            "tier": config.tier,
+            "steps": trainer.step,
+            "samples": samples,
+            "tokens": samples * source.tokens_per_sample,
+            "metrics": {
+                **means,
+                "eval_samples": held_out.samples,
+                "flip_rate": flip_rate,
+                "skipped_steps": trainer.optimization.skipped,
+            },
+            "notes": notes(config, source),
+            "backend": backend.resolve(trainer.world.device),
+            "cuda_graphs": trainer.graphed,
+            "world_size": trainer.world.size,
+            "train_seconds": trainer.seconds,
+            "started": started,
+            "ended": time.time(),
+        }
+
+    try:
+        return _finish(trainer, shards, held_out.source, converted, facts, report)
+    except Diverged as error:
+        lost = {
+            "diverged": error.reason,
+            **facts({"val_loss": math.nan}, math.nan),
+            "converted": list(converted.names),
+            "sparsity": None,
+            "step_seconds": trainer.seconds / max(1, trainer.step),
+        }
+        trainer.world.of_main(lambda: results.write_result(trainer.directory, lost))
+        raise
+
+
+def _finish(
+    trainer: Trainer,
+    shards: Shards | None,
+    source: Source,
+    converted: Report,
+    facts: Callable[[dict[str, float], float], dict[str, Any]],
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train, finalize and deliver. facts: makes the result's entries from losses and flip rate."""
     here, model = trainer.world, trainer.model
-    source = held_out.source
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     layers = trainer.method.sparse_layers
     products = {name: dataclasses.asdict(layer.accelerated) for name, layer in layers.items()}
     trainer.fit()
     last = trainer.method.metrics()
-    averaged, means = _finalized_averages(trainer, shards), trainer.evaluate_averages()
+    averaged, means = finalized_averages(trainer, shards), trainer.evaluate_averages()
     # The files are written from whole weights, which only rank 0 has if they are sharded.
     whole = (model, trainer.method) if shards is None else shards.whole()
     latent = {} if whole is None else latent_state(whole[1])
@@ -240,40 +300,18 @@ def _train(
         shards.finalize()
     means = trainer.evaluate_weights() | means
     trainer.log_last(means)
+    if not math.isfinite(means.get("val_loss", 0.0)):
+        raise trainer.optimization.diverged(f"val_loss is {means['val_loss']} after the last step")
     if shards is not None and whole is not None:
         whole[1].finalize(whole[0])
     plain, names = deliverable(model if whole is None else whole[0], converted.names)
     patterns = {new: trainer.method.pattern(old) for new, old in names.items()}
     sparsity = None if whole is None else legality.total(legality.measure(plain, patterns))
-    samples = int(config.train.samples_before[trainer.step])
-    result: dict[str, Any] = {
-        "config_hash": config.digest(),
-        "config": config.as_dict(),
-        "command": config.command,
-        "init": init,
-        "corpus_hash": source.fingerprint,
-        "corpus": source.describe(),
-        "seed": config.seed,
-        "tier": config.tier,
-        "steps": trainer.step,
-        "samples": samples,
-        "tokens": samples * source.tokens_per_sample,
-        "metrics": {
-            **means,
-            "eval_samples": held_out.samples,
-            "flip_rate": last["flip_rate"],
-            "skipped_steps": trainer.optimization.skipped,
-        },
-        "notes": notes(config, source),
+    result = {
+        **facts(means, last["flip_rate"]),
         "sparsity": sparsity if shards is None else here.all(sparsity)[0],
         "converted": list(names),
-        "backend": backend.resolve(here.device),
         "matmul": products,
-        "cuda_graphs": trainer.graphed,
-        "world_size": here.size,
-        "train_seconds": trainer.seconds,
-        "started": started,
-        "ended": time.time(),
     }
     kept = {
         f"{new}.{key}": value
@@ -327,54 +365,6 @@ def _delivered(
     return result
 
 
-def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:
-    """Copy the tokenizer's file, if there is one, from the folder `source` into the run's, because
-    the corpus may later be prepared again from another text; return the names of copied files.
-    corpus: its manifest.
-    """
-    name = corpus.get("tokenizer", {}).get("file")
-    if name is None:
-        return []
-    content = (source / name).read_bytes()
-    checkpoint.write_atomic(directory / name, lambda path: path.write_bytes(content))
-    return [name]
-
-
-def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
-    """The layers' state that `finalize` discards, by layer: dense weights, masks, scales."""
-    return {
-        name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
-        for name, layer in method.sparse_layers.items()
-    }
-
-
-def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, str]]:
-    """The plain model that a run delivers, and its converted linears as a dict from the name there
-    to the name in `model`. For DINO it is the teacher's backbone, otherwise the model itself.
-    """
-    plain = model.backbone() if isinstance(model, DINO) else model
-    inside = {id(module): name for name, module in plain.named_modules()}
-    modules = {name: model.get_submodule(name) for name in names}
-    return plain, {inside[id(m)]: name for name, m in modules.items() if id(m) in inside}
-
-
-def _finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | None:
-    """A plain copy of the model with the averaged weights, finalized like the model itself; if it
-    is sharded, only on rank 0."""
-    if not trainer.averages:
-        return None
-    with trainer.averaged():
-        if shards is None:
-            copied: Any = copy.deepcopy((trainer.model, trainer.method))
-        else:
-            copied = shards.whole()
-    if copied is None:
-        return None
-    model, method = copied
-    method.finalize(model)
-    return deliverable(model, ())[0]
-
-
 @contextmanager
 def process_settings(impl: ImplConfig) -> Iterator[None]:
     """A context with the run's threads, backend and determinism; afterwards these are restored."""
@@ -397,9 +387,3 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
-
-
-def save_model(model: nn.Module, path: Path) -> list[str]:
-    """Write all parameters as safetensors, tied ones under their first name, and return the names
-    of the files (support/tensor_files.py)."""
-    return tensor_files.save(dict(model.named_parameters()), path)

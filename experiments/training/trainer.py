@@ -26,6 +26,7 @@ from experiments.training.descent import Descent
 from experiments.training.distributed import World
 from experiments.training.graphs import choose
 from experiments.training.optimization import (
+    Diverged,
     NonFiniteGradient,
     Optimization,
     generators,
@@ -121,7 +122,11 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def fit(self) -> None:
-        """Train from the present state to the last step."""
+        """Train from the present state to the last step.
+
+        Raises:
+            Diverged: most steps were skipped, or a gradient is not finite.
+        """
         main = self.world.is_main
         if main:
             self.log = MetricsLog(self.directory, self.lines, self.loggers, self.config)
@@ -154,6 +159,12 @@ class Trainer:
                     self.saver.wait()
                     raise stop.kind
             self.saver.wait()
+        skipped = self.optimization.skipped
+        if 2 * skipped > self.step:
+            raise self.optimization.diverged(
+                f"{skipped} of {self.step} steps were skipped, because their gradients were not "
+                "finite at the loss scale"
+            )
         if self.optimization.replays is not None:
             self.optimization.replays.forget()  # later work may need their memory
         self._join_skipped()
@@ -323,10 +334,11 @@ class Trainer:
         # This step has not changed the weights yet, so they are the last good ones.
         self.save(before)
         self.saver.wait()
-        raise UserError(
-            f"the gradient of step {self.step} is not finite (loss {loss:.4g}); the state before "
-            f"it is saved in {self.checkpoints}. Start anew with a lower {self.group}.learning_rate"
-            f"{'' if self.train.dtype == 'fp32' else f', or with {self.group}.dtype=fp32'}"
+        raise Diverged(
+            f"the gradient of step {self.step} is not finite (loss {loss:.4g})",
+            f"the state before it is saved in {self.checkpoints}. Start anew with a lower "
+            f"{self.group}.learning_rate"
+            f"{'' if self.train.dtype == 'fp32' else f', or with {self.group}.dtype=fp32'}",
         )
 
     # ------------------------------------------------------------------ state

@@ -139,8 +139,8 @@ class Method(base.Method):
     """A method that can distil from a dense teacher.
 
     The teacher is not part of the model, so neither optimizer nor DDP sees it. It is a copy of the
-    model before pruning, saved in `state_dict()`, unless `set_teacher` gave another. It runs only
-    on training batches; without gradients the loss is the task's alone.
+    model before pruning, saved in `state_dict()`, unless `set_teacher` gave another. It runs
+    only in training mode; in evaluation mode the loss is the task's alone.
     """
 
     Config = Config
@@ -184,7 +184,7 @@ class Method(base.Method):
         Raises:
             ValueError: the teacher has another vocabulary, or lacks a hidden state.
         """
-        if self.teacher is None or not torch.is_grad_enabled():
+        if self.teacher is None or not model.training:
             return super().micro_batch_loss(model, batch)
         output: Any = None
 
@@ -225,7 +225,7 @@ class Method(base.Method):
         compare = LAYER_LOSSES[self.config.layer_loss]
         terms = []
         for name in self.compared:
-            if name not in found or not found[name].requires_grad:
+            if name not in found or found[name].requires_grad < torch.is_grad_enabled():
                 raise ValueError(
                     f"the hidden state of {name} has no gradient, as in a compiled or reentrantly "
                     "checkpointed model; set layer_weight=0 or turn these off"

@@ -15,6 +15,7 @@ from experiments.support.results import (
 )
 
 SHAPE = {"metrics": dict}
+LOST = {"metrics": {"val_loss": None}}
 WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
 
 
@@ -46,7 +47,21 @@ WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
             "other",
             "is of another config",
         ),
-        ({"result.json": {**WHOLE, "schema": 2}}, "other", "is of another config"),
+        (
+            {"result.json": {**WHOLE, "schema": 2}},
+            "other",
+            r"has schema 2, this .* reads 1; read it",
+        ),
+        (
+            {"result.json": WHOLE | LOST},
+            "diverged",
+            r"diverged \(its val_loss is not finite\); train",
+        ),
+        (
+            {"result.json": WHOLE | LOST | {"diverged": "why"}},
+            "diverged",
+            r"diverged \(why\); train",
+        ),
     ],
 )
 def test_why_there_is_no_result(tmp_path, files, why, message):
@@ -56,7 +71,7 @@ def test_why_there_is_no_result(tmp_path, files, why, message):
     with pytest.raises(NoResult, match=message) as caught:
         read(tmp_path, SHAPE, "0")
     assert caught.value.why == why and "\n" not in str(caught.value)
-    if why == "damaged":
+    if why in ("damaged", "other"):
         with pytest.raises(NoResult, match=message):
             read_finished(tmp_path, "0", SHAPE)
     else:

@@ -160,6 +160,12 @@ def test_a_damaged_result_is_one_line(tiny):
         (config.directory() / "result.json").write_text(json.dumps({**right, **wrong}))
         with pytest.raises(UserError, match=r"result\.json is damaged \(no config.* in it\)"):
             pretraining.run(config, quiet)
+    later = json.dumps({"schema": 99, "all": "else"})
+    (config.directory() / "result.json").write_text(later)
+    with pytest.raises(UserError, match=r"result\.json has schema 99, this version .* reads 1; "):
+        pretraining.run(config, quiet)
+    assert [path.name for path in config.directory().iterdir()] == ["result.json"]
+    assert (config.directory() / "result.json").read_text() == later
 
 
 def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
+from experiments.runs.finished import FinishedRun
+from experiments.support import results
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
@@ -239,15 +242,15 @@ def test_a_checkpoint_of_another_config_is_refused(tiny, monkeypatch):
         pretraining.run(other, quiet)
 
 
-def poison(monkeypatch, step):
-    """Make the loss of one step NaN."""
+def poison(monkeypatch, *steps):
+    """Make the loss of these steps NaN."""
     from methods.nn.base import Method
 
     original = Method.micro_batch_loss
 
     def loss(self, model, batch):
         value = original(self, model, batch)
-        return value * math.nan if self.poisoned == step else value
+        return value * math.nan if self.poisoned in steps else value
 
     begin = Method.on_step_begin
 
@@ -286,6 +289,38 @@ def test_with_a_scaler_a_nan_is_skipped_and_counted(tiny, monkeypatch):
     skipped = losses(config.directory(), "skipped_steps")
     assert [skipped[s] for s in (6, 7, 8)] == [0, 1, 1]
     assert losses(config.directory())[7] is None  # JSON has no NaN
+
+
+def test_a_training_that_comes_to_nothing_is_not_finished(tiny, tmp_path, monkeypatch):
+    fit = pretraining.Trainer.fit
+
+    def fit_to_no_end(trainer):
+        fit(trainer)
+        next(trainer.model.parameters()).data.fill_(math.nan)
+
+    def skipped(patch):
+        poison(patch, *range(7))
+
+    def lost(patch):
+        patch.setattr(pretraining.Trainer, "fit", fit_to_no_end)
+
+    for spoil, dtype, why in (
+        (skipped, "fp16", "7 of 12 steps were skipped, because their gradients were not finite"),
+        (lost, "bf16", "val_loss is nan after the last step"),
+    ):
+        config = tiny("method=dense", f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=why) as error:
+            spoil(patch)
+            pretraining.run(config, quiet)
+        assert "; lower train.learning_rate, or train in " in str(error.value)
+        assert pretraining.finished(config) is None
+        with pytest.raises(UserError, match=rf"seed0 diverged \({why}"):
+            FinishedRun.open(config.directory())
+        result = results.read(config.directory(), {}, config.digest(), diverged=True)
+        assert (result["metrics"]["val_loss"], result["steps"]) == (None, 12)
+        shutil.rmtree(config.directory() / "checkpoints")
+        assert pretraining.run(config, quiet)["metrics"]["val_loss"] < 9.0
+        assert pretraining.finished(config) is not None
 
 
 def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):

@@ -151,8 +151,8 @@ def test_evaluation_does_not_run_the_teacher():
     method.teacher.register_forward_hook(lambda *_: calls.append(1))
     method.loss(model, batch())
     assert calls == [1]
-    with torch.no_grad():
-        assert torch.equal(method.loss(model, batch()), model(**batch())[1])
+    model.eval()
+    assert torch.equal(method.loss(model, batch()), model(**batch())[1])
     assert calls == [1]
 
 
