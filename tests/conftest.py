@@ -13,6 +13,16 @@ if not torch.cuda.is_available():
 os.environ.pop("COLUMNS", None)  # of the workers of pytest-xdist; what is printed would fit it
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
+def pytest_collection_modifyitems(items):
+    """Mark the tests that a GPU adds something to: those of files that choose a DEVICE for their
+    tensors, and those that are skipped without a GPU."""
+    for item in items:
+        reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
+        if hasattr(item.module, "DEVICE") or any("needs a GPU" in reason for reason in reasons):
+            item.add_marker(pytest.mark.gpu)
+
+
 # What takes ranks seconds to import.
 IMPORTED_ONCE = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "experiments.pretrain"]
 

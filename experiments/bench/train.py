@@ -18,12 +18,13 @@ import torch
 from experiments.bench import arms, goals, linear
 from experiments.bench.arms import ARMS
 from experiments.bench.jobs import Workload, jobs
-from experiments.bench.report import Report, Row
+from experiments.bench.report import MIB, Report, Row
 from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.support.errors import UserError
 
-TOGETHER = 5  # number of models held at once
+TOGETHER = 5  # number of models held at once, if they fit
+PACKED = 1.1  # what a model holds, over its weights, gradients and moments
 FP8_PEERS = ("dense fp8", arms.TORCHAO)
 
 
@@ -47,22 +48,31 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                 ) from error
 
 
-def comparisons(names: list[str]) -> Iterator[list[str]]:
-    """Yield `names` in groups of at most TOGETHER, each with `dense`, and groups with FP8 also with
-    dense FP8 if that is among the names."""
+def comparisons(names: list[str], together: int = TOGETHER) -> Iterator[list[str]]:
+    """Yield `names` in groups of at most `together`, each with `dense`, and groups with FP8 also
+    with those of the dense FP8 among the names for which there is room."""
     peers = [name for name in FP8_PEERS if name in names]
-    methods = [name for name in names if name not in ("dense", *peers)]
-    kinds = (
-        (["dense"], [name for name in methods if not ARMS[name].fp8]),
-        (["dense", *peers], [name for name in methods if ARMS[name].fp8]),
-    )
     groups = []
-    for common, arms_of in kinds:
-        room = TOGETHER - len(common)
-        parts = [arms_of[i : i + room] for i in range(0, len(arms_of), room)]
+    for common, fp8 in (["dense"], False), (["dense", *peers][: together - 1], True):
+        others = [n for n in names if n not in common and bool(ARMS[n].fp8) is fp8]
+        room = together - len(common)
+        parts = [others[i : i + room] for i in range(0, len(others), room)]
         groups += [[*common, *part] for part in parts or [[]]]
     larger = [group for group in groups if len(group) > 1]
     yield from larger or [["dense"]]
+
+
+def together(job: Workload, matmul: str, options: argparse.Namespace) -> int:
+    """The number of models that fit on the device at once, by the memory that dense takes. Its
+    temporaries count twice, as those of launched steps and as those of graphs."""
+    if options.device.type == "cpu":
+        return TOGETHER
+    step = ready("dense", job, options.device, matmul, options.fused)
+    figures = held(step)
+    step.close()
+    trained = figures["trained MiB"]
+    room = torch.cuda.mem_get_info()[0] / MIB - 2 * (figures["peak MiB"] - trained)
+    return max(2, min(TOGETHER, int(room / (PACKED * trained))))
 
 
 def measure(
@@ -75,7 +85,7 @@ def measure(
 ) -> None:
     """The rows of a job."""
     done: set[str] = set()
-    for group in comparisons(names):
+    for group in comparisons(names, together(job, matmul, options)):
         # Collect garbage first, or a compiled model of 774M would keep its memory.
         gc.collect()
         for row in compared(shape, job, group, matmul, options, report):

@@ -11,7 +11,7 @@ from common_kernels.pack.bitmask import swizzle_mask
 from common_kernels.pack.interop import cslt_form, from_semi_structured, to_semi_structured
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="these packers run on a GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor"),
 ]
 hopper = pytest.mark.skipif(

@@ -108,6 +108,10 @@ def test_dense_stands_in_every_comparison():
     for group in together:
         if any(ARMS[name].fp8 for name in group):
             assert group[1:3] == ["dense fp8", arms.TORCHAO]
+    for most in (2, 3):  # where fewer fit into the memory
+        groups = list(train.comparisons(list(jobs.NAMES), most))
+        assert all(group[0] == "dense" and len(group) <= most for group in groups)
+        assert {name for group in groups for name in group} == set(jobs.NAMES)
     assert list(train.comparisons(["slope"])) == [["dense", "slope"]]
     assert list(train.comparisons(["dense"])) == [["dense"]]
     assert list(train.comparisons(["dense fp8"])) == [["dense", "dense fp8"]]
